@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Usage: python=$(bash ci/python.sh EXTRAS)
+#
+# Makes, or uses again, the virtual environment of this checkout with the package and the given
+# extras ("mcore" or "mcore,test") installed, and prints the path of its interpreter. Progress goes
+# to stderr.
+#
+#   PYTHON                  the interpreter to build on; by default the first fit one that is found
+#   MEGATRON_LOSS_AGG_VENV  where the environment lies; by default .venv in the checkout
+#
+# An interpreter that has torch already, as in a GPU container, keeps it: the environment then sees
+# the interpreter's packages, and of the constraints only those on missing packages apply.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+extras=${1:?usage: bash ci/python.sh EXTRAS}
+venv=${MEGATRON_LOSS_AGG_VENV:-$root/.venv}
+
+say() { echo "ci/python.sh: $*" >&2; }
+
+# Runs the candidate, since a name on the PATH may be a shim that refuses to start. megatron-core
+# has wheels for Python 3.12 and 3.13.
+fits() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' \
+        >/dev/null 2>&1
+}
+
+# A virtual environment's own packages would not be seen from another one, so it does not count.
+has_torch() {
+    "$1" -c 'import sys, importlib.util as u
+sys.exit(sys.prefix != sys.base_prefix or u.find_spec("torch") is None)' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    if [[ -n ${PYTHON:-} ]]; then
+        fits "$PYTHON" && echo "$PYTHON" && return
+        say "PYTHON=$PYTHON is not a Python 3.12 or 3.13 with the modules venv and ensurepip."
+        return 1
+    fi
+    for candidate in python3 python; do
+        if fits "$candidate" && has_torch "$candidate"; then echo "$candidate" && return; fi
+    done
+    for candidate in python3.12 python3.13 python3 python "$versions"/3.1[23]*/bin/python; do
+        if fits "$candidate"; then echo "$candidate" && return; fi
+    done
+    say "found no Python 3.12 or 3.13 with the modules venv and ensurepip." \
+        "Install one, or name it: PYTHON=/path/to/python3.12 bash ..."
+    return 1
+}
+
+# The constraints, without those on packages that the interpreter brings along. megatron-core is
+# always our own: an older one has no megatron.training.
+constraints_for() {
+    if [[ -z $2 ]]; then cat "$root/ci/constraints.txt" && return; fi
+    "$1" - "$root/ci/constraints.txt" <<'PY'
+import re, sys
+from importlib.metadata import distributions
+
+name = lambda text: re.sub(r"[-_.]+", "-", text).lower()
+present = {name(dist.metadata["Name"]) for dist in distributions()} - {"megatron-core"}
+for line in open(sys.argv[1], encoding="utf-8"):
+    if name(line.partition("==")[0]) not in present:
+        print(line, end="")
+PY
+}
+
+base=$(find_python)
+base=$("$base" -c 'import sys; print(sys.executable)')
+site=""
+if has_torch "$base"; then site=--system-site-packages; fi
+
+# Two runs at once must not install into the same environment.
+mkdir -p "$(dirname "$venv")"
+if command -v flock >/dev/null; then exec 9>"$venv.lock" && flock 9; fi
+
+# What the environment is made of: the interpreter, then what is installed into it.
+foundation="$("$base" -c 'import sys; print(sys.executable, sys.version)') $site"
+contents="$root "$("$base" -c 'import hashlib, sys
+print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:])).hexdigest())' \
+    "$root/setup.py" "$root/pyproject.toml" "$root/ci/constraints.txt")
+stamp=$venv/stamp-${extras//,/-}
+
+if [[ $(cat "$venv/foundation" 2>/dev/null) != "$foundation" ]]; then
+    # What lies there is removed, so it must be ours; the mark of that stays, for a run cut short.
+    if [[ -n $(ls -A "$venv" 2>/dev/null) && ! -e $venv/foundation ]]; then
+        say "$venv exists and was not made here: remove it, or set MEGATRON_LOSS_AGG_VENV."
+        exit 1
+    fi
+    say "making $venv with $base ${site:+(and the packages installed there)}"
+    mkdir -p "$venv" && echo unfinished >"$venv/foundation"
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name foundation -exec rm -rf {} +
+    "$base" -m venv $site "$venv" >&2
+    echo "$foundation" >"$venv/foundation"
+fi
+if [[ $(cat "$stamp" 2>/dev/null) != "$contents" ]]; then
+    say "installing megatron-loss-agg[$extras] into $venv (once; torch is a large download)"
+    constraints_for "$base" "$site" >"$venv/constraints.txt"
+    pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install
+        --constraint "$venv/constraints.txt")
+    if [[ ! -t 2 ]]; then pip+=(--quiet); fi
+    "${pip[@]}" "setuptools>=70.1" >&2
+    "${pip[@]}" --no-build-isolation --editable "$root[$extras]" >&2
+    echo "$contents" >"$stamp"
+fi
+echo "$venv/bin/python"

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# bash ci/test.sh             sets up, checks style, types and docs, runs every test
+# bash ci/test.sh ARGUMENTS   sets up, runs pytest with these arguments
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=$(bash ci/python.sh mcore,test,docs,plot)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+status=0
+if [[ $# -eq 0 ]]; then
+    "$python" -m ruff check . || status=$?
+    "$python" -m ruff format --check . || status=$?
+    "$python" -m mypy || status=$?
+    "$python" -m mkdocs --quiet build --strict || status=$?
+    if [[ $status -ne 0 ]]; then
+        echo "ci/test.sh: ruff, mypy or mkdocs failed, see above; this run will fail after the tests" >&2
+    fi
+fi
+# A hang in a collective ends in a traceback instead of a silent job.
+"$python" -m pytest --timeout 600 "$@" </dev/null || status=$?
+exit "$status"

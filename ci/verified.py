@@ -1,0 +1,71 @@
+"""Write docs/verified.md from the test reports of the version matrix.
+
+    python ci/verified.py REPORT.xml ... > docs/verified.md
+
+A report is pytest's ``--junitxml`` of one release, named after it.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+HEAD = """\
+# Verified
+
+Written by `bash ci/matrix.sh` from the reports of its tests, not by hand. Every number is measured
+through the real Megatron-Core of that release on a CPU: its schedule, DDP and gradient finalization
+over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three microbatches of
+unequal size, with and without `--calculate-per-token-loss`, in every mode.
+"""
+GRADIENTS = "tests.host.test_gradients"
+TITLES = {"float64": "largest error in fp64", "float32": "largest error in fp32"}
+
+
+def properties(case: ElementTree.Element) -> dict[str, str]:
+    return {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
+
+
+def passed(case: ElementTree.Element) -> bool:
+    return all(case.find(outcome) is None for outcome in ("failure", "error", "skipped"))
+
+
+def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
+    worst: dict[str, float] = defaultdict(float)
+    for case in cases:
+        found = properties(case)
+        dtype = found["dtype"].removeprefix("torch.")
+        worst[dtype] = max(worst[dtype], float(found["error"]))
+    good = sum(map(passed, cases))
+    cells = [version, f"{good} of {len(cases)}", *(f"{worst[dtype]:.1e}" for dtype in TITLES)]
+    return f"| {' | '.join(cells)} |"
+
+
+def main(paths: list[str]) -> None:
+    reports = {Path(path).stem: list(ElementTree.parse(path).iter("testcase")) for path in paths}
+    print(HEAD)
+    print("## Gradients\n")
+    print("Norm-wise, relative to one fp64 process. The bound is 1e-12 in fp64, and in fp32 twice")
+    print("the error of one unsplit fp32 process.\n")
+    print(f"| Megatron-Core | comparisons that hold | {' | '.join(TITLES.values())} |")
+    print("|---|---|---|---|")
+    for version, cases in reports.items():
+        print(gradient_row(version, [c for c in cases if c.attrib["classname"] == GRADIENTS]))
+    print("\n## Everything else that ran\n")
+    print(f"| test | {' | '.join(reports)} |")
+    print(f"|---|{'---|' * len(reports)}")
+    counts: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for version, cases in reports.items():
+        for case in cases:
+            if case.attrib["classname"] != GRADIENTS:
+                name = case.attrib["name"].partition("[")[0].removeprefix("test_")
+                counts[name.replace("_", " ")][version].append(passed(case))
+    for name, by_version in counts.items():
+        cells = [f"{sum(by_version[v])} of {len(by_version[v])}" for v in reports]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""A custom training loop on Megatron-Core with exact loss aggregation, in two lines.
+
+    torchrun --nproc-per-node 2 examples/custom_loop.py --cpu      # or without --cpu, on GPUs
+
+A loop as reinforcement learning frameworks have it: it calls Megatron's forward-backward function
+itself, with a loss of its own (here REINFORCE). It asserts that the gradient of every step is
+that of the whole step in one process. What the plugin adds is marked with (1) and (2).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if "--cpu" in sys.argv:
+    from megatron_loss_agg.mcore import cpu
+
+    cpu.enable()
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_loss_agg import LossAggregation, predicting_mask
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+
+VOCAB, LENGTH, PROMPTS, ANSWERS, MICROBATCHES = 32, 16, 4, 4, 2
+Batch = dict[str, Tensor]
+
+
+def rollouts(step: int) -> Batch:
+    """The whole step: several answers of free length to each prompt, and their advantages."""
+    generator = torch.Generator().manual_seed(step)
+    number = PROMPTS * ANSWERS
+    length = torch.randint(3, LENGTH + 1, (number, 1), generator=generator)
+    position = torch.arange(LENGTH)
+    response = ((position >= 2) & (position < length)).double()  # after a prompt of two tokens
+    return {
+        "tokens": torch.randint(0, VOCAB, (number, LENGTH), generator=generator),
+        # The loss of token t + 1 lies at position t.
+        "loss_mask": predicting_mask(response),
+        "advantages": torch.randn(number, 1, generator=generator, dtype=torch.float64),
+        "prompt_ids": torch.arange(PROMPTS).repeat_interleave(ANSWERS),
+    }
+
+
+def token_losses(logits: Tensor, batch: Batch) -> Tensor:
+    """REINFORCE, per token: ``-advantage * log p(next token)``."""
+    following = batch["tokens"].roll(-1, dims=1)
+    log_probs = logits.log_softmax(-1).gather(-1, following.unsqueeze(-1)).squeeze(-1)
+    return -batch["advantages"].to(logits) * log_probs
+
+
+def logits_of(model: Any, batch: Batch) -> Tensor:
+    tokens = batch["tokens"]
+    later = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).triu(1)
+    positions = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, later)
+
+
+def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
+    batch = {key: value.cuda() for key, value in next(data_iterator).items()}
+    loss = TokenLoss(lambda logits: (token_losses(logits, batch), {}), batch["loss_mask"])
+    return logits_of(model, batch), loss
+
+
+def my_microbatches(whole: Batch) -> list[Batch]:
+    """This rank's: every data-parallel rank has other rows, in microbatches of unequal size."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = torch.arange(PROMPTS * ANSWERS)[rank::ranks]  # a prompt's answers lie on several ranks
+    cuts = [0, 1, len(rows)]
+    return [{k: v[rows[a:b]] for k, v in whole.items()} for a, b in pairwise(cuts)]
+
+
+def prompt_mean_gradient(model: GPTModel, whole: Batch) -> list[Tensor]:
+    """What the step's gradient must be, written out: one process, no microbatches."""
+    whole = {key: value.cuda() for key, value in whole.items()}
+    losses, mask = token_losses(logits_of(model, whole), whole), whole["loss_mask"]
+    means = []
+    for prompt in range(PROMPTS):
+        rows = whole["prompt_ids"] == prompt
+        means.append((losses[rows] * mask[rows]).sum() / mask[rows].sum())
+    return list(torch.autograd.grad(torch.stack(means).mean(), list(model.parameters())))
+
+
+def build() -> DistributedDataParallel:
+    torch.set_default_dtype(torch.float64)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        attention_softmax_in_fp32=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+    ).cuda()
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    return DistributedDataParallel(config, settings, model)
+
+
+def main() -> None:
+    if "--cpu" not in sys.argv:
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("gloo" if "--cpu" in sys.argv else "nccl")
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    ddp = build()
+    optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.5)
+
+    hook = LossHook(LossAggregation(mode="prompt_mean"))  # (1)
+    forward_backward = hook.wrap(get_forward_backward_func())  # (2)
+
+    for step in range(5):
+        whole = rollouts(step)
+        ddp.zero_grad_buffer()
+        reports = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(my_microbatches(whole)),
+            model=[ddp],
+            num_microbatches=MICROBATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+        )
+        expected = prompt_mean_gradient(ddp.module, whole)
+        got = [parameter.main_grad for parameter in ddp.module.parameters()]
+        difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
+        error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
+        assert error < 1e-12, f"step {step}: relative gradient error {error:.1e}"
+        for parameter in ddp.module.parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = sum(report["prompt_mean loss"] for report in reports)
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``python -m megatron_loss_agg [--cpu] SCRIPT [the script's own flags]``, doctor and explain."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_loss_agg.errors import AggregationError
+
+USAGE = """\
+usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT [the script's own flags]
+           --loss-aggregation MODE [--loss-aggregation-divisor D]
+           [--loss-aggregation-empty {count,skip}] [--loss-aggregation-function MODULE:NAME]
+           [--loss-aggregation-audit]
+       python -m megatron_loss_agg doctor [-h] ...     does the plugin run here?
+       python -m megatron_loss_agg explain [-h] ...    what does each mode weigh?
+
+Runs a Megatron training script with exact loss aggregation. --cpu runs it without a GPU.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit code; a bad flag is one line on stderr and code 2."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if args else 2
+    try:
+        return _run(args)
+    except AggregationError as error:
+        print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: list[str]) -> int:
+    if args[0] == "doctor":
+        from megatron_loss_agg.mcore import doctor
+
+        return doctor.main(args[1:])
+    if args[0] == "explain":
+        from megatron_loss_agg import explain
+
+        return explain.main(args[1:])
+    cpu = args[0] == "--cpu"
+    script, *script_args = args[cpu:] or ["-h"]
+    if script in ("-h", "--help"):
+        print(USAGE)
+        return 2 if args == ["--cpu"] else 0
+    if script.startswith("-"):
+        print(f"megatron_loss_agg: {script!r} before the script; {USAGE}", file=sys.stderr)
+        return 2
+    from megatron_loss_agg.mcore.launch import launch
+
+    launch(script, script_args, cpu)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""What ranks tell each other about a step: one row of totals, then one payload of groups."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.errors import PeerError
+
+
+class Groups(NamedTuple):
+    """Mask sums by group: ``ids`` int64 [groups], sorted and distinct; ``sums`` fp64 [groups]."""
+
+    ids: Tensor
+    sums: Tensor
+
+    @classmethod
+    def merge(cls, ids: Tensor, sums: Tensor) -> Groups:
+        """Add up the ``sums`` of equal ``ids``."""
+        distinct, where = ids.unique(return_inverse=True)
+        return cls(distinct, sums.new_zeros(distinct.numel()).index_add_(0, where, sums))
+
+    def sums_of(self, ids: Tensor) -> Tensor:
+        """The sum of each of ``ids``, all of which must be groups."""
+        return self.sums[torch.searchsorted(self.ids, ids)]
+
+
+class Totals(NamedTuple):
+    """One rank's totals of a step. All counts add up over ranks."""
+
+    failed: int
+    tokens: float
+    active_tokens: int
+    microbatches: int
+    packed_microbatches: int
+    active_microbatches: int
+    samples: int
+    active_samples: int
+
+
+def exchange_totals(
+    mine: Totals, columns: list[int], group: dist.ProcessGroup | None
+) -> tuple[Totals, list[list[int]]]:
+    """Sum ``mine`` over ``group`` and collect everybody's ``columns``. One collective.
+
+    Raises:
+        PeerError: some rank failed (this one's own failure is for the caller to raise).
+    """
+    row = torch.tensor([*mine, *columns], dtype=torch.float64)
+    rows = _all_gather(row, group)
+    failed = rows[:, 0].nonzero().view(-1).tolist()
+    if failed and not mine.failed:
+        raise PeerError(
+            f"bad microbatches on rank(s) {failed} of the data-parallel group; "
+            "expected every rank's to be valid: see the error of those ranks"
+        )
+    total = rows[:, : len(mine)].sum(dim=0).tolist()
+    counts = (round(x) for x in total[2:])
+    return Totals(len(failed), total[1], *counts), rows[:, len(mine) :].long().tolist()
+
+
+def exchange_groups(
+    mine: list[Groups], sizes: list[list[int]], group: dist.ProcessGroup | None
+) -> list[Groups]:
+    """Merge each of ``mine`` with the other ranks'. One collective for all of them.
+
+    Args:
+        mine: one entry a unit, the same units on every rank.
+        sizes: for every rank, the number of groups in each entry.
+    """
+    if len(sizes) == 1 or not any(map(sum, sizes)):
+        return mine
+    widest = max(2 * sum(row) for row in sizes)
+    payload = torch.zeros(widest, dtype=torch.int64)
+    flat = torch.cat([part for g in mine for part in (g.ids, g.sums.view(torch.int64))])
+    payload[: flat.numel()] = flat
+    unpacked: list[list[Groups]] = [[] for _ in mine]
+    for row, row_sizes in zip(_all_gather(payload, group), sizes, strict=True):
+        # Each unit takes its ids and then as many sums.
+        parts = row[: 2 * sum(row_sizes)].split([n for n in row_sizes for _ in range(2)])
+        for entry, ids, sums in zip(unpacked, parts[::2], parts[1::2], strict=True):
+            entry.append(Groups(ids, sums.view(torch.float64)))
+    return [
+        Groups.merge(torch.cat([g.ids for g in entry]), torch.cat([g.sums for g in entry]))
+        for entry in unpacked
+    ]
+
+
+def _all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[ranks, n] out of everybody's [n], in rank order; on the CPU on both ends."""
+    if group is None or dist.get_world_size(group) == 1:
+        return row.unsqueeze(0)
+    sent = row.to(communication_device(group))
+    rows = sent.new_empty(dist.get_world_size(group) * row.numel())
+    dist.all_gather_into_tensor(rows, sent, group=group)
+    return rows.view(-1, row.numel()).cpu()
+
+
+def communication_device(group: dist.ProcessGroup) -> torch.device:
+    """The device that ``group``'s backend carries tensors on."""
+    if "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,98 @@
+"""``python -m megatron_loss_agg explain``: what each sample of a step weighs under each mode."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_loss_agg.errors import DivisorError, InputError
+from megatron_loss_agg.explain.samples import Sample, from_jsonl, from_lists
+from megatron_loss_agg.explain.shares import ALL_MODES, explain
+from megatron_loss_agg.explain.table import as_json, as_text
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table, write the picture; returns the exit code.
+
+    Raises:
+        AggregationError: the input is bad.
+    """
+    args = _parser().parse_args(argv)
+    samples = _samples(args)
+    modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
+    divisor = None if args.divisor is None else _number(args.divisor)
+    shown, left_out = explain(samples, modes, divisor, args.empty)
+    if args.plot is not None:
+        from megatron_loss_agg.explain.picture import draw
+
+        draw(args.plot, samples, shown)
+    if args.json:
+        _print(json.dumps(as_json(samples, shown, left_out)))
+    else:
+        _print(as_text(samples, shown, left_out))
+    return 0
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron_loss_agg explain",
+        description="Show each sample's share of the gradient, and the weight of its tokens, "
+        "under each mode of loss aggregation.",
+        allow_abbrev=False,
+    )
+    step = parser.add_mutually_exclusive_group(required=True)
+    step.add_argument("--lengths", metavar="N,N,...", help="loss tokens of each sample of a step")
+    step.add_argument(
+        "--jsonl",
+        metavar="FILE",
+        help='the samples as lines {"length": n or "loss_mask": [...], "prompt": any, '
+        '"rollout": any, "microbatch": int, "rank": int}; all but the first are optional',
+    )
+    parser.add_argument("--prompts", metavar="P,P,...", help="prompt of each sample")
+    parser.add_argument("--rollouts", metavar="R,R,...", help="rollout of each sample")
+    parser.add_argument(
+        "--microbatches", metavar="K,K,...", help="microbatch of each sample, over all ranks"
+    )
+    parser.add_argument("--divisor", metavar="D", help="the D of 'constant' and 'sum'")
+    parser.add_argument(
+        "--empty",
+        choices=("count", "skip"),
+        help="whether groups without tokens count (default: count, or the preset's own choice)",
+    )
+    parser.add_argument(
+        "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
+    parser.add_argument("--plot", metavar="FILE", help="draw weight against length (png, svg, pdf)")
+    return parser
+
+
+def _samples(args: argparse.Namespace) -> list[Sample]:
+    lists = {name: getattr(args, name) for name in ("prompts", "rollouts", "microbatches")}
+    if args.jsonl is None:
+        return from_lists(args.lengths, **lists)
+    for name, value in lists.items():
+        if value is not None:
+            raise InputError(
+                f"--{name} with --jsonl; write {name.removesuffix('s')!r} on the file's lines"
+            )
+    return from_jsonl(args.jsonl)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise DivisorError(f"--divisor {text!r}; expected a finite number > 0") from None

@@ -1,0 +1,135 @@
+"""The picture: weight of a token against the length of its sample, a line or cloud per mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_loss_agg.errors import DependencyError, InputError
+from megatron_loss_agg.explain.samples import Sample
+from megatron_loss_agg.explain.shares import Shares, relative_to_token_mean
+
+# Colours that colour-blind readers can tell apart too (Okabe and Ito).
+_COLORS = {
+    "token_mean": "#000000",
+    "sample_mean": "#D55E00",
+    "rollout_mean": "#56B4E9",
+    "prompt_mean": "#0072B2",
+    "sample_sum": "#009E73",
+    "constant": "#CC79A7",
+    "sum": "#7F7F7F",
+    "microbatch_mean": "#E69F00",
+}
+# Hollow and of different sizes, so that points in one place are all seen.
+_MARKERS = {"rollout_mean": ("s", 10.0), "prompt_mean": ("D", 7.0), "microbatch_mean": ("o", 4.0)}
+# For presets of one mode beside each other; of points, all but the first are filled.
+_LINES = ("-", "--", ":", "-.")
+# Up to this many samples, a line also shows where they lie.
+_FEW = 12
+
+
+def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> None:
+    """Write the picture to ``path``, in the format of its suffix.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+        InputError: no sample has tokens, or ``path`` cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DependencyError(
+            f"--plot needs matplotlib, which cannot be imported ({error}): "
+            "pip install 'megatron-loss-agg[plot]'"
+        ) from error
+    with_tokens = [s for s, sample in enumerate(samples) if sample.tokens > 0]
+    if not with_tokens:
+        raise InputError("--plot: no sample has loss tokens; there is nothing to draw")
+    figure = Figure(figsize=(8.6, 5.0), dpi=160, layout="constrained")
+    axes = figure.subplots(subplot_kw={"xscale": "log", "yscale": "log"})
+    lengths = [samples[s].tokens for s in with_tokens]
+    points = {
+        name: sorted(
+            zip(lengths, relative_to_token_mean(shares, samples)[with_tokens].tolist(), strict=True)
+        )
+        for name, shares in shown.items()
+    }
+    # The legend from top to bottom as the picture is at its right end.
+    for name in sorted(points, key=lambda name: -points[name][-1][1]):
+        style = _style(name, shown, len(lengths))
+        axes.plot(*zip(*points[name], strict=True), label=name, **style)
+    _number(axes.xaxis, lengths)
+    _number(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
+    _dress(axes, lengths, len(samples))
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--plot {path}: {error}; expected a writable .png, .svg or .pdf"
+        ) from error
+
+
+def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, Any]:
+    """A line where length alone decides the weight, and otherwise hollow points."""
+    mode = shown[name].aggregation.mode
+    few = samples <= _FEW
+    same = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
+    if shown[name].depends_on_length_alone:
+        return {
+            "color": _COLORS[mode],
+            "linestyle": _LINES[same.index(name) % len(_LINES)],
+            "linewidth": 1.8,
+            "marker": "o" if few else None,
+            "markersize": 5,
+        }
+    marker, size = _MARKERS[mode]
+    return {
+        "color": _COLORS[mode],
+        "linestyle": "none",
+        "marker": marker,
+        "markersize": size if few else 0.6 * size,
+        "markerfacecolor": _COLORS[mode] if same.index(name) else "none",
+        "markeredgewidth": 1.6 if few else 1.1,
+        "zorder": 3,
+    }
+
+
+def _number(axis: Any, values: Sequence[float]) -> None:
+    """Plain numbers at powers of ten, and between them where the range is short."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if max(values) < 50 * min(values):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
+def _dress(axes: Any, lengths: Sequence[float], samples: int) -> None:
+    axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
+    axes.set_ylabel("weight of one token, as a multiple of token_mean")
+    axes.set_title(
+        f"What one token weighs in a step of {samples:,} samples "
+        f"and {sum(lengths):,.10g} loss tokens\n",
+        loc="left",
+        fontsize=12,
+    )
+    axes.text(
+        0,
+        1.025,
+        "lines: the sample's length decides; points: its group decides",
+        transform=axes.transAxes,
+        fontsize=9,
+        color="#555555",
+    )
+    axes.plot(
+        lengths,
+        [0.012] * len(lengths),
+        linestyle="none",
+        marker="|",
+        color="#777777",
+        transform=axes.get_xaxis_transform(),
+    )
+    axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

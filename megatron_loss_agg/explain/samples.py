@@ -1,0 +1,134 @@
+"""The samples of one optimizer step, from command-line lists or from a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_loss_agg.errors import GroupError, InputError
+
+COLUMNS = ("prompt", "rollout", "microbatch", "rank")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: how many loss tokens it has, and where it belongs."""
+
+    # Sum of its mask, in tokens.
+    tokens: float
+    # Any JSON values; equal ones are one group over the whole step. None: not given.
+    prompt: Any = None
+    rollout: Any = None
+    # Its microbatch, numbered per rank. None: not given.
+    microbatch: int | None = None
+    # Data-parallel rank.
+    rank: int | None = None
+
+
+def from_lists(
+    lengths: str, prompts: str | None, rollouts: str | None, microbatches: str | None
+) -> list[Sample]:
+    """Samples from comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
+
+    Raises:
+        InputError: a list is no list of its kind, or not as long as ``lengths``.
+    """
+    tokens = _integers("--lengths", lengths)
+    columns: dict[str, Sequence[Any] | None] = {
+        "prompt": None if prompts is None else _items(prompts),
+        "rollout": None if rollouts is None else _items(rollouts),
+        "microbatch": None if microbatches is None else _integers("--microbatches", microbatches),
+    }
+    for name, column in columns.items():
+        if column is not None and len(column) != len(tokens):
+            flag = "--microbatches" if name == "microbatch" else f"--{name}s"
+            raise InputError(
+                f"{flag} has {len(column)} values and --lengths has {len(tokens)}; "
+                "expected one for each sample"
+            )
+    given = {name: column for name, column in columns.items() if column is not None}
+    return [
+        Sample(float(count), **{name: column[s] for name, column in given.items()})
+        for s, count in enumerate(tokens)
+    ]
+
+
+def from_jsonl(path: str) -> list[Sample]:
+    """Samples from a file with one JSON object a line.
+
+    ``{"length": n}`` or ``{"loss_mask": [...]}``, and where known ``"prompt"`` and ``"rollout"``
+    (any value), ``"microbatch"`` and ``"rank"`` (integers); other keys are passed over.
+
+    Raises:
+        InputError: the file or a line cannot be read.
+        GroupError: some lines have a prompt, rollout, microbatch or rank, and others have not.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--jsonl {path}: {error}; expected a readable text file") from error
+    numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InputError(f"--jsonl {path}: no line; expected one JSON object for each sample")
+    samples = [_sample(where, line) for where, line in numbered]
+    for name in COLUMNS:
+        _check_complete(name, samples, [where for where, _ in numbered])
+    return samples
+
+
+def _sample(where: str, line: str) -> Sample:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: no JSON ({error}); expected one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: {type(row).__name__}; expected a JSON object")
+    if ("length" in row) == ("loss_mask" in row):
+        raise InputError(f"{where}: has keys {[*row]}; expected either 'length' or 'loss_mask'")
+    if "length" in row:
+        tokens = float(_count(where, "length", row["length"]))
+    else:
+        tokens = _mask_sum(where, row["loss_mask"])
+    places = {
+        name: _count(where, name, row[name])
+        for name in ("microbatch", "rank")
+        if row.get(name) is not None
+    }
+    return Sample(tokens, row.get("prompt"), row.get("rollout"), **places)
+
+
+def _mask_sum(where: str, mask: Any) -> float:
+    numbers = isinstance(mask, list) and all(isinstance(m, (bool, int, float)) for m in mask)
+    if not numbers or not all(math.isfinite(m) and m >= 0 for m in mask):
+        raise InputError(f"{where}: 'loss_mask' is not a list of finite numbers >= 0")
+    return math.fsum(mask)
+
+
+def _count(where: str, name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InputError(f"{where}: {name!r} is {value!r}; expected an integer >= 0")
+    return value
+
+
+def _check_complete(name: str, samples: Sequence[Sample], places: Sequence[str]) -> None:
+    known = [getattr(sample, name) is not None for sample in samples]
+    if any(known) and not all(known):
+        raise GroupError(
+            f"{places[known.index(False)]} has no {name!r} and {places[known.index(True)]} has; "
+            "expected it on every line or on none"
+        )
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",")]
+
+
+def _integers(flag: str, text: str) -> list[int]:
+    items = _items(text)
+    if not all(item.isdecimal() for item in items):
+        raise InputError(f"{flag} {text!r}; expected integers >= 0 with commas between them")
+    return [int(item) for item in items]

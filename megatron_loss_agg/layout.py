@@ -1,0 +1,194 @@
+"""Which tokens a context-parallel rank holds: one index map, its use and its inverse.
+
+Causal attention costs more for late tokens, so a sequence is cut in ``2 * cp`` chunks and rank
+``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` ("zigzag"): of the whole sequence in Megatron's
+bshd layout, of every packed sequence in Transformer Engine's thd layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+
+from megatron_loss_agg.errors import LayoutError
+from megatron_loss_agg.microbatch import Microbatch, check_values
+
+
+class CPLayout:
+    """Positions of the sequence (or flat token) axis that one context-parallel rank holds.
+
+    Build it by `bshd`, `thd` or `contiguous`.
+
+    Attributes:
+        index: int64 [local tokens], positions in the order in which this rank holds them.
+        total_len: length of the axis that is split.
+    """
+
+    def __init__(
+        self, index_of: Callable[[int], Tensor], total_len: int, cp_size: int, cp_rank: int
+    ):
+        self.total_len = total_len
+        self.cp_size = cp_size
+        self.cp_rank = cp_rank
+        self._index_of = index_of
+        self.index = index_of(cp_rank)
+
+    @classmethod
+    def bshd(cls, seq_len: int, cp_size: int, cp_rank: int) -> CPLayout:
+        """Zigzag over the whole sequence. ``seq_len`` must be a multiple of ``2 * cp_size``."""
+        _check_length(seq_len)
+        return cls.thd(torch.tensor([0, seq_len]), cp_size, cp_rank)
+
+    @classmethod
+    def thd(cls, cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> CPLayout:
+        """Zigzag inside every packed sequence.
+
+        Args:
+            cu_seqlens_padded: integer offsets [sequences + 1]; every length must be a multiple of
+                ``2 * cp_size``.
+
+        Raises:
+            LayoutError: the offsets do not start at 0 or decrease, or a length is not such a
+                multiple.
+        """
+        _check_rank(cp_size, cp_rank)
+        _check_offsets(cu_seqlens_padded)
+        starts = cu_seqlens_padded[:-1].to(torch.int64)
+        lengths = cu_seqlens_padded.diff().to(torch.int64)
+        uneven = (lengths % (2 * cp_size) != 0).nonzero()
+        if cp_size > 1 and uneven.numel():
+            which = int(uneven[0])
+            raise LayoutError(
+                f"sequence {which} has (padded) length {int(lengths[which])}; expected a multiple "
+                f"of 2 * cp_size = {2 * cp_size}: pad it"
+            )
+        if cp_size == 1:
+            return cls.contiguous(int(cu_seqlens_padded[-1]), cp_size, cp_rank)
+        chunk = lengths // (2 * cp_size)
+        # Every sequence gives two runs of one chunk: run k begins at run_start[k] in the pack, and
+        # at run_end[k] - chunk[k] among this rank's tokens.
+        run_length = chunk.repeat_interleave(2)
+        run_end = run_length.cumsum(0)
+
+        def index_of(rank: int) -> Tensor:
+            pair = torch.tensor([rank, 2 * cp_size - 1 - rank], device=starts.device)
+            run_start = (starts.unsqueeze(1) + chunk.unsqueeze(1) * pair).view(-1)
+            offset = (run_start - (run_end - run_length)).repeat_interleave(run_length)
+            return offset + torch.arange(offset.numel(), device=starts.device)
+
+        return cls(index_of, int(cu_seqlens_padded[-1]), cp_size, cp_rank)
+
+    @classmethod
+    def contiguous(cls, total_len: int, cp_size: int, cp_rank: int) -> CPLayout:
+        """Rank ``r`` holds the ``r``-th of ``cp_size`` equal parts."""
+        _check_rank(cp_size, cp_rank)
+        _check_length(total_len)
+        if total_len % cp_size:
+            raise LayoutError(
+                f"length {total_len} cannot be cut in {cp_size} equal parts; "
+                f"expected a multiple of cp_size = {cp_size}: pad it"
+            )
+        part = total_len // cp_size
+
+        def index_of(rank: int) -> Tensor:
+            return torch.arange(rank * part, (rank + 1) * part)
+
+        return cls(index_of, total_len, cp_size, cp_rank)
+
+    def shard(self, x: Tensor, dim: int = -1) -> Tensor:
+        """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack)."""
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+            raise LayoutError(f"no axis {dim} in {type(x).__name__}; expected a tensor with it")
+        if x.shape[dim] != self.total_len:
+            raise LayoutError(
+                f"axis {dim} has length {x.shape[dim]}; expected the layout's {self.total_len}"
+            )
+        return x.index_select(dim, self.index.to(x.device))
+
+    def unshard(
+        self,
+        local: Tensor | Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        dim: int = -1,
+    ) -> Tensor:
+        """Inverse of `shard`, differentiable: the whole axis again.
+
+        Args:
+            local: this rank's part; without ``group``, the list of all parts in rank order.
+            group: the context-parallel group. Every rank must call; the gradient of a part is the
+                sum of what all ranks' results hand back for its positions (the adjoint of the
+                all-gather).
+        """
+        if group is not None and isinstance(local, Tensor):
+            shards = all_gather(local.contiguous(), group=group)
+        elif isinstance(local, Tensor):
+            raise LayoutError("unshard got one part and no group; expected a group or all parts")
+        else:
+            shards = list(local)
+        if len(shards) != self.cp_size:
+            raise LayoutError(f"unshard got {len(shards)} parts; expected cp_size = {self.cp_size}")
+        lengths = [shard.shape[dim] for shard in shards]
+        if any(length != self.index.numel() for length in lengths):
+            raise LayoutError(
+                f"unshard got parts of length {lengths}; expected {self.index.numel()} each"
+            )
+        whole = torch.cat(list(shards), dim=dim)
+        order = torch.cat([self._index_of(rank) for rank in range(self.cp_size)])
+        return whole.index_select(dim, order.argsort().to(whole.device))
+
+
+def _check_rank(cp_size: int, cp_rank: int) -> None:
+    integers = isinstance(cp_size, int) and isinstance(cp_rank, int)
+    if not integers or not 0 <= cp_rank < cp_size:
+        raise LayoutError(f"cp_rank={cp_rank!r} of cp_size={cp_size!r}; expected 0 <= rank < size")
+
+
+def _check_length(length: int) -> None:
+    if not isinstance(length, int) or length < 0:
+        raise LayoutError(f"length {length!r}; expected a number of tokens")
+
+
+def _check_offsets(offsets: Tensor) -> None:
+    integers = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+    if not integers or offsets.dim() != 1 or offsets.numel() == 0:
+        raise LayoutError(f"cu_seqlens_padded={offsets!r}; expected int32 or int64 [sequences + 1]")
+    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+        raise LayoutError(
+            f"cu_seqlens_padded={offsets.tolist()}; expected offsets that start at 0 and do not "
+            "decrease"
+        )
+
+
+def predicting_mask(
+    loss_mask: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None
+) -> Tensor:
+    """Move a mask over tokens to the positions whose logits predict them.
+
+    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position. RL data masks the
+    tokens of the response; a causal model's loss for token ``t + 1`` lies at position ``t``. The
+    mask of a sequence's first token, which nothing predicts, is dropped.
+
+    Args:
+        loss_mask: [samples, seq]; or [tokens] or [1, tokens] with ``cu_seqlens``.
+        cu_seqlens, cu_seqlens_padded: as in `Microbatch`.
+
+    Raises:
+        MaskError, GroupError: as `StepPlan.build` does.
+    """
+    microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
+    defect = check_values([microbatch], [microbatch.sample_sums()])
+    if defect is not None:
+        raise defect
+    moved = torch.zeros_like(loss_mask)
+    moved[..., :-1] = loss_mask[..., 1:]
+    sample_T = microbatch.sample_index()
+    if sample_T is None:
+        return moved
+    # The next position is of the same sample; padding may lie between two.
+    continues = torch.zeros_like(sample_T, dtype=torch.bool)
+    continues[:-1] = sample_T[1:] == sample_T[:-1]
+    return moved.masked_fill(~continues.view(moved.shape), 0)

@@ -1,0 +1,112 @@
+"""Batches of a data iterator -> microbatches, read ahead of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.microbatch import Microbatch
+
+ReadBatch = Callable[[Any], Microbatch]
+
+_OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
+_IDS = ("prompt_ids", "rollout_ids")
+
+
+def read_batch(batch: Any) -> Microbatch:
+    """The microbatch that a batch of a Megatron data loader describes.
+
+    Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
+    ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids`` and ``rollout_ids``. A data loader's
+    collation adds an axis in front of these. Several packs in one batch are one long pack, as
+    Megatron calls its model with them; and offsets that repeat the last one, with which packs of
+    different numbers of samples are stacked, are no samples.
+
+    Raises:
+        MaskError, GroupError: a key is missing or misshapen, and what to provide instead.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
+        keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise MaskError(
+            f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
+            "that key to the batch, or give LossHook a read_batch function"
+        )
+    given = {name: batch[name] for name in (*_OFFSETS, *_IDS) if batch.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise GroupError(f"batch key {name!r} is a {type(value).__name__}; expected a tensor")
+    ids = {name: given[name].reshape(-1) for name in _IDS if name in given}
+    numbers = {value.numel() for value in ids.values()}
+    mask = batch["loss_mask"]
+    offsets = {
+        name: _one_pack(name, given[name], mask, numbers) for name in _OFFSETS if name in given
+    }
+    if offsets and mask.dim() == 2:
+        mask = mask.reshape(1, -1)
+    if "cu_seqlens" not in offsets and "cu_seqlens_padded" in offsets:
+        offsets["cu_seqlens"] = offsets.pop("cu_seqlens_padded")
+    return Microbatch(mask, **offsets, **ids)
+
+
+def _one_pack(name: str, offsets: Tensor, mask: Tensor, numbers: set[int]) -> Tensor:
+    """``offsets`` [samples + 1] of one pack, out of [samples + 1] or [packs, samples + 1]."""
+    if offsets.dim() == 1:
+        return offsets
+    packs = mask.shape[0] if mask.dim() == 2 else 1
+    if offsets.dim() != 2 or offsets.shape[0] != packs or offsets.shape[1] == 0:
+        raise GroupError(
+            f"batch key {name!r} has shape {tuple(offsets.shape)} beside a loss_mask of shape "
+            f"{tuple(mask.shape)}; expected [samples + 1], or one such row for each row of the mask"
+        )
+    if packs == 1 and offsets.shape[1] - 1 in numbers:
+        return offsets[0]
+    rows = [row[: int((row < row[-1]).sum()) + 1] for row in offsets]
+    if packs > 1 and any(int(row[-1]) != mask.shape[1] for row in rows):
+        raise GroupError(
+            f"batch key {name!r} does not end at the length {mask.shape[1]} of every pack, and "
+            "several packs are one here; expected the last sample to reach to the pack's end"
+        )
+    shifted = [row[1:] + i * mask.shape[-1] for i, row in enumerate(rows)]
+    return torch.cat([rows[0][:1], *shifted])
+
+
+def read_ahead(
+    data_iterator: Iterator[Any], number: int, read: ReadBatch, aggregation: LossAggregation
+) -> tuple[list[Microbatch], Iterator[Any]]:
+    """Draw a step's ``number`` batches, and hand back an iterator that yields them again."""
+    drawn = [next(data_iterator) for _ in range(number)]
+    microbatches = [read(batch) for batch in drawn]
+    for unit in (aggregation.within, aggregation.across):
+        if unit in ("prompt", "rollout") and any(
+            getattr(microbatch, f"{unit}_ids") is None for microbatch in microbatches
+        ):
+            raise GroupError(
+                f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
+                f"'{unit}_ids'; add that key (int64 [samples]) to the batch, give LossHook a "
+                "read_batch function, or choose another --loss-aggregation"
+            )
+    return microbatches, Replay(drawn, data_iterator)
+
+
+class Replay:
+    """Yields ``drawn``, and then what ``rest`` yields.
+
+    Megatron's own data iterators have ``__next__`` alone.
+    """
+
+    def __init__(self, drawn: Iterable[Any], rest: Iterator[Any]) -> None:
+        self._drawn = iter(drawn)
+        self._rest = rest
+
+    def __iter__(self) -> Replay:
+        return self
+
+    def __next__(self) -> Any:
+        for batch in self._drawn:
+            return batch
+        return next(self._rest)

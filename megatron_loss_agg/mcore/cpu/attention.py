@@ -1,0 +1,140 @@
+"""Core attention in plain torch for context parallelism and packed sequences.
+
+Megatron's own ``DotProductAttention`` refuses both, since on a GPU Transformer Engine does them.
+Here every rank gathers the keys and values of its context-parallel group, puts them in their true
+order and hands them, with a mask by true positions, to Megatron's own attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_loss_agg.errors import HostError, LayoutError
+from megatron_loss_agg.layout import CPLayout
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+def install() -> None:
+    """Make Megatron's local layer specifications build this attention."""
+    LocalSpecProvider.core_attention = lambda self: GatheredAttention
+
+
+class GatheredAttention(DotProductAttention):
+    """Attention of this rank's queries to the keys of its whole context-parallel group.
+
+    The zigzag of `CPLayout` is assumed, as Megatron's data path makes it: over the whole sequence
+    (sbhd), or inside every packed sequence (thd). With one context-parallel rank and without
+    packing it is Megatron's ``DotProductAttention``, to the bit.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # the parent refuses any other
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+        # Named pg_collection from Megatron-Core 0.15 on.
+        groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+        self.cp_group = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [local seq, batch, heads, head dim], or packed [local tokens, heads, head dim].
+            key, value: as ``query``, with as many or fewer heads (grouped queries).
+            attention_mask: true where *not* to attend, [batch or 1, 1, local seq, seq]: columns
+                in the order of the whole sequence. Not read when packed.
+
+        Returns:
+            [local seq, batch, heads * head dim]; a batch of 1 when packed.
+
+        Raises:
+            LayoutError: the queries are not as many as the layout gives to this rank.
+            HostError: a sliding window, which this mask does not know.
+        """
+        group = self._context_group(packed_seq_params)
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        if packed_seq_params is None and size == 1:
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias
+            )
+        if getattr(self.scale_mask_softmax, "window_size", None) is not None:
+            raise HostError(
+                "got a sliding window (--window-size) with context parallelism or packed "
+                "sequences; on a CPU expected neither beside it: leave one of them out"
+            )
+        if packed_seq_params is None:
+            offsets = torch.tensor([0, query.size(0) * size])
+        else:
+            offsets = _padded_offsets(packed_seq_params)
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            attention_mask = None
+        layout = CPLayout.thd(offsets, size, rank)
+        if query.size(0) != layout.index.numel():
+            raise LayoutError(
+                f"got {query.size(0)} tokens on context-parallel rank {rank} of {size}; expected "
+                f"{layout.index.numel()} by the sequence offsets, which end at "
+                f"{int(offsets[-1])}: let them cover every token, padding included"
+            )
+        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        mask = _forbidden(layout.index, offsets, causal)
+        if attention_mask is not None:
+            mask = mask | attention_mask
+        key, value = _gather(key, layout, group), _gather(value, layout, group)
+        return super().forward(query, key, value, mask, AttnMaskType.arbitrary, attention_bias)
+
+    def _context_group(self, packed_seq_params: Any) -> Any:
+        """The group that shares this batch, None if this rank has it alone.
+
+        With hybrid context parallelism every packed batch names its own.
+        """
+        group = getattr(packed_seq_params, "cp_group", None)
+        if group is None and getattr(packed_seq_params, "local_cp_size", None) == 1:
+            return None
+        return self.cp_group if group is None else group
+
+
+def _padded_offsets(packed_seq_params: Any) -> Tensor:
+    """Where the packed sequences begin and end, padding between them included."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
+def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
+    """The whole sequence axis (0) of ``local``; gradients are summed over the group and sharded."""
+    if layout.cp_size == 1:
+        return local.contiguous()
+    parts = gather_from_sequence_parallel_region(
+        local.contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    return layout.unshard(parts.chunk(layout.cp_size), dim=0).contiguous()
+
+
+def _forbidden(query_positions: Tensor, offsets: Tensor, causal: bool) -> Tensor:
+    """[1, 1, queries, keys]: true where the key is of another sequence or, if causal, later."""
+    key_positions = torch.arange(int(offsets[-1]))
+    sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)
+    queries = query_positions.unsqueeze(1)
+    mask = sequence[queries] != sequence
+    if causal:
+        mask |= key_positions > queries
+    return mask[None, None]

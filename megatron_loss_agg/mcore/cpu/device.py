@@ -1,0 +1,223 @@
+"""Stand-ins for ``torch.cuda``, so that Megatron-Core, which assumes a GPU, runs on a CPU.
+
+Every tensor stays on the CPU. What a stand-in answers is true of the CPU where Megatron acts on
+the answer (time, random state, memory), and a constant where Megatron only asks whether it may
+go on (is there a device, is it new enough).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from megatron_loss_agg.mcore.cpu import streams
+
+
+def install() -> None:
+    """Replace what of ``torch`` refers to a GPU, for the rest of the process."""
+    _replace_presence()
+    _replace_random_state()
+    streams.install()
+    _replace_memory()
+    _replace_accelerator()
+    _replace_compiler()
+    _replace_tensor_types()
+    _replace_data_loader()
+    _replace_placement()
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _replace(module: ModuleType, **stand_ins: Any) -> None:
+    for name, stand_in in stand_ins.items():
+        setattr(module, name, stand_in)
+
+
+# --- Placement: whoever asks for a CUDA device gets the CPU --------------------------------------
+
+
+def _is_gpu(device: object) -> bool:
+    """Whether ``device`` means a GPU: "cuda:0", ``torch.device("cuda")`` or a bare index."""
+    return isinstance(device, (str, torch.device, int)) and (
+        str(device).startswith("cuda") or type(device) is int
+    )
+
+
+# The names by which Megatron's optimizers and gradient clipping know a parameter on a GPU.
+_GPU_TYPE_NAMES = {
+    f"torch.{name}": f"torch.cuda.{name}"
+    for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor")
+}
+_IDENTITIES = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
+
+
+class _HostPlacement(TorchFunctionMode):
+    """Maps CUDA devices in the arguments of torch functions to the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _IDENTITIES:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return _GPU_TYPE_NAMES.get(name, name)
+        if func is torch.Tensor.to and len(args) > 1 and _is_gpu(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        if kwargs:
+            if _is_gpu(kwargs.get("device")):
+                kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+def _replace_placement() -> None:
+    placement = _HostPlacement()
+    placement.__enter__()  # type: ignore[no-untyped-call]
+    # torch takes a mode off while it runs a function that the mode has seen, such as
+    # Tensor.backward: put it on again for the backward functions of Megatron.
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward_placed(*args: Any, **kwargs: Any) -> Any:
+        with placement:
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_placed  # type: ignore[attr-defined]
+
+
+# --- Presence: there is a device, and it is new enough -------------------------------------------
+
+
+def _replace_presence() -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    properties = SimpleNamespace(
+        name="cpu",
+        major=8,
+        minor=0,
+        multi_processor_count=1,
+        total_memory=_host_memory(),
+        gcnArchName="",
+    )
+    _replace(
+        torch.cuda,
+        is_available=_answer(True),
+        is_initialized=_answer(True),
+        init=_answer(None),
+        _lazy_init=_answer(None),
+        # One device for each rank of this host, since Megatron takes one by local rank.
+        device_count=_answer(local_ranks),
+        current_device=_answer(0),
+        set_device=_answer(None),
+        device=lambda *args: contextlib.nullcontext(),
+        get_device_name=_answer("cpu"),
+        get_device_properties=_answer(properties),
+        get_device_capability=_answer((properties.major, properties.minor)),
+        is_bf16_supported=_answer(True),
+        is_current_stream_capturing=_answer(False),
+    )
+    torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
+
+
+# --- Random state: the CPU's generator, which is the one that draws ------------------------------
+
+
+def _replace_random_state() -> None:
+    generator = torch.default_generator
+    # A function each, and none of the generator's own methods: torch's compiler, which the
+    # optimizers import, keeps a rule for every function of torch and refuses to see one twice.
+    stand_ins: dict[str, Any] = {
+        "get_rng_state": lambda *args, **kwargs: generator.get_state(),
+        "set_rng_state": lambda state, *args, **kwargs: generator.set_state(state),
+        "manual_seed": lambda seed: generator.manual_seed(seed),
+        "manual_seed_all": lambda seed: generator.manual_seed(seed),
+        "initial_seed": lambda: generator.initial_seed(),
+        "seed": lambda: generator.seed(),
+        "seed_all": lambda: generator.seed(),
+    }
+    _replace(torch.cuda, **stand_ins)
+    _replace(torch.cuda.random, **stand_ins)
+    # Megatron's tracker of random states reaches past those functions, to the generators.
+    _replace(torch.cuda, default_generators=(generator,) * torch.cuda.device_count())
+
+
+# --- Memory: none of it is a GPU's ---------------------------------------------------------------
+
+
+def _host_memory() -> int:
+    """Bytes of memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _replace_memory() -> None:
+    functions = (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "device_memory_used",
+    )
+    _replace(torch.cuda, **{name: _answer(0) for name in functions})
+    _replace(
+        torch.cuda,
+        memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
+        mem_get_info=_answer((_host_memory(), _host_memory())),
+        empty_cache=_answer(None),
+        reset_peak_memory_stats=_answer(None),
+    )
+
+
+# --- The rest ------------------------------------------------------------------------------------
+
+
+def _replace_accelerator() -> None:
+    """Hide the accelerator that a CUDA build of torch claims, or torch itself would use it."""
+    _replace(
+        torch.accelerator,
+        is_available=_answer(False),
+        current_accelerator=_answer(None),
+        current_device_index=_answer(0),
+    )
+
+
+def _replace_compiler() -> None:
+    """Run eagerly: compiling Megatron's small fused functions takes longer than a small run."""
+
+    def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
+        return (lambda decorated: decorated) if model is None else model
+
+    torch.compile = compile_nothing
+
+
+def _replace_tensor_types() -> None:
+    for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte"):
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+
+
+def _replace_data_loader() -> None:
+    """Load in the rank's own process: ranks on a CPU already share its cores."""
+    construct = DataLoader.__init__
+
+    def construct_in_process(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.update(pin_memory=False, num_workers=0, persistent_workers=False)
+        kwargs.pop("prefetch_factor", None)
+        construct(self, *args, **kwargs)
+
+    DataLoader.__init__ = construct_in_process  # type: ignore[method-assign]

@@ -1,0 +1,99 @@
+"""The command line: an argparse group, and its values -> `LossAggregation`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_loss_agg.aggregation import MODES, LossAggregation
+from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
+
+FLAG = "--loss-aggregation"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the plugin's flags as a group of their own."""
+    group = parser.add_argument_group("loss aggregation")
+    group.add_argument(
+        FLAG,
+        metavar="MODE",
+        help=f"mean over the whole optimizer step: {', '.join(MODES)}; or a preset such as "
+        "verl/token-mean. Without it nothing changes.",
+    )
+    group.add_argument(
+        f"{FLAG}-divisor",
+        metavar="D",
+        help="the D of 'constant' and 'sum', a finite number > 0",
+    )
+    group.add_argument(
+        f"{FLAG}-empty",
+        metavar="{count,skip}",
+        help="whether samples, rollouts and prompts without active tokens count (default: count, "
+        "or the preset's own choice)",
+    )
+    group.add_argument(
+        f"{FLAG}-function",
+        metavar="MODULE:NAME",
+        help="for 'custom': a function (plan, i) -> weights of microbatch i",
+    )
+    group.add_argument(
+        f"{FLAG}-audit",
+        action="store_true",
+        help="measure the host's averaging anew whenever the number of microbatches changes, and "
+        "print it (without it: once, before the first step)",
+    )
+    return parser
+
+
+def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
+    """The aggregation that the flags ask for; None without ``--loss-aggregation``.
+
+    Raises:
+        AggregationError: a flag's value is bad, or does not go with the others.
+    """
+    mode = getattr(args, "loss_aggregation", None)
+    divisor, empty, function = (
+        getattr(args, f"loss_aggregation_{name}", None) for name in ("divisor", "empty", "function")
+    )
+    if mode is None:
+        for name in ("divisor", "empty", "function", "audit"):
+            value = getattr(args, f"loss_aggregation_{name}", None)
+            if value:
+                shown = "" if value is True else f" {value}"
+                raise ModeError(f"{FLAG}-{name}{shown} without {FLAG}; give a mode, or drop it")
+        return None
+    options: dict[str, Any] = {"divisor": None if divisor is None else _number(divisor)}
+    if empty is not None:
+        options["empty"] = empty
+    if function is not None:
+        options["function"] = _load(function)
+    if "/" in mode:
+        if "function" in options:
+            raise FunctionError(f"{FLAG}-function with preset {mode!r}; only 'custom' takes one")
+        return LossAggregation.preset(mode, **options)
+    return LossAggregation(mode=mode, **options)
+
+
+def _number(text: Any) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise DivisorError(f"{FLAG}-divisor {text!r}; expected a finite number > 0") from None
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise FunctionError(f"{FLAG}-function {path!r}; expected module:name")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises
+        raise FunctionError(
+            f"{FLAG}-function {path!r} cannot be loaded ({error}); expected an importable module "
+            "on PYTHONPATH and a function in it"
+        ) from error
+    if not callable(function):
+        raise FunctionError(f"{FLAG}-function {path!r} is not callable; expected a function")
+    return function

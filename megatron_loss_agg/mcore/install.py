@@ -1,0 +1,145 @@
+"""Registers the plugin in `megatron.training`, and takes it out again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore import flags
+from megatron_loss_agg.mcore.hook import LossHook
+
+
+class Seam(NamedTuple):
+    """A public function of the host that is wrapped, where the host looks it up."""
+
+    module: Any
+    name: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(self.module, self.name)
+
+
+def seams() -> tuple[Seam, Seam]:
+    """What `install` wraps: Megatron's flags, and its choice of a schedule.
+
+    Raises:
+        HostError: one of them is missing, or takes other parameters.
+    """
+    from megatron.training import arguments, training
+
+    return (
+        _seam(arguments, "add_megatron_arguments", "parser"),
+        _seam(training, "get_forward_backward_func"),
+    )
+
+
+def install(
+    prepare_parser: Callable[[Any], Any] = flags.add_arguments,
+) -> Callable[[], None]:
+    """Add the flags to Megatron's parser, and the hook to its training and evaluation.
+
+    Without ``--loss-aggregation`` the host runs as it is.
+
+    Args:
+        prepare_parser: what to do to Megatron's parser once its own flags are there.
+
+    Returns:
+        ``uninstall``, which restores every function.
+
+    Raises:
+        HostError: this Megatron has other seams than the plugin knows.
+    """
+    parser_seam, schedule_seam = seams()
+    originals = [(seam, seam.function) for seam in (parser_seam, schedule_seam)]
+    add_arguments, get_forward_backward = (function for _, function in originals)
+
+    @functools.wraps(add_arguments)
+    def add_arguments_with_ours(parser: Any) -> Any:
+        return prepare_parser(add_arguments(parser))
+
+    hooks: list[LossHook | None] = []
+
+    @functools.wraps(get_forward_backward)
+    def get_hooked_forward_backward(*args: Any, **kwargs: Any) -> Any:
+        if not hooks:
+            hooks.append(_hook_from_args())
+        forward_backward = get_forward_backward(*args, **kwargs)
+        return hooks[0].wrap(forward_backward) if hooks[0] else forward_backward
+
+    setattr(parser_seam.module, parser_seam.name, add_arguments_with_ours)
+    setattr(schedule_seam.module, schedule_seam.name, get_hooked_forward_backward)
+
+    def uninstall() -> None:
+        for seam, function in originals:
+            setattr(seam.module, seam.name, function)
+
+    return uninstall
+
+
+def _hook_from_args() -> LossHook | None:
+    from megatron.training import get_args
+
+    args = get_args()
+    aggregation = flags.aggregation_from(args)
+    if aggregation is None:
+        return None
+    check_host_flags(args)
+    return LossHook(
+        aggregation,
+        audit=args.loss_aggregation_audit,
+        evaluates_by_microbatch=getattr(args, "sft", False),
+    )
+
+
+_REFUSED = {
+    "hybrid_context_parallel": "samples have context-parallel groups of their own",
+    "perform_rl_step": "the RL loop reduces its loss itself",
+}
+
+
+def check_host_flags(args: Any) -> None:
+    """Refuse flags of Megatron under which the plugin would not be exact.
+
+    Args:
+        args: Megatron's parsed flags; one that is absent passes.
+
+    Raises:
+        HostError: naming the flag, and what to change.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(args, name, False):
+            flag = "--" + name.replace("_", "-")
+            raise HostError(f"{flag} with --loss-aggregation: {why}; drop one of the two flags")
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if getattr(args, name, 1) > 1:
+            flag = "--" + name.replace("_", "-")
+            raise HostError(f"{flag} > 1 adds ranks with data of their own; drop it")
+    if getattr(args, "cuda_graph_impl", None) == "full_iteration":
+        raise HostError(
+            "--cuda-graph-impl full_iteration replays one step's weights for all; "
+            "expected another value: choose local or transformer_engine"
+        )
+
+
+def _seam(module: Any, name: str, *parameters: str) -> Seam:
+    seam = Seam(module, name)
+    try:
+        found = list(inspect.signature(seam.function).parameters)
+    except AttributeError:
+        raise HostError(_unfit(f"{module.__name__} has no {name}")) from None
+    if found[: len(parameters)] != list(parameters):
+        raise HostError(_unfit(f"{module.__name__}.{name} takes {found}"))
+    return seam
+
+
+def _unfit(what: str) -> str:
+    from megatron.core import __version__
+
+    return (
+        f"megatron-core {__version__}: {what}; expected the seams of Megatron-Core 0.14 to 0.19: "
+        "install one of these, or wrap forward_backward with LossHook yourself"
+    )

@@ -1,0 +1,205 @@
+"""What a microbatch tells about its loss: mask, sequence bounds, groups.
+
+Suffixes: ``_S`` samples, ``_T`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """The loss mask of one microbatch of this rank, and how its tokens group into samples.
+
+    Rows (bshd): ``loss_mask`` is [samples, seq]. Packed (thd): it is [tokens] or [1, tokens], and
+    ``cu_seqlens`` [samples + 1] cuts it. Where sequences are padded inside the pack, sample ``s``
+    starts at ``cu_seqlens_padded[s]`` and is ``cu_seqlens[s + 1] - cu_seqlens[s]`` long; mask
+    outside of all samples must be 0.
+
+    Args:
+        loss_mask: non-negative and finite; may be fractional.
+        cu_seqlens: integer offsets from 0, non-decreasing.
+        cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent.
+        prompt_ids: int64 [samples]; equal ids are one prompt, over all microbatches and ranks.
+        rollout_ids: int64 [samples]; likewise for samples cut from one rollout.
+
+    Raises:
+        MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
+    """
+
+    loss_mask: Tensor
+    cu_seqlens: Tensor | None = None
+    prompt_ids: Tensor | None = None
+    rollout_ids: Tensor | None = None
+    _: KW_ONLY
+    cu_seqlens_padded: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_mask, Tensor) or self.loss_mask.is_complex():
+            raise MaskError(f"loss_mask is {_kind(self.loss_mask)}; expected a real tensor")
+        if self.cu_seqlens is None:
+            if self.cu_seqlens_padded is not None:
+                raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
+            if self.loss_mask.dim() != 2:
+                raise MaskError(
+                    f"loss_mask has shape {tuple(self.loss_mask.shape)}; expected [samples, seq], "
+                    "or [tokens] with cu_seqlens"
+                )
+        else:
+            self._check_packed(self.cu_seqlens)
+        for name in ("prompt_ids", "rollout_ids"):
+            self._check_ids(name)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples, empty ones included."""
+        if self.cu_seqlens is None:
+            return self.loss_mask.shape[0]
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def sample_starts(self) -> Tensor | None:
+        """Offsets of the samples in the (padded) pack, [samples + 1]; None for rows."""
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+    def sample_index(self, position: Tensor | None = None) -> Tensor | None:
+        """The sample that each token belongs to, or ``num_samples`` for none; None for rows.
+
+        Args:
+            position: int64 positions in the pack; all of them in order when absent.
+        """
+        if self.cu_seqlens is None or self.sample_starts is None:
+            return None
+        if position is None:
+            position = torch.arange(self.loss_mask.numel(), device=self.loss_mask.device)
+        starts_S = self.sample_starts.to(position)
+        sample_T = torch.searchsorted(starts_S[1:].contiguous(), position, right=True)
+        if self.cu_seqlens_padded is None or self.num_samples == 0:
+            return sample_T
+        # Past the last start there is no sample; clamp only to read a harmless length there.
+        nearest_T = sample_T.clamp(max=self.num_samples - 1)
+        length_S = self.cu_seqlens.diff().to(position)
+        inside = position - starts_S[nearest_T] < length_S[nearest_T]
+        return torch.where(inside, sample_T, self.num_samples)
+
+    def sample_sums(self) -> Tensor:
+        """fp64 [samples + 1]: every sample's mask sum, and last the mask outside of all samples."""
+        mask = self.loss_mask.detach().to(torch.float64)
+        sample_T = self.sample_index()
+        if sample_T is None:
+            return torch.cat([mask.sum(dim=1), mask.new_zeros(1)])
+        sums = mask.new_zeros(self.num_samples + 1)
+        return sums.index_add_(0, sample_T, mask.view(-1))
+
+    def _check_packed(self, cu_seqlens: Tensor) -> None:
+        if self.loss_mask.dim() != 1 and (
+            self.loss_mask.dim() != 2 or self.loss_mask.shape[0] != 1
+        ):
+            raise MaskError(
+                f"loss_mask has shape {tuple(self.loss_mask.shape)} beside cu_seqlens; "
+                "expected [tokens] or [1, tokens]"
+            )
+        for name in ("cu_seqlens", "cu_seqlens_padded"):
+            offsets = getattr(self, name)
+            if offsets is None:
+                continue
+            if not _is_integer(offsets) or offsets.dim() != 1 or offsets.numel() < 1:
+                raise GroupError(f"{name} is {_kind(offsets)}; expected integers [samples + 1]")
+            if offsets.numel() != cu_seqlens.numel():
+                raise GroupError(
+                    f"{name} has {offsets.numel()} offsets and cu_seqlens has "
+                    f"{cu_seqlens.numel()}; expected the same number"
+                )
+
+    def _check_ids(self, name: str) -> None:
+        ids = getattr(self, name)
+        if ids is None:
+            return
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+            raise GroupError(f"{name} is {_kind(ids)}; expected an int64 tensor [samples]")
+        if ids.shape != (self.num_samples,):
+            raise GroupError(
+                f"{name} has shape {tuple(ids.shape)}; expected one id for each of the "
+                f"{self.num_samples} samples"
+            )
+
+
+def check_values(
+    microbatches: Sequence[Microbatch], sums: Sequence[Tensor]
+) -> AggregationError | None:
+    """The first defect in the values of ``microbatches``, or None. One device synchronisation each.
+
+    Args:
+        sums: what `Microbatch.sample_sums` returned for each.
+    """
+    for i, (microbatch, total) in enumerate(zip(microbatches, sums, strict=True)):
+        found = torch.stack(_defects(microbatch, total)).nonzero()
+        if found.numel():
+            kind, text = _DEFECTS[int(found[0])]
+            offsets = {
+                name: getattr(microbatch, name).tolist()
+                for name in ("cu_seqlens", "cu_seqlens_padded")
+                if kind is GroupError and getattr(microbatch, name) is not None
+            }
+            got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
+            return kind(f"microbatch {i}: {text}{got}")
+    return None
+
+
+_DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
+    (MaskError, "loss_mask has negative, infinite or NaN values; expected finite values >= 0"),
+    (
+        GroupError,
+        "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths",
+    ),
+    (
+        GroupError,
+        "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
+        "padded lengths",
+    ),
+    (
+        GroupError,
+        "a sample is longer than its padded place, or ends beyond the mask; expected cu_seqlens "
+        "within cu_seqlens_padded within the tokens",
+    ),
+    (MaskError, "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"),
+)
+
+
+def _defects(microbatch: Microbatch, sums: Tensor) -> list[Tensor]:
+    """For each of `_DEFECTS`, a boolean scalar: whether ``microbatch`` has it."""
+    mask = microbatch.loss_mask
+    bad_mask = ~((mask >= 0) & (mask < torch.inf)).all() | ~sums.isfinite().all()
+    bad_real = bad_padded = bad_places = torch.zeros_like(bad_mask)
+    if microbatch.cu_seqlens is not None and microbatch.sample_starts is not None:
+        real, padded = (
+            offsets.to(mask.device, torch.int64)
+            for offsets in (microbatch.cu_seqlens, microbatch.sample_starts)
+        )
+        bad_real, bad_padded = (
+            (offsets[0] != 0) | (offsets.diff() < 0).any() for offsets in (real, padded)
+        )
+        bad_places = (real.diff() > padded.diff()).any() | (padded[-1] > mask.numel())
+    return [bad_mask, bad_real, bad_padded, bad_places, sums[-1] != 0]
+
+
+def _is_integer(x: object) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and not x.is_floating_point()
+        and not x.is_complex()
+        and x.dtype != torch.bool
+    )
+
+
+def _kind(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+    return f"a {type(x).__name__}"

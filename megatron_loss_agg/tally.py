@@ -1,0 +1,204 @@
+"""Counting a step: this rank's microbatches first, then everybody's.
+
+Suffixes: ``_S`` samples of all this rank's microbatches, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation, Unit
+from megatron_loss_agg.errors import AggregationError, GroupError, ModeError
+from megatron_loss_agg.exchange import Groups, Totals, exchange_groups, exchange_totals
+from megatron_loss_agg.microbatch import Microbatch, check_values
+
+_SHAREABLE: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
+_IDS: dict[Unit, str] = {"rollout": "rollout_ids", "prompt": "prompt_ids"}
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
+
+    tokens: float  # sum of the masks
+    active_tokens: int  # positions with a mask other than 0
+    microbatches: int
+    packed_microbatches: int  # those cut by cu_seqlens
+    samples: int
+    rollouts: int | None = None  # None: not needed by the mode, or some rank has no ids
+    prompts: int | None = None
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """The step's counts, and for every unit the mask sum of the group that a sample is in."""
+
+    counts: StepCounts
+    active: dict[Unit, int]  # number of groups with tokens
+    sums: dict[Unit, Tensor]  # fp64 [samples]
+
+    def within(self, unit: Unit | None) -> Tensor:
+        """fp64 [samples]: ``M_within`` of each; 1 without a unit."""
+        return torch.ones_like(self.sums["step"]) if unit is None else self.sums[unit]
+
+    def number(self, unit: Unit, without_empty: bool) -> int:
+        """Number of groups in the step."""
+        if without_empty:
+            return self.active[unit]
+        number = getattr(self.counts, {"microbatch": "microbatches"}.get(unit, f"{unit}s"))
+        return int(number)
+
+
+def shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
+    """Units whose groups may lie on several ranks and which ``agg`` needs, in a fixed order."""
+    shared = list(_SHAREABLE if sharded else _IDS)
+    if agg.mode == "custom":
+        return shared
+    return [unit for unit in shared if unit in (agg.within, agg.across)]
+
+
+def abandon(agg: LossAggregation, group: dist.ProcessGroup | None) -> None:
+    """Take this rank's part in the exchange of totals as a rank that failed."""
+    failed = Totals(1, 0.0, 0, 0, 0, 0, 0, 0)
+    exchange_totals(failed, [_tag(agg), -1, 0, *(-1 for _ in _SHAREABLE)], group)
+
+
+def _tag(agg: LossAggregation) -> int:
+    """A number that differs between aggregations."""
+    return crc32(repr((agg.mode, agg.within, agg.across, agg.empty, agg.scale)).encode())
+
+
+class Tally:
+    """This rank's counts of a step."""
+
+    def __init__(
+        self,
+        agg: LossAggregation,
+        microbatches: Sequence[Microbatch],
+        sharded_over: dist.ProcessGroup | None,
+    ) -> None:
+        self.agg = agg
+        self.microbatches = microbatches
+        sums = [microbatch.sample_sums() for microbatch in microbatches]
+        self.error: AggregationError | None = check_values(microbatches, sums)
+        self.sums_S = concatenate([s[:-1] for s in sums], torch.float64)
+        sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
+        self.microbatch_S = torch.arange(len(microbatches)).repeat_interleave(sizes)
+        # Ranks that share samples are named by the first of them, and only that one counts them.
+        self.owner: int | None = None
+        if sharded_over is not None:
+            self.owner = min(dist.get_process_group_ranks(sharded_over))
+        self.ids = {unit: self._ids(unit) for unit in shared_units(agg, self.owner is not None)}
+
+    def exchange(self, group: dist.ProcessGroup | None) -> StepSums:
+        """Add up with the other ranks of ``group``.
+
+        Raises:
+            MaskError, GroupError: this rank's input is bad.
+            PeerError: another rank's is.
+            ModeError: the ranks have different aggregations.
+        """
+        groups = {u: Groups.merge(i, self.sums_S) for u, i in self.ids.items() if i is not None}
+        sizes = [groups[unit].ids.numel() if unit in groups else -1 for unit in _SHAREABLE]
+        owner = -1 if self.owner is None else self.owner
+        columns = [_tag(self.agg), owner, self.sums_S.numel(), *sizes]
+        totals, rows = exchange_totals(self._totals(), columns, group)
+        if self.error is not None:
+            raise self.error
+        _check_agreement(rows)
+        by_rank = [dict(zip(_SHAREABLE, row[3:], strict=True)) for row in rows]
+        units = [unit for unit in _SHAREABLE if all(size[unit] >= 0 for size in by_rank)]
+        kept_sizes = [[size[unit] for unit in units] for size in by_rank]
+        merged = exchange_groups([groups[unit] for unit in units], kept_sizes, group)
+        return self._step(totals, dict(zip(units, merged, strict=True)))
+
+    def _totals(self) -> Totals:
+        counts_samples = self.owner is None or self.owner == dist.get_rank()
+        active = [torch.count_nonzero(m.loss_mask).view(1) for m in self.microbatches]
+        by_microbatch = self._by_microbatch()
+        return Totals(
+            failed=int(self.error is not None),
+            tokens=float(self.sums_S.sum()),
+            active_tokens=int(concatenate(active, torch.int64).sum()),
+            microbatches=by_microbatch.numel() * counts_samples,
+            packed_microbatches=sum(m.cu_seqlens is not None for m in self.microbatches)
+            * counts_samples,
+            active_microbatches=int((by_microbatch > 0).sum()) * counts_samples,
+            samples=self.sums_S.numel() * counts_samples,
+            active_samples=int((self.sums_S > 0).sum()) * counts_samples,
+        )
+
+    def _step(self, totals: Totals, shared: dict[Unit, Groups]) -> StepSums:
+        active: dict[Unit, int] = {
+            "sample": totals.active_samples,
+            "microbatch": totals.active_microbatches,
+        }
+        sums: dict[Unit, Tensor] = {
+            "step": torch.full_like(self.sums_S, totals.tokens),
+            "microbatch": self._by_microbatch()[self.microbatch_S],
+            "sample": self.sums_S,
+        }
+        number: dict[Unit, int] = {}
+        for unit, groups in shared.items():
+            number[unit] = groups.ids.numel()
+            active[unit] = int((groups.sums > 0).sum())
+            ids = self.ids[unit]
+            assert ids is not None
+            sums[unit] = groups.sums_of(ids)
+        counts = StepCounts(
+            tokens=totals.tokens,
+            active_tokens=totals.active_tokens,
+            microbatches=totals.microbatches,
+            packed_microbatches=totals.packed_microbatches,
+            samples=totals.samples,
+            rollouts=number.get("rollout"),
+            prompts=number.get("prompt"),
+        )
+        return StepSums(counts, active, sums)
+
+    def _ids(self, unit: Unit) -> Tensor | None:
+        """Ids of each sample's group that mean the same on every rank; None if there are none."""
+        if self.owner is not None and unit in ("sample", "microbatch"):
+            ordinal = self.microbatch_S if unit == "microbatch" else torch.arange(len(self.sums_S))
+            return (self.owner << 32) + ordinal
+        given = [getattr(microbatch, _IDS[unit]) for microbatch in self.microbatches]
+        if not any(ids is None for ids in given):
+            return concatenate(given, torch.int64)
+        if self.agg.mode != "custom":
+            self.error = self.error or GroupError(
+                f"mode {self.agg.mode!r} groups by {unit} and a microbatch has no {_IDS[unit]}; "
+                f"give {_IDS[unit]}=, int64 [samples]"
+            )
+        return None
+
+    def _by_microbatch(self) -> Tensor:
+        sums = torch.zeros(len(self.microbatches), dtype=torch.float64)
+        return sums.index_add_(0, self.microbatch_S, self.sums_S)
+
+
+def _check_agreement(rows: list[list[int]]) -> None:
+    """Raise, on every rank alike, if ranks differ in what must be the same on all of them.
+
+    Args:
+        rows: for every rank, its aggregation's tag, the owner of its samples and their number.
+    """
+    if len({row[0] for row in rows}) > 1:
+        raise ModeError("the ranks have different aggregations; expected the same on every rank")
+    samples: dict[int, int] = {}
+    for _, owner, number, *_ in rows:
+        if owner >= 0 and samples.setdefault(owner, number) != number:
+            raise GroupError(
+                f"ranks that share samples have {samples[owner]} and {number} of them; expected "
+                "the parts of the same samples on every rank of sharded_over"
+            )
+
+
+def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``parts`` as one vector on the CPU, of ``dtype`` also when there is none."""
+    return torch.cat([torch.empty(0, dtype=dtype), *(part.to(dtype).cpu() for part in parts)])

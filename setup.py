@@ -1,0 +1,60 @@
+"""Metadata of the distribution; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """The version string, read without importing the package, which would need torch."""
+    text = (ROOT / "megatron_loss_agg" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('megatron_loss_agg/__init__.py holds no line __version__ = "..."')
+    return match.group(1)
+
+
+setup(
+    name="megatron-loss-agg",
+    version=version(),
+    description="Exact loss aggregation over the whole optimizer step for Megatron-Core",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["megatron_loss_agg", "megatron_loss_agg.*"]),
+    package_data={"megatron_loss_agg": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6"],
+    # NVIDIA's apex has to be built from source: the `apex` of the package index is another project.
+    extras_require={
+        "mcore": ["megatron-core>=0.14"],
+        "te": ["transformer-engine[pytorch]"],
+        "plot": ["matplotlib>=3.8"],
+        "test": [
+            "hypothesis>=6.100",
+            "mypy>=1.15",
+            "nox>=2025.2",
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "ruff>=0.9",
+        ],
+        "docs": ["mkdocs>=1.6"],
+    },
+    entry_points={"console_scripts": ["megatron-loss-agg = megatron_loss_agg.__main__:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,105 @@
+"""Counting: nothing is lost to a narrow type, to padding, or to ids that look alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
+from tests import oracle
+from tests.core.steps import LAYOUTS, lay, steps
+from tests.oracle import Sample
+
+F64 = torch.float64
+
+
+@given(step=steps(max_ranks=1))
+@settings(max_examples=50, deadline=None)
+def test_counts_describe_the_whole_step(step):
+    microbatches = [Microbatch(**lay(mb, "thd_padded").inputs) for mb in step[0]]
+    counts = StepPlan.build(LossAggregation(mode="prompt_mean"), microbatches).counts
+    values = [m for _, sample in oracle.samples_of(step) for m in sample.mask]
+    assert float(counts.tokens) == pytest.approx(sum(values), rel=1e-13)
+    assert int(counts.active_tokens) == sum(1 for m in values if m)
+    assert int(counts.samples) == oracle.number_of(step, "sample")
+    assert int(counts.prompts) == oracle.number_of(step, "prompt")
+    assert int(counts.microbatches) == len(step[0])
+
+
+@given(step=steps(max_ranks=1))
+@settings(max_examples=20, deadline=None)
+def test_rollouts_are_counted(step):
+    microbatches = [Microbatch(**lay(mb, "bshd").inputs) for mb in step[0]]
+    counts = StepPlan.build(LossAggregation(mode="rollout_mean"), microbatches).counts
+    assert int(counts.rollouts) == oracle.number_of(step, "rollout")
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "rollout_ids"])
+@pytest.mark.parametrize(
+    "ids",
+    [(2**24, 2**24 + 1), (2**53, 2**53 + 1), (0, 2**32), (-1, 2**32 - 1), (-(2**63), 2**63 - 1)],
+)
+def test_ids_that_a_narrower_type_confuses_stay_apart(name, ids):
+    # Two groups of 1 and 2 tokens: 1/(2*1) and 1/(2*2); taken for one group, 1/3 each.
+    agg = LossAggregation(mode=name.replace("ids", "mean"))
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    w = token_weights(agg, mask, **{name: torch.tensor(ids)}, dtype=F64)
+    assert w.tolist() == [[1 / 2, 0], [1 / 4, 1 / 4]]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16],
+)
+def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
+    # 4099 is above what uint8, int8, fp16 (2048) and bf16 (256) count one by one.
+    mask = torch.ones(1, 4099).to(dtype)
+    plan = StepPlan.build(LossAggregation(mode="sample_mean"), [Microbatch(mask)])
+    assert float(plan.counts.tokens) == 4099
+    assert plan.weights(0, dtype=F64)[0, 0].item() == 1 / 4099
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_are_the_fp64_ones_rounded_once(dtype):
+    agg = LossAggregation(mode="prompt_mean")
+    step = {"loss_mask": torch.tensor([[0.1, 0.7], [1.0, 0.3], [3.0, 0.0]])}
+    step["prompt_ids"] = torch.tensor([7, 7, 9])
+    exact = token_weights(agg, **step, dtype=F64)
+    w = token_weights(agg, **step, dtype=dtype)
+    assert w.dtype == dtype
+    assert torch.equal(w, exact.to(dtype))
+
+
+def test_weights_are_fp32_unless_told_otherwise():
+    agg = LossAggregation(mode="token_mean")
+    plan = StepPlan.build(agg, [Microbatch(torch.ones(1, 3))])
+    assert plan.weights(0).dtype == torch.float32
+    assert token_weights(agg, torch.ones(1, 3)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_have_the_shape_of_the_mask(layout):
+    laid = lay([Sample((1.0, 1.0)), Sample((1.0,))], layout)
+    w = token_weights(LossAggregation(mode="sample_mean"), **laid.inputs)
+    assert w.shape == laid.inputs["loss_mask"].shape
+
+
+def test_padded_offsets_say_where_a_sample_lies():
+    # Sample 0 owns positions 0..1, sample 1 owns 4..6, the rest is padding: M_0 = 2, M_1 = 3.
+    w = token_weights(
+        LossAggregation(mode="sample_mean"),
+        torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 0, 0]),
+        cu_seqlens=torch.tensor([0, 2, 5]),
+        cu_seqlens_padded=torch.tensor([0, 4, 8]),
+        dtype=F64,
+    )
+    expected = torch.tensor([1 / 4, 1 / 4, 0, 0, 1 / 6, 1 / 6, 1 / 6, 0, 0], dtype=F64)
+    torch.testing.assert_close(w, expected, rtol=1e-15, atol=0)
+
+
+def test_weights_carry_no_gradient_and_leave_the_mask_alone():
+    mask = torch.ones(1, 3, requires_grad=True)
+    w = token_weights(LossAggregation(mode="token_mean"), mask)
+    assert not w.requires_grad
+    assert mask.tolist() == [[1.0, 1.0, 1.0]]

@@ -1,0 +1,271 @@
+"""``explain``: numbers derived by hand, what it refuses, and the picture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_loss_agg.__main__ import main
+
+# Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
+# rollout and one microbatch.
+STEP = ["--lengths", "10,1000,40", "--prompts", "a,a,b", "--rollouts", "7,7,9"]
+STEP += ["--microbatches", "0,0,1"]
+
+PAIRED = [10 / 1010 / 2, 1000 / 1010 / 2, 1 / 2]
+LINEAR = [10 / 1050, 1000 / 1050, 40 / 1050]
+SHARES = {
+    "token_mean": LINEAR,
+    "sample_mean": [1 / 3, 1 / 3, 1 / 3],
+    "rollout_mean": PAIRED,
+    "prompt_mean": PAIRED,
+    "sample_sum": LINEAR,
+    "constant": LINEAR,
+    "sum": LINEAR,
+    "microbatch_mean": PAIRED,
+}
+# Weight of a token of each sample; with D = 100.
+WEIGHTS = {
+    "token_mean": [1 / 1050] * 3,
+    "sample_mean": [1 / 30, 1 / 3000, 1 / 120],
+    "rollout_mean": [1 / 2020, 1 / 2020, 1 / 80],
+    "prompt_mean": [1 / 2020, 1 / 2020, 1 / 80],
+    "sample_sum": [1 / 3] * 3,
+    "constant": [1 / 300] * 3,
+    "sum": [1 / 100] * 3,
+    "microbatch_mean": [1 / 2020, 1 / 2020, 1 / 80],
+}
+
+
+def explained(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert main(["explain", *args, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["explain", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_shares_and_weights_are_those_derived_by_hand(capsys):
+    found = explained(capsys, *STEP, "--divisor", "100")
+    assert found["left_out"] == {}
+    assert found["modes"].keys() == SHARES.keys()
+    for mode, row in found["modes"].items():
+        assert row["share"] == pytest.approx(SHARES[mode], rel=1e-14)
+        assert row["weight_per_token"] == pytest.approx(WEIGHTS[mode], rel=1e-14)
+        relative = [1050 * weight for weight in WEIGHTS[mode]]
+        assert row["relative_to_token_mean"] == pytest.approx(relative, rel=1e-14)
+        total = sum(w * n for w, n in zip(WEIGHTS[mode], (10, 1000, 40), strict=True))
+        assert row["sum_of_weights"] == pytest.approx(total, rel=1e-14)
+
+
+def test_the_table_is_readable():
+    command = ["explain", "--lengths", "10,1000,40"]
+    command += ["--modes", "token_mean,sample_mean,prompt_mean"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_loss_agg", *command],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    # 10 / 1050 = 0.952 %; (1 / 30) / (1 / 1050) = 35.
+    assert (
+        done.stdout
+        == """\
+Share of the gradient: the sample's part of the sum of all weights, in percent
+sample  tokens  token_mean  sample_mean
+     0      10       0.952         33.3
+     1    1000        95.2         33.3
+     2      40        3.81         33.3
+
+Weight of one token of the sample, as a multiple of its weight under token_mean
+sample  tokens  token_mean  sample_mean
+     0      10           1           35
+     1    1000           1         0.35
+     2      40           1         8.75
+
+left out: prompt_mean needs --prompts, or 'prompt' on every line
+"""
+    )
+
+
+def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
+    lines = write(
+        tmp_path / "step.jsonl",
+        {"length": 10, "prompt": {"id": 1, "set": "x"}, "rollout": "r", "microbatch": 0},
+        {"loss_mask": [1] * 1000, "prompt": {"set": "x", "id": 1}, "rollout": "r", "microbatch": 0},
+        {"loss_mask": [0, True, *[0.5] * 78], "prompt": 1, "rollout": "s", "microbatch": 1},
+    )
+    modes = explained(capsys, "--jsonl", lines, "--divisor", "100")["modes"]
+    assert modes == explained(capsys, *STEP, "--divisor", "100")["modes"]
+
+
+def test_equal_microbatch_numbers_on_two_ranks_are_two_microbatches(capsys, tmp_path):
+    rows = [{"length": n, "microbatch": 0, "rank": rank} for n, rank in ((10, 0), (30, 0), (40, 1))]
+    path = write(tmp_path / "step.jsonl", *rows)
+    (row,) = explained(capsys, "--jsonl", path, "--modes", "microbatch_mean")["modes"].values()
+    # K = 2, with 40 tokens each.
+    assert row["weight_per_token"] == pytest.approx([1 / 80] * 3, rel=1e-14)
+
+
+def test_samples_without_tokens_count_or_are_skipped(capsys):
+    step = ["--lengths", "10,0", "--modes", "sample_mean,sample_sum,nemo-rl/sequence_level"]
+    modes = explained(capsys, *step)["modes"]
+    assert [row["share"] for row in modes.values()] == [[1.0, 0.0]] * 3
+    assert modes["sample_mean"]["weight_per_token"] == [1 / 20, 0]
+    assert modes["sample_sum"]["weight_per_token"] == [1 / 2, 0]
+    assert modes["nemo-rl/sequence_level"]["weight_per_token"] == [1 / 10, 0]
+    skipped = explained(capsys, *step, "--empty", "skip")["modes"]
+    assert skipped["sample_mean"]["weight_per_token"] == [1 / 10, 0]
+
+
+def test_a_step_without_any_token_weighs_nothing(capsys):
+    for row in explained(capsys, "--lengths", "0,0")["modes"].values():
+        assert row["share"] == row["weight_per_token"] == [0, 0]
+
+
+def test_modes_without_their_input_are_left_out(capsys):
+    found = explained(capsys, "--lengths", "1,2")
+    assert list(found["modes"]) == ["token_mean", "sample_mean", "sample_sum", "sum"]
+    assert found["left_out"] == {
+        "rollout_mean": "needs --rollouts, or 'rollout' on every line",
+        "prompt_mean": "needs --prompts, or 'prompt' on every line",
+        "constant": "needs --divisor",
+        "microbatch_mean": "needs --microbatches, or 'microbatch' on every line",
+    }
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (
+            ["--lengths", "1,x"],
+            "InputError: --lengths '1,x'; expected integers >= 0 with commas between them",
+        ),
+        (
+            ["--lengths", "1,2", "--prompts", "0"],
+            "InputError: --prompts has 1 values and --lengths has 2; expected one for each sample",
+        ),
+        (
+            ["--lengths", "1", "--modes", "mean"],
+            "ModeError: unknown mode 'mean'; expected one of token_mean, ",
+        ),
+        (
+            ["--lengths", "1", "--modes", "custom"],
+            "FunctionError: mode 'custom' has no table: its weights are what your function says",
+        ),
+        (
+            ["--lengths", "1", "--modes", "prompt_mean"],
+            "InputError: no mode to show: prompt_mean needs --prompts, ",
+        ),
+        (
+            ["--lengths", "1", "--divisor", "many"],
+            "DivisorError: --divisor 'many'; expected a finite number > 0",
+        ),
+        (
+            ["--lengths", "1", "--divisor", "-1"],
+            "DivisorError: divisor=-1.0; expected a finite number > 0",
+        ),
+        (
+            ["--jsonl", "no/such/file"],
+            "InputError: --jsonl no/such/file: ",
+        ),
+        (
+            ["--jsonl", "no/such/file", "--prompts", "1"],
+            "InputError: --prompts with --jsonl; write 'prompt' on the file's lines",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(capsys, args, message):
+    assert refusal(capsys, *args).startswith(f"megatron_loss_agg: {message}")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "InputError: PATH:2: no JSON ("),
+        ("[1]", "InputError: PATH:2: list; expected a JSON object"),
+        ("{}", "InputError: PATH:2: has keys []; expected either 'length' or 'loss_mask'"),
+        (
+            '{"length": 1, "loss_mask": [1]}',
+            "InputError: PATH:2: has keys ['length', 'loss_mask']; expected either",
+        ),
+        ('{"length": -1}', "InputError: PATH:2: 'length' is -1; expected an integer >= 0"),
+        ('{"length": 1.5}', "InputError: PATH:2: 'length' is 1.5; expected an integer >= 0"),
+        (
+            '{"length": 1, "rank": "0"}',
+            "InputError: PATH:2: 'rank' is '0'; expected an integer >= 0",
+        ),
+        (
+            '{"loss_mask": [1, -1]}',
+            "InputError: PATH:2: 'loss_mask' is not a list of finite numbers >= 0",
+        ),
+        (
+            '{"loss_mask": [NaN]}',
+            "InputError: PATH:2: 'loss_mask' is not a list of finite numbers >= 0",
+        ),
+        (
+            '{"length": 1, "prompt": 0}',
+            "GroupError: PATH:1 has no 'prompt' and PATH:2 has; expected it on every line",
+        ),
+    ],
+)
+def test_bad_lines_are_named(capsys, tmp_path, line, message):
+    path = tmp_path / "step.jsonl"
+    path.write_text('{"length": 3}\n' + line + "\n")
+    expected = "megatron_loss_agg: " + message.replace("PATH", str(path))
+    assert refusal(capsys, "--jsonl", str(path)).startswith(expected)
+
+
+def test_a_file_without_lines_is_named(capsys, tmp_path):
+    path = tmp_path / "step.jsonl"
+    path.write_text("\n")
+    assert f"InputError: --jsonl {path}: no line" in refusal(capsys, "--jsonl", str(path))
+
+
+def test_the_picture_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    error = refusal(capsys, *STEP, "--plot", str(tmp_path / "out.png"))
+    assert error.startswith("megatron_loss_agg: DependencyError: --plot needs matplotlib")
+    assert "pip install 'megatron-loss-agg[plot]'" in error
+
+
+@pytest.mark.parametrize(
+    "suffix, magic", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_the_picture_is_written(capsys, tmp_path, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"out.{suffix}"
+    assert main(["explain", *STEP, "--divisor", "100", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(magic)
+
+
+def test_a_picture_that_cannot_be_written_is_named(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("out.docx", "no/such/folder/out.png"):
+        path = tmp_path / name
+        assert f"InputError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
+    nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
+    assert "InputError: --plot: no sample has loss tokens" in nothing
+
+
+def test_the_guide_shows_what_is_printed(capsys):
+    guide = (Path(__file__).parents[2] / "docs" / "explain.md").read_text(encoding="utf-8")
+    assert main(["explain", "--lengths", "10,1000,40", "--prompts", "0,0,1"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```\n" in guide

@@ -1,0 +1,90 @@
+"""The core imports without Megatron, and its public names are frozen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron_loss_agg
+
+ROOT = Path(__file__).parents[2]
+CORE = (
+    "aggregation",
+    "errors",
+    "exchange",
+    "layout",
+    "loss",
+    "microbatch",
+    "plan",
+    "report",
+    "tally",
+    "weights",
+)
+
+PUBLIC = (
+    "AggregationError",
+    "CPLayout",
+    "LossAggregation",
+    "Microbatch",
+    "StepPlan",
+    "predicting_mask",
+    "token_weights",
+    "weighted_sum",
+)
+FIXED = {
+    "AggregationError",
+    "CPLayout",
+    "LossAggregation",
+    "Microbatch",
+    "StepPlan",
+    "token_weights",
+    "weighted_sum",
+}
+
+WITHOUT_HOST = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatron", "transformer_engine", "apex"):
+            raise ModuleNotFoundError(f"{name} is not to be imported here", name=name)
+
+sys.meta_path.insert(0, Refuse())
+try:
+    import megatron.core
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("the block does not work")
+import importlib
+import torch
+import megatron_loss_agg
+for module in sys.argv[1:]:
+    importlib.import_module("megatron_loss_agg." + module)
+agg = megatron_loss_agg.LossAggregation(mode="token_mean")
+print(megatron_loss_agg.token_weights(agg, torch.ones(1, 2)).tolist())
+print([name for name in sys.modules if name.startswith("megatron_loss_agg.mcore")])
+"""
+
+
+def test_the_core_imports_and_works_without_megatron():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HOST, *CORE], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[[0.5, 0.5]]", "[]"]
+
+
+def test_every_module_beside_the_adapter_is_known_to_be_core():
+    """A new module is listed in CORE, or is one of the command-line front ends."""
+    front_ends = {"__init__", "__main__", "cli", "policy"}
+    found = {path.stem for path in (ROOT / "megatron_loss_agg").glob("*.py")}
+    assert found - front_ends == set(CORE)
+
+
+def test_public_names_are_frozen():
+    assert tuple(sorted(megatron_loss_agg.__all__)) == PUBLIC
+    assert FIXED.issubset(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(megatron_loss_agg, name).__doc__

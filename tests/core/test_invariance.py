@@ -1,0 +1,193 @@
+"""The headline: however a step is split, its parts add up to the whole step.
+
+One process plays every data-parallel rank (their microbatches in one plan) and every
+context-parallel rank (its shard of weights and losses). The per-token losses of the step are one
+leaf vector, so the gradient of the summed parts must be the oracle's weight, token by token.
+Positions of no token hold NaN: nothing may read them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, weighted_sum
+from tests import oracle
+from tests.core.steps import Laid, flatten, lay, samples
+from tests.oracle import Sample
+
+F64 = torch.float64
+# microbatch_mean depends on the split by definition; it has its own tests below.
+INVARIANT = sorted(set(oracle.INNER) - {"microbatch_mean"})
+
+
+def aggregation(mode: str, **kwargs) -> LossAggregation:
+    return LossAggregation(mode=mode, divisor=7 if mode in ("constant", "sum") else None, **kwargs)
+
+
+def whole_step(mode: str, step: oracle.Step, **kwargs) -> torch.Tensor:
+    divisor = 7 if mode in ("constant", "sum") else None
+    return torch.tensor(
+        flatten(oracle.step_weights(mode, step, divisor=divisor, **kwargs)), dtype=F64
+    )
+
+
+def token_losses(tokens: int) -> torch.Tensor:
+    return (torch.arange(tokens, dtype=F64) * 0.7).sin().mul(3).requires_grad_()
+
+
+def cp_layouts(laid: Laid, layout: str, cp: int) -> list[CPLayout]:
+    """How each context-parallel rank sees a microbatch."""
+    mask, offsets = laid.inputs["loss_mask"], laid.inputs.get("cu_seqlens_padded")
+    offsets = laid.inputs.get("cu_seqlens") if offsets is None else offsets
+    if layout == "contiguous":
+        return [CPLayout.contiguous(mask.shape[-1], cp, rank) for rank in range(cp)]
+    if layout == "bshd":
+        return [CPLayout.bshd(mask.shape[-1], cp, rank) for rank in range(cp)]
+    return [CPLayout.thd(offsets, cp, rank) for rank in range(cp)]
+
+
+def spread_losses(laid: Laid, tokens: list[int], losses: torch.Tensor) -> torch.Tensor:
+    """Losses in the shape of the microbatch's mask; NaN where there is no token."""
+    mask = laid.inputs["loss_mask"]
+    source = torch.full((mask.numel(),), len(losses))
+    source[[position for sample in laid.index for position in sample]] = torch.tensor(
+        tokens, dtype=torch.int64
+    )
+    with_nan = torch.cat([losses, losses.new_full((1,), math.nan)])
+    return with_nan[source].reshape(mask.shape)
+
+
+def summed_parts(agg, split, samples, layouts, cp, losses) -> torch.Tensor:
+    """The step's loss as the parts give it; ``split[k]`` lists the samples of microbatch k."""
+    first = [sum(len(s.mask) for s in samples[:i]) for i in range(len(samples))]
+    laid = []
+    for k, members in enumerate(split):
+        layout = layouts[k % len(layouts)]
+        kind = "bshd" if layout in ("bshd", "contiguous") else "thd"
+        laid.append((lay([samples[i] for i in members], kind, multiple=2 * cp), layout))
+    plan = StepPlan.build(agg, [Microbatch(**x.inputs) for x, _ in laid])
+    total = losses.new_zeros(())
+    for k, (x, layout) in enumerate(laid):
+        tokens = [first[i] + t for i in split[k] for t in range(len(samples[i].mask))]
+        here = spread_losses(x, tokens, losses)
+        w = plan.weights(k, dtype=F64)
+        for local in cp_layouts(x, layout, cp):
+            total = total + weighted_sum(local.shard(w), local.shard(here))
+    return total
+
+
+splits = st.fixed_dictionaries(
+    {
+        "samples": samples(min_size=1, max_size=10),
+        "microbatches": st.integers(1, 6),
+        "seed": st.integers(0, 2**32),
+        "layouts": st.lists(st.sampled_from(["thd", "bshd", "contiguous"]), min_size=1, max_size=3),
+        "cp": st.integers(1, 4),
+    }
+)
+
+
+def deal(samples: list[Sample], microbatches: int, seed: int) -> list[list[int]]:
+    """Samples over microbatches in any order; some microbatches may stay empty."""
+    rng = random.Random(seed)
+    order = rng.sample(range(len(samples)), len(samples))
+    split: list[list[int]] = [[] for _ in range(microbatches)]
+    for i in order:
+        rng.choice(split).append(i)
+    return split
+
+
+@pytest.mark.parametrize("mode", INVARIANT)
+@given(case=splits, empty=st.sampled_from(["count", "skip"]))
+@settings(max_examples=60, deadline=None)
+def test_any_split_sums_to_the_whole_step(mode, case, empty):
+    samples, cp = case["samples"], case["cp"]
+    w = whole_step(mode, [[samples]], empty=empty)
+    losses = token_losses(len(w))
+    split = deal(samples, case["microbatches"], case["seed"])
+    got = summed_parts(aggregation(mode, empty=empty), split, samples, case["layouts"], cp, losses)
+    got.backward()
+    scale = float((w * losses.detach().abs()).sum())
+    assert got.item() == pytest.approx(float((w * losses.detach()).sum()), abs=1e-13 * scale)
+    torch.testing.assert_close(losses.grad, w, rtol=1e-13, atol=0)
+
+
+@given(case=splits, empty=st.sampled_from(["count", "skip"]))
+@settings(max_examples=40, deadline=None)
+def test_microbatch_mean_depends_on_microbatches_alone(case, empty):
+    samples = case["samples"]
+    split = deal(samples, case["microbatches"], case["seed"])
+    step = [[[samples[i] for i in members] for members in split]]
+    dealt = whole_step("microbatch_mean", step, empty=empty)
+    order = [i for members in split for i in members]
+    first = [sum(len(s.mask) for s in samples[:i]) for i in range(len(samples))]
+    w = torch.zeros_like(dealt)
+    w[[first[i] + t for i in order for t in range(len(samples[i].mask))]] = dealt
+    losses = token_losses(len(w))
+    agg = aggregation("microbatch_mean", empty=empty)
+    summed_parts(agg, split, samples, case["layouts"], case["cp"], losses).backward()
+    torch.testing.assert_close(losses.grad, w, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("mode", INVARIANT)
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("layout", ["thd", "bshd", "contiguous"])
+def test_parameter_gradients_add_up(mode, cp, layout):
+    """The same through a model: the gradients of a tiny network, split against whole."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    ).double()
+    lengths, prompts = [5, 1, 9, 3, 0, 4], [1, 1, 2, 3, 3, 2]
+    samples = [
+        Sample(tuple(float((t + n) % 3 > 0) for t in range(n)), prompt, rollout=2 * prompt)
+        for n, prompt in zip(lengths, prompts, strict=True)
+    ]
+    features = torch.randn(sum(lengths), 3, dtype=F64)
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, model.parameters())])
+
+    def losses() -> torch.Tensor:
+        return model(features).squeeze(-1) ** 2
+
+    reference = gradient((whole_step(mode, [[samples]]) * losses()).sum())
+    split = [[3], [0, 5, 4], [], [2, 1]]
+    got = gradient(summed_parts(aggregation(mode), split, samples, [layout], cp, losses()))
+    assert float((got - reference).norm() / reference.norm()) <= 1e-14
+
+
+def test_the_order_of_ranks_and_microbatches_does_not_matter():
+    samples = [Sample((1.0,) * n, prompt=n % 2, rollout=n % 3) for n in range(1, 7)]
+    split = [[0, 1], [2], [3, 4, 5]]
+    results = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        losses = token_losses(sum(len(s.mask) for s in samples))
+        moved = [split[k] for k in order]
+        summed_parts(aggregation("prompt_mean"), moved, samples, ["thd"], 2, losses).backward()
+        results.append(losses.grad)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-15, atol=0)
+
+
+def test_fp32_loses_no_more_than_fp32_must():
+    """Three-way: fp64 oracle, one unsplit fp32 sum, ours split over 12 parts in fp32."""
+    torch.manual_seed(1)
+    lengths = torch.randint(1, 400, (24,)).tolist()
+    samples = [Sample((1.0,) * n, prompt=i // 4) for i, n in enumerate(lengths)]
+    w = whole_step("prompt_mean", [[samples]])
+    losses = torch.rand(len(w), dtype=F64)
+    exact = float((w * losses).sum())
+    naive = abs(float((w.float() * losses.float()).sum()) - exact)
+    plan_losses = losses.float()
+    laid = [lay(samples[k : k + 4], "thd", dtype=torch.float32) for k in range(0, 24, 4)]
+    plan = StepPlan.build(aggregation("prompt_mean"), [Microbatch(**x.inputs) for x in laid])
+    cuts = [sum(lengths[k : k + 4]) for k in range(0, 24, 4)]
+    parts = [weighted_sum(plan.weights(k), part) for k, part in enumerate(plan_losses.split(cuts))]
+    ours = abs(float(torch.stack(parts).sum()) - exact)
+    assert ours <= 2 * naive + 4 * torch.finfo(torch.float32).eps * exact

@@ -1,0 +1,102 @@
+"""weighted_sum: the value, no NaN from positions of weight 0, and the autograd path kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_loss_agg import weighted_sum
+from megatron_loss_agg.errors import MaskError
+
+F64 = torch.float64
+
+
+def test_value_and_gradient():
+    w = torch.tensor([[0.5, 0.0], [0.25, 0.25]], dtype=F64)
+    loss = torch.tensor([[1.0, 2.0], [3.0, -4.0]], dtype=F64, requires_grad=True)
+    total = weighted_sum(w, loss)
+    total.backward()
+    assert total.shape == ()
+    assert total.item() == 0.5 * 1 + 0.25 * 3 - 0.25 * 4
+    assert torch.equal(loss.grad, w)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_positions_of_weight_zero_are_not_read(poison):
+    w = torch.tensor([0.5, 0.0, 0.5])
+    loss = torch.tensor([1.0, poison, 3.0], requires_grad=True)
+    total = weighted_sum(w, loss)
+    total.backward()
+    assert total.item() == 2.0
+    assert loss.grad.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_nan_at_a_position_that_counts_is_shown():
+    total = weighted_sum(torch.tensor([1.0, 0.0]), torch.tensor([math.nan, 1.0]))
+    assert math.isnan(total.item())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (1, 0)])
+def test_no_tokens_keep_the_autograd_path(shape):
+    # A rank without tokens must still run backward, or its peers hang in the attention's
+    # collectives.
+    token_loss = torch.zeros(shape, requires_grad=True) * 2
+    total = weighted_sum(torch.zeros(shape), token_loss)
+    assert total.item() == 0 and total.grad_fn is not None
+    total.backward()
+
+
+def test_all_masked_keeps_the_autograd_path():
+    parameter = torch.ones(3, requires_grad=True)
+    weighted_sum(torch.zeros(3), parameter * 2).backward()
+    assert parameter.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((2, 3), (3,)), ((3,), (2, 3)), ((1, 3), (3, 1)), ((6,), (2, 3)), ((), (1,))],
+)
+def test_shapes_must_be_equal(left, right):
+    with pytest.raises(MaskError) as error:
+        weighted_sum(torch.ones(left), torch.ones(right))
+    assert str(list(left)) in str(error.value) or str(left) in str(error.value)
+    assert str(list(right)) in str(error.value) or str(right) in str(error.value)
+
+
+def test_a_half_precision_loss_is_summed_in_the_weights_precision():
+    # 4096 terms of 1 in bf16 would stop at 256.
+    loss = torch.ones(4096, dtype=torch.bfloat16, requires_grad=True)
+    total = weighted_sum(torch.full((4096,), 1 / 4096), loss)
+    assert total.dtype == torch.float32
+    assert total.item() == 1.0
+    total.backward()
+    assert loss.grad.dtype == torch.bfloat16
+
+
+def test_weights_in_fp64_lift_an_fp32_loss():
+    w = torch.tensor([1 / 3, 1 / 3], dtype=F64)
+    loss = torch.tensor([1.0, 1.0], requires_grad=True)
+    assert weighted_sum(w, loss).item() == pytest.approx(2 / 3, rel=1e-15)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1e-3, 2.0]), st.floats(-1e6, 1e6)), max_size=20)
+)
+@settings(deadline=None)
+def test_against_a_loop(pairs):
+    w = torch.tensor([a for a, _ in pairs], dtype=F64)
+    loss = torch.tensor([b for _, b in pairs], dtype=F64)
+    expected = math.fsum(a * b for a, b in pairs)
+    size = sum(abs(a * b) for a, b in pairs)
+    assert weighted_sum(w, loss).item() == pytest.approx(expected, abs=1e-14 * size)
+
+
+def test_gradcheck():
+    w = torch.rand(5, dtype=F64)
+    w[2] = 0
+    loss = torch.randn(5, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: weighted_sum(w, x), (loss,))

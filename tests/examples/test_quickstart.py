@@ -1,0 +1,104 @@
+"""What `examples/quickstart.sh` runs: the training, in the shell's own flags, and the proof."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.host, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 10
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run under torchrun on this machine; stdout and stderr together."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    return subprocess.run(
+        [*launcher, "--nproc-per-node", str(ranks), *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def quickstart_flags() -> list[str]:
+    """The array of flags in the shell script."""
+    script = (ROOT / "examples/quickstart.sh").read_text()
+    found = re.search(r"^flags=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
+    assert found
+    return shlex.split(found.group(1), comments=True)
+
+
+def losses(ranks: int, *flags: str) -> dict[str, list[float]]:
+    """Train for a few steps; the loss of every step, by the name that its progress line gives."""
+    run = torchrun(
+        ranks,
+        *("-m", "megatron_loss_agg", "--cpu", "examples/pretrain_gpt.py"),
+        *(*quickstart_flags(), "--train-iters", str(STEPS), "--eval-iters", "1", *flags),
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    lines = re.findall(r"iteration +\d+/ .*", run.stdout)
+    found: dict[str, list[float]] = {}
+    for name, value in re.findall(r"\| (\w+ loss): (\S+)", "\n".join(lines)):
+        found.setdefault(name, []).append(float(value))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[float]]:
+    return losses(4)
+
+
+def test_every_step_prints_both_losses_and_they_fall(trained: dict[str, list[float]]) -> None:
+    assert set(trained) == {"lm loss", "prompt_mean loss"}
+    for values in trained.values():
+        assert len(values) == STEPS
+        assert 5.5 < values[0] < 6.5  # a uniform guess among 384 tokens: ln 384 = 5.95
+        assert max(values[-3:]) < values[0] - 1.5
+
+
+def test_half_the_ranks_train_the_same_model(trained: dict[str, list[float]]) -> None:
+    alone = losses(2)  # CP 2 x DP 1: the same packs in twice as many microbatches a rank
+    for name, values in trained.items():
+        assert alone[name] == pytest.approx(values, rel=1e-4)
+
+
+def test_proof_holds_and_stock_averages_differ() -> None:
+    run = torchrun(4, "examples/proof.py")
+    assert run.returncode == 0, run.stdout[-4000:]
+    rows = dict(re.findall(r"^  (\S.*?)  +([\d.e+ -]+)$", run.stdout, re.MULTILINE))
+    table = {title: [float(cell) for cell in cells.split()] for title, cells in rows.items()}
+    per_token = ", --calculate-per-token-loss"
+    for flag in ("", per_token):
+        assert max(table["megatron_loss_agg" + flag]) <= 1e-12
+        prompt_mean, *_ = table["stock Megatron" + flag]
+        assert prompt_mean > 1e-2
+    # Stock Megatron has an exact mean over tokens, under that flag: the reference must agree.
+    *_, token_mean, _ = table["stock Megatron" + per_token]
+    assert token_mean <= 1e-12
+
+
+def test_proof_fails_when_the_gradient_is_wrong(tmp_path: Path) -> None:
+    script = tmp_path / "without_the_hook.py"
+    script.write_text(
+        "import sys, proof\n"
+        "proof.SHAPE['num_layers'] = proof.MICROBATCHES = 1\n"
+        "proof.LossHook.wrap = lambda self, forward_backward: forward_backward\n"
+        "sys.exit(proof.main())\n"
+    )
+    run = torchrun(4, str(script))
+    assert run.returncode != 0
+    assert "NOT EXACT" in run.stdout

@@ -1,0 +1,69 @@
+"""Which part of the whole model a parameter of one rank is: its global name, and its slice."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def parts(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
+    """The parameters of a model chunk, by the names that they have in the undivided model."""
+    layers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    first_expert = 0
+    if model.config.num_moe_experts:
+        size = parallel_state.get_expert_model_parallel_world_size()
+        local_experts = model.config.num_moe_experts // size
+        first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda i: str(layers[i[0]]), name)
+        name = re.sub(r"(?<=local_experts\.)\d+", lambda i: str(int(i[0]) + first_expert), name)
+        yield name, parameter
+
+
+def initial_value(name: str, parameter: Parameter) -> Tensor:
+    """This rank's part of the whole parameter: the same fp32 numbers in every topology."""
+    shape = list(parameter.shape)
+    if _is_split(parameter):
+        shape[parameter.partition_dim] *= dist.get_world_size(_group(parameter))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return part_of(noise * 0.2 + (len(shape) == 1), parameter)
+
+
+def part_of(whole: Tensor, parameter: Parameter) -> Tensor:
+    """What of ``whole``, which belongs to the undivided parameter, belongs to this rank's."""
+    if not _is_split(parameter):
+        return whole
+    group = _group(parameter)
+    pieces = whole.chunk(dist.get_world_size(group), dim=parameter.partition_dim)
+    return pieces[dist.get_rank(group)]
+
+
+def gather_gradients(ddp: Any) -> None:
+    """Fill the gradient buffers, of which a distributed optimizer's ranks reduce a shard each."""
+    if not ddp.ddp_config.use_distributed_optimizer:
+        return
+    for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers]:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            shards = bucket.grad_data.view(dist.get_world_size(group), -1)
+            mine = shards[dist.get_rank(group)].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def _is_split(parameter: Parameter) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _group(parameter: Parameter) -> dist.ProcessGroup:
+    if not getattr(parameter, "allreduce", True):  # an expert's
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()

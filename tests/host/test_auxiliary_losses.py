@@ -1,0 +1,113 @@
+"""Losses that the host adds by itself keep the weight that it gives them without the plugin.
+
+A gradient is linear in them: what turning one on adds to the gradient must be the same with and
+without the plugin, under the same flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.host.ranks import run_host_ranks
+from tests.host.topology import KeepDouble, Topology, build_chunks, data_for
+
+pytestmark = pytest.mark.host
+
+EXACT = 1e-12
+PLACES = {
+    1: [[[0, 1], [5], [2, 3], [4, 6, 7, 8, 9]]],
+    2: [[[5], [0, 1], [2], [3]], [[4], [6, 7], [8], [9]]],
+}
+N_MB = 4
+# What turns each loss on, and what turns it off in a model of the same parameters.
+ON_OFF: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "balance": ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}, {}),
+    "z": ({"moe_z_loss_coeff": 0.1}, {}),
+    "mtp": (
+        {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 1.0},
+        {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0},
+    ),
+}
+CP2 = {"cp": 2}
+EP2 = {"expert_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+TOPOLOGIES = {
+    ("balance", "ep2"): Topology(2, EP2, model="moe"),
+    ("balance", "cp2"): Topology(2, CP2, model="moe"),
+    ("balance", "tp2-sp"): Topology(2, TP2, SP, model="moe"),
+    ("z", "ep2"): Topology(2, EP2, model="moe"),
+    ("mtp", "dp2"): Topology(2),
+    ("mtp", "cp2"): Topology(2, CP2),
+    ("mtp", "pp2"): Topology(2, PP2),
+    ("mtp", "tp2"): Topology(2, TP2),
+}
+
+
+def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    """As in Megatron's scripts, the model computes the losses: its own, and that of MTP."""
+    from tests.host import gpt
+
+    tokens, labels, mask, packed = gpt.local_batch(data_iterator)
+    arguments = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed}
+    losses = model(tokens, gpt.positions_like(tokens), None, **arguments)
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
+def gradient(topology: Topology, per_token: bool, layout: str, hooked: bool) -> Any:
+    """Of this rank's parameters, for one step."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_loss_agg import LossAggregation
+    from megatron_loss_agg.mcore import LossHook
+    from tests.host import gpt
+
+    forward_backward = get_forward_backward_func()
+    if hooked:
+        forward_backward = LossHook(LossAggregation(mode="prompt_mean")).wrap(forward_backward)
+    (ddp,) = build_chunks(topology, per_token)
+    data = data_for(topology, PLACES[parallel_state.get_data_parallel_world_size()], layout)
+    with KeepDouble():
+        gpt.run_step(forward_backward, ddp, data, N_MB, forward_step_func=forward_step)
+    return gpt.gradient(ddp)
+
+
+def compare(topology: Topology, loss: str) -> dict[Any, tuple[float, float]]:
+    """Every rank, for each (layout, per-token flag): the error of what the loss adds to the
+    gradient, and how much it adds, relative to all the rest.
+    """
+    from tests.host import gpt
+
+    gpt.initialize(**topology.sizes)
+    on, off = (
+        dataclasses.replace(topology, config={**topology.config, **config})
+        for config in ON_OFF[loss]
+    )
+    result = {}
+    for layout, per_token in product(("thd", "bshd"), (False, True)):
+        added = []
+        for hooked in (False, True):
+            with_it, without = (gradient(t, per_token, layout, hooked) for t in (on, off))
+            added.append({name: with_it[name] - g for name, g in without.items()})
+        share = gpt.relative_error(with_it, without)
+        result[layout, per_token] = (gpt.relative_error(added[1], added[0]), share)
+    return result
+
+
+@pytest.mark.parametrize("loss, name", TOPOLOGIES)
+def test_plugin_leaves_the_loss_its_weight(loss: str, name: str) -> None:
+    topology = TOPOLOGIES[loss, name]
+    for rank in run_host_ranks(compare, topology.world_size, topology, loss, timeout=300):
+        assert len(rank) == 4
+        for error, share in rank.values():
+            assert error <= EXACT
+            assert share > 0.1

@@ -1,0 +1,184 @@
+"""The stand-ins for a GPU: what Megatron asks of one, and that nobody else is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.host.ranks import run_host_ranks
+
+pytestmark = pytest.mark.host
+
+
+def test_nothing_changes_before_enable() -> None:
+    code = (
+        "import torch; before = dict(vars(torch.cuda)), torch.compile;"
+        "import megatron_loss_agg.mcore.cpu;"
+        "assert before == (dict(vars(torch.cuda)), torch.compile)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class _PlacedInBackward(torch.autograd.Function):
+    """As Megatron's own functions do, it asks for a GPU in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        two = torch.full_like(grad, 2.0, device=torch.cuda.current_device())
+        return two.cuda() * grad.to("cuda")
+
+
+def placements() -> None:
+    from megatron_loss_agg.mcore.cpu import enable
+
+    enable()  # again: does nothing
+    devices = "cuda", "cuda:1", 0, torch.device("cuda", 0), torch.cuda.current_device()
+    x = torch.ones(2)
+    for device in devices:
+        assert torch.zeros(2, device=device).device == x.to(device).device == x.device
+        assert x.to(device, torch.float64).dtype == torch.float64
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert x.cuda() is x
+    assert torch.nn.Linear(1, 1).cuda().weight.device == x.device
+    assert not torch.zeros(2, pin_memory=True).is_pinned()
+    # By these names the optimizers know a parameter on a GPU.
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert x.type(torch.float64).dtype == torch.float64
+    for pull_back in (
+        lambda y, x: torch.autograd.grad(y, x)[0],
+        lambda y, x: (y.backward(), x.grad)[1],
+    ):
+        leaf = torch.ones(2, requires_grad=True)
+        assert pull_back(_PlacedInBackward.apply(leaf).sum(), leaf).tolist() == [2.0, 2.0]
+
+
+def test_every_device_is_the_cpu() -> None:
+    run_host_ranks(placements, 1)
+
+
+def random_states() -> None:
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(2)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(2))
+
+
+def test_the_random_state_is_the_one_that_draws() -> None:
+    run_host_ranks(random_states, 1)
+
+
+def events() -> None:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    time.sleep(0.02)
+    end.record()
+    assert start.elapsed_time(end) >= 20.0  # milliseconds
+
+
+def test_events_tell_the_time() -> None:
+    run_host_ranks(events, 1)
+
+
+def model(tp: int, dtype: torch.dtype) -> Any:
+    """Decoder of a tiny GPT, with equal weights whatever the tensor-parallel size."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+    )
+    return GPTModel(config, get_gpt_layer_local_spec(), 16, 8, post_process=False)
+
+
+def data_parallel(module: Any, **options: Any) -> Any:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **options)
+    ddp = DistributedDataParallel(module.config, settings, module)
+    ddp.zero_grad_buffer()
+    tokens = torch.arange(8).unsqueeze(0)
+    out = ddp(tokens, tokens, None)
+    torch.manual_seed(7)
+    weight = torch.randn(8, 1, 8)
+    if module.config.sequence_parallel:
+        weight = weight.chunk(2)[torch.distributed.get_rank()]
+    (out * weight).sum().backward()
+    finalize_model_grads([ddp])
+    return ddp
+
+
+def norm_gradients(tp: int) -> dict[str, Tensor]:
+    ddp = data_parallel(model(tp, torch.float64))
+    return {n: p.main_grad for n, p in ddp.module.named_parameters() if "norm" in n}
+
+
+def test_norms_under_sequence_parallelism() -> None:
+    [expected] = run_host_ranks(norm_gradients, 1, 1)
+    assert len(expected) == 4  # weight and bias of two norms
+    for got in run_host_ranks(norm_gradients, 2, 2):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+def optimized(distributed: bool) -> tuple[float, list[Tensor]]:
+    """Norm of the gradient, and the parameters after one step of Adam, clipped to a norm of 1."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    ddp = data_parallel(model(1, torch.float32), use_distributed_optimizer=distributed)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.5,
+        weight_decay=0.0,
+        adam_eps=1.0,  # without it Adam's first step does not depend on clipping
+        clip_grad=1.0,
+        use_distributed_optimizer=distributed,
+    )
+    before = [p.detach().clone() for p in ddp.parameters()]
+    gradients = [p.main_grad.clone() for p in ddp.parameters()]
+    succeeded, norm, _ = get_megatron_optimizer(config, [ddp]).step()
+    assert succeeded
+    if not distributed:  # otherwise this rank holds but a part of the gradient
+        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        assert norm == pytest.approx(float(whole.norm()), rel=1e-5)
+        for p, old, gradient in zip(ddp.parameters(), before, gradients, strict=True):
+            clipped = gradient / norm
+            torch.testing.assert_close(p.detach(), old - 0.5 * clipped / (clipped.abs() + 1))
+    return norm, [p.detach() for p in ddp.parameters()]
+
+
+def test_clipping_and_the_distributed_optimizer() -> None:
+    norm, expected = run_host_ranks(optimized, 2, False)[0]
+    assert norm > 1.0
+    for got in run_host_ranks(optimized, 2, True):
+        torch.testing.assert_close(got, (norm, expected))

@@ -1,0 +1,139 @@
+"""What the plugin wraps of the installed Megatron, what it restores, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from tests.host.ranks import run_host_ranks
+
+pytestmark = pytest.mark.host
+
+REFUSED: dict[str, Any] = {
+    "hybrid_context_parallel": True,
+    "perform_rl_step": True,
+    "gtp_weight_remat_size": 2,
+    "expert_gtp_weight_remat_size": 2,
+    "cuda_graph_impl": "full_iteration",
+}
+
+
+def _functions() -> dict[tuple[str, str], Any]:
+    """Everything that Megatron's modules define."""
+    modules = [(n, m) for n, m in sys.modules.items() if n == "megatron" or n[:9] == "megatron."]
+    return {(n, key): value for n, module in modules for key, value in vars(module).items()}
+
+
+def seams_on_host() -> dict[str, Any]:
+    """One rank: facts by the names that the tests below ask for."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+    from megatron.training import arguments, training
+    from megatron.training.global_vars import set_args
+
+    from megatron_loss_agg.mcore.install import install
+
+    parallel_state.initialize_model_parallel()
+
+    def has_flags() -> bool:
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        return hasattr(parser.parse_known_args([])[0], "loss_aggregation")
+
+    def error_of(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "none"
+
+    facts: dict[str, Any] = {}
+    set_args(argparse.Namespace())
+    before = _functions()
+
+    def changed() -> list[tuple[str, str]]:
+        now = _functions()
+        return sorted(key for key in before if now.get(key) is not before[key])
+
+    uninstall = install()
+    facts["wrapped"] = changed()
+    facts["flags"] = has_flags()
+
+    schedule = training.get_forward_backward_func()
+    facts["without the flag"] = schedule is forward_backward_no_pipelining
+    uninstall()
+    facts["left"] = changed()
+    facts["flags left"] = has_flags()
+
+    for name, value in REFUSED.items():
+        uninstall = install()
+        args = {"loss_aggregation": "token_mean", "loss_aggregation_audit": False, name: value}
+        set_args(argparse.Namespace(**args))
+        facts[name] = error_of(training.get_forward_backward_func)
+        uninstall()
+
+    add_arguments, get_schedule = (
+        arguments.add_megatron_arguments,
+        training.get_forward_backward_func,
+    )
+    del training.get_forward_backward_func
+    facts["missing"] = error_of(install)
+    facts["untouched"] = arguments.add_megatron_arguments is add_arguments
+    training.get_forward_backward_func = get_schedule
+    arguments.add_megatron_arguments = lambda group, parser: parser
+    facts["other parameters"] = error_of(install)
+    facts["untouched"] &= training.get_forward_backward_func is get_schedule
+    return facts
+
+
+@functools.cache
+def seams() -> dict[str, Any]:
+    return run_host_ranks(seams_on_host, 1)[0]
+
+
+def test_two_public_functions_are_wrapped_and_no_more() -> None:
+    assert seams()["wrapped"] == [
+        ("megatron.training.arguments", "add_megatron_arguments"),
+        ("megatron.training.training", "get_forward_backward_func"),
+    ]
+    assert seams()["flags"]
+
+
+def test_uninstalling_restores_every_function() -> None:
+    assert seams()["left"] == []
+    assert not seams()["flags left"]
+
+
+def test_without_the_flag_the_schedule_is_the_hosts_own() -> None:
+    assert seams()["without the flag"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
+    assert seams()[name].startswith("HostError: ")
+    assert "--" + name.replace("_", "-") in seams()[name]
+    assert re.search("drop|choose", seams()[name])
+
+
+@pytest.mark.parametrize(
+    "case, what",
+    [
+        ("missing", "megatron.training.training has no get_forward_backward_func"),
+        (
+            "other parameters",
+            "megatron.training.arguments.add_megatron_arguments takes ['group', 'parser']",
+        ),
+    ],
+)
+def test_a_host_with_other_seams_is_refused_by_name_and_version(case: str, what: str) -> None:
+    error = seams()[case]
+    # The host adds the commit of the checkout that it runs in to its version.
+    assert error.startswith(f"HostError: megatron-core {version('megatron-core')}")
+    assert f": {what}; " in error
+    assert "expected the seams of Megatron-Core" in error
+    assert seams()["untouched"]

@@ -1,0 +1,137 @@
+"""The launcher on Megatron's real ``pretrain``, started by torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_loss_agg.mcore.cpu import CPU_FLAGS
+
+pytestmark = pytest.mark.host
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples/pretrain_gpt.py"
+ITERATIONS = 3
+FLAGS = {
+    "--num-layers": "1",
+    "--hidden-size": "16",
+    "--ffn-hidden-size": "32",
+    "--num-attention-heads": "2",
+    "--position-embedding-type": "rope",
+    "--attention-dropout": "0",
+    "--hidden-dropout": "0",
+    "--seq-length": "256",
+    "--max-position-embeddings": "256",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "4",
+    "--train-iters": str(ITERATIONS),
+    "--lr": "5e-3",
+    "--lr-decay-style": "constant",
+    "--eval-interval": str(ITERATIONS),
+    "--eval-iters": "1",
+    "--log-interval": "1",
+    "--logging-level": "40",
+    "--save-interval": str(ITERATIONS),
+    "--ckpt-format": "torch",
+    # As --cpu sets them: here the script also starts without the plugin.
+    **CPU_FLAGS,
+}
+# The same stand-ins for a GPU, and nothing else of the plugin.
+WITHOUT_PLUGIN = """
+import runpy, sys
+from megatron_loss_agg.mcore import cpu
+
+cpu.enable()
+del sys.argv[0]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+Run = tuple[list[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """What each start of the script logs of its steps, and its final checkpoint."""
+    folder = tmp_path_factory.mktemp("launch")
+    starter = folder / "starter.py"
+    starter.write_text(WITHOUT_PLUGIN)
+    launcher = ["-m", "megatron_loss_agg", "--cpu"]
+    mode = ["--loss-aggregation", "prompt_mean", "--loss-aggregation-audit"]
+    return {
+        "without the plugin": start([str(starter)], [], folder / "without"),
+        "without the flag": start(launcher, [], folder / "launched"),
+        "with the flag": start(launcher, mode, folder / "aggregated"),
+    }
+
+
+def start(starter: list[str], extra: list[str], save: Path) -> Run:
+    """Two data-parallel ranks by torchrun."""
+    flags = [part for pair in FLAGS.items() for part in pair if part is not None]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", *starter, str(SCRIPT), *flags, *extra]
+    done = subprocess.run(
+        [*command, "--save", str(save)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    # Without what differs from run to run: the date and the time that a step took.
+    logged = [
+        re.sub(r"\[\d{4}-.*?\]|elapsed time per iteration \(ms\): [\d.]+", "", line)
+        for line in done.stdout.splitlines()
+        if re.search(r"iteration +\d+/|validation loss at|loss aggregation audit", line)
+    ]
+    (path,) = save.glob(f"iter_{ITERATIONS:07d}/*/model_optim_rng.pt")
+    return logged, torch.load(path, weights_only=False)
+
+
+def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by its path."""
+    if isinstance(x, torch.Tensor):
+        return {name: x}
+    parts = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ()
+    return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
+
+
+def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
+    logged, saved = runs["without the plugin"]
+    launched_logged, launched_saved = runs["without the flag"]
+    assert len([line for line in logged if "lm loss" in line]) >= ITERATIONS + 1
+    assert launched_logged == logged
+    expected, found = tensors(saved), tensors(launched_saved)
+    for part in (".model.", ".optimizer."):
+        assert any(name.startswith(part) and t.numel() > 1 for name, t in expected.items())
+    assert found.keys() == expected.keys()
+    assert [name for name, t in expected.items() if not torch.equal(t, found[name])] == []
+
+
+def test_with_the_flag_the_script_trains_on_the_mode(runs: dict[str, Run]) -> None:
+    logged, saved = runs["without the plugin"]
+    aggregated_logged, aggregated_saved = runs["with the flag"]
+    steps = [line for line in aggregated_logged if re.search(r"iteration +\d+/", line)]
+    assert len(steps) == ITERATIONS
+    assert all("prompt_mean loss: " in line for line in steps)
+    # Before the first update the models are the same, and `lm loss` keeps its meaning.
+    first = [float(re.findall(r"lm loss: (\S+)", lines[0])[0]) for lines in (logged, steps)]
+    assert first[1] == pytest.approx(first[0], rel=1e-6)
+    assert any("prompt_mean loss value: " in line for line in aggregated_logged)  # evaluation
+    weights, aggregated = tensors(saved["model"]), tensors(aggregated_saved["model"])
+    assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())
+
+
+def test_the_audit_is_printed_when_asked_for(runs: dict[str, Run]) -> None:
+    (line,) = (line for line in runs["with the flag"][0] if "audit" in line)
+    assert "gradients are 1.000000 of the planned ones" in line
+    assert not any("audit" in line for line in runs["without the flag"][0])

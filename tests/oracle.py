@@ -1,0 +1,112 @@
+"""Specification of every mode as plain loops in fp64. Imports nothing of the package, nor torch.
+
+A step is a list of data-parallel ranks; a rank is a list of microbatches; a microbatch is a list
+of samples; a sample is its mask. The loss of a step is ``sum(w * loss)`` over all tokens, so the
+weights returned here say everything there is to know about a mode.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from math import fsum
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trained sequence: its loss mask, and the ids of the prompt and rollout it belongs to."""
+
+    mask: tuple[float, ...]
+    prompt: int = 0
+    rollout: int = 0
+
+
+Step = list[list[list[Sample]]]
+Place = tuple[int, int, int]  # rank, microbatch of the rank, sample of the microbatch
+
+# The unit whose tokens share one denominator, and the unit that the outer mean runs over.
+INNER = {
+    "token_mean": "step",
+    "sample_mean": "sample",
+    "rollout_mean": "rollout",
+    "prompt_mean": "prompt",
+    "microbatch_mean": "microbatch",
+    "sample_sum": None,
+    "constant": None,
+    "sum": None,
+}
+OUTER = {
+    "token_mean": None,
+    "sample_mean": "sample",
+    "rollout_mean": "rollout",
+    "prompt_mean": "prompt",
+    "microbatch_mean": "microbatch",
+    "sample_sum": "sample",
+    "constant": "sample",
+    "sum": None,
+}
+
+
+def samples_of(step: Step) -> Iterator[tuple[Place, Sample]]:
+    for r, rank in enumerate(step):
+        for k, microbatch in enumerate(rank):
+            for s, sample in enumerate(microbatch):
+                yield (r, k, s), sample
+
+
+def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
+    """What identifies the unit (step, microbatch, sample, rollout, prompt) a sample belongs to."""
+    rank, microbatch, _ = place
+    return {
+        "step": "the only one",
+        "microbatch": (rank, microbatch),
+        "sample": place,
+        "rollout": sample.rollout,
+        "prompt": sample.prompt,
+    }[unit]
+
+
+def mask_sums(step: Step, unit: str) -> dict[Hashable, float]:
+    """Sum of the mask over every unit of a kind; units without active tokens are listed with 0."""
+    values: dict[Hashable, list[float]] = defaultdict(list)
+    if unit == "microbatch":  # a microbatch exists even when it holds no sample
+        for r, rank in enumerate(step):
+            for k in range(len(rank)):
+                values[(r, k)] = []
+    for place, sample in samples_of(step):
+        values[key_of(unit, place, sample)].extend(sample.mask)
+    return {key: fsum(masks) for key, masks in values.items()}
+
+
+def number_of(step: Step, unit: str, empty: str = "count") -> int:
+    sums = mask_sums(step, unit).values()
+    return len(sums) if empty == "count" else sum(1 for total in sums if total > 0)
+
+
+def step_weights(
+    mode: str,
+    step: Step,
+    *,
+    divisor: float | None = None,
+    empty: str = "count",
+    count: str | None = None,
+) -> list[list[list[list[float]]]]:
+    """Weight of every token: nested as the step (rank, microbatch, sample, token)."""
+    inner, outer = INNER[mode], count or OUTER[mode]
+    sums = mask_sums(step, inner) if inner else {}
+    units = number_of(step, outer, empty) if outer else 1
+
+    def weight(place: Place, sample: Sample, m: float) -> float:
+        if m == 0:
+            return 0.0
+        denominator = sums[key_of(inner, place, sample)] if inner else 1.0
+        return m / denominator / units / (divisor or 1.0)
+
+    return [
+        [
+            [[weight((r, k, s), sample, m) for m in sample.mask] for s, sample in enumerate(mb)]
+            for k, mb in enumerate(rank)
+        ]
+        for r, rank in enumerate(step)
+    ]

@@ -1,0 +1,163 @@
+"""What is built, installed and documented: the wheel, its metadata, the pins, the commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from email.message import Message
+from email.parser import Parser
+from importlib import import_module
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import megatron_loss_agg
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron_loss_agg"
+SCRIPTS = [ROOT / ".ci/run", *ROOT.glob("ci/*.sh"), *ROOT.glob("examples/*.sh")]
+GUIDES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
+    """The built wheel; built from a copy, since a build leaves files beside its sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-index", "--no-deps", "--no-build-isolation"]
+    built = subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: ZipFile) -> Message:
+    return Parser().parsestr(_dist_info(wheel, "METADATA"))
+
+
+def _dist_info(wheel: ZipFile, name: str) -> str:
+    (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "ci/constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {_normal(name): version for name, version in pairs}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel: ZipFile) -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    shipped = {path for path in wheel.namelist() if ".dist-info/" not in path}
+    assert "megatron_loss_agg/py.typed" in shipped
+    assert shipped == sources
+
+
+def test_the_licence_is_shipped(wheel: ZipFile, metadata: Message) -> None:
+    assert any(path.endswith("LICENSE") for path in wheel.namelist())
+    assert metadata["License"] == "Apache-2.0"
+
+
+def test_torch_is_the_only_requirement(metadata: Message) -> None:
+    requirements = metadata.get_all("Requires-Dist")
+    assert requirements is not None
+    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.6"]
+    # On the package index this name is another project than NVIDIA's.
+    assert not [r for r in requirements if r.startswith("apex")]
+
+
+def test_one_version_everywhere(metadata: Message) -> None:
+    assert metadata["Version"] == megatron_loss_agg.__version__
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert headings[1:2] in ([], [megatron_loss_agg.__version__])
+
+
+def test_the_console_script_resolves(wheel: ZipFile) -> None:
+    config = ConfigParser()
+    config.read_string(_dist_info(wheel, "entry_points.txt"))
+    module, _, function = config["console_scripts"]["megatron-loss-agg"].partition(":")
+    assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.parametrize("extra", [None, "mcore", "test"])
+def test_what_the_environment_installs_is_pinned(metadata: Message, extra: str | None) -> None:
+    marker = None if extra is None else f'extra == "{extra}"'
+    required = {
+        _normal(re.split(r"[^\w.-]", requirement)[0])
+        for requirement in metadata.get_all("Requires-Dist") or []
+        if (marker is None and "extra ==" not in requirement)
+        or (marker is not None and marker in requirement)
+    }
+    assert required
+    assert required <= _pins().keys()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_may_be_executed(script: Path) -> None:
+    assert script.stat().st_mode & 0o100
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_documented_commands_name_files_that_exist(guide: Path) -> None:
+    blocks = re.findall(r"```(?:bash|sh|console|shell)\n(.*?)```", guide.read_text(), re.DOTALL)
+    ours = re.findall(r"(?<![\w/.-])(?:ci|\.ci|examples|tests|docs)/[\w./-]+", "".join(blocks))
+    assert [path for path in ours if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("link_from", GUIDES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_relative_links_lead_to_files(link_from: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", link_from.read_text())
+    assert [target for target in targets if not (link_from.parent / target).exists()] == []
+
+
+def _environment(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """ci/python.sh on ``python``, with its virtual environment under ``tmp_path``."""
+    changed = {"PYTHON": python, "MEGATRON_LOSS_AGG_VENV": str(tmp_path / "venv")}
+    return subprocess.run(
+        ["bash", ROOT / "ci/python.sh", "mcore"],
+        env={**os.environ, **changed},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_an_unfit_interpreter_is_refused_by_name(tmp_path: Path) -> None:
+    refused = _environment(tmp_path, "/bin/false")
+    assert refused.returncode == 1
+    assert "PYTHON=/bin/false is not a Python 3.12 or 3.13" in refused.stderr
+    assert refused.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not (3, 12) <= sys.version_info < (3, 14), reason="needs Python 3.12 or 3.13")
+def test_a_folder_of_the_users_is_never_cleared(tmp_path: Path) -> None:
+    precious = tmp_path / "venv" / "precious"
+    precious.parent.mkdir()
+    precious.touch()
+    refused = _environment(tmp_path, sys.executable)
+    assert refused.returncode == 1
+    assert "was not made here" in refused.stderr
+    assert precious.exists()
