@@ -73,10 +73,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 def start(starter: list[str], extra: list[str], save: Path) -> Run:
-    """Two data-parallel ranks by torchrun."""
+    """Two data-parallel ranks by torchrun, which log to a file each: lines never mix."""
     flags = [part for pair in FLAGS.items() for part in pair if part is not None]
+    logs = save.with_suffix(".logs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", *starter, str(SCRIPT), *flags, *extra]
+    command += ["--nproc-per-node", "2", "--tee", "3", "--log-dir", str(logs)]
+    command += [*starter, str(SCRIPT), *flags, *extra]
     done = subprocess.run(
         [*command, "--save", str(save)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -90,7 +92,8 @@ def start(starter: list[str], extra: list[str], save: Path) -> Run:
     # Without what differs from run to run: the date and the time that a step took.
     logged = [
         re.sub(r"\[\d{4}-.*?\]|elapsed time per iteration \(ms\): [\d.]+", "", line)
-        for line in done.stdout.splitlines()
+        for log in sorted(logs.glob("*/*/*/stdout.log"))
+        for line in log.read_text().splitlines()
         if re.search(r"iteration +\d+/|validation loss at|loss aggregation audit", line)
     ]
     (path,) = save.glob(f"iter_{ITERATIONS:07d}/*/model_optim_rng.pt")
