@@ -27,6 +27,10 @@ class LayoutError(AggregationError):
     """A sequence that cannot be split over context-parallel ranks as asked."""
 
 
+class PolicyError(AggregationError):
+    """Inputs of a per-token loss that do not fit together, or an option out of its range."""
+
+
 class FunctionError(AggregationError):
     """A custom aggregation function that cannot be loaded or returns unusable weights."""
 
