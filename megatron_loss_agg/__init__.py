@@ -6,12 +6,14 @@ from megatron_loss_agg.layout import CPLayout, predicting_mask
 from megatron_loss_agg.loss import weighted_sum
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, token_weights
+from megatron_loss_agg.sequences import SequenceMean
 
 __all__ = [
     "AggregationError",
     "CPLayout",
     "LossAggregation",
     "Microbatch",
+    "SequenceMean",
     "StepPlan",
     "predicting_mask",
     "token_weights",

@@ -20,6 +20,7 @@ CORE = (
     "plan",
     "policy",
     "report",
+    "sequences",
     "tally",
     "weights",
 )
@@ -29,6 +30,7 @@ PUBLIC = (
     "CPLayout",
     "LossAggregation",
     "Microbatch",
+    "SequenceMean",
     "StepPlan",
     "predicting_mask",
     "token_weights",
