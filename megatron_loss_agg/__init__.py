@@ -7,6 +7,7 @@ from megatron_loss_agg.loss import weighted_sum
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, token_weights
 from megatron_loss_agg.sequences import SequenceMean
+from megatron_loss_agg.terms import StepTerms, Term
 
 __all__ = [
     "AggregationError",
@@ -15,6 +16,8 @@ __all__ = [
     "Microbatch",
     "SequenceMean",
     "StepPlan",
+    "StepTerms",
+    "Term",
     "predicting_mask",
     "token_weights",
     "weighted_sum",

@@ -83,7 +83,8 @@ class LossAggregation:
     contributes 0.
 
     Raises:
-        ModeError: an unknown ``mode`` or ``empty``, or a ``count`` that the mode does not take.
+        ModeError: an unknown ``mode``, ``empty`` or ``rejected``, or a ``count`` that the mode does
+            not take.
         DivisorError: ``divisor`` missing, not taken by the mode, or not finite and positive.
         FunctionError: ``function`` missing for ``custom``, or given for another mode.
     """
@@ -96,14 +97,17 @@ class LossAggregation:
     empty: str = "count"
     # The unit of N_across, where it differs from the mode's own.
     count: str | None = None
+    # Whether rejected samples count in M_within and N_across. They weigh nothing either way.
+    rejected: str = "count"
     # `custom` only: (plan, i) -> the weights of microbatch i, shaped like its mask.
     function: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ModeError(f"unknown mode {self.mode!r}; expected one of {', '.join(MODES)}")
-        if self.empty not in ("count", "skip"):
-            raise ModeError(f"empty={self.empty!r}; expected 'count' or 'skip'")
+        for name in ("empty", "rejected"):
+            if getattr(self, name) not in ("count", "skip"):
+                raise ModeError(f"{name}={getattr(self, name)!r}; expected 'count' or 'skip'")
         self._check_count()
         self._check_divisor()
         self._check_function()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,15 +25,18 @@ class Groups(NamedTuple):
         return cls(distinct, sums.new_zeros(distinct.numel()).index_add_(0, where, sums))
 
     def sums_of(self, ids: Tensor) -> Tensor:
-        """The sum of each of ``ids``, all of which must be groups."""
-        return self.sums[torch.searchsorted(self.ids, ids)]
+        """The sum of each of ``ids``; 0 for one that is no group."""
+        with_none = torch.cat([self.ids, self.ids.new_zeros(1)])
+        place = torch.searchsorted(self.ids, ids)
+        found = (place < self.ids.numel()) & (with_none[place] == ids)
+        return torch.cat([self.sums, self.sums.new_zeros(1)])[place].where(found, 0.0)
 
 
 class Totals(NamedTuple):
-    """One rank's totals of a step. All counts add up over ranks."""
+    """One rank's totals of a step, for one term of its loss. All of them add up over ranks."""
 
-    failed: int
     tokens: float
+    kept_tokens: float  # those of samples that were not rejected
     active_tokens: int
     microbatches: int
     packed_microbatches: int
@@ -40,26 +44,39 @@ class Totals(NamedTuple):
     samples: int
     active_samples: int
 
+    @classmethod
+    def sum(cls, rows: Tensor) -> Totals:
+        """Of fp64 [ranks, fields]."""
+        tokens, kept, *counts = rows.sum(dim=0).tolist()
+        return cls(tokens, kept, *(round(x) for x in counts))
+
 
 def exchange_totals(
-    mine: Totals, columns: list[int], group: dist.ProcessGroup | None
-) -> tuple[Totals, list[list[int]]]:
-    """Sum ``mine`` over ``group`` and collect everybody's ``columns``. One collective.
+    mine: Sequence[tuple[Totals, list[int]]], failed: bool, group: dist.ProcessGroup | None
+) -> list[tuple[Totals, list[list[int]]]]:
+    """Sum totals over ``group``, and collect everybody's columns. One collective for all terms.
+
+    Args:
+        mine: for every term, this rank's totals, and columns of integers.
+        failed: whether this rank could not count its step.
+
+    Returns:
+        for every term the totals of the step, and the columns of every rank in order.
 
     Raises:
         PeerError: some rank failed (this one's own failure is for the caller to raise).
     """
-    row = torch.tensor([*mine, *columns], dtype=torch.float64)
-    rows = _all_gather(row, group)
-    failed = rows[:, 0].nonzero().view(-1).tolist()
-    if failed and not mine.failed:
+    cells = [float(failed), *(x for totals, columns in mine for x in (*totals, *columns))]
+    rows = _all_gather(torch.tensor(cells, dtype=torch.float64), group)
+    failures = rows[:, 0].nonzero().view(-1).tolist()
+    if failures and not failed:
         raise PeerError(
-            f"bad microbatches on rank(s) {failed} of the data-parallel group; "
+            f"bad microbatches on rank(s) {failures} of the data-parallel group; "
             "expected every rank's to be valid: see the error of those ranks"
         )
-    total = rows[:, : len(mine)].sum(dim=0).tolist()
-    counts = (round(x) for x in total[2:])
-    return Totals(len(failed), total[1], *counts), rows[:, len(mine) :].long().tolist()
+    blocks = rows[:, 1:].split([len(totals) + len(columns) for totals, columns in mine], dim=1)
+    width = len(Totals._fields)
+    return [(Totals.sum(b[:, :width]), b[:, width:].long().tolist()) for b in blocks]
 
 
 def exchange_groups(
@@ -68,7 +85,7 @@ def exchange_groups(
     """Merge each of ``mine`` with the other ranks'. One collective for all of them.
 
     Args:
-        mine: one entry a unit, the same units on every rank.
+        mine: one entry for each unit of each term, the same on every rank.
         sizes: for every rank, the number of groups in each entry.
     """
     if len(sizes) == 1 or not any(map(sum, sizes)):

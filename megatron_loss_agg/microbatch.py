@@ -29,6 +29,8 @@ class Microbatch:
         cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent.
         prompt_ids: int64 [samples]; equal ids are one prompt, over all microbatches and ranks.
         rollout_ids: int64 [samples]; likewise for samples cut from one rollout.
+        rejected: bool [samples]; samples that weigh nothing. Whether they are counted all the same
+            is `LossAggregation.rejected`.
 
     Raises:
         MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -40,6 +42,7 @@ class Microbatch:
     rollout_ids: Tensor | None = None
     _: KW_ONLY
     cu_seqlens_padded: Tensor | None = None
+    rejected: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_mask, Tensor) or self.loss_mask.is_complex():
@@ -54,8 +57,8 @@ class Microbatch:
                 )
         else:
             self._check_packed(self.cu_seqlens)
-        for name in ("prompt_ids", "rollout_ids"):
-            self._check_ids(name)
+        for name, dtype in _BY_SAMPLE.items():
+            self._check_by_sample(name, dtype)
 
     @property
     def num_samples(self) -> int:
@@ -118,17 +121,24 @@ class Microbatch:
                     f"{cu_seqlens.numel()}; expected the same number"
                 )
 
-    def _check_ids(self, name: str) -> None:
-        ids = getattr(self, name)
-        if ids is None:
+    def _check_by_sample(self, name: str, dtype: torch.dtype) -> None:
+        given = getattr(self, name)
+        if given is None:
             return
-        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
-            raise GroupError(f"{name} is {_kind(ids)}; expected an int64 tensor [samples]")
-        if ids.shape != (self.num_samples,):
+        expected = f"{dtype}".removeprefix("torch.")
+        if not isinstance(given, Tensor) or given.dtype != dtype:
             raise GroupError(
-                f"{name} has shape {tuple(ids.shape)}; expected one id for each of the "
+                f"{name} is {_kind(given)}; expected {_ARTICLE[dtype]} {expected} tensor [samples]"
+            )
+        if given.shape != (self.num_samples,):
+            raise GroupError(
+                f"{name} has shape {tuple(given.shape)}; expected one for each of the "
                 f"{self.num_samples} samples"
             )
+
+
+_BY_SAMPLE = {"prompt_ids": torch.int64, "rollout_ids": torch.int64, "rejected": torch.bool}
+_ARTICLE = {torch.int64: "an", torch.bool: "a"}
 
 
 def check_values(

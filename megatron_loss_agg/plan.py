@@ -5,7 +5,8 @@ Suffixes: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,28 +14,27 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
+from megatron_loss_agg.loss import where_weighted
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.tally import StepCounts, Tally, abandon
-from megatron_loss_agg.weights import sample_coefficients, spread
+from megatron_loss_agg.tally import MaskSums, StepCounts, StepSums, Tally, abandon, exchange
+from megatron_loss_agg.weights import sample_coefficients, sample_of_token, spread
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.terms import StepTerms, Term
 
 
 class StepPlan:
     """The weight of every token of this rank's microbatches, exact for the whole step."""
 
     def __init__(
-        self,
-        aggregation: LossAggregation,
-        microbatches: Sequence[Microbatch],
-        counts: StepCounts,
-        group_sums: dict[Unit, Tensor],
-        coefficient_S: Tensor,
+        self, aggregation: LossAggregation, microbatches: Sequence[Microbatch], step: StepSums
     ) -> None:
         self.aggregation = aggregation
         self.microbatches = list(microbatches)
-        self.counts = counts
-        self._sizes = [microbatch.num_samples for microbatch in self.microbatches]
-        self._group_sums = {unit: sums.split(self._sizes) for unit, sums in group_sums.items()}
-        self._coefficients = coefficient_S.split(self._sizes)
+        self.counts: StepCounts = step.counts
+        sizes = [microbatch.num_samples for microbatch in self.microbatches]
+        self._group_sums = {unit: sums.split(sizes) for unit, sums in step.sums.items()}
+        self._coefficients = _coefficients(aggregation, step).split(sizes)
 
     @classmethod
     def build(
@@ -63,32 +63,48 @@ class StepPlan:
             MaskError, GroupError: bad values or missing ids here; before the first use.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        if not isinstance(agg, LossAggregation):
-            raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
-        microbatches = list(microbatches)
-        for microbatch in microbatches:
-            if not isinstance(microbatch, Microbatch):
-                raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
-        if sharded_over is not None and group is None:
-            raise GroupError(
-                "sharded_over without group; expected the combined data-and-context-parallel group"
-            )
-        step = Tally(agg, microbatches, sharded_over).exchange(group)
-        across = 1 if agg.across is None else step.number(agg.across, agg.empty == "skip")
-        coefficient_S = sample_coefficients(step.within(agg.within), across, agg.scale)
-        if not bool(coefficient_S.isfinite().all()):
-            raise MaskError(
-                "weights overflow: a mask sum or the divisor is too small; expected larger ones"
-            )
-        return cls(agg, microbatches, step.counts, step.sums, coefficient_S)
+        (plan,) = build_plans([agg], [microbatches], group, sharded_over)
+        return plan
 
     @staticmethod
-    def abandon(agg: LossAggregation, group: dist.ProcessGroup | None) -> None:
-        """Stand in for `build` of whole masks on a rank that could not read its step.
+    def build_terms(
+        terms: Mapping[str, Term | LossAggregation],
+        microbatches: Sequence[Microbatch | Mapping[str, Microbatch]],
+        group: dist.ProcessGroup | None = None,
+        *,
+        sharded_over: dist.ProcessGroup | None = None,
+    ) -> StepTerms:
+        """`build` for a loss of several terms, each with a denominator of its own.
+
+        Still at most two collectives, whatever the number of terms.
+
+        Args:
+            terms: by name; an aggregation alone has the coefficient 1.
+            microbatches: each one for all terms, or one for each where their masks differ.
+            group, sharded_over: as for `build`.
+        """
+        from megatron_loss_agg.terms import StepTerms
+
+        return StepTerms.build(terms, microbatches, group, sharded_over)
+
+    @staticmethod
+    def abandon(
+        agg: LossAggregation | Mapping[str, Term | LossAggregation],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Stand in for `build` or `build_terms` on a rank that could not read its step.
 
         No rank waits for it then: the others raise PeerError, and this one its own error.
         """
-        abandon(agg, group)
+        from megatron_loss_agg.terms import named_terms
+
+        terms = named_terms({"loss": agg} if isinstance(agg, LossAggregation) else agg)
+        abandon([term.aggregation for term in terms.values()], group)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of the whole step weighs anything, by its mask and rejection."""
+        return self.counts.kept_tokens == 0
 
     def coefficients(self, i: int) -> Tensor:
         """``c_s`` of each sample of microbatch ``i``: fp64 [samples]; ``w_t = m_t * c_s``."""
@@ -111,8 +127,73 @@ class StepPlan:
         microbatch = self.microbatches[i]
         if self.aggregation.function is not None:
             return checked_custom(self.aggregation.function(self, i), microbatch, dtype)
-        coefficient = self._coefficients[i].to(microbatch.loss_mask.device, non_blocking=True)
-        return spread(coefficient, microbatch.loss_mask, microbatch.sample_index(), dtype)
+        mask = microbatch.loss_mask
+        coefficient = self._coefficients[i].to(mask.device, non_blocking=True)
+        sample_T = None
+        if microbatch.sample_starts is not None:
+            lengths = microbatch.sample_starts.diff().to(mask.device, non_blocking=True)
+            sample_T = sample_of_token(lengths, mask.numel())
+        return spread(coefficient, mask, sample_T, dtype)
+
+    def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
+        """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
+
+        A policy loss is proportional to its advantage, so the sum of ``loss(w_t * A_t)`` over the
+        step has the gradient of the sum of ``w_t * loss(A_t)``: the sum over tokens, without a
+        mask, that Tinker's ``importance_sampling`` and ``ppo`` losses take. Weights must be
+        non-negative, as those of all modes are, since a clip looks at the advantage's sign.
+
+        Args:
+            advantages: of the shape of the mask; whatever is at masked positions becomes 0.
+
+        Raises:
+            MaskError: the shapes differ.
+        """
+        mask = self.microbatches[i].loss_mask
+        if not isinstance(advantages, Tensor) or advantages.shape != mask.shape:
+            got = getattr(advantages, "shape", type(advantages).__name__)
+            raise MaskError(
+                f"advantages {got} for a mask of shape {tuple(mask.shape)}; expected one for "
+                "each token"
+            )
+        dtype = torch.promote_types(advantages.dtype, torch.float32)
+        w = self.weights(i, dtype)
+        return where_weighted(w, advantages.to(w)) * w
+
+
+def build_plans(
+    aggregations: Sequence[LossAggregation],
+    microbatches: Sequence[Sequence[Microbatch]],
+    group: dist.ProcessGroup | None,
+    sharded_over: dist.ProcessGroup | None,
+) -> list[StepPlan]:
+    """A plan for each of ``aggregations`` over its microbatches, in one exchange."""
+    lists = [list(of_one) for of_one in microbatches]
+    for agg in aggregations:
+        if not isinstance(agg, LossAggregation):
+            raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
+    for microbatch in (m for of_one in lists for m in of_one):
+        if not isinstance(microbatch, Microbatch):
+            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
+    if sharded_over is not None and group is None:
+        raise GroupError(
+            "sharded_over without group; expected the combined data-and-context-parallel group"
+        )
+    masks = MaskSums([m for of_one in lists for m in of_one])
+    pairs = list(zip(aggregations, lists, strict=True))
+    steps = exchange([Tally(agg, mbs, masks, sharded_over) for agg, mbs in pairs], group)
+    return [StepPlan(agg, mbs, step) for (agg, mbs), step in zip(pairs, steps, strict=True)]
+
+
+def _coefficients(agg: LossAggregation, step: StepSums) -> Tensor:
+    """``c_s`` of every sample; fp64."""
+    across = 1 if agg.across is None else step.number(agg.across, agg.empty == "skip")
+    coefficient_S = sample_coefficients(step.within(agg.within), across, agg.scale)
+    if not bool(coefficient_S.isfinite().all()):
+        raise MaskError(
+            "weights overflow: a mask sum or the divisor is too small; expected larger ones"
+        )
+    return coefficient_S.masked_fill(step.rejected_S, 0.0)
 
 
 def token_weights(

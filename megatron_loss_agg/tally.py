@@ -27,6 +27,7 @@ class StepCounts:
     """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
 
     tokens: float  # sum of the masks
+    kept_tokens: float  # of samples that were not rejected
     active_tokens: int  # positions with a mask other than 0
     microbatches: int
     packed_microbatches: int  # those cut by cu_seqlens
@@ -42,6 +43,7 @@ class StepSums:
     counts: StepCounts
     active: dict[Unit, int]  # number of groups with tokens
     sums: dict[Unit, Tensor]  # fp64 [samples]
+    rejected_S: Tensor  # bool [samples]
 
     def within(self, unit: Unit | None) -> Tensor:
         """fp64 [samples]: ``M_within`` of each; 1 without a unit."""
@@ -55,86 +57,67 @@ class StepSums:
         return int(number)
 
 
-def shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
-    """Units whose groups may lie on several ranks and which ``agg`` needs, in a fixed order."""
-    shared = list(_SHAREABLE if sharded else _IDS)
-    if agg.mode == "custom":
-        return shared
-    return [unit for unit in shared if unit in (agg.within, agg.across)]
+class MaskSums:
+    """fp64 sample sums of distinct microbatches, read once however many terms share them."""
 
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        distinct = list({id(microbatch): microbatch for microbatch in microbatches}.values())
+        sums = [microbatch.sample_sums() for microbatch in distinct]
+        self.error: AggregationError | None = check_values(distinct, sums)
+        self._by_id = {id(m): s[:-1].cpu() for m, s in zip(distinct, sums, strict=True)}
+        active = [torch.count_nonzero(m.loss_mask).view(1).cpu() for m in distinct]
+        self._active = {id(m): int(n) for m, n in zip(distinct, active, strict=True)}
 
-def abandon(agg: LossAggregation, group: dist.ProcessGroup | None) -> None:
-    """Take this rank's part in the exchange of totals as a rank that failed."""
-    failed = Totals(1, 0.0, 0, 0, 0, 0, 0, 0)
-    exchange_totals(failed, [_tag(agg), -1, 0, *(-1 for _ in _SHAREABLE)], group)
+    def of(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """fp64 [samples of all of them]."""
+        return concatenate([self._by_id[id(m)] for m in microbatches], torch.float64)
 
-
-def _tag(agg: LossAggregation) -> int:
-    """A number that differs between aggregations."""
-    return crc32(repr((agg.mode, agg.within, agg.across, agg.empty, agg.scale)).encode())
+    def active(self, microbatches: Sequence[Microbatch]) -> int:
+        """Positions with a mask other than 0."""
+        return sum(self._active[id(m)] for m in microbatches)
 
 
 class Tally:
-    """This rank's counts of a step."""
+    """This rank's counts of a step, for one term of its loss."""
 
     def __init__(
         self,
         agg: LossAggregation,
         microbatches: Sequence[Microbatch],
+        masks: MaskSums,
         sharded_over: dist.ProcessGroup | None,
     ) -> None:
         self.agg = agg
         self.microbatches = microbatches
-        sums = [microbatch.sample_sums() for microbatch in microbatches]
-        self.error: AggregationError | None = check_values(microbatches, sums)
-        self.sums_S = concatenate([s[:-1] for s in sums], torch.float64)
+        self.error = masks.error
+        all_sums_S = masks.of(microbatches)
         sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
         self.microbatch_S = torch.arange(len(microbatches)).repeat_interleave(sizes)
+        self.rejected_S = _rejected(microbatches)
+        skips = agg.rejected == "skip"
+        self.counted_S = ~self.rejected_S if skips else torch.ones_like(self.rejected_S)
+        self.sums_S = all_sums_S.where(self.counted_S, 0.0)
         # Ranks that share samples are named by the first of them, and only that one counts them.
         self.owner: int | None = None
         if sharded_over is not None:
             self.owner = min(dist.get_process_group_ranks(sharded_over))
-        self.ids = {unit: self._ids(unit) for unit in shared_units(agg, self.owner is not None)}
+        self.ids = {unit: self._ids(unit) for unit in _shared_units(agg, self.owner is not None)}
+        self.groups = {
+            unit: Groups.merge(ids[self.counted_S], self.sums_S[self.counted_S])
+            for unit, ids in self.ids.items()
+            if ids is not None
+        }
+        self.totals = self._totals(all_sums_S, masks.active(microbatches))
 
-    def exchange(self, group: dist.ProcessGroup | None) -> StepSums:
-        """Add up with the other ranks of ``group``.
-
-        Raises:
-            MaskError, GroupError: this rank's input is bad.
-            PeerError: another rank's is.
-            ModeError: the ranks have different aggregations.
-        """
-        groups = {u: Groups.merge(i, self.sums_S) for u, i in self.ids.items() if i is not None}
-        sizes = [groups[unit].ids.numel() if unit in groups else -1 for unit in _SHAREABLE]
+    @property
+    def columns(self) -> list[int]:
+        """What ranks compare: aggregation, owner and number of samples, and sizes of groups."""
+        sizes = [self.groups[u].ids.numel() if u in self.groups else -1 for u in _SHAREABLE]
         owner = -1 if self.owner is None else self.owner
-        columns = [_tag(self.agg), owner, self.sums_S.numel(), *sizes]
-        totals, rows = exchange_totals(self._totals(), columns, group)
-        if self.error is not None:
-            raise self.error
-        _check_agreement(rows)
-        by_rank = [dict(zip(_SHAREABLE, row[3:], strict=True)) for row in rows]
-        units = [unit for unit in _SHAREABLE if all(size[unit] >= 0 for size in by_rank)]
-        kept_sizes = [[size[unit] for unit in units] for size in by_rank]
-        merged = exchange_groups([groups[unit] for unit in units], kept_sizes, group)
-        return self._step(totals, dict(zip(units, merged, strict=True)))
+        return [_tag(self.agg), owner, self.sums_S.numel(), *sizes]
 
-    def _totals(self) -> Totals:
-        counts_samples = self.owner is None or self.owner == dist.get_rank()
-        active = [torch.count_nonzero(m.loss_mask).view(1) for m in self.microbatches]
-        by_microbatch = self._by_microbatch()
-        return Totals(
-            failed=int(self.error is not None),
-            tokens=float(self.sums_S.sum()),
-            active_tokens=int(concatenate(active, torch.int64).sum()),
-            microbatches=by_microbatch.numel() * counts_samples,
-            packed_microbatches=sum(m.cu_seqlens is not None for m in self.microbatches)
-            * counts_samples,
-            active_microbatches=int((by_microbatch > 0).sum()) * counts_samples,
-            samples=self.sums_S.numel() * counts_samples,
-            active_samples=int((self.sums_S > 0).sum()) * counts_samples,
-        )
-
-    def _step(self, totals: Totals, shared: dict[Unit, Groups]) -> StepSums:
+    def step(self, totals: Totals, shared: dict[Unit, Groups]) -> StepSums:
+        """The sums of the whole step, out of everybody's totals and groups."""
         active: dict[Unit, int] = {
             "sample": totals.active_samples,
             "microbatch": totals.active_microbatches,
@@ -153,6 +136,7 @@ class Tally:
             sums[unit] = groups.sums_of(ids)
         counts = StepCounts(
             tokens=totals.tokens,
+            kept_tokens=totals.kept_tokens,
             active_tokens=totals.active_tokens,
             microbatches=totals.microbatches,
             packed_microbatches=totals.packed_microbatches,
@@ -160,7 +144,22 @@ class Tally:
             rollouts=number.get("rollout"),
             prompts=number.get("prompt"),
         )
-        return StepSums(counts, active, sums)
+        return StepSums(counts, active, sums, self.rejected_S)
+
+    def _totals(self, all_sums_S: Tensor, active_tokens: int) -> Totals:
+        counts_samples = self.owner is None or self.owner == dist.get_rank()
+        by_microbatch = self._by_microbatch()
+        return Totals(
+            tokens=float(self.sums_S.sum()),
+            kept_tokens=float(all_sums_S.where(~self.rejected_S, 0.0).sum()),
+            active_tokens=active_tokens,
+            microbatches=by_microbatch.numel() * counts_samples,
+            packed_microbatches=sum(m.cu_seqlens is not None for m in self.microbatches)
+            * counts_samples,
+            active_microbatches=int((by_microbatch > 0).sum()) * counts_samples,
+            samples=int(self.counted_S.sum()) * counts_samples,
+            active_samples=int((self.sums_S > 0).sum()) * counts_samples,
+        )
 
     def _ids(self, unit: Unit) -> Tensor | None:
         """Ids of each sample's group that mean the same on every rank; None if there are none."""
@@ -180,6 +179,68 @@ class Tally:
     def _by_microbatch(self) -> Tensor:
         sums = torch.zeros(len(self.microbatches), dtype=torch.float64)
         return sums.index_add_(0, self.microbatch_S, self.sums_S)
+
+
+def exchange(tallies: Sequence[Tally], group: dist.ProcessGroup | None) -> list[StepSums]:
+    """Add up every tally with the other ranks' of ``group``, in at most two collectives in all.
+
+    Raises:
+        MaskError, GroupError: this rank's input is bad.
+        PeerError: another rank's is.
+        ModeError: the ranks have different aggregations.
+    """
+    error = next((tally.error for tally in tallies if tally.error is not None), None)
+    mine = [(tally.totals, tally.columns) for tally in tallies]
+    answers = exchange_totals(mine, error is not None, group)
+    if error is not None:
+        raise error
+    units: list[tuple[int, Unit]] = []
+    sizes: list[list[int]] = [[] for _ in answers[0][1]]
+    for t, (_, rows) in enumerate(answers):
+        _check_agreement(rows)
+        for k, unit in enumerate(_SHAREABLE):
+            if all(row[3 + k] >= 0 for row in rows):
+                units.append((t, unit))
+                for of_rank, row in zip(sizes, rows, strict=True):
+                    of_rank.append(row[3 + k])
+    merged = exchange_groups([tallies[t].groups[unit] for t, unit in units], sizes, group)
+    shared: list[dict[Unit, Groups]] = [{} for _ in tallies]
+    for (t, unit), groups in zip(units, merged, strict=True):
+        shared[t][unit] = groups
+    return [
+        tally.step(totals, of_tally)
+        for tally, (totals, _), of_tally in zip(tallies, answers, shared, strict=True)
+    ]
+
+
+def abandon(aggregations: Sequence[LossAggregation], group: dist.ProcessGroup | None) -> None:
+    """Take this rank's part in the exchange of totals as a rank that failed."""
+    nothing = Totals(0.0, 0.0, 0, 0, 0, 0, 0, 0)
+    mine = [(nothing, [_tag(agg), -1, 0, *(-1 for _ in _SHAREABLE)]) for agg in aggregations]
+    exchange_totals(mine, True, group)
+
+
+def _shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
+    """Units whose groups may lie on several ranks and which ``agg`` needs, in a fixed order."""
+    shared = list(_SHAREABLE if sharded else _IDS)
+    if agg.mode == "custom":
+        return shared
+    return [unit for unit in shared if unit in (agg.within, agg.across)]
+
+
+def _tag(agg: LossAggregation) -> int:
+    """A number that differs between aggregations."""
+    fields = (agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
+    return crc32(repr(fields).encode())
+
+
+def _rejected(microbatches: Sequence[Microbatch]) -> Tensor:
+    """bool [samples of all of them]."""
+    flags = [
+        torch.zeros(m.num_samples, dtype=torch.bool) if m.rejected is None else m.rejected
+        for m in microbatches
+    ]
+    return concatenate(flags, torch.bool)
 
 
 def _check_agreement(rows: list[list[int]]) -> None:

@@ -22,6 +22,7 @@ CORE = (
     "report",
     "sequences",
     "tally",
+    "terms",
     "weights",
 )
 
@@ -32,6 +33,8 @@ PUBLIC = (
     "Microbatch",
     "SequenceMean",
     "StepPlan",
+    "StepTerms",
+    "Term",
     "predicting_mask",
     "token_weights",
     "weighted_sum",
