@@ -10,7 +10,7 @@ USAGE = """\
 usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT [the script's own flags]
            --loss-aggregation MODE [--loss-aggregation-divisor D]
            [--loss-aggregation-empty {count,skip}] [--loss-aggregation-function MODULE:NAME]
-           [--loss-aggregation-audit]
+           [--loss-aggregation-batch MODULE:NAME] [--loss-aggregation-audit]
        python -m megatron_loss_agg doctor [-h] ...     does the plugin run here?
        python -m megatron_loss_agg explain [-h] ...    what does each mode weigh?
 

@@ -32,7 +32,7 @@ class PolicyError(AggregationError):
 
 
 class FunctionError(AggregationError):
-    """A custom aggregation function that cannot be loaded or returns unusable weights."""
+    """A function of the user's that cannot be loaded, or returns something unusable."""
 
 
 class HostError(AggregationError):

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
 
 ReadBatch = Callable[[Any], Microbatch]
+
+HOW_TO_READ = (
+    "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
+    "your own LossHook(read_batch=...))"
+)
 
 _OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 _IDS = ("prompt_ids", "rollout_ids")
@@ -34,7 +39,7 @@ def read_batch(batch: Any) -> Microbatch:
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise MaskError(
             f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
-            "that key to the batch, or give LossHook a read_batch function"
+            f"that key to the batch, or {HOW_TO_READ}"
         )
     given = {name: batch[name] for name in (*_OFFSETS, *_IDS) if batch.get(name) is not None}
     for name, value in given.items():
@@ -78,17 +83,28 @@ def _one_pack(name: str, offsets: Tensor, mask: Tensor, numbers: set[int]) -> Te
 def read_ahead(
     data_iterator: Iterator[Any], number: int, read: ReadBatch, aggregation: LossAggregation
 ) -> tuple[list[Microbatch], Iterator[Any]]:
-    """Draw a step's ``number`` batches, and hand back an iterator that yields them again."""
+    """Draw a step's ``number`` batches, and hand back an iterator that yields them again.
+
+    Raises:
+        FunctionError: ``read`` returned something else than a `Microbatch`.
+        GroupError: the mode groups by ids that a microbatch has not.
+    """
     drawn = [next(data_iterator) for _ in range(number)]
     microbatches = [read(batch) for batch in drawn]
+    for microbatch in microbatches:
+        if not isinstance(microbatch, Microbatch):
+            raise FunctionError(
+                f"the function that reads batches returned a {type(microbatch).__name__}; expected "
+                "a megatron_loss_agg.Microbatch"
+            )
     for unit in (aggregation.within, aggregation.across):
         if unit in ("prompt", "rollout") and any(
             getattr(microbatch, f"{unit}_ids") is None for microbatch in microbatches
         ):
             raise GroupError(
                 f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
-                f"'{unit}_ids'; add that key (int64 [samples]) to the batch, give LossHook a "
-                "read_batch function, or choose another --loss-aggregation"
+                f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
+                f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
             )
     return microbatches, Replay(drawn, data_iterator)
 

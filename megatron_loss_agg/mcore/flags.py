@@ -1,4 +1,4 @@
-"""The command line: an argparse group, and its values -> `LossAggregation`."""
+"""The command line: an argparse group, and its values -> `LossAggregation` and `ReadBatch`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
+from megatron_loss_agg.mcore.batches import ReadBatch
 
 FLAG = "--loss-aggregation"
+_OPTIONS = ("divisor", "empty", "function", "batch", "audit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -39,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="for 'custom': a function (plan, i) -> weights of microbatch i",
     )
     group.add_argument(
+        f"{FLAG}-batch",
+        metavar="MODULE:NAME",
+        help="a function batch -> Microbatch, for batches that lack the keys loss_mask, "
+        "cu_seqlens, prompt_ids or rollout_ids",
+    )
+    group.add_argument(
         f"{FLAG}-audit",
         action="store_true",
         help="measure the host's averaging anew whenever the number of microbatches changes, and "
@@ -58,7 +66,7 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
         getattr(args, f"loss_aggregation_{name}", None) for name in ("divisor", "empty", "function")
     )
     if mode is None:
-        for name in ("divisor", "empty", "function", "audit"):
+        for name in _OPTIONS:
             value = getattr(args, f"loss_aggregation_{name}", None)
             if value:
                 shown = "" if value is True else f" {value}"
@@ -68,12 +76,22 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     if empty is not None:
         options["empty"] = empty
     if function is not None:
-        options["function"] = _load(function)
+        options["function"] = _load(f"{FLAG}-function", function)
     if "/" in mode:
         if "function" in options:
             raise FunctionError(f"{FLAG}-function with preset {mode!r}; only 'custom' takes one")
         return LossAggregation.preset(mode, **options)
     return LossAggregation(mode=mode, **options)
+
+
+def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:
+    """The function that ``--loss-aggregation-batch`` names; None without it.
+
+    Raises:
+        FunctionError: it cannot be loaded.
+    """
+    path = getattr(args, "loss_aggregation_batch", None)
+    return None if path is None else _load(f"{FLAG}-batch", path)
 
 
 def _number(text: Any) -> float:
@@ -83,17 +101,17 @@ def _number(text: Any) -> float:
         raise DivisorError(f"{FLAG}-divisor {text!r}; expected a finite number > 0") from None
 
 
-def _load(path: str) -> Callable[..., Any]:
+def _load(flag: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     if not module or not name:
-        raise FunctionError(f"{FLAG}-function {path!r}; expected module:name")
+        raise FunctionError(f"{flag} {path!r}; expected module:name")
     try:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
         raise FunctionError(
-            f"{FLAG}-function {path!r} cannot be loaded ({error}); expected an importable module "
+            f"{flag} {path!r} cannot be loaded ({error}); expected an importable module "
             "on PYTHONPATH and a function in it"
         ) from error
     if not callable(function):
-        raise FunctionError(f"{FLAG}-function {path!r} is not callable; expected a function")
+        raise FunctionError(f"{flag} {path!r} is not callable; expected a function")
     return function

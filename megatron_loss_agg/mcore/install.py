@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore import flags
+from megatron_loss_agg.mcore.batches import read_batch
 from megatron_loss_agg.mcore.hook import LossHook
 
 
@@ -37,12 +38,16 @@ def seams() -> tuple[Seam, Seam]:
     )
 
 
+_MARK = "adds_loss_aggregation"
+
+
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
 ) -> Callable[[], None]:
     """Add the flags to Megatron's parser, and the hook to its training and evaluation.
 
-    Without ``--loss-aggregation`` the host runs as it is.
+    Without ``--loss-aggregation`` the host runs as it is. Where it is installed already, as by the
+    launcher in front of a patched script, nothing happens.
 
     Args:
         prepare_parser: what to do to Megatron's parser once its own flags are there.
@@ -54,6 +59,8 @@ def install(
         HostError: this Megatron has other seams than the plugin knows.
     """
     parser_seam, schedule_seam = seams()
+    if getattr(parser_seam.function, _MARK, False):
+        return lambda: None
     originals = [(seam, seam.function) for seam in (parser_seam, schedule_seam)]
     add_arguments, get_forward_backward = (function for _, function in originals)
 
@@ -61,6 +68,7 @@ def install(
     def add_arguments_with_ours(parser: Any) -> Any:
         return prepare_parser(add_arguments(parser))
 
+    setattr(add_arguments_with_ours, _MARK, True)
     hooks: list[LossHook | None] = []
 
     @functools.wraps(get_forward_backward)
@@ -90,15 +98,10 @@ def _hook_from_args() -> LossHook | None:
     check_host_flags(args)
     return LossHook(
         aggregation,
+        flags.read_batch_from(args) or read_batch,
         audit=args.loss_aggregation_audit,
         evaluates_by_microbatch=getattr(args, "sft", False),
     )
-
-
-_REFUSED = {
-    "hybrid_context_parallel": "samples have context-parallel groups of their own",
-    "perform_rl_step": "the RL loop reduces its loss itself",
-}
 
 
 def check_host_flags(args: Any) -> None:
@@ -110,10 +113,17 @@ def check_host_flags(args: Any) -> None:
     Raises:
         HostError: naming the flag, and what to change.
     """
-    for name, why in _REFUSED.items():
-        if getattr(args, name, False):
-            flag = "--" + name.replace("_", "-")
-            raise HostError(f"{flag} with --loss-aggregation: {why}; drop one of the two flags")
+    if getattr(args, "hybrid_context_parallel", False):
+        raise HostError(
+            "--hybrid-context-parallel with --loss-aggregation: samples have context-parallel "
+            "groups of their own; drop one of the two flags"
+        )
+    if getattr(args, "perform_rl_step", False) and not args.loss_aggregation_batch:
+        raise HostError(
+            "--perform-rl-step with --loss-aggregation: the RL loop's batches are tuples without "
+            "a key 'loss_mask'; expected a function that reads their masks: add "
+            "--loss-aggregation-batch module:name, or drop one of the two flags"
+        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if getattr(args, name, 1) > 1:
             flag = "--" + name.replace("_", "-")

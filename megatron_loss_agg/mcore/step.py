@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import GroupError, HostError, MaskError
 from megatron_loss_agg.loss import weighted_sum
+from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.lossfunc import TokenLosses, check_is_masked_sum, token_losses
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.weighting import RowWeights, StepWeights
@@ -161,7 +162,7 @@ class Step:
         if self._packed and self._weights.rows and by_sample != {None}:
             raise GroupError(
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
-                "expected that key: add it, or give LossHook a read_batch function"
+                f"expected that key: add it, or {HOW_TO_READ}"
             )
         if self._verify:
             self._check_first(i, tokens)
@@ -184,6 +185,5 @@ class Step:
             raise MaskError(
                 "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
                 "expected the script to split it as CPLayout.thd (packed) or CPLayout.bshd does "
-                "and to leave it unchanged: otherwise give LossHook a read_batch function that "
-                "returns the final mask"
+                f"and to leave it unchanged: otherwise {HOW_TO_READ} with the final mask"
             )

@@ -35,6 +35,7 @@ def test_the_flag_set_is_frozen() -> None:
         "--loss-aggregation-divisor": ("loss_aggregation_divisor", None, None),
         "--loss-aggregation-empty": ("loss_aggregation_empty", None, None),
         "--loss-aggregation-function": ("loss_aggregation_function", None, None),
+        "--loss-aggregation-batch": ("loss_aggregation_batch", None, None),
         "--loss-aggregation-audit": ("loss_aggregation_audit", 0, False),
     }
     assert all(len(action.option_strings) == 1 for action in parser._actions)
@@ -63,6 +64,14 @@ def test_options_reach_the_aggregation() -> None:
     assert constant == LossAggregation(mode="constant", divisor=7.5, empty="skip")
     custom = given(FLAG, "custom", f"{FLAG}-function", "json:dumps")
     assert custom == LossAggregation(mode="custom", function=json.dumps)
+
+
+def test_a_function_that_reads_batches_is_loaded() -> None:
+    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args([FLAG, "token_mean", f"{FLAG}-batch", "json:dumps"])
+    assert flags.read_batch_from(args) is json.dumps
+    assert flags.aggregation_from(args) == LossAggregation(mode="token_mean")
+    assert flags.read_batch_from(parser.parse_args([FLAG, "token_mean"])) is None
 
 
 @pytest.mark.parametrize("extra, empty", [((), "skip"), ((f"{FLAG}-empty", "count"), "count")])
@@ -111,9 +120,16 @@ BAD_FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
         "FunctionError",
         ("preset 'trl/dapo'", "only 'custom' takes one"),
     ),
+    f"{FLAG} sum {FLAG}-batch json": ("FunctionError", (f"{FLAG}-batch 'json'", "module:name")),
+    f"{FLAG} sum {FLAG}-batch no_module:f": (
+        "FunctionError",
+        (f"{FLAG}-batch 'no_module:f'", "cannot be loaded", "PYTHONPATH"),
+    ),
+    f"{FLAG} sum {FLAG}-batch json:__name__": ("FunctionError", ("is not callable",)),
     f"{FLAG}-divisor 3": ("ModeError", (f"-divisor 3 without {FLAG};", "give a mode, or drop")),
     f"{FLAG}-empty skip": ("ModeError", (f"-empty skip without {FLAG};", "give a mode, or drop")),
     f"{FLAG}-function json:dumps": ("ModeError", (f"without {FLAG};", "give a mode, or drop")),
+    f"{FLAG}-batch json:dumps": ("ModeError", (f"-batch json:dumps without {FLAG};", "give a")),
     f"{FLAG}-audit": ("ModeError", (f"{FLAG}-audit without {FLAG};", "give a mode, or drop")),
 }
 
@@ -160,7 +176,7 @@ def test_a_start_without_a_script_shows_the_usage(line: str, code: int) -> None:
     found, said, complained, _ = starts()[line]
     assert (found, complained) == (code, "")
     assert said.startswith("usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT")
-    for flag in ("", "-divisor", "-empty", "-function", "-audit"):
+    for flag in ("", "-divisor", "-empty", "-function", "-batch", "-audit"):
         assert f"{FLAG}{flag}" in said
 
 

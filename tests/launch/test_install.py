@@ -70,11 +70,24 @@ def seams_on_host() -> dict[str, Any]:
     facts["left"] = changed()
     facts["flags left"] = has_flags()
 
+    uninstall = install()
+    before = _functions()
+    uninstall_again = install()
+    facts["wrapped again"] = changed()
+    facts["flags again"] = has_flags()
+    uninstall_again()
+    facts["left by the second"] = changed()
+    uninstall()
+
     for name, value in REFUSED.items():
         uninstall = install()
-        args = {"loss_aggregation": "token_mean", "loss_aggregation_audit": False, name: value}
-        set_args(argparse.Namespace(**args))
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
+        setattr(args, name, value)
+        set_args(args)
         facts[name] = error_of(training.get_forward_backward_func)
+        args.loss_aggregation_batch = "json:dumps"
+        facts[f"{name} with a reader"] = error_of(training.get_forward_backward_func)
         uninstall()
 
     add_arguments, get_schedule = (
@@ -118,6 +131,19 @@ def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
     assert seams()[name].startswith("HostError: ")
     assert "--" + name.replace("_", "-") in seams()[name]
     assert re.search("drop|choose", seams()[name])
+
+
+def test_a_second_install_changes_nothing() -> None:
+    # As with the launcher in front of a script that has the patch applied.
+    assert seams()["wrapped again"] == seams()["left by the second"] == []
+    assert seams()["flags again"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_only_the_rl_loop_is_let_in_by_a_function_that_reads_its_batches(name: str) -> None:
+    error = seams()[f"{name} with a reader"]
+    assert error == "none" if name == "perform_rl_step" else error == seams()[name]
+    assert ("--loss-aggregation-batch" in seams()[name]) == (name == "perform_rl_step")
 
 
 @pytest.mark.parametrize(

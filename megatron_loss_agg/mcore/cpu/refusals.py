@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from megatron.core import utils
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+from megatron_loss_agg.layout import CPLayout
 
 
 def install() -> None:
-    """Let Megatron start without nvcc, route to experts, and use torch's norms in parallel."""
+    """Let Megatron start without nvcc, route to experts, split packs, and use torch's norms."""
     _skip_kernel_build()
+    _split_packs_without_transformer_engine()
     _route_without_transformer_engine()
     _allow_sequence_parallel_norms()
 
@@ -24,6 +32,28 @@ def _skip_kernel_build() -> None:
     except ImportError:
         return
     fused_kernels.load = lambda args: None  # type: ignore[attr-defined]
+
+
+def _split_packs_without_transformer_engine() -> None:
+    """Give Megatron's data path the one function that it takes from Transformer Engine."""
+    if getattr(utils, "tex", None) is None:
+        utils.tex = SimpleNamespace(thd_get_partitioned_indices=_packed_index)
+    # Up to 0.17 it asks for the version, too.
+    split = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
+    if split is None:
+        return
+
+    @functools.wraps(split)
+    def split_anyway(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(utils, "is_te_min_version", return_value=True):
+            return split(*args, **kwargs)
+
+    utils.get_thd_batch_on_this_cp_rank = split_anyway
+
+
+def _packed_index(offsets: Tensor, total: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Which of a pack's ``total`` tokens a context-parallel rank holds."""
+    return CPLayout.thd(offsets, cp_size, cp_rank).index
 
 
 def _route_without_transformer_engine() -> None:
