@@ -49,3 +49,7 @@ class InputError(AggregationError):
 
 class DependencyError(AggregationError):
     """An optional dependency that is not installed."""
+
+
+class ReportError(AggregationError):
+    """Metrics that cannot be reduced over microbatches."""

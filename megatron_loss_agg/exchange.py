@@ -67,7 +67,7 @@ def exchange_totals(
         PeerError: some rank failed (this one's own failure is for the caller to raise).
     """
     cells = [float(failed), *(x for totals, columns in mine for x in (*totals, *columns))]
-    rows = _all_gather(torch.tensor(cells, dtype=torch.float64), group)
+    rows = gather_rows(torch.tensor(cells, dtype=torch.float64), group)
     failures = rows[:, 0].nonzero().view(-1).tolist()
     if failures and not failed:
         raise PeerError(
@@ -95,7 +95,7 @@ def exchange_groups(
     flat = torch.cat([part for g in mine for part in (g.ids, g.sums.view(torch.int64))])
     payload[: flat.numel()] = flat
     unpacked: list[list[Groups]] = [[] for _ in mine]
-    for row, row_sizes in zip(_all_gather(payload, group), sizes, strict=True):
+    for row, row_sizes in zip(gather_rows(payload, group), sizes, strict=True):
         # Each unit takes its ids and then as many sums.
         parts = row[: 2 * sum(row_sizes)].split([n for n in row_sizes for _ in range(2)])
         for entry, ids, sums in zip(unpacked, parts[::2], parts[1::2], strict=True):
@@ -106,7 +106,7 @@ def exchange_groups(
     ]
 
 
-def _all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[ranks, n] out of everybody's [n], in rank order; on the CPU on both ends."""
     if group is None or dist.get_world_size(group) == 1:
         return row.unsqueeze(0)

@@ -1,15 +1,17 @@
-"""Metrics that carry their own count, so that their reduction over ranks is exact."""
+"""Metrics that carry what their exact reduction over microbatches and ranks needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.exchange import communication_device
+from megatron_loss_agg.errors import ReportError
+from megatron_loss_agg.exchange import gather_rows
+from megatron_loss_agg.loss import weighted_sum
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,21 @@ class Mean:
     count: Tensor
 
     @classmethod
-    def of(cls, values: Tensor, mask: Tensor) -> Mean:
-        """``sum m * v`` over ``sum m``, in fp64; values under mask 0 are left out."""
-        kept = values.detach().masked_fill(mask == 0, 0).to(torch.float64)
-        return cls((kept * mask).sum(), mask.to(torch.float64).sum())
+    def of(cls, values: Tensor, weights: Tensor) -> Mean:
+        """``sum w * v`` over ``sum w``; values of weight 0 are left out, whatever they are.
+
+        With a mask for weights this is the mean over its tokens; with `StepPlan.weights` it is the
+        aggregation of that plan. Values that several ranks hold alike, such as rewards under
+        context parallelism, count once a rank above and below, which changes nothing.
+
+        Args:
+            values: any dtype; not differentiated.
+            weights: of the same shape, non-negative.
+        """
+        dtype = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
+        weights = weights.to(dtype)
+        total = weighted_sum(weights, values.detach().to(dtype))
+        return cls(total.double(), weights.sum().double())
 
     def __add__(self, other: object) -> Mean:
         if not isinstance(other, Mean):
@@ -39,16 +52,106 @@ class Mean:
         return torch.stack([self.sum, self.count])
 
 
-def reduce_means(means: Mapping[str, Mean], group: dist.ProcessGroup | None) -> dict[str, Mean]:
-    """Add up each mean over ``group``, each with its own count. One collective for all of them.
+@dataclass(frozen=True)
+class Max:
+    """A maximum; -inf of nothing."""
+
+    max: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Max:
+        """Over the positions where ``mask`` is not 0; of the same shape."""
+        kept = values.detach().double().masked_fill(mask == 0, -torch.inf).reshape(-1)
+        return cls(torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax())
+
+    def __add__(self, other: object) -> Max:
+        return Max(torch.maximum(self.max, other.max)) if isinstance(other, Max) else NotImplemented
+
+    def value(self) -> Tensor:
+        return self.max
+
+
+@dataclass(frozen=True)
+class Min:
+    """A minimum; inf of nothing."""
+
+    min: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Min:
+        """Over the positions where ``mask`` is not 0; of the same shape."""
+        return cls(-Max.of(-values.detach().double(), mask).max)
+
+    def __add__(self, other: object) -> Min:
+        return Min(torch.minimum(self.min, other.min)) if isinstance(other, Min) else NotImplemented
+
+    def value(self) -> Tensor:
+        return self.min
+
+
+Metric = Mean | Max | Min
+
+
+def reduce_reports(
+    reports: Sequence[Mapping[str, Metric | Tensor]], group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Every metric of a step, exact over its microbatches and ranks, in one collective.
 
     Args:
-        means: the same names in the same order on every rank of ``group``.
-        group: ranks that hold *different* tokens; a replicated value must not be summed.
+        reports: one a microbatch, as Megatron's schedule returns them; a tensor of two is a
+            (sum, count). The same names and kinds in each of them, and on every rank.
+        group: the ranks whose reports these are: those of the last pipeline stage, that is the
+            data-and-context-parallel group; None for one process.
+
+    Raises:
+        ReportError: microbatches differ in their metrics, or a value is no metric.
     """
-    if group is None or not means:
-        return dict(means)
-    stacked = torch.stack([mean.pair() for mean in means.values()])
-    total = stacked.to(communication_device(group))
-    dist.all_reduce(total, group=group)
-    return {name: Mean(*row) for name, row in zip(means, total.to(stacked.device), strict=True)}
+    total: dict[str, Metric] = {}
+    for i, report in enumerate(reports):
+        metrics = {name: _metric(name, value) for name, value in report.items()}
+        if i and metrics.keys() != total.keys():
+            raise ReportError(
+                f"microbatch {i} reports {sorted(metrics)} and the first {sorted(total)}; "
+                "expected the same metrics of each"
+            )
+        total = {n: _added(n, total[n], m) for n, m in metrics.items()} if i else metrics
+    if not total:
+        return {}
+    # Three columns each, of which a kind fills one or two: one row a rank, whatever the kinds.
+    row = torch.stack([part for metric in total.values() for part in _columns(metric)])
+    rows = gather_rows(row.double().cpu(), group).view(-1, len(total), 3)
+    reduced = zip(rows[..., 0].sum(0), rows[..., 1].sum(0), rows[..., 2].amax(0), strict=True)
+    return {
+        name: _value(metric, *columns)
+        for (name, metric), columns in zip(total.items(), reduced, strict=True)
+    }
+
+
+def _metric(name: str, value: Metric | Tensor) -> Metric:
+    if isinstance(value, (Mean, Max, Min)):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 2:
+        return Mean(*value.detach().double().reshape(-1))
+    raise ReportError(
+        f"metric {name!r} is {value!r}; expected a Mean, Max or Min, or a tensor [sum, count]"
+    )
+
+
+def _added(name: str, first: Metric, second: Metric) -> Metric:
+    if type(first) is not type(second):
+        kinds = f"{type(first).__name__} and {type(second).__name__}"
+        raise ReportError(f"metric {name!r} is {kinds} in different microbatches; expected one")
+    return first + second
+
+
+def _columns(metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(metric, Mean):
+        return metric.sum, metric.count, torch.zeros_like(metric.sum)
+    extreme = metric.max if isinstance(metric, Max) else -metric.min
+    return torch.zeros_like(extreme), torch.zeros_like(extreme), extreme
+
+
+def _value(metric: Metric, total: Tensor, count: Tensor, extreme: Tensor) -> float:
+    if isinstance(metric, Mean):
+        return float(Mean(total, count).value())
+    return float(extreme if isinstance(metric, Max) else -extreme)

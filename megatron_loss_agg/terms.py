@@ -66,7 +66,7 @@ class StepTerms(Mapping[str, StepPlan]):
     ) -> StepTerms:
         """See `StepPlan.build_terms`."""
         named = named_terms(terms)
-        of_terms = [[_of_term(name, m) for m in microbatches] for name in named]
+        of_terms = [[of_term(name, m) for m in microbatches] for name in named]
         aggregations = [term.aggregation for term in named.values()]
         plans = build_plans(aggregations, of_terms, group, sharded_over)
         return cls(named, dict(zip(named, plans, strict=True)))
@@ -126,7 +126,8 @@ def check_names(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None
         raise MaskError(f"losses {got} for the terms {sorted(terms)}; expected one for each term")
 
 
-def _of_term(name: str, microbatch: Microbatch | Mapping[str, Microbatch]) -> Microbatch:
+def of_term(name: str, microbatch: Microbatch | Mapping[str, Microbatch]) -> Microbatch:
+    """The microbatch of one term, where terms have masks of their own."""
     if not isinstance(microbatch, Mapping):
         return microbatch
     if name not in microbatch:

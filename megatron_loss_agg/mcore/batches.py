@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.terms import Term, of_term
 
-ReadBatch = Callable[[Any], Microbatch]
+ReadBatch = Callable[[Any], Microbatch | Mapping[str, Microbatch]]
 
 HOW_TO_READ = (
     "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
@@ -20,16 +21,16 @@ HOW_TO_READ = (
 )
 
 _OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
-_IDS = ("prompt_ids", "rollout_ids")
+_BY_SAMPLE = ("prompt_ids", "rollout_ids", "rejected")
 
 
 def read_batch(batch: Any) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
-    ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids`` and ``rollout_ids``. A data loader's
-    collation adds an axis in front of these. Several packs in one batch are one long pack, as
-    Megatron calls its model with them; and offsets that repeat the last one, with which packs of
+    ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``. A data
+    loader's collation adds an axis in front of these. Several packs in one batch are one long pack,
+    as Megatron calls its model with them; and offsets that repeat the last one, with which packs of
     different numbers of samples are stacked, are no samples.
 
     Raises:
@@ -41,11 +42,11 @@ def read_batch(batch: Any) -> Microbatch:
             f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
             f"that key to the batch, or {HOW_TO_READ}"
         )
-    given = {name: batch[name] for name in (*_OFFSETS, *_IDS) if batch.get(name) is not None}
+    given = {name: batch[name] for name in (*_OFFSETS, *_BY_SAMPLE) if batch.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise GroupError(f"batch key {name!r} is a {type(value).__name__}; expected a tensor")
-    ids = {name: given[name].reshape(-1) for name in _IDS if name in given}
+    ids = {name: given[name].reshape(-1) for name in _BY_SAMPLE if name in given}
     numbers = {value.numel() for value in ids.values()}
     mask = batch["loss_mask"]
     offsets = {
@@ -81,32 +82,35 @@ def _one_pack(name: str, offsets: Tensor, mask: Tensor, numbers: set[int]) -> Te
 
 
 def read_ahead(
-    data_iterator: Iterator[Any], number: int, read: ReadBatch, aggregation: LossAggregation
-) -> tuple[list[Microbatch], Iterator[Any]]:
+    data_iterator: Iterator[Any], number: int, read: ReadBatch, terms: Mapping[str, Term]
+) -> tuple[list[Microbatch | Mapping[str, Microbatch]], Iterator[Any]]:
     """Draw a step's ``number`` batches, and hand back an iterator that yields them again.
 
     Raises:
-        FunctionError: ``read`` returned something else than a `Microbatch`.
-        GroupError: the mode groups by ids that a microbatch has not.
+        FunctionError: ``read`` returned something else than a `Microbatch`, or several by term.
+        GroupError: a mode groups by ids that a microbatch has not.
     """
     drawn = [next(data_iterator) for _ in range(number)]
     microbatches = [read(batch) for batch in drawn]
-    for microbatch in microbatches:
-        if not isinstance(microbatch, Microbatch):
-            raise FunctionError(
-                f"the function that reads batches returned a {type(microbatch).__name__}; expected "
-                "a megatron_loss_agg.Microbatch"
-            )
+    for name, term in terms.items():
+        for microbatch in microbatches:
+            _check_readable(of_term(name, microbatch), term.aggregation)
+    return microbatches, Replay(drawn, data_iterator)
+
+
+def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
+    if not isinstance(microbatch, Microbatch):
+        raise FunctionError(
+            f"the function that reads batches returned a {type(microbatch).__name__}; expected "
+            "a megatron_loss_agg.Microbatch"
+        )
     for unit in (aggregation.within, aggregation.across):
-        if unit in ("prompt", "rollout") and any(
-            getattr(microbatch, f"{unit}_ids") is None for microbatch in microbatches
-        ):
+        if unit in ("prompt", "rollout") and getattr(microbatch, f"{unit}_ids") is None:
             raise GroupError(
                 f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
                 f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
             )
-    return microbatches, Replay(drawn, data_iterator)
 
 
 class Replay:

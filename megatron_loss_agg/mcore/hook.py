@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.errors import HostError, MaskError, ModeError
+from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import ReadBatch, read_ahead, read_batch
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.step import Step
-from megatron_loss_agg.mcore.weighting import (
-    PlannedWeights,
-    RowWeights,
-    SharedWeights,
-    StepWeights,
-)
+from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights, local_part, shared
 from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.terms import StepTerms, Term, named_terms
+
+EMPTY_STEPS = ("error", "skip", "step")
+"""What can be done about a step without any token."""
 
 ForwardBackward = Callable[..., Any]
 
 
 class LossHook:
-    """Makes Megatron's schedule compute one aggregation exactly, whatever it averages itself.
+    """Makes Megatron's schedule compute one loss exactly, whatever it averages itself.
 
     In a custom loop::
 
@@ -39,26 +41,48 @@ class LossHook:
     `TokenLoss`. Reports keep ``lm loss`` as the mean over tokens, and get ``"<mode> loss"``, the
     aggregated loss of the step; both as (sum, count) pairs.
 
+    A loss of several terms, each with a denominator of its own::
+
+        hook = LossHook({"policy": LossAggregation(mode="prompt_mean"),
+                         "kl": Term(LossAggregation(mode="token_mean"), coefficient=0.01)})
+
+    Its forward step returns a `TokenLoss` with losses by name. Reports get ``"<name> loss"`` for
+    each, without its coefficient, and ``"loss"``, the sum that is differentiated.
+
     Args:
-        aggregation: what to compute.
-        read_batch: batch of the data iterator -> `Microbatch` with the whole mask.
+        aggregation: what to compute; or several terms, by name. The tokens that the host counts,
+            and those of ``lm loss``, are the first one's.
+        read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or one for each
+            term, where their masks differ.
         audit: measure the host's averaging again, and print it, whenever the number of microbatches
             changes; without it, it is measured once, before the first step.
         evaluates_by_microbatch: the host's evaluation divides every microbatch's report before it
             averages (Megatron's training loop under ``--sft``); reports are made exact all the
             same.
+        empty_step: what to do about a step without any token: raise an error (``error``); say so in
+            `step_is_empty`, by which the caller leaves the optimizer alone (``skip``); or nothing,
+            so that momentum and weight decay still move the model (``step``).
     """
 
     def __init__(
         self,
-        aggregation: LossAggregation,
+        aggregation: LossAggregation | Mapping[str, Term | LossAggregation],
         read_batch: ReadBatch = read_batch,
         *,
         audit: bool = False,
         evaluates_by_microbatch: bool = False,
+        empty_step: str = "step",
     ) -> None:
-        self.aggregation = aggregation
+        if empty_step not in EMPTY_STEPS:
+            raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
+        if isinstance(aggregation, LossAggregation):
+            aggregation = {aggregation.mode: aggregation}
+        self.terms = named_terms(aggregation)
         self.read_batch = read_batch
+        self.empty_step = empty_step
+        self.step_is_empty = False
+        """Whether the last training step held no token; the same on every rank. Known only with
+        ``empty_step="skip"``."""
         self._auditor = Auditor(repeat=audit)
         self._evaluates_by_microbatch = evaluates_by_microbatch
         # What the first step found, the same on all ranks: whether the microbatches have a fixed
@@ -73,46 +97,72 @@ class LossHook:
         def wrapped(**kwargs: Any) -> Any:
             ranks = Ranks.of(kwargs.get("pg_collection"))
             scale = _scale_of(ranks, kwargs)
-            if not kwargs.get("forward_only"):
+            trains = not kwargs.get("forward_only")
+            if trains:
                 self._auditor.check(scale, kwargs)
-            if kwargs.get("collect_non_loss_data") or not ranks.last_stage:
+            if kwargs.get("collect_non_loss_data"):
                 return forward_backward(**kwargs)
-            step = self._begin(ranks, scale, kwargs)
+            if not ranks.last_stage:
+                result = forward_backward(**kwargs)
+                self._agree_on_emptiness(ranks, trains, False)
+                return result
+            step, is_empty = self._begin(ranks, scale, kwargs)
             kwargs["forward_step_func"] = step.hook_forward_step(kwargs["forward_step_func"])
             with step.watch(kwargs["model"]):
                 result = forward_backward(**kwargs)
             step.finish()
             self._fixed_rows = self._fixed_rows and step.masks_have_rows
             self._verified = True
+            self._agree_on_emptiness(ranks, trains, is_empty)
             return result
 
         return wrapped
 
-    def _begin(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> Step:
-        """Weigh the step; where that reads ahead, ``kwargs`` gets an iterator that replays it."""
+    def _begin(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> tuple[Step, bool]:
+        """Weigh the step, and say whether it is empty, where that is known.
+
+        Where this reads ahead, ``kwargs`` gets an iterator that replays what was read.
+        """
         size = kwargs["micro_batch_size"]
         shares = self._evaluates_by_microbatch and bool(kwargs.get("forward_only"))
-        if not shares and RowWeights.suffice(self.aggregation, scale, self._fixed_rows):
-            weights: StepWeights = RowWeights(self.aggregation, scale, size)
-        else:
-            weights = self._look_ahead(ranks, scale, size, kwargs)
-        return Step(self.aggregation, weights, scale, size, not self._verified, shares)
+        if not shares and self._needs_no_plan(scale):
+            (term,) = self.terms.values()
+            rows = RowWeights(term.aggregation, scale, size)
+            step = Step(self.terms, rows, scale, size, shares)
+            step.verify = not self._verified
+            return step, False
+        plans: list[StepTerms] = []
+        weights = self._look_ahead(ranks, scale, kwargs, plans)
+        self._fixed_rows = weights.rows == size * scale.num_microbatches * scale.data_parallel_size
+        if weights.is_empty and self.empty_step == "error" and not kwargs.get("forward_only"):
+            raise MaskError(
+                "no token of the whole step has a loss mask above 0; expected some: give the step "
+                "data, or choose --loss-aggregation-empty-step skip or step"
+            )
+        step = Step(self.terms, weights, scale, size, shares)
+        step.verify = not self._verified
+        if plans:
+            step.expected_mask = functools.partial(_local_mask, plans[0], ranks)
+        return step, weights.is_empty
+
+    def _needs_no_plan(self, scale: HostScale) -> bool:
+        if len(self.terms) > 1 or self.empty_step != "step":
+            return False
+        (term,) = self.terms.values()
+        return RowWeights.suffice(term.aggregation, scale, self._fixed_rows)
 
     def _look_ahead(
-        self, ranks: Ranks, scale: HostScale, size: int, kwargs: dict[str, Any]
-    ) -> StepWeights:
-        plan = functools.partial(self._plan, ranks, scale, kwargs)
-        weights: StepWeights
-        if dist.get_world_size(ranks.tensor) == 1:
-            weights = plan()
-        else:
-            reader = plan if ranks.reads_data else None
-            weights = SharedWeights(reader, scale.num_microbatches, ranks)
-        rows = size * scale.num_microbatches * scale.data_parallel_size
-        self._fixed_rows = weights.rows == rows
-        return weights
+        self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any], plans: list[StepTerms]
+    ) -> PlannedWeights:
+        def read() -> PlannedWeights:
+            plans.append(self._plan(ranks, scale, kwargs))
+            return PlannedWeights.of(plans[0], ranks)
 
-    def _plan(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> PlannedWeights:
+        if dist.get_world_size(ranks.tensor) == 1:
+            return read()
+        return shared(read if ranks.reads_data else None, ranks)
+
+    def _plan(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> StepTerms:
         iterators = kwargs["data_iterator"]
         chunks = isinstance(iterators, list)
         try:
@@ -120,13 +170,29 @@ class LossHook:
                 iterators[-1] if chunks else iterators,
                 scale.num_microbatches,
                 self.read_batch,
-                self.aggregation,
+                self.terms,
             )
         except Exception:
-            StepPlan.abandon(self.aggregation, ranks.data)
+            StepPlan.abandon(self.terms, ranks.data)
             raise
         kwargs["data_iterator"] = [*iterators[:-1], replay] if chunks else replay
-        return PlannedWeights(StepPlan.build(self.aggregation, microbatches, ranks.data), ranks)
+        return StepPlan.build_terms(self.terms, microbatches, ranks.data)
+
+    def _agree_on_emptiness(self, ranks: Ranks, trains: bool, is_empty: bool) -> None:
+        """Tell the other pipeline stages, where somebody wants to know."""
+        if not trains or self.empty_step != "skip":
+            return
+        if dist.get_world_size(ranks.pipeline) > 1:
+            device = communication_device(ranks.pipeline)
+            told = torch.tensor(int(is_empty), dtype=torch.int, device=device)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=ranks.pipeline)
+            is_empty = bool(told)
+        self.step_is_empty = is_empty
+
+
+def _local_mask(plans: StepTerms, ranks: Ranks, name: str, i: int) -> Tensor:
+    microbatch = plans[name].microbatches[i]
+    return local_part(microbatch.loss_mask, microbatch, ranks)
 
 
 def _scale_of(ranks: Ranks, kwargs: dict[str, Any]) -> HostScale:

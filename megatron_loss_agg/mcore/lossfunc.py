@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,61 +21,107 @@ class TokenLoss:
 
         return output, TokenLoss(lambda output: (token_losses(output), report), loss_mask)
 
-    Without a hook it is a stock Megatron loss function: sum over the mask, token count, report.
+    For a loss of several terms, the token losses are a mapping of the terms' names, and so is the
+    mask where they differ in it.
+
+    Without a hook a loss of one term is a stock Megatron loss function: sum over the mask, token
+    count, report.
 
     Args:
         compute: model output -> (per-token losses, report); the losses in the shape of
-            ``loss_mask``, the report in Megatron's form.
+            ``loss_mask``. The report is a mapping of names to (sum, count) pairs, as Megatron's
+            training loop takes it, or to the metrics of `megatron_loss_agg.report`, which
+            `reduce_reports` takes.
         loss_mask: of this rank's tokens.
     """
 
     def __init__(
-        self, compute: Callable[[Any], tuple[Tensor, dict[str, Any]]], loss_mask: Tensor
+        self,
+        compute: Callable[[Any], tuple[Tensor | Mapping[str, Tensor], Mapping[str, Any]]],
+        loss_mask: Tensor | Mapping[str, Tensor],
     ) -> None:
         self.compute = compute
         self.loss_mask = loss_mask
 
-    def __call__(self, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def __call__(self, output: Any) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
         losses, report = self.compute(output)
+        if not isinstance(losses, Tensor) or not isinstance(self.loss_mask, Tensor):
+            raise HostError(
+                "a TokenLoss of several terms was called without a hook; expected a schedule "
+                "wrapped by LossHook"
+            )
         total = weighted_sum(self.loss_mask.to(losses.dtype), losses)
         return total, self.loss_mask.sum().to(torch.int), report
 
 
 class TokenLosses(NamedTuple):
-    """One microbatch on one rank, before any reduction."""
+    """One microbatch on one rank, before any reduction; by term."""
 
-    losses: Tensor
-    mask: Tensor
+    losses: dict[str, Tensor]
+    masks: dict[str, Tensor]
     report: dict[str, Any]
     reduced: tuple[Any, ...] | None  # what a stock loss function made of it
 
+    @property
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Losses and mask of the first term, which stands for the tokens of the step."""
+        name = next(iter(self.losses))
+        return self.losses[name], self.masks[name]
 
-def token_losses(loss_func: Callable[..., Any], output: Any) -> TokenLosses:
+
+def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str]) -> TokenLosses:
     """Per-token losses, their local mask and the report, of whatever a forward step returned.
 
     A stock loss function is called, so that its checks (NaN, spikes) and its report stay in force;
     only its loss is not used. Its mask is the argument ``loss_mask`` that it was bound to, and the
     model's output is the per-token loss.
 
+    Args:
+        names: of the terms; a loss of one term need not name it.
+
     Raises:
         HostError: no mask can be found.
-        MaskError: the output is not one loss per element of the mask.
+        MaskError: the output is not one loss per element of the mask, or losses and terms differ.
     """
+    losses: Any = output
     if isinstance(loss_func, TokenLoss):
         losses, report = loss_func.compute(output)
         mask, reduced = loss_func.loss_mask, None
+    elif len(names) > 1:
+        raise HostError(
+            f"the forward step returned the loss function {loss_func!r} for the terms "
+            f"{sorted(names)}; expected a TokenLoss, whose losses are a mapping of them"
+        )
     else:
-        losses, mask = output, _bound_mask(loss_func)
+        mask = _bound_mask(loss_func)
         with torch.no_grad():
             reduced = loss_func(output)
         report = reduced[-1]
+    by_term = _by_term("losses", losses, names)
+    masks = _by_term("masks", mask, names, shared=True)
+    for name in names:
+        _check_one_loss_per_token(by_term[name], masks[name])
+    return TokenLosses(by_term, masks, dict(report), reduced)
+
+
+def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) -> dict[str, Any]:
+    """``given`` for each term, in their order."""
+    if not isinstance(given, Mapping):
+        if len(names) == 1 or shared:
+            return dict.fromkeys(names, given)
+        raise MaskError(f"{what} are a {type(given).__name__}; expected one for each of {names}")
+    if set(given) != set(names):
+        raise MaskError(f"{what} for {sorted(given)}; expected one for each of {sorted(names)}")
+    return {name: given[name] for name in names}
+
+
+def _check_one_loss_per_token(losses: Any, mask: Tensor) -> None:
     if not isinstance(losses, Tensor) or losses.numel() != mask.numel():
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise MaskError(
             f"losses {shape} for a loss mask of shape {tuple(mask.shape)}; expected one loss per "
             "token (the model called with labels): otherwise return a TokenLoss"
         )
-    return TokenLosses(losses, mask, dict(report), reduced)
 
 
 def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
@@ -89,8 +135,8 @@ def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
     if tokens.reduced is None:
         return
     loss = tokens.reduced[0].detach().double()
-    mask = tokens.mask.reshape(-1).double()
-    total = weighted_sum(mask, tokens.losses.detach().reshape(-1).double())
+    losses, mask = (x.detach().reshape(-1).double() for x in tokens.first)
+    total = weighted_sum(mask, losses)
     if len(tokens.reduced) == 3:
         expected = [total]
     elif whole:

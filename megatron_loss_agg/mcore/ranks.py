@@ -17,6 +17,7 @@ class Ranks:
     data: dist.ProcessGroup  # data parallel, without context parallelism
     context: dist.ProcessGroup
     tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
     last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
 
     @classmethod
@@ -34,7 +35,7 @@ class Ranks:
                 ) from error
             data, context, tensor, pipeline = groups
             last_stage = dist.get_rank(pipeline) == dist.get_world_size(pipeline) - 1
-            return cls(data, context, tensor, last_stage)
+            return cls(data, context, tensor, pipeline, last_stage)
         if not parallel_state.model_parallel_is_initialized():
             raise HostError(
                 "Megatron's model parallel groups do not exist yet; "
@@ -44,6 +45,7 @@ class Ranks:
             data=parallel_state.get_data_parallel_group(with_context_parallel=False),
             context=parallel_state.get_context_parallel_group(),
             tensor=parallel_state.get_tensor_model_parallel_group(),
+            pipeline=parallel_state.get_pipeline_model_parallel_group(),
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 

@@ -1,53 +1,60 @@
-"""One step inside the schedule: its forward steps, with the loss replaced."""
+"""One step of the host: its loss functions get weights, and its reports exact numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import GroupError, HostError, MaskError
 from megatron_loss_agg.loss import weighted_sum
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.lossfunc import TokenLosses, check_is_masked_sum, token_losses
 from megatron_loss_agg.mcore.scaling import HostScale
-from megatron_loss_agg.mcore.weighting import RowWeights, StepWeights
+from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights
 from megatron_loss_agg.report import Mean
+from megatron_loss_agg.terms import Term
+
+ExpectedMask = Callable[[str, int], Tensor]
 
 
 class Step:
     """Gives each loss function of a step, in order, the weights of its microbatch.
 
     Args:
-        verify: compare what the script gives its loss function with what was counted, which costs
-            device synchronisations.
+        terms: of the loss, by name.
         reports_shares: report parts of the step's mean, and not sums and counts.
+        expected_mask: what this rank's part of the mask of (term, microbatch) must be, which is
+            compared with what the script gives its loss function; None where that was done, since
+            it costs device synchronisations.
     """
 
     def __init__(
         self,
-        aggregation: LossAggregation,
-        weights: StepWeights,
+        terms: Mapping[str, Term],
+        weights: PlannedWeights | RowWeights,
         scale: HostScale,
         micro_batch_size: int,
-        verify: bool,
         reports_shares: bool,
     ) -> None:
-        self._aggregation = aggregation
+        self._terms = terms
         self._weights = weights
         self._scale = scale
         self._micro_batch_size = micro_batch_size
-        self._verify = verify
         self._reports_shares = reports_shares
+        self.verify = False  # compare what the script computes with what is assumed of it
+        self.expected_mask: ExpectedMask | None = None
         self.masks_have_rows = True  # a flat mask does not tell where its samples end
         self._next = 0
         self._packed = False
-        self._bad_masks: list[Tensor] = []  # seen, and looked at once the step is through
+        # Seen of each microbatch, and looked at once the step is through.
+        self._bad_masks: list[Tensor] = []
+        self._mask_sums: list[Tensor] = []
+        self._expected_sums: list[float] = []
 
     def hook_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_step``, returning a loss function of ours in place of its own."""
@@ -86,46 +93,68 @@ class Step:
                 "fractional loss masks with --calculate-per-token-loss, where Megatron counts "
                 "tokens as integers; expected masks of 0 and 1: drop that flag"
             )
+        if self._mask_sums:
+            given = torch.stack(self._mask_sums)
+            counted = torch.tensor(self._expected_sums, dtype=torch.float64)
+            if not torch.allclose(given.double().cpu(), counted, rtol=1e-3, atol=0):
+                raise MaskError(_CHANGED_MASK)
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> tuple[Any, ...]:
         i, self._next = self._next, self._next + 1
         if i >= self._scale.num_microbatches:
             raise HostError(f"a loss beyond the step's {i} microbatches; expected one each")
-        tokens = token_losses(loss_func, output)
+        tokens = token_losses(loss_func, output, list(self._terms))
         self._check_call(i, tokens)
-        dtype = torch.promote_types(tokens.losses.dtype, torch.float32)
-        weights = self._weights.of(i, tokens.mask, dtype)
-        if weights.numel() != tokens.losses.numel():
-            raise MaskError(
-                f"{tokens.losses.numel()} local losses for {weights.numel()} local weights; "
-                "expected the script to split sequences over context-parallel ranks as "
-                "CPLayout.thd (packed) or CPLayout.bshd does"
-            )
-        loss = weighted_sum(weights.reshape(-1), tokens.losses.reshape(-1))
-        report = self._report(tokens, loss.detach())
-        num_tokens = torch.count_nonzero(tokens.mask).to(torch.int)
-        return self._scale.returned(loss, num_tokens, self._weights.total_tokens, report)
+        parts = {name: self._aggregated(name, i, tokens) for name in self._terms}
+        scaled = [self._terms[name].coefficient * part for name, part in parts.items()]
+        loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
+        detached = {name: part.detach() for name, part in parts.items()}
+        report = self._report(tokens, detached, loss.detach())
+        num_tokens, total_tokens = self._counts(i, tokens)
+        return self._scale.returned(loss, num_tokens, total_tokens, report)
 
-    def _report(self, tokens: TokenLosses, loss: Tensor) -> dict[str, Any]:
-        """The script's report, its ``lm loss`` made exact, and the aggregated loss beside it."""
+    def _aggregated(self, name: str, i: int, tokens: TokenLosses) -> Tensor:
+        """This rank's part of the aggregated loss of one term; a scalar."""
+        losses, mask = tokens.losses[name].reshape(-1), tokens.masks[name]
+        dtype = torch.promote_types(losses.dtype, torch.float32)
+        return weighted_sum(self._weights.weights(name, i, mask, dtype).reshape(-1), losses)
+
+    def _counts(self, i: int, tokens: TokenLosses) -> tuple[Tensor, float]:
+        """Active tokens of this rank's microbatch, on its device, and of the whole step."""
+        losses, mask = tokens.first
+        if isinstance(self._weights, RowWeights):
+            # The host alone counts here, and only masks of 0 and 1.
+            return mask.sum().to(torch.int), 0
+        active = next(iter(self._weights.parts.values()))[i].active_tokens
+        number = torch.full((), active, dtype=torch.int, device=losses.device)
+        return number, self._weights.total_tokens
+
+    def _report(
+        self, tokens: TokenLosses, parts: Mapping[str, Tensor], loss: Tensor
+    ) -> dict[str, Any]:
+        """The script's report, its ``lm loss`` made exact, and the aggregated losses beside it."""
         report = tokens.report
-        # Of `token_mean` left to the host, `loss` is a sum still, which the host will divide.
+        for name, part in parts.items():
+            report[f"{name} loss"] = self._share(part)
+        if len(parts) > 1:
+            report["loss"] = self._share(loss)
+        # Of `token_mean` left to the host, the loss is a sum still, which the host will divide.
         undivided = isinstance(self._weights, RowWeights) and self._scale.per_token
-        key = f"{self._aggregation.mode} loss"
-        report[key] = self._share(loss)
         if "lm loss" in report or undivided:
             mean = self._token_mean(tokens).to(loss.dtype)
             if "lm loss" in report:
                 report["lm loss"] = mean
             if undivided:
-                report[key] = mean
+                report.update({f"{name} loss": mean for name in parts})
         return report
 
     def _token_mean(self, tokens: TokenLosses) -> Tensor:
         """This rank's part of the report of the mean over the step's tokens."""
-        mean = Mean.of(tokens.losses.reshape(-1), tokens.mask.reshape(-1))
-        if self._reports_shares:
-            return self._share(mean.sum / (self._weights.mask_sum or 1.0))
+        losses, mask = tokens.first
+        mean = Mean.of(losses.reshape(-1), mask.reshape(-1))
+        if self._reports_shares and isinstance(self._weights, PlannedWeights):
+            total = next(iter(self._weights.mask_sums.values()))
+            return self._share(mean.sum / (total or 1.0))
         return mean.pair()
 
     def _share(self, part: Tensor) -> Tensor:
@@ -149,25 +178,28 @@ class Step:
             )
 
     def _check_call(self, i: int, tokens: TokenLosses) -> None:
-        self.masks_have_rows = self.masks_have_rows and tokens.mask.dim() == 2
-        by_sample = {self._aggregation.within, self._aggregation.across} - {"step", "microbatch"}
-        rows = isinstance(self._weights, RowWeights)
-        mask = tokens.mask
-        if rows and self._scale.per_token:
-            self._bad_masks.append(((mask != 0) & (mask != 1)).any())
-        elif rows:
-            self._bad_masks.append(~((mask >= 0) & (mask < torch.inf)).all())
-            if by_sample != {None}:
-                self._check_rows(mask)
-        if self._packed and self._weights.rows and by_sample != {None}:
-            raise GroupError(
-                "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
-                f"expected that key: add it, or {HOW_TO_READ}"
-            )
-        if self._verify:
-            self._check_first(i, tokens)
+        for name, mask in tokens.masks.items():
+            self.masks_have_rows = self.masks_have_rows and mask.dim() == 2
+            if isinstance(self._weights, RowWeights):
+                self._check_rows(name, mask)
+            else:
+                self._check_planned(name, i, mask)
+        if self.verify:
+            check_is_masked_sum(tokens, whole=self._scale.context_parallel_size == 1)
 
-    def _check_rows(self, mask: Tensor) -> None:
+    def _groups_samples(self, name: str) -> bool:
+        """Whether the weights of a term depend on which sample a token is in."""
+        aggregation = self._terms[name].aggregation
+        return not {aggregation.within, aggregation.across} <= {"step", "microbatch", None}
+
+    def _check_rows(self, name: str, mask: Tensor) -> None:
+        if self._scale.per_token:
+            self._bad_masks.append(((mask != 0) & (mask != 1)).any())
+            return
+        # The sum is finite only if all of them are; NaN carries through both.
+        self._bad_masks.append(~((mask.min() >= 0) & mask.sum().isfinite()))
+        if not self._groups_samples(name):
+            return
         if self._packed or mask.dim() != 2 or mask.shape[0] != self._micro_batch_size:
             raise HostError(
                 "packed sequences, or a changed number of rows, after a first step of "
@@ -175,15 +207,31 @@ class Step:
                 "step: build a LossHook for each"
             )
 
-    def _check_first(self, i: int, tokens: TokenLosses) -> None:
-        check_is_masked_sum(tokens, whole=self._scale.context_parallel_size == 1)
-        if self._weights.planned is None:
-            return
-        counted = self._weights.planned.local_mask(i).reshape(-1)
-        given = tokens.mask.detach().reshape(-1).to(counted)
-        if counted.shape != given.shape or not torch.equal(counted, given):
-            raise MaskError(
-                "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
-                "expected the script to split it as CPLayout.thd (packed) or CPLayout.bshd does "
-                f"and to leave it unchanged: otherwise {HOW_TO_READ} with the final mask"
+    def _check_planned(self, name: str, i: int, mask: Tensor) -> None:
+        assert isinstance(self._weights, PlannedWeights)
+        part = self._weights.parts[name][i]
+        if self._packed and self._weights.rows and self._groups_samples(name):
+            raise GroupError(
+                "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
+                f"expected that key: add it, or {HOW_TO_READ}"
             )
+        if mask.numel() != part.tokens:
+            raise MaskError(
+                f"{mask.numel()} local losses for {part.tokens} local weights; "
+                "expected the script to split sequences over context-parallel ranks as "
+                "CPLayout.thd (packed) or CPLayout.bshd does"
+            )
+        self._mask_sums.append(mask.sum().float())
+        self._expected_sums.append(part.mask_sum)
+        if self.verify and self.expected_mask is not None:
+            counted = self.expected_mask(name, i).reshape(-1)
+            given = mask.detach().reshape(-1).to(counted)
+            if counted.shape != given.shape or not torch.equal(counted, given):
+                raise MaskError(_CHANGED_MASK)
+
+
+_CHANGED_MASK = (
+    "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
+    "expected the script to split it as CPLayout.thd (packed) or CPLayout.bshd does "
+    f"and to leave it unchanged: otherwise {HOW_TO_READ} with the final mask"
+)

@@ -1,9 +1,15 @@
-"""The weights of this rank's own tokens, microbatch by microbatch."""
+"""The weights of this rank's own tokens, microbatch by microbatch.
+
+A microbatch's weights are made when it has its turn, out of one coefficient for each of its samples
+and this rank's part of the mask, which the forward step hands to its loss function.
+
+Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,113 +17,110 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import PeerError
-from megatron_loss_agg.exchange import communication_device
-from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.layout import CPLayout, lengths_on_each_rank
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.weights import sample_coefficients, spread
+from megatron_loss_agg.terms import StepTerms
+from megatron_loss_agg.weights import sample_coefficients, sample_of_token, spread
 
 
-class StepWeights(Protocol):
-    """Weights of one step on one rank."""
+@dataclass(frozen=True)
+class Part:
+    """What one microbatch of one term leaves to do on this rank. Tensors are on the CPU."""
 
-    total_tokens: int  # active tokens of the whole step; 0 where nothing needs them
-    mask_sum: float  # sum of the masks of the whole step; likewise
-    rows: int  # samples of the whole step if each is a row; 0 if some are packed
+    tokens: int
+    active_tokens: int
+    mask_sum: float
+    coefficient_S: Tensor  # fp64
+    sample_T: Tensor | None  # int32; None: the samples are rows
+    weight_T: Tensor | None  # of a custom aggregation, whose weights are not one a sample
 
-    @property
-    def planned(self) -> PlannedWeights | None:
-        """The plan that they come from, on a rank that reads its data."""
-        ...
+    def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """In the shape and on the device of ``mask``, this rank's part of the mask."""
+        if self.weight_T is not None:
+            return self.weight_T.to(mask.device, dtype, non_blocking=True).view(mask.shape)
+        coefficient_S = self.coefficient_S.to(mask.device, non_blocking=True)
+        if self.sample_T is not None:
+            sample_T = self.sample_T.to(mask.device, non_blocking=True)
+            return spread(coefficient_S, mask, sample_T, dtype)
+        samples = coefficient_S.numel()
+        rows = mask.reshape(samples, mask.numel() // max(samples, 1))
+        return spread(coefficient_S, rows, None, dtype).view(mask.shape)
 
-    def of(self, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weights of this rank's tokens of microbatch ``i``, whose local mask is ``mask``."""
-        ...
 
-
+@dataclass(frozen=True)
 class PlannedWeights:
-    """From the plan of the whole step, on a rank that reads its data."""
+    """Of a step that was read ahead, for every term."""
 
-    def __init__(self, plan: StepPlan, ranks: Ranks) -> None:
-        self.plan = plan
-        self.total_tokens = plan.counts.active_tokens
-        self.mask_sum = plan.counts.tokens
-        self.rows = 0 if plan.counts.packed_microbatches else plan.counts.samples
-        self._ranks = ranks
+    parts: dict[str, list[Part]]  # by term and microbatch
+    total_tokens: int  # active tokens of the whole step, which the host would count
+    mask_sums: dict[str, float]  # of the whole step
+    rows: int  # samples of the whole step if each is a row; 0 if some are packed
+    is_empty: bool
 
-    @property
-    def planned(self) -> PlannedWeights:
-        return self
+    @classmethod
+    def of(cls, plans: StepTerms, ranks: Ranks) -> PlannedWeights:
+        """On a rank that reads its data.
 
-    def of(self, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        weights = self.plan.weights(i, dtype)
-        return local_part(weights, self.plan.microbatches[i], self._ranks).to(
-            mask.device, non_blocking=True
+        The host's count of tokens is that of the first term.
+        """
+        first = next(iter(plans.values())).counts
+        places: dict[int, Tensor | None] = {}
+        for microbatch in (m for plan in plans.values() for m in plan.microbatches):
+            if id(microbatch) not in places:
+                places[id(microbatch)] = _sample_of_local_token(microbatch, ranks)
+        return cls(
+            parts={
+                name: [
+                    _part(plan, i, places[id(microbatch)], ranks)
+                    for i, microbatch in enumerate(plan.microbatches)
+                ]
+                for name, plan in plans.items()
+            },
+            total_tokens=first.active_tokens,
+            mask_sums={name: plan.counts.tokens for name, plan in plans.items()},
+            rows=0 if first.packed_microbatches else first.samples,
+            is_empty=plans.is_empty,
         )
 
-    def local_mask(self, i: int) -> Tensor:
-        """What this rank's part of the mask of microbatch ``i`` must be."""
-        microbatch = self.plan.microbatches[i]
-        return local_part(microbatch.loss_mask, microbatch, self._ranks)
+    def weights(self, name: str, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of this rank's tokens of microbatch ``i``, whose local mask is ``mask``."""
+        return self.parts[name][i].weights(mask, dtype)
 
 
-class SharedWeights:
-    """From the rank of the tensor-parallel group that reads the data, for all of its ranks.
+def shared(read: Callable[[], PlannedWeights] | None, ranks: Ranks) -> PlannedWeights:
+    """Weights of a tensor-parallel group, one of whose ranks reads the data.
 
-    Two broadcasts a step inside the group: sizes and totals, then the local weights.
+    Every rank of the group must call; one object is broadcast in it: coefficients and, for packed
+    microbatches, the sample of each token.
+
+    Args:
+        read: plans the step, on the rank that reads the data.
+
+    Raises:
+        PeerError: the rank that reads the data failed (it raises its own error).
     """
-
-    def __init__(
-        self, read: Callable[[], PlannedWeights] | None, number: int, ranks: Ranks
-    ) -> None:
-        """Every rank of the group must call.
-
-        Args:
-            read: plans the step, on the rank that reads the data.
-            number: of microbatches.
-
-        Raises:
-            PeerError: the rank that reads the data failed (it raises its own error).
-        """
-        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.planned: PlannedWeights | None = None
-        parts: list[Tensor] = []
-        header = _header(number)
-        if read is not None:
-            try:
-                self.planned = planned = read()
-                # Only dtype and device of the mask argument matter to a plan.
-                masks = [microbatch.loss_mask for microbatch in planned.plan.microbatches]
-                parts = [planned.of(i, mask, dtype).reshape(-1) for i, mask in enumerate(masks)]
-            except Exception:
-                _broadcast(_header(number, failed=1), ranks.tensor)
-                raise
-            sizes = [part.numel() for part in parts]
-            numbers = [0, planned.mask_sum, planned.total_tokens, planned.rows, *sizes]
-            header = torch.tensor(numbers, dtype=torch.float64)
-        failed, self.mask_sum, *counts = _broadcast(header, ranks.tensor).tolist()
-        self.total_tokens, self.rows, *sizes = map(int, counts)
-        if failed:
-            raise PeerError(
-                "the rank that reads the data of this tensor-parallel group failed; "
-                "expected it to succeed: see its error"
-            )
-        flat = torch.cat(parts) if parts else torch.empty(sum(sizes), dtype=dtype)
-        self._weights = _broadcast(flat, ranks.tensor).split(sizes)
-
-    def of(self, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._weights[i].to(mask.device, dtype, non_blocking=True)
+    source = dist.get_global_rank(ranks.tensor, 0)
+    answer: list[PlannedWeights | None] = [None]
+    if read is not None:
+        try:
+            answer = [read()]
+        finally:
+            dist.broadcast_object_list(answer, src=source, group=ranks.tensor)
+    else:
+        dist.broadcast_object_list(answer, src=source, group=ranks.tensor)
+    if answer[0] is None:
+        raise PeerError(
+            "the rank that reads the data of this tensor-parallel group failed; "
+            "expected it to succeed: see its error"
+        )
+    return answer[0]
 
 
 class RowWeights:
     """From the local rows alone: modes whose denominators are known before the data is read."""
-
-    total_tokens = 0
-    mask_sum: float = 0
-    rows = 0
-    planned: PlannedWeights | None = None
 
     def __init__(self, aggregation: LossAggregation, scale: HostScale, rows: int) -> None:
         self._aggregation = aggregation
@@ -141,17 +144,18 @@ class RowWeights:
         whole_rows = scale.context_parallel_size == 1
         return aggregation.within is None or (aggregation.within == "sample" and whole_rows)
 
-    def of(self, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def weights(self, name: str, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of this rank's rows ``mask``; the same for every microbatch and whatever the name."""
         rows = mask if mask.dim() == 2 else mask.view(1, -1)
         if self._per_token:
-            return rows.to(dtype)
+            return mask.to(dtype)
         if self._aggregation.within is None:
             within = rows.new_ones(len(rows), dtype=torch.float64)
         else:
-            within = rows.to(torch.float64).sum(dim=1)
+            within = rows.sum(dim=1, dtype=torch.float64)
         across = 1 if self._aggregation.across is None else self._samples
         coefficients = sample_coefficients(within, across, self._aggregation.scale)
-        return spread(coefficients, rows, None, dtype)
+        return spread(coefficients, rows, None, dtype).view(mask.shape)
 
 
 def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
@@ -168,14 +172,28 @@ def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     return layout.shard(x)
 
 
-def _header(number: int, failed: float = 0) -> Tensor:
-    """What is broadcast before the weights: failure, totals, rows, and each weight's size."""
-    header = torch.zeros(number + 4, dtype=torch.float64)
-    header[0] = failed
-    return header
+def _part(plan: StepPlan, i: int, sample_T: Tensor | None, ranks: Ranks) -> Part:
+    microbatch = plan.microbatches[i]
+    mask = local_part(microbatch.loss_mask, microbatch, ranks)
+    weight_T = None
+    if plan.aggregation.function is not None:
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        weight_T = local_part(plan.weights(i, dtype), microbatch, ranks).cpu()
+    return Part(
+        tokens=mask.numel(),
+        active_tokens=int(torch.count_nonzero(mask)),
+        mask_sum=float(mask.sum(dtype=torch.float64)),
+        coefficient_S=plan.coefficients(i).clone(),  # of its own: it may travel
+        sample_T=sample_T,
+        weight_T=weight_T,
+    )
 
 
-def _broadcast(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    carried = x.to(communication_device(group))
-    dist.broadcast(carried, src=dist.get_global_rank(group, 0), group=group)
-    return carried
+def _sample_of_local_token(microbatch: Microbatch, ranks: Ranks) -> Tensor | None:
+    starts = microbatch.sample_starts
+    if starts is None:
+        return None
+    size = dist.get_world_size(ranks.context)
+    return sample_of_token(
+        lengths_on_each_rank(starts, size).cpu(), microbatch.loss_mask.numel() // size
+    )

@@ -1,4 +1,4 @@
-"""Metrics as (sum, count): exact over microbatches and ranks, each with its own denominator."""
+"""Metrics: exact over microbatches and ranks, each with its own denominator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg.report import Mean, reduce_means
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
+from megatron_loss_agg.errors import ReportError
+from megatron_loss_agg.report import Max, Mean, Min, reduce_reports
+from tests.core.ranks import Collectives
 from tests.distributed import run_ranks
 
 F64 = torch.float64
@@ -21,6 +24,11 @@ def test_a_mean_of_masked_values():
     assert mean.pair().tolist() == [6.0, 1.5]
 
 
+def test_a_mean_of_flags_under_a_mask_of_integers():
+    mean = Mean.of(torch.tensor([True, False, True]), torch.tensor([1, 1, 0]))
+    assert mean.value().item() == 0.5
+
+
 def test_means_add_up_by_tokens_and_not_by_microbatches():
     # Microbatches with means 1 (one token) and 4 (three tokens). Right: (1 + 12) / 4 = 3.25;
     # the mean of the means would be 2.5.
@@ -28,6 +36,15 @@ def test_means_add_up_by_tokens_and_not_by_microbatches():
     second = Mean.of(torch.full((3,), 4.0), torch.ones(3))
     assert ((first.value() + second.value()) / 2).item() == 2.5
     assert (first + second).value().item() == 3.25
+    assert reduce_reports([{"x": first}, {"x": second}], None) == {"x": 3.25}
+
+
+def test_a_mean_in_the_weights_of_a_plan_is_that_aggregation():
+    # Rewards 1, 0, 1 of prompts 7, 7, 9: ((1 + 0) / 2 + 1) / 2 = 0.75, and not 2 / 3.
+    one_each = Microbatch(torch.ones(3, 1), prompt_ids=torch.tensor([7, 7, 9]))
+    plan = StepPlan.build(LossAggregation(mode="prompt_mean"), [one_each])
+    rewards = torch.tensor([[1.0], [0.0], [1.0]])
+    assert Mean.of(rewards, plan.weights(0, F64)).value().item() == 0.75
 
 
 def test_nothing_counted_is_zero():
@@ -43,25 +60,60 @@ def test_no_gradient_and_no_rounding():
     assert many.pair().tolist() == [4099, 4099]
 
 
-def means_of_rank() -> dict[str, float]:
+def test_extremes_look_at_active_positions_alone():
+    values, mask = torch.tensor([math.nan, -3.0, 5.0, 9.0]), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    assert Max.of(values, mask).value().item() == 5
+    assert Min.of(values, mask).value().item() == -3
+    assert Max.of(values, torch.zeros(4)).value().item() == -math.inf
+    assert Min.of(torch.empty(0), torch.empty(0)).value().item() == math.inf
+
+
+def test_a_nan_that_counts_is_shown():
+    values = torch.tensor([1.0, math.nan])
+    assert math.isnan(Max.of(values, torch.ones(2)).value())
+    assert math.isnan(Min.of(values, torch.ones(2)).value())
+
+
+def reduced_on_every_rank() -> tuple[dict[str, float], list[str]]:
+    """Two microbatches a rank; values and tokens differ over both."""
     rank = dist.get_rank()
-    means = {
-        "loss": Mean.of(torch.full((1 + 2 * rank,), 1.0 + 3 * rank), torch.ones(1 + 2 * rank)),
-        "accuracy": Mean(torch.tensor(float(rank), dtype=F64), torch.tensor(5.0, dtype=F64)),
-        "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
-    }
-    reduced = reduce_means(means, dist.group.WORLD)
-    return {name: mean.value().item() for name, mean in reduced.items()}
+    reports = [
+        {
+            "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
+            "pair": torch.tensor([float(rank), 5.0]),
+            "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
+            "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+            "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+        }
+        for n in (1, 1 + 2 * rank)
+    ]
+    with Collectives() as collectives:
+        return reduce_reports(reports, dist.group.WORLD), collectives.names
 
 
-def test_every_metric_is_reduced_with_its_own_count():
-    # loss: (1 * 1 + 3 * 4) / (1 + 3); accuracy: (0 + 1) / (5 + 5).
-    expected = {"loss": 3.25, "accuracy": 0.1, "never": 0.0}
-    for answer in run_ranks(means_of_rank, 2):
+def test_every_metric_is_reduced_by_its_own_kind_and_count_in_one_collective():
+    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3.
+    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
+    expected = {"loss": 3.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
+    for answer, collectives in run_ranks(reduced_on_every_rank, 2):
         assert answer == pytest.approx(expected)
+        assert len(collectives) == 1
 
 
-def test_one_process_needs_no_group():
-    means = {"loss": Mean.of(torch.tensor([2.0, 4.0]), torch.ones(2))}
-    assert reduce_means(means, None)["loss"].value().item() == 3
-    assert reduce_means({}, None) == {}
+def test_one_denominator_for_all_metrics_would_be_another_number():
+    # Trap: two means whose counts differ, divided by one of them.
+    loss, accuracy = Mean.of(torch.ones(4), torch.ones(4)), Mean.of(torch.ones(2), torch.ones(2))
+    assert (accuracy.sum / loss.count).item() == 0.5
+    answer = reduce_reports([{"loss": loss, "accuracy": accuracy}], None)
+    assert answer == {"loss": 1.0, "accuracy": 1.0}
+
+
+def test_reports_that_differ_are_refused():
+    mean, extreme = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
+    assert reduce_reports([], None) == {}
+    with pytest.raises(ReportError, match=r"microbatch 1 reports \['b'\] and the first \['a'\]"):
+        reduce_reports([{"a": mean}, {"b": mean}], None)
+    with pytest.raises(ReportError, match="'a' is Mean and Max in different microbatches"):
+        reduce_reports([{"a": mean}, {"a": extreme}], None)
+    with pytest.raises(ReportError, match=r"'a' is tensor\(1.\); expected a Mean, Max or Min"):
+        reduce_reports([{"a": torch.tensor(1.0)}], None)
