@@ -1,0 +1,282 @@
+"""Log-probabilities and entropy of a split vocabulary, against plain PyTorch on the whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.host.ranks import run_host_ranks
+
+pytestmark = pytest.mark.host
+
+SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
+F64 = torch.float64
+# What the logits are like, and the temperature.
+CASES = [("normal", 1.0), ("normal", 0.7), ("wide", 1.0), ("filtered", 1.0)]
+
+
+def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whole logits and labels, and the gradients of log-probability and entropy."""
+    g = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(SEQ, BATCH, VOCAB, generator=g, dtype=F64)
+    labels = torch.randint(VOCAB, (SEQ, BATCH), generator=g)
+    pull = torch.randn(2, SEQ, BATCH, generator=g, dtype=F64)
+    if kind == "wide":  # exponentials of which fp64 holds only a few
+        logits *= 300
+    if kind == "filtered":  # tokens that cannot be drawn, all of one rank's among them
+        logits[..., VOCAB // 2 :] = -torch.inf
+        logits[..., 0] = -torch.inf
+        labels = 1 + labels % (VOCAB // 2 - 1)
+    return logits, labels, pull[0], pull[1]
+
+
+def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
+    """For each of `CASES`, values and the gradient of this rank's logits, by function."""
+    from tests.host import gpt
+    from tests.host.topology import KeepDouble
+
+    gpt.initialize(tensor_model_parallel_size=tp)
+    with KeepDouble():
+        return [on_rank(tp, *case) for case in CASES]
+
+
+def on_rank(tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
+    from megatron_loss_agg.mcore import logprobs
+
+    logits, labels, pull_lp, pull_h = data(kind)
+    mine = logits.chunk(tp, dim=-1)[dist.get_rank()]
+
+    def taken(pulls: tuple[Tensor, ...], function: Any, *args: Any) -> list[Tensor]:
+        leaf = mine.clone().requires_grad_()
+        # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
+        values = function(leaf * 1, *args, temperature)
+        values = values if isinstance(values, tuple) else (values,)
+        (grad,) = torch.autograd.grad(values, leaf, pulls)
+        return [*(x.detach() for x in values), grad]
+
+    both = (pull_lp, pull_h)
+    return {
+        "log_probs": taken((pull_lp,), logprobs.vocab_parallel_log_probs, labels),
+        "entropy": taken((pull_h,), logprobs.vocab_parallel_entropy),
+        "both": taken(both, logprobs.vocab_parallel_log_probs_and_entropy, labels),
+    }
+
+
+def expected(kind: str, temperature: float) -> dict[str, list[Tensor]]:
+    """One process, the whole vocabulary, autograd."""
+    logits, labels, pull_lp, pull_h = data(kind)
+    logits.requires_grad_()
+    log_p = (logits / temperature).log_softmax(dim=-1)
+    chosen = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
+
+    def pulled(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+        values, pulls = zip(*pairs, strict=True)
+        (grad,) = torch.autograd.grad(values, logits, pulls, retain_graph=True)
+        return [*(x.detach() for x in values), grad]
+
+    return {
+        "log_probs": pulled((chosen, pull_lp)),
+        "entropy": pulled((entropy, pull_h)),
+        "both": pulled((chosen, pull_lp), (entropy, pull_h)),
+    }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_values_and_gradients(tp: int) -> None:
+    for rank, cases in enumerate(run_host_ranks(on_ranks, tp, tp)):
+        for got, case in zip(cases, CASES, strict=True):
+            for name, (*values, grad) in expected(*case).items():
+                part = grad.chunk(tp, dim=-1)[rank]
+                for x, ref in zip(got[name], [*values, part], strict=True):
+                    # A softmax near 0 or 1 has a gradient near 0, of probabilities rounded near 1.
+                    assert (x - ref).norm() <= 1e-12 * ref.norm() + 1e-15, (name, case)
+
+
+def against_megatron(dtype: torch.dtype) -> list[list[Tensor]]:
+    """Value and gradient of Megatron's own cross entropy, negated, and of ours."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from megatron_loss_agg.mcore.logprobs import vocab_parallel_log_probs
+    from tests.host import gpt
+
+    gpt.initialize(tensor_model_parallel_size=2)
+    logits, labels, pull, _ = data()
+    results = []
+    for function in (lambda *a: -vocab_parallel_cross_entropy(*a), vocab_parallel_log_probs):
+        leaf = logits.chunk(2, dim=-1)[dist.get_rank()].to(dtype).requires_grad_()
+        value = function(leaf * 1, labels)
+        (grad,) = torch.autograd.grad(value, leaf, pull.float())
+        results.append([value.detach(), grad])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
+    for (theirs, their_grad), (ours, our_grad) in run_host_ranks(against_megatron, 2, dtype):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+        assert our_grad.dtype == dtype and torch.equal(our_grad, their_grad)
+
+
+def peaks(dtype: torch.dtype) -> dict[str, float]:
+    """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from megatron_loss_agg import policy, weighted_sum
+    from megatron_loss_agg.mcore import logprobs
+    from tests.host import gpt
+    from tests.live_bytes import LiveBytes
+
+    gpt.initialize(tensor_model_parallel_size=2)
+    tokens, vocab = 64, 4096
+    labels = torch.arange(tokens).view(tokens, 1)
+    w = torch.full((tokens, 1), 1 / tokens)
+
+    def policy_loss(logits: Tensor) -> Tensor:
+        log_probs = logprobs.vocab_parallel_log_probs(logits, labels)
+        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses
+
+    def with_entropy(logits: Tensor) -> Tensor:
+        log_probs, entropy = logprobs.vocab_parallel_log_probs_and_entropy(logits, labels, 0.7)
+        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses - entropy
+
+    def plain(logits: Tensor) -> Tensor:
+        log_p = logits.float().log_softmax(dim=-1)
+        return -(log_p.exp() * log_p).sum(dim=-1) - log_p.gather(-1, labels.unsqueeze(-1))[..., 0]
+
+    def peak(function: Any) -> int:
+        leaf = torch.zeros(tokens, 1, 1, dtype=dtype, requires_grad=True)
+        with LiveBytes() as memory:
+            # Made here, so that a buffer that replaces the logits is not held against it.
+            losses = function(leaf.expand(-1, -1, vocab) + 0)
+            weighted_sum(w, losses).backward()
+        return memory.peak
+
+    stock = peak(lambda logits: vocab_parallel_cross_entropy(logits, labels))
+    functions = {
+        "policy": policy_loss,
+        "policy and entropy": with_entropy,
+        "entropy": logprobs.vocab_parallel_entropy,
+        "plain": plain,
+    }
+    return {name: peak(function) / stock for name, function in functions.items()}
+
+
+def test_no_second_copy_of_the_logits() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for ratio in run_host_ranks(peaks, 2, dtype):
+            # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
+            assert ratio["policy"] < 1.02
+            assert ratio["policy and entropy"] < 1.08
+            # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
+            assert ratio["entropy"] < (2.2 if dtype == torch.float32 else 1.0)
+            assert ratio["plain"] > 3  # so the measure tells
+
+
+def overwritten() -> list[str]:
+    from megatron_loss_agg.errors import PolicyError
+    from megatron_loss_agg.mcore import logprobs
+    from tests.host import gpt
+
+    gpt.initialize()
+    labels = torch.zeros(2, 1, dtype=torch.int64)
+    logits = torch.randn(2, 1, 5)
+    kept = logits.clone()
+    logprobs.vocab_parallel_entropy(logits)
+    assert torch.equal(logits, kept)
+    halved = kept.bfloat16()
+    logprobs.vocab_parallel_log_probs(halved, labels)
+    assert torch.equal(halved, kept.bfloat16())
+    assert not logprobs.vocab_parallel_entropy(halved).isnan().any()
+    with torch.inference_mode():
+        fresh = logits.clone()
+        logprobs.vocab_parallel_log_probs(fresh, labels)
+    logprobs.vocab_parallel_log_probs(logits, labels)
+    assert not torch.equal(logits, kept)
+    errors = []
+    for again in (
+        lambda: logprobs.vocab_parallel_entropy(logits),
+        lambda: logprobs.vocab_parallel_log_probs_and_entropy(logits, labels),
+    ):
+        with pytest.raises(PolicyError) as error:
+            again()
+        errors.append(str(error.value))
+    logits.copy_(kept)  # a buffer that is filled anew is logits again
+    assert torch.equal(
+        logprobs.vocab_parallel_entropy(logits), logprobs.vocab_parallel_entropy(kept)
+    )
+    return errors
+
+
+def test_overwritten_logits_are_refused() -> None:
+    text = (
+        "an earlier call has overwritten these fp32 logits with their softmax; expected logits: "
+        "call vocab_parallel_log_probs_and_entropy once, or give each call a clone"
+    )
+    assert run_host_ranks(overwritten, 1) == [[text, text]]
+
+
+def at_unused_tokens() -> list[list[float]]:
+    """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts."""
+    from megatron_loss_agg import weighted_sum
+    from megatron_loss_agg.mcore import logprobs
+    from tests.host import gpt
+
+    gpt.initialize()
+    w = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    labels = torch.zeros(4, dtype=torch.int64)
+    rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
+    gradients = []
+    for losses in (
+        lambda x: logprobs.vocab_parallel_log_probs(x, labels),
+        logprobs.vocab_parallel_entropy,
+        lambda x: sum(logprobs.vocab_parallel_log_probs_and_entropy(x, labels)),
+    ):
+        leaf = torch.tensor(rows, requires_grad=True)
+        total = weighted_sum(w, losses(leaf * 1))
+        assert total.isfinite()
+        gradients.append(torch.autograd.grad(total, leaf)[0].view(-1).tolist())
+    return gradients
+
+
+def test_unused_tokens_may_hold_anything() -> None:
+    # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
+    ((log_probs, entropy, both),) = run_host_ranks(at_unused_tokens, 1)
+    assert log_probs == both == [0.0] * 6 + [0.5, -0.5]
+    assert entropy == [0.0] * 8
+
+
+def refusals() -> list[str]:
+    from megatron_loss_agg.errors import PolicyError
+    from megatron_loss_agg.mcore import logprobs
+    from tests.host import gpt
+
+    gpt.initialize()
+    logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
+    messages = []
+    for call in (
+        lambda: logprobs.vocab_parallel_log_probs(logits, labels.t()),
+        lambda: logprobs.vocab_parallel_log_probs(logits.transpose(0, 1), labels.t()),
+        lambda: logprobs.vocab_parallel_log_probs(logits, labels, 0.0),
+        lambda: logprobs.vocab_parallel_entropy(labels),
+    ):
+        with pytest.raises(PolicyError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_refusals_say_what_to_change() -> None:
+    assert run_host_ranks(refusals, 1) == [
+        [
+            "labels are (2, 3); expected (3, 2), one a token",
+            "logits of shape (2, 3, 4) are not contiguous; take them before they are transposed, "
+            "and give labels the same leading axes",
+            "temperature=0.0; expected a number > 0",
+            "logits are torch.int64; expected a floating tensor [..., vocab / tp]",
+        ]
+    ]
