@@ -1,0 +1,252 @@
+"""Sequence means and GSPO over context-parallel ranks, against one process with plain loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_loss_agg import CPLayout, Microbatch, SequenceMean, policy, weighted_sum
+from megatron_loss_agg.errors import LayoutError, MaskError
+from tests.core.ranks import Collectives
+from tests.core.steps import lay
+from tests.core.test_cost import WAITS, Operations
+from tests.distributed import run_ranks
+from tests.oracle import Sample
+
+F64 = torch.float64
+CP = (1, 2, 4)
+CLIPS = {"clip_low": 0.02, "clip_high": 0.03}
+
+# Of 2 * 4 chunks: samples cut over all ranks, fractional and empty masks, and one sample whose
+# tokens lie on the first rank alone, so that the others hold none of its.
+SAMPLES = [
+    Sample((1.0,) * 13),
+    Sample((0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 0.0)),
+    Sample((0.0,) * 5),
+    Sample((1.0,)),
+]
+LONELY = [Sample((1.0,)), Sample((0.0, 0.0, 0.0))]  # only rank 0 has a token that counts
+
+
+def inputs(samples: list[Sample], layout: str) -> dict[str, Any]:
+    """The whole microbatch: what `Microbatch` takes, and per-token tensors of the mask's shape."""
+    laid = lay(samples, layout, multiple=2 * max(CP))
+    shape = laid.inputs["loss_mask"].shape
+    g = torch.Generator().manual_seed(len(samples))
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=g, dtype=F64)
+
+    old = draw()
+    return {
+        "microbatch": laid.inputs,
+        "index": laid.index,
+        # Sequence ratios on both sides of the clips.
+        "log_probs": old + 0.1 * draw(),
+        "old": old,
+        "advantages": draw(),
+        "w": draw().abs() * (laid.inputs["loss_mask"] > 0),
+    }
+
+
+def reference(data: dict[str, Any]) -> dict[str, Any]:
+    """Loss, gradient of the log-probabilities, ratios and clips, as loops over samples."""
+    lp, old, a, w, mask = (
+        x.reshape(-1).tolist()
+        for x in (
+            data["log_probs"],
+            data["old"],
+            data["advantages"],
+            data["w"],
+            data["microbatch"]["loss_mask"],
+        )
+    )
+    terms: list[float] = []
+    gradient, ratio, clipped = [0.0] * len(lp), [1.0] * len(lp), [False] * len(lp)
+    for positions in data["index"]:
+        total = math.fsum(mask[t] for t in positions)
+        if total == 0:
+            continue
+        s = math.exp(math.fsum(mask[t] * (lp[t] - old[t]) for t in positions) / total)
+        inside = min(max(s, 1 - CLIPS["clip_low"]), 1 + CLIPS["clip_high"])
+        slope = 0.0  # of the loss by the mean of the log-ratio
+        for t in positions:
+            ratio[t] = s
+            clipped[t] = -a[t] * inside > -a[t] * s
+            terms.append(w[t] * max(-a[t] * s, -a[t] * inside))
+            slope += 0.0 if clipped[t] else -w[t] * a[t] * s
+        for t in positions:
+            gradient[t] = slope * mask[t] / total
+    return {"loss": math.fsum(terms), "gradient": gradient, "ratio": ratio, "clipped": clipped}
+
+
+def gspo(data: dict[str, Any], layout: str, poison: float | None) -> dict[str, Any]:
+    """This rank's part of the loss and of the gradient, and the collectives that it took."""
+    cp, rank = dist.get_world_size(), dist.get_rank()
+    whole = Microbatch(**data["microbatch"])
+    if layout == "bshd":
+        cut = CPLayout.bshd(whole.loss_mask.shape[-1], cp, rank)
+    else:
+        cut = CPLayout.thd(whole.sample_starts, cp, rank)
+    sequence_mean = SequenceMean(whole, cut, dist.group.WORLD)
+    mask, w = cut.shard(whole.loss_mask), cut.shard(data["w"])
+    log_probs, old, advantages = (
+        cut.shard(data[name]) for name in ("log_probs", "old", "advantages")
+    )
+    if poison is not None:
+        for x in (log_probs, old, advantages):
+            x[mask == 0] = poison
+    log_probs.requires_grad_()
+    with Collectives() as calls:
+        out = policy.sequence_policy_loss(log_probs, old, advantages, sequence_mean, **CLIPS)
+        loss = weighted_sum(w, out.losses)
+        loss.backward()
+    return {
+        "loss": loss.item(),
+        "gradient": log_probs.grad,
+        "ratio": out.ratios,
+        "clipped": out.clipped,
+        "active": float(mask.sum()),
+        "calls": calls.names,
+    }
+
+
+def gspo_cases(cases: list[tuple[dict[str, Any], str, float | None]]) -> list[dict[str, Any]]:
+    return [gspo(*case) for case in cases]
+
+
+def gathered(parts: list[Tensor], data: dict[str, Any], layout: str) -> list[Any]:
+    """The whole flat tensor out of all ranks' parts."""
+    if layout == "bshd":
+        cut = CPLayout.bshd(data["w"].shape[-1], len(parts), 0)
+    else:
+        cut = CPLayout.thd(Microbatch(**data["microbatch"]).sample_starts, len(parts), 0)
+    return cut.unshard(parts).reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("cp", CP)
+def test_gspo_over_ranks(cp):
+    cases = [
+        (inputs(samples, layout), layout, poison)
+        for samples in (SAMPLES, LONELY)
+        for layout in ("thd", "thd_row", "bshd")
+        for poison in (None, math.nan, math.inf, -math.inf)
+    ]
+    answers = run_ranks(gspo_cases, cp, cases)
+    for n, (data, layout, poison) in enumerate(cases):
+        expected = reference(data)
+        ranks = [answer[n] for answer in answers]
+        assert sum(r["loss"] for r in ranks) == pytest.approx(expected["loss"], rel=1e-12)
+        got = {
+            name: gathered([r[name] for r in ranks], data, layout)
+            for name in ("gradient", "ratio", "clipped")
+        }
+        assert got["gradient"] == pytest.approx(expected["gradient"], rel=1e-12, abs=1e-15)
+        active = [t for positions in data["index"] for t in positions if expected["ratio"][t] != 1]
+        for t in active:
+            assert got["ratio"][t] == pytest.approx(expected["ratio"][t], rel=1e-12)
+            assert poison is not None or got["clipped"][t] == expected["clipped"][t]
+        # One collective forward and its adjoint backward, also on ranks without a token.
+        assert all(len(r["calls"]) == (2 if cp > 1 else 0) for r in ranks)
+    if cp > 1:
+        assert min(answers[1][n]["active"] for n in range(len(cases))) == 0
+
+
+def test_a_mean_of_local_tokens_is_another_loss():
+    """The wrong answer, pinned: each rank's own mean of the sample that is cut over both."""
+    data = inputs(SAMPLES[:1], "bshd")
+    cut = [CPLayout.bshd(data["w"].shape[-1], 2, r) for r in range(2)]
+    ratio = data["log_probs"] - data["old"]
+    mask = data["microbatch"]["loss_mask"]
+    local = [math.exp((c.shard(ratio) * c.shard(mask)).sum() / c.shard(mask).sum()) for c in cut]
+    s = reference(data)["ratio"][0]
+    assert min(abs(x - s) for x in local) > 1e-3
+
+
+values = st.one_of(st.floats(-10, 10), st.sampled_from([math.nan, math.inf, -math.inf]))
+masks = st.lists(st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.0]), values), max_size=5)
+
+
+@pytest.mark.parametrize("layout", ["thd", "thd_row", "thd_padded", "bshd"])
+@given(st.lists(masks, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_mean_and_gradient_against_a_loop(layout, drawn):
+    laid = lay([Sample(tuple(m for m, _ in pairs)) for pairs in drawn], layout)
+    mask = laid.inputs["loss_mask"]
+    x = torch.zeros_like(mask)
+    for pairs, positions in zip(drawn, laid.index, strict=True):
+        # What is masked may be anything; what counts is a number.
+        kept = [v if m == 0 or math.isfinite(v) else 1.0 for m, v in pairs]
+        x.view(-1)[positions] = torch.tensor(kept, dtype=F64)
+    x.requires_grad_()
+    mean = SequenceMean(Microbatch(**laid.inputs))(x)
+    pull = torch.arange(1.0, mean.numel() + 1, dtype=F64).view(mean.shape)
+    (mean * pull).sum().backward()
+    expected, gradient = torch.zeros(mask.numel(), dtype=F64), torch.zeros_like(mask).view(-1)
+    for s, positions in enumerate(laid.index):
+        if layout == "bshd":  # a row is a sequence as a whole, its padding included
+            positions = list(range(s * mask.shape[1], (s + 1) * mask.shape[1]))
+        m, v, g = (t.detach().view(-1)[positions].tolist() for t in (mask, x, pull))
+        total = math.fsum(m)
+        if total:
+            expected[positions] = math.fsum(a * b for a, b in zip(m, v, strict=True) if a) / total
+            gradient[positions] = torch.tensor([a / total * math.fsum(g) for a in m], dtype=F64)
+    torch.testing.assert_close(mean.detach().view(-1), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(x.grad.view(-1), gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("layout", ["thd_padded", "bshd"])
+def test_the_same_operations_for_any_number_of_sequences(layout):
+    def operations(sequences: int) -> list[str]:
+        laid = lay([Sample((1.0, 0.0, 1.0))] * sequences, layout)
+        x = torch.ones_like(laid.inputs["loss_mask"]).requires_grad_()
+        with Operations() as counted:
+            SequenceMean(Microbatch(**laid.inputs))(x).sum().backward()
+        return counted.names
+
+    assert operations(3) == operations(300)
+    assert not WAITS & set(operations(3))
+
+
+def test_nan_that_counts_stays_in_its_sequence():
+    mean = SequenceMean(Microbatch(torch.ones(2, 2)))(torch.tensor([[math.nan, 1.0], [1.0, 3.0]]))
+    assert mean[0].isnan().all() and mean[1].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (F64, F64)],
+)
+def test_dtypes(dtype, result):
+    # 4096 ones in bf16 would stop at 256.
+    x = torch.ones(1, 4096, dtype=dtype, requires_grad=True)
+    mean = SequenceMean(Microbatch(torch.ones(1, 4096, dtype=torch.bool)))(x)
+    assert mean.dtype == result and mean[0, 0] == 1
+    mean[0, 0].backward()
+    assert x.grad.dtype == dtype
+
+
+def test_refusals_say_what_to_change():
+    microbatch = Microbatch(torch.ones(2, 8))
+    with pytest.raises(LayoutError) as error:
+        SequenceMean(microbatch, CPLayout.bshd(8, 2, 0))
+    assert str(error.value) == (
+        "a layout of 2 context-parallel ranks and a group of 1; expected the layout of the group: "
+        "give both, or neither"
+    )
+    with pytest.raises(LayoutError, match="axis -1 has length 8; expected the layout's 16"):
+        SequenceMean(microbatch, CPLayout.bshd(16, 1, 0))
+    with pytest.raises(MaskError) as error:
+        SequenceMean(microbatch)(torch.zeros(8, 2))
+    assert str(error.value) == (
+        "values have shape (8, 2); expected (2, 8), that of this rank's part of the loss mask"
+    )
+    with pytest.raises(MaskError, match=r"values are torch\.int64; expected a floating tensor"):
+        SequenceMean(microbatch)(torch.zeros(2, 8, dtype=torch.int64))
