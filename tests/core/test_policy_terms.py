@@ -1,0 +1,194 @@
+"""Per-token losses by worked numbers, the entropy, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_loss_agg import policy, weighted_sum
+from megatron_loss_agg.errors import PolicyError
+
+F64 = torch.float64
+POISON = [math.nan, math.inf, -math.inf]
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def test_where_the_clip_takes_the_gradient():
+    # Ratios 0.5, 1, 2 with advantage 1, then with -1; kept are those that move back towards 1.
+    ratio = tensor([0.5, 1.0, 2.0] * 2)
+    advantages = tensor([1.0] * 3 + [-1.0] * 3)
+    log_probs = ratio.log().requires_grad_()
+    loss = policy.clipped_policy_loss(log_probs, tensor([0.0] * 6), advantages, clip_high=0.28)
+    loss.losses.sum().backward()
+    torch.testing.assert_close(loss.losses, tensor([-0.5, -1.0, -1.28, 0.8, 1.0, 2.0]))
+    torch.testing.assert_close(loss.ratios, ratio)
+    assert loss.clipped.tolist() == [False, False, True, True, False, False]
+    assert torch.equal(log_probs.grad == 0, loss.clipped)
+    assert not loss.ratios.requires_grad
+
+
+def test_dual_clip_limits_negative_advantages_alone():
+    # Ratio 5: -A r = 5 is limited to 3; with A = 1 the upper clip gives -1.2.
+    log_probs = tensor([5.0, 5.0]).log().requires_grad_()
+    loss = policy.clipped_policy_loss(
+        log_probs, tensor([0.0, 0.0]), tensor([-1.0, 1.0]), dual_clip=3.0
+    )
+    loss.losses.sum().backward()
+    torch.testing.assert_close(loss.losses, tensor([3.0, -1.2]))
+    assert loss.clipped.tolist() == [True, True]
+    assert log_probs.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_ratio_beyond_the_bound_counts_as_clipped():
+    far = policy.LOG_RATIO_BOUND + 1
+    loss = policy.clipped_policy_loss(tensor([far, far]), tensor([0.0, 0.0]), tensor([-1.0, 0.0]))
+    assert loss.clipped.tolist() == [True, False]  # without an advantage nothing is taken away
+
+
+def test_cispo_keeps_the_gradient_that_ppo_loses():
+    # Ratio 2: the gradient is -A * 1.28, and neither 0 (PPO) nor -A * 2.
+    log_probs = tensor([2.0, 1.1]).log().requires_grad_()
+    zeros, ones = tensor([0.0, 0.0]), tensor([1.0, 1.0])
+    loss = policy.cispo_loss(log_probs, zeros, ones, clip_low=1.0, clip_high=0.28)
+    loss.losses.sum().backward()
+    torch.testing.assert_close(log_probs.grad, tensor([-1.28, -1.1]))
+    assert loss.clipped.tolist() == [True, False]
+
+
+def test_truncated_importance_weight():
+    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
+    log_probs = tensor([0.5, 3.0]).requires_grad_()
+    weights = policy.truncated_importance_weight(log_probs, tensor([0.0, 0.0]), cap=2.0)
+    torch.testing.assert_close(weights, tensor([math.exp(0.5), 2.0]))
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_an_importance_weight_is_0_under_the_mask(poison):
+    mask = tensor([1.0, 0.0])
+    log_probs = tensor([0.1, 0.2]).requires_grad_()
+    rollout = tensor([0.0, poison])
+    weights = policy.truncated_importance_weight(log_probs, rollout, cap=2.0, mask=mask)
+    assert weights[1] == 0
+    losses = policy.kl_penalty(log_probs, tensor([0.0, poison]), "k2")
+    total = weighted_sum(mask, weights * losses)
+    total.backward()
+    assert total.isfinite() and log_probs.grad.isfinite().all()
+
+
+def test_expected_gradients_of_the_kl_estimators():
+    """Over all tokens: k2's is that of KL(p || q), k3's of KL(q || p), k1's is 0."""
+    z = torch.randn(5, dtype=F64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    q = torch.randn(5, dtype=F64, generator=torch.Generator().manual_seed(1)).log_softmax(0)
+    log_p = z.log_softmax(0)
+    p = log_p.exp().detach()
+
+    def gradient(total: Tensor) -> Tensor:
+        return torch.autograd.grad(total, z, retain_graph=True)[0]
+
+    forward = gradient((q.exp() * (q - log_p)).sum())
+    reverse = gradient((log_p.exp() * (log_p - q)).sum())
+    for estimator, expected in (("k1", 0 * reverse), ("k2", reverse), ("k3", forward)):
+        got = gradient((p * policy.kl_penalty(log_p, q, estimator)).sum())
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 1), (0, 4)])
+def test_entropy_against_a_loop(shape):
+    logits = 2 * torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    entropy = policy.token_entropy(logits)
+    entropy.sum().backward()
+    for row, grad, got in zip(
+        logits.detach().view(-1, shape[-1]).tolist(),
+        logits.grad.view(-1, shape[-1]).tolist(),
+        entropy.view(-1).tolist(),
+        strict=True,
+    ):
+        total = math.fsum(map(math.exp, row))
+        p = [math.exp(z) / total for z in row]
+        h = -math.fsum(x * math.log(x) for x in p)
+        assert got == pytest.approx(h, rel=1e-12, abs=1e-15)
+        # dH / dz_j = -p_j (log p_j + H)
+        assert grad == pytest.approx([-x * (math.log(x) + h) for x in p], rel=1e-11, abs=1e-14)
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_entropy_at_masked_positions_may_be_anything(poison):
+    logits = torch.tensor([[0.0, 1.0], [poison, poison], [poison, 0.0]], requires_grad=True)
+    total = weighted_sum(torch.tensor([1.0, 0.0, 0.0]), policy.token_entropy(logits))
+    total.backward()
+    assert total.isfinite() and not logits.grad[1:].any() and logits.grad[0].isfinite().all()
+
+
+def test_a_token_that_cannot_be_drawn_adds_no_entropy():
+    logits = tensor([0.0, 0.0, -math.inf]).requires_grad_()
+    entropy = policy.token_entropy(logits)
+    entropy.backward()
+    assert entropy.item() == pytest.approx(math.log(2))
+    assert logits.grad.tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-16)
+    assert policy.token_entropy(torch.full((2, 3), math.nan)).isnan().all()
+
+
+X = torch.zeros(2, 3)
+REFUSED = [
+    (
+        lambda: policy.clipped_policy_loss(X, X[0], X),
+        "old_log_probs has shape (3,) and log_probs (2, 3); expected the same shape, for nothing "
+        "is broadcast: expand it",
+    ),
+    (
+        lambda: policy.kl_penalty(X, X.long(), "k1"),
+        "ref_log_probs is torch.int64; expected a floating tensor",
+    ),
+    (
+        lambda: policy.cispo_loss(X, X, 1.0, clip_low=1, clip_high=1),
+        "advantages is float; expected a floating tensor",
+    ),
+    (
+        lambda: policy.clipped_policy_loss(X, X, X, clip_low=-0.1),
+        "clip_low=-0.1; expected a number >= 0",
+    ),
+    (
+        lambda: policy.sequence_policy_loss(X, X, X, X, clip_low=0, clip_high=math.nan),
+        "clip_high=nan; expected a number >= 0",
+    ),
+    (
+        lambda: policy.clipped_policy_loss(X, X, X, dual_clip=1.0),
+        "dual_clip=1.0; expected a number > 1, or None for none",
+    ),
+    (
+        lambda: policy.truncated_importance_weight(X, X, cap=0),
+        "cap=0; expected a number > 0",
+    ),
+    (
+        lambda: policy.truncated_importance_weight(X, X, cap=2, mask=X[0]),
+        "mask of shape (3,) for log_probs of shape (2, 3); expected the same shape",
+    ),
+    (
+        lambda: policy.kl_penalty(X, X, "k4"),
+        "estimator='k4'; expected 'k1', 'k2' or 'k3'",
+    ),
+    (
+        lambda: policy.clipped_value_loss(X, X, X, clip=-1),
+        "clip=-1; expected a number >= 0",
+    ),
+    (
+        lambda: policy.token_entropy(torch.zeros(2, 0)),
+        "logits have shape (2, 0); expected [..., vocab]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_refusals_say_what_to_change(call, text):
+    with pytest.raises(PolicyError) as error:
+        call()
+    assert str(error.value) == text
