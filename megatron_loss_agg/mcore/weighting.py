@@ -164,12 +164,12 @@ def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     if size == 1:
         return x
     starts = microbatch.sample_starts
-    layout = (
-        CPLayout.bshd(x.shape[-1], size, rank)
-        if starts is None
-        else CPLayout.thd(starts, size, rank)
-    )
-    return layout.shard(x)
+    if starts is None:
+        return CPLayout.bshd(x.shape[-1], size, rank).shard(x)
+    if int(starts[-1]) < x.shape[-1]:
+        # Tokens after the last sample are padding, which is split like a sequence of its own.
+        starts = torch.cat([starts, starts.new_tensor([x.shape[-1]])])
+    return CPLayout.thd(starts, size, rank).shard(x)
 
 
 def _part(plan: StepPlan, i: int, sample_T: Tensor | None, ranks: Ranks) -> Part:
