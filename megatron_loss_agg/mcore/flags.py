@@ -12,7 +12,9 @@ from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.batches import ReadBatch
 
 FLAG = "--loss-aggregation"
-_OPTIONS = ("divisor", "empty", "function", "batch", "audit")
+_OPTIONS = ("divisor", "empty", "function", "batch", "empty_step", "audit")
+EMPTY_STEPS = ("error", "skip", "step")
+"""What can be done about a step without any token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -47,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "cu_seqlens, prompt_ids or rollout_ids",
     )
     group.add_argument(
+        f"{FLAG}-empty-step",
+        metavar="{error,skip,step}",
+        help="a step without any token ends the run, leaves model and optimizer as they are, or "
+        "moves the model by momentum and weight decay, as without the plugin (default: step)",
+    )
+    group.add_argument(
         f"{FLAG}-audit",
         action="store_true",
         help="measure the host's averaging anew whenever the number of microbatches changes, and "
@@ -70,7 +78,8 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
             value = getattr(args, f"loss_aggregation_{name}", None)
             if value:
                 shown = "" if value is True else f" {value}"
-                raise ModeError(f"{FLAG}-{name}{shown} without {FLAG}; give a mode, or drop it")
+                flag = f"{FLAG}-{name.replace('_', '-')}"
+                raise ModeError(f"{flag}{shown} without {FLAG}; give a mode, or drop it")
         return None
     options: dict[str, Any] = {"divisor": None if divisor is None else _number(divisor)}
     if empty is not None:
@@ -92,6 +101,18 @@ def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:
     """
     path = getattr(args, "loss_aggregation_batch", None)
     return None if path is None else _load(f"{FLAG}-batch", path)
+
+
+def empty_step_from(args: argparse.Namespace) -> str:
+    """What ``--loss-aggregation-empty-step`` says; ``step`` without it.
+
+    Raises:
+        ModeError: another value.
+    """
+    value = getattr(args, "loss_aggregation_empty_step", None) or "step"
+    if value not in EMPTY_STEPS:
+        raise ModeError(f"{FLAG}-empty-step {value}; expected one of {', '.join(EMPTY_STEPS)}")
+    return str(value)
 
 
 def _number(text: Any) -> float:

@@ -15,15 +15,13 @@ from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import ReadBatch, read_ahead, read_batch
+from megatron_loss_agg.mcore.flags import EMPTY_STEPS
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.step import Step
 from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights, local_part, shared
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.terms import StepTerms, Term, named_terms
-
-EMPTY_STEPS = ("error", "skip", "step")
-"""What can be done about a step without any token."""
 
 ForwardBackward = Callable[..., Any]
 

@@ -24,8 +24,8 @@ class Seam(NamedTuple):
         return getattr(self.module, self.name)
 
 
-def seams() -> tuple[Seam, Seam]:
-    """What `install` wraps: Megatron's flags, and its choice of a schedule.
+def seams() -> tuple[Seam, Seam, Seam]:
+    """What `install` wraps: Megatron's flags, its choice of a schedule, and its optimizer.
 
     Raises:
         HostError: one of them is missing, or takes other parameters.
@@ -35,6 +35,7 @@ def seams() -> tuple[Seam, Seam]:
     return (
         _seam(arguments, "add_megatron_arguments", "parser"),
         _seam(training, "get_forward_backward_func"),
+        _seam(training, "setup_model_and_optimizer"),
     )
 
 
@@ -58,11 +59,10 @@ def install(
     Raises:
         HostError: this Megatron has other seams than the plugin knows.
     """
-    parser_seam, schedule_seam = seams()
-    if getattr(parser_seam.function, _MARK, False):
+    originals = [(seam, seam.function) for seam in seams()]
+    add_arguments, get_forward_backward, setup = (function for _, function in originals)
+    if getattr(add_arguments, _MARK, False):
         return lambda: None
-    originals = [(seam, seam.function) for seam in (parser_seam, schedule_seam)]
-    add_arguments, get_forward_backward = (function for _, function in originals)
 
     @functools.wraps(add_arguments)
     def add_arguments_with_ours(parser: Any) -> Any:
@@ -78,14 +78,43 @@ def install(
         forward_backward = get_forward_backward(*args, **kwargs)
         return hooks[0].wrap(forward_backward) if hooks[0] else forward_backward
 
-    setattr(parser_seam.module, parser_seam.name, add_arguments_with_ours)
-    setattr(schedule_seam.module, schedule_seam.name, get_hooked_forward_backward)
+    @functools.wraps(setup)
+    def set_up_with_empty_steps(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        if optimizer is not None and _skips_empty_steps():
+            optimizer.step = _step_unless_empty(optimizer.step, hooks)
+        return model, optimizer, scheduler
+
+    wrapped = (add_arguments_with_ours, get_hooked_forward_backward, set_up_with_empty_steps)
+    for (seam, _), function in zip(originals, wrapped, strict=True):
+        setattr(seam.module, seam.name, function)
 
     def uninstall() -> None:
         for seam, function in originals:
             setattr(seam.module, seam.name, function)
 
     return uninstall
+
+
+def _skips_empty_steps() -> bool:
+    from megatron.training import get_args
+
+    args = get_args()
+    return flags.aggregation_from(args) is not None and flags.empty_step_from(args) == "skip"
+
+
+def _step_unless_empty(
+    step: Callable[..., Any], hooks: list[LossHook | None]
+) -> Callable[..., Any]:
+    """The optimizer's step, which says of an empty one what it says of one that overflowed."""
+
+    @functools.wraps(step)
+    def step_unless_empty(*args: Any, **kwargs: Any) -> Any:
+        if any(hook is not None and hook.step_is_empty for hook in hooks):
+            return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
+        return step(*args, **kwargs)
+
+    return step_unless_empty
 
 
 def _hook_from_args() -> LossHook | None:
@@ -101,6 +130,7 @@ def _hook_from_args() -> LossHook | None:
         flags.read_batch_from(args) or read_batch,
         audit=args.loss_aggregation_audit,
         evaluates_by_microbatch=getattr(args, "sft", False),
+        empty_step=flags.empty_step_from(args),
     )
 
 

@@ -29,6 +29,7 @@ def launch(script: str, script_args: list[str], cpu: bool) -> None:
     args = ours.parse_known_args(script_args)[0]
     flags.aggregation_from(args)
     flags.read_batch_from(args)
+    flags.empty_step_from(args)
     prepare_parser = _enable_cpu() if cpu else flags.add_arguments
     from megatron_loss_agg.mcore.install import install
 

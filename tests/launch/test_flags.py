@@ -15,6 +15,7 @@ import pytest
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.aggregation import MODES, PRESETS
+from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import flags
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,7 @@ def test_the_flag_set_is_frozen() -> None:
         "--loss-aggregation-empty": ("loss_aggregation_empty", None, None),
         "--loss-aggregation-function": ("loss_aggregation_function", None, None),
         "--loss-aggregation-batch": ("loss_aggregation_batch", None, None),
+        "--loss-aggregation-empty-step": ("loss_aggregation_empty_step", None, None),
         "--loss-aggregation-audit": ("loss_aggregation_audit", 0, False),
     }
     assert all(len(action.option_strings) == 1 for action in parser._actions)
@@ -72,6 +74,19 @@ def test_a_function_that_reads_batches_is_loaded() -> None:
     assert flags.read_batch_from(args) is json.dumps
     assert flags.aggregation_from(args) == LossAggregation(mode="token_mean")
     assert flags.read_batch_from(parser.parse_args([FLAG, "token_mean"])) is None
+
+
+def test_what_to_do_about_an_empty_step() -> None:
+    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    found = [
+        flags.empty_step_from(parser.parse_args([FLAG, "token_mean", *extra]))
+        for extra in ([], [f"{FLAG}-empty-step", "skip"], [f"{FLAG}-empty-step", "error"])
+    ]
+    assert found == ["step", "skip", "error"]
+    with pytest.raises(ModeError, match="-empty-step stop; expected one of error, skip, step"):
+        flags.empty_step_from(parser.parse_args([FLAG, "sum", f"{FLAG}-empty-step", "stop"]))
+    with pytest.raises(ModeError, match="--loss-aggregation-empty-step skip without"):
+        given(f"{FLAG}-empty-step", "skip")
 
 
 @pytest.mark.parametrize("extra, empty", [((), "skip"), ((f"{FLAG}-empty", "count"), "count")])

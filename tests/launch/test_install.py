@@ -109,10 +109,11 @@ def seams() -> dict[str, Any]:
     return run_host_ranks(seams_on_host, 1)[0]
 
 
-def test_two_public_functions_are_wrapped_and_no_more() -> None:
+def test_three_public_functions_are_wrapped_and_no_more() -> None:
     assert seams()["wrapped"] == [
         ("megatron.training.arguments", "add_megatron_arguments"),
         ("megatron.training.training", "get_forward_backward_func"),
+        ("megatron.training.training", "setup_model_and_optimizer"),
     ]
     assert seams()["flags"]
 
