@@ -58,14 +58,22 @@ Run = tuple[list[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("launch")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Run]:
     """What each start of the script logs of its steps, and its final checkpoint."""
-    folder = tmp_path_factory.mktemp("launch")
     starter = folder / "starter.py"
     starter.write_text(WITHOUT_PLUGIN)
     launcher = ["-m", "megatron_loss_agg", "--cpu"]
     mode = ["--loss-aggregation", "prompt_mean", "--loss-aggregation-audit"]
+    # The first step takes a rank's two microbatches, which are read as they are.
+    empty = ["--loss-aggregation-batch", "tests.launch.readers:reject_all_after_two"]
+    empty += ["--loss-aggregation-empty-step", "skip", "--save-interval", "1"]
     return {
+        "empty steps": start(launcher, [*mode, *empty], folder / "empty"),
         "without the plugin": start([str(starter)], [], folder / "without"),
         "without the flag": start(launcher, [], folder / "launched"),
         "with the flag": start(launcher, mode, folder / "aggregated"),
@@ -96,8 +104,12 @@ def start(starter: list[str], extra: list[str], save: Path) -> Run:
         for line in log.read_text().splitlines()
         if re.search(r"iteration +\d+/|validation loss at|loss aggregation audit", line)
     ]
-    (path,) = save.glob(f"iter_{ITERATIONS:07d}/*/model_optim_rng.pt")
-    return logged, torch.load(path, weights_only=False)
+    return logged, checkpoint(save, ITERATIONS)
+
+
+def checkpoint(save: Path, iteration: int) -> dict[str, Any]:
+    (path,) = save.glob(f"iter_{iteration:07d}/*/model_optim_rng.pt")
+    return torch.load(path, weights_only=False)
 
 
 def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
@@ -138,3 +150,18 @@ def test_the_audit_is_printed_when_asked_for(runs: dict[str, Run]) -> None:
     (line,) = (line for line in runs["with the flag"][0] if "audit" in line)
     assert "gradients are 1.000000 of the planned ones" in line
     assert not any("audit" in line for line in runs["without the flag"][0])
+
+
+def test_a_skipped_step_leaves_weights_and_optimizer_untouched(
+    runs: dict[str, Run], folder: Path
+) -> None:
+    logged, saved = runs["empty steps"]
+    steps = [line for line in logged if re.search(r"iteration +\d+/", line)]
+    skipped = [int(re.findall(r"skipped iterations: +(\d+)", line)[0]) for line in steps]
+    assert skipped == [0, 1, 1]
+    first, last = tensors(checkpoint(folder / "empty", 1)), tensors(saved)
+    for part in (".model.", ".optimizer."):
+        parts = {n: t for n, t in first.items() if n.startswith(part) and t.is_floating_point()}
+        assert parts
+        assert [n for n, t in parts.items() if not torch.equal(t, last[n])] == []
+    assert any("exp_avg" in name and bool(t.any()) for name, t in first.items())

@@ -9,6 +9,7 @@ together with context parallelism or packing.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 
 __all__ = ["CPU_FLAGS", "enable", "set_default_flags"]
@@ -50,6 +51,7 @@ def enable() -> None:
 
     attention.install()
     refusals.install()
+    atexit.register(_leave)
 
 
 def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -63,3 +65,14 @@ def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             action = known[flag]
             parser.set_defaults(**{action.dest: action.const if value is None else value})
     return parser
+
+
+def _leave() -> None:
+    """End gloo's threads, which abort the process if the interpreter goes first.
+
+    Megatron's scripts leave their process groups to the end of the process.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
