@@ -39,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
+    encoding = sys.stdout.encoding or "utf-8"
+    try:  # what the output cannot show, such as a lone surrogate in a prompt, is escaped
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron_loss_agg.errors import GroupError, InputError
 
+# Up to here every integer is exact in fp64, which the weights are counted in.
+_MOST = 2**53
 COLUMNS = ("prompt", "rollout", "microbatch", "rank")
 
 
@@ -83,7 +85,7 @@ def from_jsonl(path: str) -> list[Sample]:
 def _sample(where: str, line: str) -> Sample:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of too many digits, or too deep
         raise InputError(f"{where}: no JSON ({error}); expected one JSON object a line") from None
     if not isinstance(row, dict):
         raise InputError(f"{where}: {type(row).__name__}; expected a JSON object")
@@ -103,14 +105,17 @@ def _sample(where: str, line: str) -> Sample:
 
 def _mask_sum(where: str, mask: Any) -> float:
     numbers = isinstance(mask, list) and all(isinstance(m, (bool, int, float)) for m in mask)
-    if not numbers or not all(math.isfinite(m) and m >= 0 for m in mask):
-        raise InputError(f"{where}: 'loss_mask' is not a list of finite numbers >= 0")
+    if not numbers or not all(0 <= m <= _MOST for m in mask) or sum(mask) > _MOST:
+        raise InputError(
+            f"{where}: 'loss_mask' is not a list of finite numbers >= 0 with a sum up to 2**53"
+        )
     return math.fsum(mask)
 
 
 def _count(where: str, name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"{where}: {name!r} is {value!r}; expected an integer >= 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
+        raise InputError(f"{where}: {name!r} is {shown}; expected an integer >= 0, up to 2**53")
     return value
 
 
@@ -129,6 +134,10 @@ def _items(text: str) -> list[str]:
 
 def _integers(flag: str, text: str) -> list[int]:
     items = _items(text)
-    if not all(item.isdecimal() for item in items):
-        raise InputError(f"{flag} {text!r}; expected integers >= 0 with commas between them")
+    digits = len(str(_MOST))
+    if not all(i.isdecimal() and len(i) <= digits and int(i) <= _MOST for i in items):
+        shown = text if len(text) <= 80 else text[:80] + "..."
+        raise InputError(
+            f"{flag} {shown!r}; expected integers >= 0, up to 2**53, with commas between them"
+        )
     return [int(item) for item in items]

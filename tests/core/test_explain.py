@@ -156,8 +156,12 @@ def test_modes_without_their_input_are_left_out(capsys):
     [
         (
             ["--lengths", "1,x"],
-            "InputError: --lengths '1,x'; expected integers >= 0 with commas between them",
+            "InputError: --lengths '1,x'; expected integers >= 0, up to 2**53, with "
+            "commas between them",
         ),
+        (["--lengths", "1," + "9" * 400], "InputError: --lengths '1,9999999"),
+        (["--lengths", "1", "--microbatches", "9" * 5000], "InputError: --microbatches '999"),
+        (["--lengths", str(2**53 + 1)], "InputError: --lengths '9007199254740993'; expected"),
         (
             ["--lengths", "1,2", "--prompts", "0"],
             "InputError: --prompts has 1 values and --lengths has 2; expected one for each sample",
@@ -200,6 +204,12 @@ def test_bad_arguments_are_named(capsys, args, message):
     "line, message",
     [
         ("{", "InputError: PATH:2: no JSON ("),
+        ('{"length": ' + "9" * 5000 + "}", "InputError: PATH:2: no JSON ("),
+        ('{"prompt": ' + "[" * 20_000 + "]" * 20_000 + "}", "InputError: PATH:2: no JSON ("),
+        ('{"length": ' + "9" * 400 + "}", "InputError: PATH:2: 'length' is 999"),
+        ('{"length": 1, "rank": ' + "9" * 400 + "}", "InputError: PATH:2: 'rank' is 999"),
+        ('{"loss_mask": [1, ' + "9" * 400 + "]}", "InputError: PATH:2: 'loss_mask' is not a list"),
+        ('{"loss_mask": [9e15, 9e15]}', "InputError: PATH:2: 'loss_mask' is not a list"),
         ("[1]", "InputError: PATH:2: list; expected a JSON object"),
         ("{}", "InputError: PATH:2: has keys []; expected either 'length' or 'loss_mask'"),
         (
@@ -231,6 +241,13 @@ def test_bad_lines_are_named(capsys, tmp_path, line, message):
     path.write_text('{"length": 3}\n' + line + "\n")
     expected = "megatron_loss_agg: " + message.replace("PATH", str(path))
     assert refusal(capsys, "--jsonl", str(path)).startswith(expected)
+
+
+def test_a_prompt_that_the_output_cannot_show_is_escaped(tmp_path):
+    path = write(tmp_path / "step.jsonl", {"length": 3, "prompt": "\ud800"})
+    command = [sys.executable, "-m", "megatron_loss_agg", "explain", "--jsonl", path]
+    done = subprocess.run(command, capture_output=True, check=True)
+    assert b"\\ud800" in done.stdout
 
 
 def test_a_file_without_lines_is_named(capsys, tmp_path):
