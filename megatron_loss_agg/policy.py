@@ -263,7 +263,6 @@ def _surrogate(
 ) -> PolicyLoss:
     """The clipped surrogate. Where it is clipped its value is a constant, hence no gradient."""
     usable = ~log_ratio.isnan() & advantages.isfinite()
-    advantages = advantages.masked_fill(~usable, 0)
     ratios = bounded(log_ratio.masked_fill(~usable, 0)).exp()
     kept = -(advantages * ratios)
     limit = -(advantages * ratios.detach().clamp(*limits))

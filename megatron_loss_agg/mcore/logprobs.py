@@ -146,17 +146,16 @@ class _LogProbs(torch.autograd.Function):
         softmax, elsewhere, target, entropy = ctx.saved_tensors
         g_log_prob, g_entropy = (g / ctx.temperature for g in gradients)
         unused = (g_log_prob == 0) & (g_entropy == 0)
+        steps = VocabParallelCrossEntropy
+        grad_2d, token, own, softmax = steps.prepare_gradient_calculation_operands(
+            softmax, elsewhere
+        )
         if ctx.with_entropy:
             for rows, g_lp, g_h, h in _parts(softmax, g_log_prob, g_entropy, entropy):
                 factor = rows.log().clamp_(min=_LEAST).add_(h.unsqueeze(-1))
                 rows.mul_(factor.mul_(g_h.unsqueeze(-1)).add_(g_lp.unsqueeze(-1)).neg_())
-            here = g_log_prob.masked_fill(elsewhere, 0).view(-1, 1)
-            softmax.view(-1, softmax.shape[-1]).scatter_add_(1, target.view(-1, 1), here)
+            grad_2d[token, target] += own * g_log_prob.view(-1)
         else:
-            steps = VocabParallelCrossEntropy
-            grad_2d, token, own, softmax = steps.prepare_gradient_calculation_operands(
-                softmax, elsewhere
-            )
             steps.calculate_gradients(grad_2d, token, target, own, softmax, -g_log_prob)
         softmax.masked_fill_(unused.unsqueeze(-1), 0)
         return softmax, None, None, None, None

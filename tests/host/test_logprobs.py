@@ -16,7 +16,7 @@ pytestmark = pytest.mark.host
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
 F64 = torch.float64
 # What the logits are like, and the temperature.
-CASES = [("normal", 1.0), ("normal", 0.7), ("wide", 1.0), ("filtered", 1.0)]
+CASES = [("normal", 1.0), ("normal", 0.7), ("wide", 1.0), ("wide", 0.3), ("filtered", 1.0)]
 
 
 def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
