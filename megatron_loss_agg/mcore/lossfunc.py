@@ -161,7 +161,14 @@ def _bound_mask(loss_func: Callable[..., Any]) -> Tensor:
         if isinstance(mask, Tensor):
             return mask
     raise HostError(
-        f"the forward step returned the loss function {loss_func!r}, which carries no mask; "
+        f"the forward step returned the loss function {_name(loss_func)}, which carries no mask; "
         "expected functools.partial(loss_func, loss_mask) with a parameter named loss_mask, or "
         "megatron_loss_agg.mcore.TokenLoss"
     )
+
+
+def _name(loss_func: Callable[..., Any]) -> str:
+    """Of a function or `functools.partial`, without the tensors that it is bound to."""
+    if isinstance(loss_func, functools.partial):
+        return f"partial({_name(loss_func.func)}) of {inspect.signature(loss_func.func)}"
+    return getattr(loss_func, "__qualname__", type(loss_func).__qualname__)

@@ -168,7 +168,9 @@ class Step:
     def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
         packed = next((x for x in given if hasattr(x, "qkv_format")), None)
-        self._packed = getattr(packed, "qkv_format", None) == "thd"
+        starts = getattr(packed, "cu_seqlens_q", None)
+        alone = self._micro_batch_size == 1 and starts is not None and starts.numel() == 2
+        self._packed = getattr(packed, "qkv_format", None) == "thd" and not alone
         own_size = getattr(packed, "local_cp_size", None)
         if own_size not in (None, self._scale.context_parallel_size):
             raise HostError(

@@ -57,6 +57,35 @@ def without_mask(loss_func: Any, mask: Tensor) -> Any:
     return lambda output: loss_func(mask, output)
 
 
+def with_keyword(loss_func: Any, mask: Tensor) -> Any:
+    return functools.partial(lambda output, loss_mask: loss_func(loss_mask, output), loss_mask=mask)
+
+
+def with_object(loss_func: Any, mask: Tensor) -> Any:
+    class Loss:
+        def __call__(self, loss_mask: Tensor, output: Tensor) -> Any:
+            return loss_func(loss_mask, output)
+
+    return functools.partial(functools.partial(Loss()), mask)
+
+
+def with_another_name(loss_func: Any, mask: Tensor) -> Any:
+    def own_loss(tokens: Tensor, output: Tensor) -> Any:
+        return loss_func(tokens, output)
+
+    return functools.partial(own_loss, mask)
+
+
+class HoldsMask:
+    """A loss function of the user's that is no partial."""
+
+    def __init__(self, loss_func: Any, mask: Tensor) -> None:
+        self.loss_func, self.loss_mask = loss_func, mask
+
+    def __call__(self, output: Tensor) -> Any:
+        return self.loss_func(self.loss_mask, output)
+
+
 def with_a_term(loss_func: Any, mask: Tensor) -> Any:
     def loss_and_term(loss_mask: Tensor, output: Tensor) -> Any:
         loss, num_tokens, report = loss_func(loss_mask, output)
@@ -155,7 +184,11 @@ def errors_on_host() -> dict[str, str | None]:
     return {
         "good": steps(mode),
         "legacy": steps(mode, with_loss_func(mean_and_no_count)),
+        "keyword": steps(mode, with_loss_func(with_keyword)),
+        "callable object": steps(mode, with_loss_func(with_object)),
         "no mask": steps(mode, with_loss_func(without_mask)),
+        "mask of another name": steps(mode, with_loss_func(with_another_name)),
+        "object that is no partial": steps(mode, with_loss_func(HoldsMask)),
         "term": steps(mode, with_loss_func(with_a_term)),
         "changed mask": steps(mode, with_loss_func(with_a_changed_mask)),
         "part of the losses": steps(mode, with_loss_func(with_part_of_the_losses)),
@@ -216,7 +249,16 @@ def errors_of_tensor_ranks() -> list[dict[str, str | None]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["good", "legacy", "packed later", "fractions elsewhere", "good again"]
+    "case",
+    [
+        "good",
+        "legacy",
+        "keyword",
+        "callable object",
+        "packed later",
+        "fractions elsewhere",
+        "good again",
+    ],
 )
 def test_what_is_fine_is_not_refused(case: str) -> None:
     assert [rank[case] for rank in errors()] == [None, None]
@@ -225,7 +267,13 @@ def test_what_is_fine_is_not_refused(case: str) -> None:
 @pytest.mark.parametrize(
     "case, name, texts",
     [
-        ("no mask", "HostError", ("carries no mask", "TokenLoss")),
+        ("no mask", "HostError", ("function without_mask.<locals>.<lambda>,", "TokenLoss")),
+        (
+            "mask of another name",
+            "HostError",
+            ("own_loss) of (tokens: ", "a parameter named loss_mask"),
+        ),
+        ("object that is no partial", "HostError", ("HoldsMask, which carries no mask",)),
         ("term", "HostError", ("expected a masked sum", "return a TokenLoss")),
         ("changed mask", "MaskError", ("is not this rank's part", "read_batch")),
         ("part of the losses", "MaskError", ("expected one loss per token",)),
@@ -247,6 +295,7 @@ def test_bad_input_is_refused_on_every_rank(case: str, name: str, texts: tuple[s
         assert rank[case] is not None and rank[case].startswith(f"{name}: ")
         for text in texts:
             assert text in rank[case]
+        assert "tensor(" not in rank[case]
 
 
 @pytest.mark.parametrize(
