@@ -34,6 +34,7 @@ setup(
         "mcore": ["megatron-core>=0.14"],
         "te": ["transformer-engine[pytorch]"],
         "plot": ["matplotlib>=3.8"],
+        "rl": ["matplotlib>=3.8", "tensorboard>=2.18", "tqdm>=4.66"],
         "test": [
             "hypothesis>=6.100",
             "mypy>=1.15",

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-python=$(bash ci/python.sh mcore,test,docs,plot)
+python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 "$python" -m nox --noxfile noxfile.py "$@" </dev/null
 if [[ $# -eq 0 ]]; then
     "$python" ci/verified.py build/verified/*.xml >docs/verified.md

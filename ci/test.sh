@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-python=$(bash ci/python.sh mcore,test,docs,plot)
+python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 status=0

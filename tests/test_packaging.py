@@ -100,7 +100,7 @@ def test_the_console_script_resolves(wheel: ZipFile) -> None:
     assert callable(getattr(import_module(module), function))
 
 
-@pytest.mark.parametrize("extra", [None, "mcore", "test"])
+@pytest.mark.parametrize("extra", [None, "mcore", "test", "rl"])
 def test_what_the_environment_installs_is_pinned(metadata: Message, extra: str | None) -> None:
     marker = None if extra is None else f'extra == "{extra}"'
     required = {
