@@ -2,5 +2,6 @@
 
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.lossfunc import TokenLoss
+from megatron_loss_agg.mcore.prefetch import Prefetch
 
-__all__ = ["LossHook", "TokenLoss"]
+__all__ = ["LossHook", "Prefetch", "TokenLoss"]

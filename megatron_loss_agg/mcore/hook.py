@@ -16,6 +16,7 @@ from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import ReadBatch, read_ahead, read_batch
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
+from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.step import Step
@@ -174,7 +175,16 @@ class LossHook:
             StepPlan.abandon(self.terms, ranks.data)
             raise
         kwargs["data_iterator"] = [*iterators[:-1], replay] if chunks else replay
-        return StepPlan.build_terms(self.terms, microbatches, ranks.data)
+        plans = StepPlan.build_terms(self.terms, microbatches, ranks.data)
+        if not kwargs.get("forward_only"):
+            self._fetch_next(iterators[-1] if chunks else iterators, scale)
+        return plans
+
+    def _fetch_next(self, data_iterator: Any, scale: HostScale) -> None:
+        """Begin to draw the next step's batches, which will be read ahead too."""
+        prefetch = prefetch_of(data_iterator)
+        if prefetch is not None:
+            prefetch.fetch(scale.num_microbatches)
 
     def _agree_on_emptiness(self, ranks: Ranks, trains: bool, is_empty: bool) -> None:
         """Tell the other pipeline stages, where somebody wants to know."""

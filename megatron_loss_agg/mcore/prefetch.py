@@ -1,0 +1,82 @@
+"""Drawing the next step's batches behind the compute of this one.
+
+A look-ahead draws a step's batches before its first forward pass, where stock Megatron draws each
+just before its own. With a slow data loader the accelerator would wait for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+
+class Prefetch:
+    """The same batches as ``source`` in the same order, some of them drawn ahead by a thread.
+
+    Whoever reads, and whatever was fetched, nothing is lost or read twice. An exception of
+    ``source`` surfaces where the batch is wanted that it came for. The thread does not outlive the
+    process.
+
+    Megatron's own train and validation iterators get one by themselves, if their loader does not
+    save its position; in a loop of your own, give the schedule a ``Prefetch(batches)``.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._drawn: deque[Any] = deque()
+        self._failure: BaseException | None = None
+        self._thread: Thread | None = None
+
+    def fetch(self, number: int) -> None:
+        """Begin to draw, so that the next ``number`` batches are at hand."""
+        self._wait()
+        missing = number - len(self._drawn)
+        if missing > 0 and self._failure is None:
+            self._thread = Thread(target=self._draw, args=(missing,), daemon=True)
+            self._thread.start()
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Any:
+        self._wait()
+        if self._drawn:
+            return self._drawn.popleft()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return next(self._source)
+
+    def _draw(self, number: int) -> None:
+        try:
+            for _ in range(number):
+                self._drawn.append(next(self._source))
+        except BaseException as failure:  # kept for the reader, StopIteration too
+            self._failure = failure
+
+    def _wait(self) -> None:
+        """Let the thread finish: the source has one reader at a time."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def prefetch_of(data_iterator: Any) -> Prefetch | None:
+    """The `Prefetch` in or below ``data_iterator``; one is put below Megatron's own iterators.
+
+    Those replay a step from the batches that they handed out (`RerunDataIterator`), so it goes
+    between them and their loader. None where there is no such place, or the loader saves its own
+    position in checkpoints, which would then be ahead of the training.
+    """
+    if isinstance(data_iterator, Prefetch):
+        return data_iterator
+    loader: Any = getattr(data_iterator, "iterable", None)
+    if isinstance(loader, Prefetch):
+        return loader
+    saves_position = any(hasattr(loader, name) for name in ("save_state", "state_dict"))
+    if saves_position or not hasattr(loader, "__next__"):
+        return None
+    data_iterator.iterable = prefetch = Prefetch(loader)
+    return prefetch
