@@ -1,0 +1,160 @@
+"""The loop: sample, score, and several optimizer steps on what was sampled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from examples.grpo import checkpoint, loss, model, packing, rollout, task
+from examples.grpo.metrics import Log, Metrics, progress
+from examples.grpo.options import Options
+from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.report import Max, Mean, reduce_reports
+
+
+class Trainer:
+    """Models, optimizer and hooks of one run. Nothing in it but `state` is carried by a step."""
+
+    def __init__(self, options: Options) -> None:
+        model.start(options)
+        self.options = options
+        self.policy = model.distribute(model.build(options))
+        self.reference = model.build(options).requires_grad_(False)
+        self.optimizer = model.build_optimizer(self.policy, options)
+        self.grpo = loss.grpo_hook(options)
+        self.data_group = parallel_state.get_data_parallel_group()
+        ranks = dist.get_world_size(self.data_group)
+        if options.answers % ranks:
+            raise ValueError(
+                f"--answers {options.answers} cannot be dealt to {ranks} data-parallel ranks; "
+                "expected a multiple"
+            )
+        self.token_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, beside the options and its number."""
+        return {
+            "policy": self.policy.module.state_dict(),
+            "reference": self.reference.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        self.policy.module.load_state_dict(state["policy"])
+        self.reference.load_state_dict(state["reference"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.reload_model_params()
+
+    def warm_up(self) -> None:
+        """A short supervised training; the reference is the model after it."""
+        rank, ranks = dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
+        hook = loss.supervised_hook()
+        number = self.options.prompts * self.options.answers
+        self._set_learning_rate(self.options.warmup_lr)
+        for step in progress("warm-up", 0, self.options.warmup, dist.get_rank() == 0):
+            examples = task.examples(number, self.options.largest, _seed(self.options, step, 1))
+            fields, lengths = _as_rows(examples[rank::ranks])
+            samples = torch.arange(len(lengths))
+            self._optimize(hook, loss.supervised_losses, fields, lengths, samples)
+        self.reference.load_state_dict(self.policy.module.state_dict())
+
+    def step(self, step: int) -> Metrics:
+        """One batch of rollouts and the optimizer steps on it."""
+        options = self.options
+        texts = task.prompts(options.prompts, options.largest, _seed(options, step, 2))
+        batch = rollout.collect(
+            self.policy.module, self.reference, texts, options.answers, _seed(options, step, 3)
+        )
+        prompts = options.prompts // options.updates
+        self._set_learning_rate(options.lr * (1 - step / options.steps))
+        reports = []
+        for update in range(options.updates):
+            rows = batch.rows((batch.prompt_ids // prompts == update).nonzero().squeeze(1))
+            losses = partial(loss.grpo_losses, options.clip)
+            reports += self._optimize(
+                self.grpo, losses, rows.fields(), rows.lengths, rows.prompt_ids
+            )
+        # Context-parallel ranks hold the same answers, and parts of the same tokens.
+        return {
+            **reduce_reports([batch.report()], self.data_group),
+            **reduce_reports(reports, self.token_group),
+        }
+
+    def _set_learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def _optimize(
+        self,
+        hook: LossHook,
+        losses: loss.Losses,
+        fields: dict[str, Tensor],
+        lengths: Tensor,
+        prompt_ids: Tensor,
+    ) -> list[loss.Report]:
+        """One optimizer step on this rank's rows; what each microbatch reports."""
+        packs = packing.microbatches(
+            fields,
+            lengths,
+            prompt_ids,
+            multiple=rollout.width_of(1),
+            budget=self.options.token_budget,
+            group=self.data_group,
+        )
+        self.policy.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = hook.wrap(get_forward_backward_func())(
+            forward_step_func=partial(loss.forward_step, losses),
+            data_iterator=iter(packs),
+            model=[self.policy],
+            num_microbatches=len(packs),
+            seq_length=self.options.token_budget,
+            micro_batch_size=1,
+        )
+        if not hook.step_is_empty:
+            self.optimizer.step()
+        return [
+            {name: value for name, value in report.items() if isinstance(value, (Mean, Max))}
+            for report in reports
+        ]
+
+
+def _as_rows(examples: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Tensor], Tensor]:
+    """Prompts with answers as padded rows, and their lengths."""
+    whole = [prompt + answer for prompt, answer in examples]
+    lengths = torch.tensor([len(tokens) for tokens in whole])
+    tokens = torch.full((len(whole), rollout.width_of(int(lengths.max()))), task.PAD)
+    for row, sample in zip(tokens, whole, strict=True):
+        row[: len(sample)] = torch.tensor(sample)
+    return {"tokens": tokens, "loss_mask": rollout.answer_mask(tokens, lengths)}, lengths
+
+
+def _seed(options: Options, step: int, purpose: int) -> int:
+    return (options.seed * 1_000_003 + step) * 8 + purpose
+
+
+def train(options: Options) -> Trainer:
+    """Train, write metrics and checkpoints into the output folder, and hand back what there is."""
+    trainer = Trainer(options)
+    if options.resume:
+        state = checkpoint.load(options.output)
+        start = state["step"]
+        trainer.load_state(state)
+    else:
+        start = 0
+        trainer.warm_up()
+    log = Log(options.output, start, writes=dist.get_rank() == 0)
+    for step in log.steps(start, options.steps):
+        log.write(step, trainer.step(step))
+        done = step + 1
+        if done % options.save_every == 0 or done == options.steps:
+            checkpoint.save(options.output, done, trainer.state())
+    log.close()
+    return trainer

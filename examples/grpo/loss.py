@@ -1,0 +1,102 @@
+"""What is trained on: the forward step for Megatron's schedule, and the losses with their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from examples.grpo import task
+from examples.grpo.options import Options
+from examples.grpo.packing import Pack, is_padding, read_pack
+from megatron_loss_agg import CPLayout, LossAggregation, Term
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.mcore.logprobs import (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+)
+from megatron_loss_agg.policy import clipped_policy_loss, kl_penalty
+from megatron_loss_agg.report import Max, Mean
+
+Report = dict[str, Mean | Max]
+Losses = Callable[[Tensor, Pack], tuple[dict[str, Tensor], Report]]
+"""(logits [1, local tokens, vocabulary], this rank's part of the pack) -> terms, report."""
+
+
+def forward_step(
+    losses: Losses, data_iterator: Iterator[Pack], model: Any
+) -> tuple[Tensor, TokenLoss]:
+    """Run the model on this context-parallel rank's part of a pack."""
+    batch = {name: value.cuda() for name, value in next(data_iterator).items()}
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    offsets = batch["cu_seqlens_padded"]
+    layout = CPLayout.thd(offsets, size, rank)
+    local = {name: layout.shard(value) for name, value in batch.items() if value.dim() == 2}
+    longest = int(offsets.diff().max())
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    logits = model(
+        local["tokens"], local["position_ids"], attention_mask=None, packed_seq_params=packed
+    )
+    mask = local["loss_mask"]
+    # Padding has tokens, for the model to run on, but no sample: none of its losses is handed on.
+    kept = 0 if is_padding(batch) else mask.shape[1]
+
+    def compute(output: Tensor) -> tuple[Any, Report]:
+        by_name, report = losses(output, local)
+        return {name: values[:, :kept] for name, values in by_name.items()}, report
+
+    return logits, TokenLoss(compute, mask[:, :kept])
+
+
+def grpo_hook(options: Options) -> LossHook:
+    """GRPO's loss: three terms, each with a mean of its own over the whole optimizer step."""
+    divisor = float(task.MAX_ANSWER) if options.mode == "constant" else None
+    return LossHook(
+        {
+            "policy": Term(LossAggregation(mode=options.mode, divisor=divisor)),
+            "kl": Term(LossAggregation(mode="token_mean"), coefficient=options.kl),
+            "entropy": Term(LossAggregation(mode="sample_mean"), coefficient=-options.entropy),
+        },
+        read_pack,
+        empty_step="skip",
+    )
+
+
+def grpo_losses(clip: float, logits: Tensor, local: Pack) -> tuple[dict[str, Tensor], Report]:
+    """The terms of `grpo_hook`, per token, and what to watch."""
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, local["labels"])
+    policy = clipped_policy_loss(
+        log_probs, local["old_log_probs"], local["advantages"], clip_low=clip, clip_high=clip
+    )
+    kl = kl_penalty(log_probs, local["reference_log_probs"], "k2")
+    mask = local["loss_mask"]
+    report: Report = {
+        "clip_fraction": Mean.of(policy.clipped, mask),
+        "ratio_max": Max.of(policy.ratios, mask),
+        "kl": Mean.of(kl, mask),
+        "entropy": Mean.of(entropy, mask),
+    }
+    return {"policy": policy.losses, "kl": kl, "entropy": entropy}, report
+
+
+def supervised_hook() -> LossHook:
+    """The warm-up's loss: the mean over tokens."""
+    terms = {"supervised": LossAggregation(mode="token_mean")}
+    return LossHook(terms, read_pack, empty_step="skip")
+
+
+def supervised_losses(logits: Tensor, local: Pack) -> tuple[dict[str, Tensor], Report]:
+    """The term of `supervised_hook`: cross entropy of the next token."""
+    return {"supervised": -vocab_parallel_log_probs(logits, local["labels"])}, {}

@@ -1,0 +1,61 @@
+"""The flags of `train.py`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One training run. Sizes are those of the whole step, over all ranks."""
+
+    cpu: bool = _flag(False, "run on CPUs over gloo")
+    output: Path = _flag(Path("build/grpo/run"), "folder of all that is written")  # noqa: RUF009
+    resume: bool = _flag(False, "go on from the newest checkpoint in the output folder")
+    mode: str = _flag("prompt_mean", "aggregation of the policy loss")
+    seed: int = _flag(1, "of weights, prompts and samples")
+    steps: int = _flag(160, "batches of rollouts")
+    save_every: int = _flag(40, "steps from one checkpoint to the next")
+    largest: int = _flag(4, "largest number in a prompt, one digit")
+    prompts: int = _flag(16, "prompts a batch of rollouts")
+    answers: int = _flag(16, "answers sampled to each prompt")
+    updates: int = _flag(2, "optimizer steps a batch of rollouts; each takes whole prompts")
+    token_budget: int = _flag(384, "tokens of a microbatch, padding included")
+    warmup: int = _flag(50, "supervised steps before all else, too few to learn the sums")
+    warmup_lr: float = _flag(3e-3, "learning rate of the warm-up")
+    context_parallel: int = _flag(2, "context-parallel ranks; the others are data-parallel")
+    hidden: int = _flag(64, "width of the model")
+    layers: int = _flag(2, "layers of the model")
+    lr: float = _flag(3e-3, "learning rate of the first step; it falls linearly to 0")
+    clip: float = _flag(0.2, "clip of the importance ratio")
+    kl: float = _flag(0.01, "coefficient of the divergence from the model after the warm-up")
+    entropy: float = _flag(0.003, "coefficient of the entropy, which is raised")
+
+    def __post_init__(self) -> None:
+        if self.prompts % self.updates:
+            raise ValueError(
+                f"--prompts {self.prompts} cannot be dealt to --updates {self.updates} optimizer "
+                "steps; expected a multiple"
+            )
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """`Options` from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    for entry in fields(Options):
+        flag, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
+        if isinstance(entry.default, bool):
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            kind = type(entry.default) if entry.name != "output" else Path
+            parser.add_argument(flag, type=kind, default=entry.default, help=text)
+    return Options(**vars(parser.parse_args(arguments)))

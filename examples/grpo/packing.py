@@ -1,0 +1,143 @@
+"""Dynamic packing: answers of free length into microbatches of a bounded number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg import Microbatch
+
+Pack = dict[str, Tensor]
+"""One microbatch. Per token [1, tokens]: the fields that were packed, ``position_ids`` and
+``labels``. Offsets [samples + 1]: ``cu_seqlens``, ``cu_seqlens_padded``; ``prompt_ids`` [samples].
+"""
+
+IGNORED = 0  # what a padded position holds: a token and a label like any other, without a loss
+
+
+def bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of ``lengths`` in bins that hold at most ``budget`` each: first fit, longest first.
+
+    Raises:
+        ValueError: a length that fits in no bin.
+    """
+    filled: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if length > budget:
+            raise ValueError(f"a sample of {length} tokens; the token budget is {budget}: raise it")
+        fits = next((b for b, free in enumerate(room) if free >= length), None)
+        if fits is None:
+            filled.append([])
+            room.append(budget)
+            fits = len(room) - 1
+        filled[fits].append(index)
+        room[fits] -= length
+    return filled
+
+
+def pack(fields: Mapping[str, Tensor], lengths: Tensor, prompt_ids: Tensor, multiple: int) -> Pack:
+    """The rows of ``fields`` one behind the other, each padded to a multiple of ``multiple``.
+
+    Args:
+        fields: [rows, width] each, ``tokens`` among them; ``loss_mask`` is 0 beyond the length.
+            The width is a multiple of ``multiple``.
+        lengths, prompt_ids: [rows].
+    """
+    width = fields["tokens"].shape[1]
+    padded = -(-lengths // multiple) * multiple
+    position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
+    kept = position < padded.unsqueeze(1)
+    real = position < lengths.unsqueeze(1)
+    tokens = fields["tokens"].where(real, IGNORED)
+    rows = {
+        **fields,
+        "tokens": tokens,
+        "labels": tokens.roll(-1, dims=1),
+        "position_ids": position,
+    }
+    flat = {name: value[kept].unsqueeze(0) for name, value in rows.items()}
+    return {
+        **flat,
+        "cu_seqlens": _offsets(lengths),
+        "cu_seqlens_padded": _offsets(padded),
+        "prompt_ids": prompt_ids,
+    }
+
+
+def unpack(values: Tensor, offsets: Tensor, offsets_padded: Tensor) -> list[Tensor]:
+    """The samples of [1, tokens], without their padding: the inverse of `pack`."""
+    starts, lengths = offsets_padded[:-1].tolist(), offsets.diff().tolist()
+    pairs = zip(starts, lengths, strict=True)
+    return [values[0, start : start + length] for start, length in pairs]
+
+
+def padding_like(other: Pack, multiple: int) -> Pack:
+    """A microbatch without a sample, for a rank that has fewer than its peers.
+
+    The model runs on it, since its peers wait for it in collectives: on one row of ``multiple``
+    tokens with mask 0. `read_pack` tells the hook that none of them is a sample, so that no
+    denominator counts it.
+    """
+    tokens = {
+        name: value.new_zeros(1, multiple) for name, value in other.items() if value.dim() == 2
+    }
+    offsets = torch.tensor([0, multiple], dtype=torch.int32, device=other["tokens"].device)
+    return {
+        **tokens,
+        "cu_seqlens": torch.zeros_like(offsets),
+        "cu_seqlens_padded": offsets,
+        "prompt_ids": other["prompt_ids"][:0],
+    }
+
+
+def is_padding(batch: Pack) -> bool:
+    """Whether ``batch`` was made by `padding_like`."""
+    return batch["prompt_ids"].numel() == 0
+
+
+def read_pack(batch: Pack) -> Microbatch:
+    """What the hook has to know of a pack, of one that is padding too."""
+    kept = 0 if is_padding(batch) else None
+    return Microbatch(
+        loss_mask=batch["loss_mask"][:, :kept],
+        cu_seqlens=batch["cu_seqlens"][: None if kept is None else 1],
+        cu_seqlens_padded=batch["cu_seqlens_padded"][: None if kept is None else 1],
+        prompt_ids=batch["prompt_ids"],
+    )
+
+
+def microbatches(
+    fields: Mapping[str, Tensor],
+    lengths: Tensor,
+    prompt_ids: Tensor,
+    *,
+    multiple: int,
+    budget: int,
+    group: dist.ProcessGroup | None,
+) -> list[Pack]:
+    """This rank's rows as packs of at most ``budget`` tokens, as many on every rank of ``group``.
+
+    Args:
+        fields, lengths, prompt_ids, multiple: as in `pack`.
+        group: the data-parallel ranks; they need as many microbatches each, since Megatron's
+            schedule is told one number. None: alone.
+    """
+    padded = -(-lengths // multiple) * multiple
+    packs = []
+    for chosen in bins(padded.tolist(), budget):
+        rows = torch.tensor(chosen, device=lengths.device)
+        these = {name: value[rows] for name, value in fields.items()}
+        packs.append(pack(these, lengths[rows], prompt_ids[rows], multiple))
+    number = torch.tensor(len(packs), device=lengths.device)
+    if group is not None:
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    return packs + [padding_like(packs[0], multiple)] * (int(number) - len(packs))
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)

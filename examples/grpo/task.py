@@ -1,0 +1,59 @@
+"""The task: sums of small numbers, answered in free form and checked exactly.
+
+A prompt is ``7+5``. An answer is any string that ends with the end token; what it says follows its
+last ``=``, and whatever stands before that is the model's own affair. So ``=12`` is right, and so
+is ``4+1=12``, only longer.
+"""
+
+from __future__ import annotations
+
+import random
+
+DIGITS = "0123456789"
+TEXT = DIGITS + "+="
+END, PAD = len(TEXT), len(TEXT) + 1
+VOCAB_SIZE = 16  # the last two are never sampled on purpose: an even size splits over ranks
+
+MAX_ANSWER = 9  # tokens, the end included
+PROMPT = 3  # tokens
+
+
+def encode(text: str) -> list[int]:
+    """Tokens of ``text``."""
+    return [TEXT.index(character) for character in text]
+
+
+def decode(tokens: list[int]) -> str:
+    """Text of ``tokens``; tokens that are no text become ``?``."""
+    return "".join(TEXT[token] if token < len(TEXT) else "?" for token in tokens)
+
+
+def prompts(number: int, largest: int, seed: int) -> list[str]:
+    """``number`` different sums of two digits up to ``largest``, drawn by ``seed``."""
+    choices = [f"{left}+{right}" for left in range(largest + 1) for right in range(largest + 1)]
+    return random.Random(seed).sample(choices, number)
+
+
+def reward(prompt: str, answer: list[int]) -> float:
+    """1 if ``answer`` ends and says the sum in plain decimal after its last ``=``, otherwise 0.
+
+    Args:
+        prompt: text of the prompt.
+        answer: tokens that were sampled, the end token included.
+    """
+    if not answer or answer[-1] != END:
+        return 0.0
+    _, equals, said = decode(answer[:-1]).rpartition("=")
+    left, right = prompt.split("+")
+    return float(bool(equals) and said == str(int(left) + int(right)))
+
+
+def examples(number: int, largest: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts with right answers for the warm-up, after detours of any length that mean nothing."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(number):
+        left, right = draw.randint(0, largest), draw.randint(0, largest)
+        detour = "".join(draw.choice(TEXT[:-1]) for _ in range(draw.randrange(6)))
+        found.append((encode(f"{left}+{right}"), [*encode(f"{detour}={left + right}"), END]))
+    return found
