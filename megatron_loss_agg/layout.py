@@ -141,15 +141,6 @@ class CPLayout:
         return whole.index_select(dim, order.argsort().to(whole.device))
 
 
-def lengths_on_each_rank(cu_seqlens_padded: Tensor, cp_size: int) -> Tensor:
-    """[sequences]: how many tokens of each packed sequence every rank holds, in one run.
-
-    Args:
-        cu_seqlens_padded: offsets that `CPLayout.thd` takes.
-    """
-    return cu_seqlens_padded.diff() // cp_size
-
-
 def _check_rank(cp_size: int, cp_rank: int) -> None:
     integers = isinstance(cp_size, int) and isinstance(cp_rank, int)
     if not integers or not 0 <= cp_rank < cp_size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
@@ -37,10 +37,26 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
             f"weights of shape {tuple(w.shape)} for losses of shape {tuple(token_loss.shape)}; "
             "expected the same shape"
         )
+    if token_loss.dim() != 1:  # another view would be another step of the backward pass
+        w, token_loss = w.reshape(-1), token_loss.reshape(-1)
+    if w.dtype == token_loss.dtype and w.dtype in _SUMMED:
+        return _weighted_sum(w.detach(), token_loss)
     wider = torch.promote_types(w.dtype, token_loss.dtype)
     computed = torch.promote_types(wider, torch.float32)
-    flat_w, flat_loss = (x.reshape(-1).to(computed) for x in (w.detach(), token_loss))
-    return _WeightedSum.apply(flat_w, flat_loss).to(wider)  # type: ignore[no-untyped-call]
+    return _weighted_sum(w.detach().to(computed), token_loss.to(computed)).to(wider)
+
+
+def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
+    """Of vectors of one of the dtypes that are `_SUMMED`."""
+    # The gradient is w itself, whatever the losses are; it is the value that NaN would spoil.
+    total = torch.dot(token_loss, w)
+    if not _is_known_finite(total):
+        with torch.no_grad():
+            total.detach().copy_(torch.dot(where_weighted(w, token_loss), w))
+    return total
+
+
+_SUMMED = (torch.float32, torch.float64)
 
 
 def where_weighted(w: Tensor, x: Tensor) -> Tensor:
@@ -48,18 +64,17 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
 
     A select in one vectorised pass: `torch.where` takes several times as long on a CPU.
     """
-    return torch.ops.aten.threshold_backward(x, w.abs(), 0)
+    return torch.ops.aten.hardshrink_backward(x, w, 0)
 
 
-class _WeightedSum(torch.autograd.Function):
-    """The sum, whose gradient is ``w`` itself: 0 and not NaN where ``w`` is 0."""
+def _is_known_finite(total: Tensor) -> bool:
+    """Whether a scalar is finite; False where that cannot be read without waiting for a device.
 
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, token_loss: Tensor) -> Tensor:
-        ctx.save_for_backward(w)
-        return torch.dot(where_weighted(w, token_loss), w)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        (w,) = ctx.saved_tensors
-        return None, w * gradients[0]
+    A finite sum has met no NaN and no inf, at positions of weight 0 either.
+    """
+    if not total.is_cpu:
+        return False
+    try:
+        return math.isfinite(total.detach().numpy())
+    except RuntimeError:  # no numpy, or a tensor without memory of its own, as under a trace
+        return False

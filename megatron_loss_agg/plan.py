@@ -17,7 +17,7 @@ from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeE
 from megatron_loss_agg.loss import where_weighted
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.tally import MaskSums, StepCounts, StepSums, Tally, abandon, exchange
-from megatron_loss_agg.weights import sample_coefficients, sample_of_token, spread
+from megatron_loss_agg.weights import sample_coefficients, spread
 
 if TYPE_CHECKING:
     from megatron_loss_agg.terms import StepTerms, Term
@@ -129,11 +129,10 @@ class StepPlan:
             return checked_custom(self.aggregation.function(self, i), microbatch, dtype)
         mask = microbatch.loss_mask
         coefficient = self._coefficients[i].to(mask.device, non_blocking=True)
-        sample_T = None
+        length_S = None
         if microbatch.sample_starts is not None:
-            lengths = microbatch.sample_starts.diff().to(mask.device, non_blocking=True)
-            sample_T = sample_of_token(lengths, mask.numel())
-        return spread(coefficient, mask, sample_T, dtype)
+            length_S = microbatch.sample_starts.diff().to(mask.device, non_blocking=True)
+        return spread(coefficient, mask, length_S, dtype)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.

@@ -31,36 +31,42 @@ def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor
     return torch.where(within_S > 0, scale / across / within_S, weightless)
 
 
-def sample_of_token(length_S: Tensor, tokens: int) -> Tensor:
-    """int32 [tokens]: the sample of each token of a pack; ``samples`` after the last of them.
-
-    Args:
-        length_S: integers [samples], the (padded) lengths in the pack's order.
-        tokens: length of the pack. Given, so that no device is waited for.
-    """
-    rest = tokens - length_S.sum(dim=0, keepdim=True)
-    place = torch.arange(length_S.numel() + 1, dtype=torch.int32, device=length_S.device)
-    return place.repeat_interleave(torch.cat([length_S, rest]), output_size=tokens)
-
-
 def spread(
-    coefficient_S: Tensor, mask: Tensor, sample_T: Tensor | None, dtype: torch.dtype
+    coefficient_S: Tensor, mask: Tensor, length_S: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``w_t = m_t * c_{s(t)}``, each factor rounded to ``dtype`` (or fp32, if that is wider).
 
     Args:
         coefficient_S: fp64 [samples].
-        mask: [samples, seq] (rows are samples), or any shape together with ``sample_T``; 0 on
-            padding, wherever it lies.
-        sample_T: int32 or int64 [tokens], from `sample_of_token`.
+        mask: [samples, seq] (rows are samples), or any shape of ``tokens`` elements together with
+            ``length_S``; 0 on padding, wherever it lies.
+        length_S: integers [samples], the (padded) lengths of the samples in a pack, in its order;
+            at most ``tokens`` in all.
 
     Returns:
         ``dtype``, shape of ``mask``.
     """
-    computed = torch.promote_types(dtype, torch.float32)
-    mask, coefficient_S = mask.detach().to(computed), coefficient_S.to(computed)
-    if sample_T is None:
-        return (mask * coefficient_S.unsqueeze(-1)).to(dtype)
-    with_none = torch.cat([coefficient_S, coefficient_S.new_zeros(1)])
-    per_token = with_none.index_select(0, sample_T).view(mask.shape)
-    return per_token.mul_(mask).to(dtype)
+    computed = dtype if dtype == torch.float64 else torch.float32
+    # A call that changes nothing costs as much as one that does, where a microbatch is small.
+    mask = mask.detach() if mask.dtype == computed else mask.detach().to(computed)
+    coefficient_S = coefficient_S.to(computed)
+    if length_S is None:
+        weights = mask * coefficient_S.unsqueeze(-1)
+    else:
+        weights = _repeated(coefficient_S, length_S, mask.reshape(-1)).view(mask.shape).mul_(mask)
+    return weights if dtype == computed else weights.to(dtype)
+
+
+def _repeated(x_S: Tensor, length_S: Tensor, like: Tensor) -> Tensor:
+    """Each of ``x_S`` as often as its length says, and then 0, in the shape [tokens] of ``like``.
+
+    Waits for no device, since the number of tokens is given.
+    """
+    if x_S.is_cpu:
+        # Spreading is the adjoint of summing segments, which writes the values themselves; an index
+        # of every token, made and then looked up, takes several times as long.
+        return torch.ops.aten._segment_reduce_backward(x_S, x_S, like, "sum", lengths=length_S)
+    rest = like.numel() - length_S.sum(dim=0, keepdim=True)
+    with_none = torch.cat([x_S, x_S.new_zeros(1)])
+    lengths = torch.cat([length_S, rest])
+    return with_none.repeat_interleave(lengths, output_size=like.numel())

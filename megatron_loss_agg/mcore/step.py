@@ -115,9 +115,10 @@ class Step:
 
     def _aggregated(self, name: str, i: int, tokens: TokenLosses) -> Tensor:
         """This rank's part of the aggregated loss of one term; a scalar."""
-        losses, mask = tokens.losses[name].reshape(-1), tokens.masks[name]
+        losses, mask = tokens.losses[name], tokens.masks[name]
         dtype = torch.promote_types(losses.dtype, torch.float32)
-        return weighted_sum(self._weights.weights(name, i, mask, dtype).reshape(-1), losses)
+        w = self._weights.weights(name, i, mask, dtype)
+        return weighted_sum(w.view(-1), losses.reshape(-1))
 
     def _counts(self, i: int, tokens: TokenLosses) -> tuple[Tensor, float]:
         """Active tokens of this rank's microbatch, on its device, and of the whole step."""

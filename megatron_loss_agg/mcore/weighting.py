@@ -1,7 +1,9 @@
 """The weights of this rank's own tokens, microbatch by microbatch.
 
-A microbatch's weights are made when it has its turn, out of one coefficient for each of its samples
-and this rank's part of the mask, which the forward step hands to its loss function.
+The weights of rows are made when their microbatch has its turn, out of one coefficient for each
+row and this rank's part of the mask, which the forward step hands to its loss function. Those of a
+pack, and of short rows, are made before the step: to look up every token's sample then takes longer
+than to sum its loss.
 
 Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 """
@@ -17,13 +19,13 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import PeerError
-from megatron_loss_agg.layout import CPLayout, lengths_on_each_rank
+from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.terms import StepTerms
-from megatron_loss_agg.weights import sample_coefficients, sample_of_token, spread
+from megatron_loss_agg.weights import sample_coefficients, spread
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,18 @@ class Part:
     tokens: int
     active_tokens: int
     mask_sum: float
-    coefficient_S: Tensor  # fp64
-    sample_T: Tensor | None  # int32; None: the samples are rows
-    weight_T: Tensor | None  # of a custom aggregation, whose weights are not one a sample
+    coefficient_S: Tensor | None  # [samples, 1] of rows, or else
+    weight_T: Tensor | None  # of a pack, of short rows, or of a custom aggregation
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """In the shape and on the device of ``mask``, this rank's part of the mask."""
         if self.weight_T is not None:
             return self.weight_T.to(mask.device, dtype, non_blocking=True).view(mask.shape)
-        coefficient_S = self.coefficient_S.to(mask.device, non_blocking=True)
-        if self.sample_T is not None:
-            sample_T = self.sample_T.to(mask.device, non_blocking=True)
-            return spread(coefficient_S, mask, sample_T, dtype)
-        samples = coefficient_S.numel()
-        rows = mask.reshape(samples, mask.numel() // max(samples, 1))
-        return spread(coefficient_S, rows, None, dtype).view(mask.shape)
+        assert self.coefficient_S is not None
+        coefficient_S = self.coefficient_S.to(mask.device, dtype, non_blocking=True)
+        weights = mask.reshape(-1, mask.numel() // len(coefficient_S)) * coefficient_S
+        # Nothing is called for nothing here: small microbatches cost as many calls as they take.
+        return (weights if weights.dtype == dtype else weights.to(dtype)).view(mask.shape)
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,9 @@ class PlannedWeights:
         The host's count of tokens is that of the first term.
         """
         first = next(iter(plans.values())).counts
-        places: dict[int, Tensor | None] = {}
-        for microbatch in (m for plan in plans.values() for m in plan.microbatches):
-            if id(microbatch) not in places:
-                places[id(microbatch)] = _sample_of_local_token(microbatch, ranks)
         return cls(
             parts={
-                name: [
-                    _part(plan, i, places[id(microbatch)], ranks)
-                    for i, microbatch in enumerate(plan.microbatches)
-                ]
+                name: [_part(plan, i, ranks) for i in range(len(plan.microbatches))]
                 for name, plan in plans.items()
             },
             total_tokens=first.active_tokens,
@@ -94,7 +86,7 @@ def shared(read: Callable[[], PlannedWeights] | None, ranks: Ranks) -> PlannedWe
     """Weights of a tensor-parallel group, one of whose ranks reads the data.
 
     Every rank of the group must call; one object is broadcast in it: coefficients and, for packed
-    microbatches, the sample of each token.
+    microbatches, weights.
 
     Args:
         read: plans the step, on the rank that reads the data.
@@ -172,28 +164,24 @@ def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     return CPLayout.thd(starts, size, rank).shard(x)
 
 
-def _part(plan: StepPlan, i: int, sample_T: Tensor | None, ranks: Ranks) -> Part:
+_SHORT_ROW = 32
+"""Tokens of a row, below which its weights are made before the step."""
+
+
+def _part(plan: StepPlan, i: int, ranks: Ranks) -> Part:
     microbatch = plan.microbatches[i]
     mask = local_part(microbatch.loss_mask, microbatch, ranks)
-    weight_T = None
-    if plan.aggregation.function is not None:
-        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    coefficient_S = weight_T = None
+    by_row = plan.aggregation.function is None and microbatch.cu_seqlens is None
+    if by_row and mask.shape[-1] >= _SHORT_ROW and len(mask):
+        coefficient_S = plan.coefficients(i).to(dtype, copy=True).unsqueeze(-1)
+    else:
         weight_T = local_part(plan.weights(i, dtype), microbatch, ranks).cpu()
     return Part(
         tokens=mask.numel(),
         active_tokens=int(torch.count_nonzero(mask)),
         mask_sum=float(mask.sum(dtype=torch.float64)),
-        coefficient_S=plan.coefficients(i).clone(),  # of its own: it may travel
-        sample_T=sample_T,
+        coefficient_S=coefficient_S,
         weight_T=weight_T,
-    )
-
-
-def _sample_of_local_token(microbatch: Microbatch, ranks: Ranks) -> Tensor | None:
-    starts = microbatch.sample_starts
-    if starts is None:
-        return None
-    size = dist.get_world_size(ranks.context)
-    return sample_of_token(
-        lengths_on_each_rank(starts, size).cpu(), microbatch.loss_mask.numel() // size
     )
