@@ -154,6 +154,11 @@ def check_host_flags(args: Any) -> None:
             "a key 'loss_mask'; expected a function that reads their masks: add "
             "--loss-aggregation-batch module:name, or drop one of the two flags"
         )
+    if getattr(args, "perform_rl_step", False) and args.context_parallel_size > 1:
+        raise HostError(
+            "--perform-rl-step with --context-parallel-size > 1: the RL loop gives every "
+            "context-parallel rank the whole batch; expected 1: drop the second flag"
+        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if getattr(args, name, 1) > 1:
             flag = "--" + name.replace("_", "-")

@@ -87,7 +87,13 @@ def seams_on_host() -> dict[str, Any]:
         set_args(args)
         facts[name] = error_of(training.get_forward_backward_func)
         args.loss_aggregation_batch = "json:dumps"
+        uninstall()
+        uninstall = install()
         facts[f"{name} with a reader"] = error_of(training.get_forward_backward_func)
+        args.context_parallel_size = 2
+        uninstall()
+        uninstall = install()
+        facts[f"{name} over two ranks"] = error_of(training.get_forward_backward_func)
         uninstall()
 
     add_arguments, get_schedule = (
@@ -145,6 +151,11 @@ def test_only_the_rl_loop_is_let_in_by_a_function_that_reads_its_batches(name: s
     error = seams()[f"{name} with a reader"]
     assert error == "none" if name == "perform_rl_step" else error == seams()[name]
     assert ("--loss-aggregation-batch" in seams()[name]) == (name == "perform_rl_step")
+
+
+def test_the_rl_loop_is_refused_with_context_parallelism() -> None:
+    error = seams()["perform_rl_step over two ranks"]
+    assert error.startswith("HostError: --perform-rl-step with --context-parallel-size > 1: ")
 
 
 @pytest.mark.parametrize(
