@@ -94,12 +94,20 @@ class Microbatch:
 
     def sample_sums(self) -> Tensor:
         """fp64 [samples + 1]: every sample's mask sum, and last the mask outside of all samples."""
-        mask = self.loss_mask.detach().to(torch.float64)
-        sample_T = self.sample_index()
-        if sample_T is None:
-            return torch.cat([mask.sum(dim=1), mask.new_zeros(1)])
-        sums = mask.new_zeros(self.num_samples + 1)
-        return sums.index_add_(0, sample_T, mask.view(-1))
+        mask = self.loss_mask.detach()
+        if self.cu_seqlens is None or self.sample_starts is None:
+            sums = mask.sum(dim=1, dtype=torch.float64)
+            return torch.cat([sums, sums.new_zeros(1)])
+        # Two segments a sample, its tokens and its padding; of bad offsets, which `check_values`
+        # tells, the sums mean nothing but lie within the pack.
+        starts_S, ends = self.sample_starts.to(mask.device, torch.int64), mask.numel()
+        length_S = self.cu_seqlens.diff().to(starts_S)
+        places = torch.stack([starts_S[:-1], starts_S[:-1] + length_S], dim=1).view(-1)
+        bounds = torch.nn.functional.pad(places, (1, 1), value=ends)
+        bounds[:1] = 0
+        bounds = bounds.clamp_(0, ends).cummax(0).values
+        sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
+        return torch.cat([sums[1::2], sums[::2].sum(dim=0, keepdim=True)])
 
     def _check_packed(self, cu_seqlens: Tensor) -> None:
         if self.loss_mask.dim() != 1 and (
@@ -144,23 +152,27 @@ _ARTICLE = {torch.int64: "an", torch.bool: "a"}
 def check_values(
     microbatches: Sequence[Microbatch], sums: Sequence[Tensor]
 ) -> AggregationError | None:
-    """The first defect in the values of ``microbatches``, or None. One device synchronisation each.
+    """The first defect in the values of ``microbatches``, or None. One device synchronisation.
 
     Args:
         sums: what `Microbatch.sample_sums` returned for each.
     """
-    for i, (microbatch, total) in enumerate(zip(microbatches, sums, strict=True)):
-        found = torch.stack(_defects(microbatch, total)).nonzero()
-        if found.numel():
-            kind, text = _DEFECTS[int(found[0])]
-            offsets = {
-                name: getattr(microbatch, name).tolist()
-                for name in ("cu_seqlens", "cu_seqlens_padded")
-                if kind is GroupError and getattr(microbatch, name) is not None
-            }
-            got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
-            return kind(f"microbatch {i}: {text}{got}")
-    return None
+    if not microbatches:
+        return None
+    defects = [_defects(m, total) for m, total in zip(microbatches, sums, strict=True)]
+    found = on_cpu(defects, torch.bool).view(len(microbatches), len(_DEFECTS)).nonzero()
+    if not found.numel():
+        return None
+    i, which = found[0].tolist()
+    kind, text = _DEFECTS[which]
+    microbatch = microbatches[i]
+    offsets = {
+        name: getattr(microbatch, name).tolist()
+        for name in ("cu_seqlens", "cu_seqlens_padded")
+        if kind is GroupError and getattr(microbatch, name) is not None
+    }
+    got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
+    return kind(f"microbatch {i}: {text}{got}")
 
 
 _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
@@ -183,21 +195,42 @@ _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
 )
 
 
-def _defects(microbatch: Microbatch, sums: Tensor) -> list[Tensor]:
-    """For each of `_DEFECTS`, a boolean scalar: whether ``microbatch`` has it."""
-    mask = microbatch.loss_mask
-    bad_mask = ~((mask >= 0) & (mask < torch.inf)).all() | ~sums.isfinite().all()
-    bad_real = bad_padded = bad_places = torch.zeros_like(bad_mask)
-    if microbatch.cu_seqlens is not None and microbatch.sample_starts is not None:
-        real, padded = (
-            offsets.to(mask.device, torch.int64)
-            for offsets in (microbatch.cu_seqlens, microbatch.sample_starts)
-        )
-        bad_real, bad_padded = (
-            (offsets[0] != 0) | (offsets.diff() < 0).any() for offsets in (real, padded)
-        )
-        bad_places = (real.diff() > padded.diff()).any() | (padded[-1] > mask.numel())
-    return [bad_mask, bad_real, bad_padded, bad_places, sums[-1] != 0]
+def _defects(microbatch: Microbatch, sums: Tensor) -> Tensor:
+    """bool, one for each of `_DEFECTS`: whether ``microbatch`` has it."""
+    mask = microbatch.loss_mask.detach()
+    # A finite sum has no NaN or inf in it.
+    finite = sums.sum().isfinite()
+    good_mask = finite & (mask.amin() >= 0) if mask.numel() else finite
+    good = torch.ones_like(good_mask)
+    if microbatch.cu_seqlens is None or microbatch.sample_starts is None:
+        return torch.stack([good_mask, good, good, good, good]).logical_not_()
+    real, padded = (
+        offsets.to(mask.device, torch.int64)
+        for offsets in (microbatch.cu_seqlens, microbatch.sample_starts)
+    )
+    real_S, padded_S = real.diff(), padded.diff()
+    good_real, good_padded = (
+        (offsets[0] == 0) & (length_S >= 0).all()
+        for offsets, length_S in ((real, real_S), (padded, padded_S))
+    )
+    good_places = (real_S <= padded_S).all() & (padded[-1] <= mask.numel())
+    all_good = [good_mask, good_real, good_padded, good_places, sums[-1] == 0]
+    return torch.stack(all_good).logical_not_()
+
+
+def active_tokens(mask: Tensor) -> Tensor:
+    """Positions with a mask above 0; a scalar. Faster on a CPU than `torch.count_nonzero`."""
+    return mask.detach().sign().sum(dtype=torch.float64)
+
+
+def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``parts`` as one vector on the CPU, of ``dtype`` also when there is none.
+
+    One copy, and so one device synchronisation, if they are all on one device.
+    """
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
 
 
 def _is_integer(x: object) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import AggregationError, GroupError, ModeError
 from megatron_loss_agg.exchange import Groups, Totals, exchange_groups, exchange_totals
-from megatron_loss_agg.microbatch import Microbatch, check_values
+from megatron_loss_agg.microbatch import Microbatch, active_tokens, check_values, on_cpu
 
 _SHAREABLE: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
 _IDS: dict[Unit, str] = {"rollout": "rollout_ids", "prompt": "prompt_ids"}
@@ -64,13 +64,14 @@ class MaskSums:
         distinct = list({id(microbatch): microbatch for microbatch in microbatches}.values())
         sums = [microbatch.sample_sums() for microbatch in distinct]
         self.error: AggregationError | None = check_values(distinct, sums)
-        self._by_id = {id(m): s[:-1].cpu() for m, s in zip(distinct, sums, strict=True)}
-        active = [torch.count_nonzero(m.loss_mask).view(1).cpu() for m in distinct]
-        self._active = {id(m): int(n) for m, n in zip(distinct, active, strict=True)}
+        parts = on_cpu([s[:-1] for s in sums], torch.float64).split([len(s) - 1 for s in sums])
+        self._by_id = {id(m): part for m, part in zip(distinct, parts, strict=True)}
+        active = on_cpu([active_tokens(m.loss_mask).view(1) for m in distinct], torch.int64)
+        self._active = {id(m): n for m, n in zip(distinct, active.tolist(), strict=True)}
 
     def of(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """fp64 [samples of all of them]."""
-        return concatenate([self._by_id[id(m)] for m in microbatches], torch.float64)
+        return on_cpu([self._by_id[id(m)] for m in microbatches], torch.float64)
 
     def active(self, microbatches: Sequence[Microbatch]) -> int:
         """Positions with a mask other than 0."""
@@ -168,7 +169,7 @@ class Tally:
             return (self.owner << 32) + ordinal
         given = [getattr(microbatch, _IDS[unit]) for microbatch in self.microbatches]
         if not any(ids is None for ids in given):
-            return concatenate(given, torch.int64)
+            return on_cpu(given, torch.int64)
         if self.agg.mode != "custom":
             self.error = self.error or GroupError(
                 f"mode {self.agg.mode!r} groups by {unit} and a microbatch has no {_IDS[unit]}; "
@@ -236,11 +237,13 @@ def _tag(agg: LossAggregation) -> int:
 
 def _rejected(microbatches: Sequence[Microbatch]) -> Tensor:
     """bool [samples of all of them]."""
+    if all(m.rejected is None for m in microbatches):
+        return torch.zeros(sum(m.num_samples for m in microbatches), dtype=torch.bool)
     flags = [
         torch.zeros(m.num_samples, dtype=torch.bool) if m.rejected is None else m.rejected
         for m in microbatches
     ]
-    return concatenate(flags, torch.bool)
+    return on_cpu(flags, torch.bool)
 
 
 def _check_agreement(rows: list[list[int]]) -> None:
@@ -258,8 +261,3 @@ def _check_agreement(rows: list[list[int]]) -> None:
                 f"ranks that share samples have {samples[owner]} and {number} of them; expected "
                 "the parts of the same samples on every rank of sharded_over"
             )
-
-
-def concatenate(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` as one vector on the CPU, of ``dtype`` also when there is none."""
-    return torch.cat([torch.empty(0, dtype=dtype), *(part.to(dtype).cpu() for part in parts)])
