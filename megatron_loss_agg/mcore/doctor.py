@@ -161,7 +161,8 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     mode = args.loss_aggregation
     if not with_host:
         text = (
-            f"{mode}; not checked against Megatron's own flags, since megatron.training is missing"
+            f"{mode}; not checked against Megatron's own flags, since megatron.training cannot be "
+            "imported"
         )
         return Finding("WARN", "flags", text)
     unknown = [flag for flag in others if flag.startswith("--") and flag != "--cpu"]
