@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from examples.grpo.options import Options
 
-def save(folder: Path, step: int, state: dict[str, Any]) -> None:
+
+def save(folder: Path, step: int, options: Options, state: dict[str, Any]) -> None:
     """Write ``state`` after ``step`` steps. Every rank must call.
 
     Rank 0 writes for all: without tensor or pipeline parallelism, and without a distributed
@@ -18,24 +20,33 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     """
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        target = _path(folder, step)
-        torch.save({"step": step, **state}, target.with_suffix(".part"))
-        os.replace(target.with_suffix(".part"), target)
+        target = folder / f"step_{step:06d}.pt"
+        unfinished = target.with_suffix(".part")
+        torch.save({**state, "step": step, "options": options.training()}, unfinished)
+        os.replace(unfinished, target)
     dist.barrier()
 
 
-def load(folder: Path) -> dict[str, Any]:
+def load(folder: Path, options: Options) -> dict[str, Any]:
     """The newest state in ``folder``.
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: it is of a run with other flags, and would go on as neither of both.
     """
     found = sorted(folder.glob("step_*.pt"))
     if not found:
         raise FileNotFoundError(f"no checkpoint in {folder}; expected step_*.pt: drop --resume")
     state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True)
+    before, now = state["options"], options.training()
+    changed = [
+        f"{name} {before.get(name)!r} -> {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{found[-1]} is of a run with other flags ({', '.join(changed)}); expected the same: "
+            "give those, or start anew without --resume"
+        )
     return state
-
-
-def _path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.pt"

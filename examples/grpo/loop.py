@@ -61,7 +61,7 @@ class Trainer:
         for step in progress("warm-up", 0, self.options.warmup, dist.get_rank() == 0):
             examples = task.examples(number, self.options.largest, _seed(self.options, step, 1))
             fields, lengths = _as_rows(examples[rank::ranks])
-            samples = torch.arange(len(lengths))
+            samples = torch.arange(len(lengths), device=lengths.device)
             self._optimize(hook, loss.supervised_losses, fields, lengths, samples)
         self.reference.load_state_dict(self.policy.module.state_dict())
 
@@ -129,10 +129,9 @@ class Trainer:
 def _as_rows(examples: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Tensor], Tensor]:
     """Prompts with answers as padded rows, and their lengths."""
     whole = [prompt + answer for prompt, answer in examples]
-    lengths = torch.tensor([len(tokens) for tokens in whole])
-    tokens = torch.full((len(whole), rollout.width_of(int(lengths.max()))), task.PAD)
-    for row, sample in zip(tokens, whole, strict=True):
-        row[: len(sample)] = torch.tensor(sample)
+    width = rollout.width_of(max(map(len, whole)))
+    padded = [tokens + [task.PAD] * (width - len(tokens)) for tokens in whole]
+    tokens, lengths = torch.tensor(padded).cuda(), torch.tensor([*map(len, whole)]).cuda()
     return {"tokens": tokens, "loss_mask": rollout.answer_mask(tokens, lengths)}, lengths
 
 
@@ -144,7 +143,7 @@ def train(options: Options) -> Trainer:
     """Train, write metrics and checkpoints into the output folder, and hand back what there is."""
     trainer = Trainer(options)
     if options.resume:
-        state = checkpoint.load(options.output)
+        state = checkpoint.load(options.output, options)
         start = state["step"]
         trainer.load_state(state)
     else:
@@ -155,6 +154,6 @@ def train(options: Options) -> Trainer:
         log.write(step, trainer.step(step))
         done = step + 1
         if done % options.save_every == 0 or done == options.steps:
-            checkpoint.save(options.output, done, trainer.state())
+            checkpoint.save(options.output, done, options, trainer.state())
     log.close()
     return trainer

@@ -45,6 +45,10 @@ class Options:
                 "steps; expected a multiple"
             )
 
+    def training(self) -> dict[str, Any]:
+        """The flags that a run's numbers depend on."""
+        return {k: v for k, v in vars(self).items() if k not in ("output", "resume", "save_every")}
+
 
 def parse(arguments: list[str] | None = None) -> Options:
     """`Options` from the command line."""

@@ -136,19 +136,6 @@ def log_probs_of(model: Any, tokens: Tensor) -> Tensor:
     return log_probs
 
 
-def group_advantages(rewards: Tensor, answers: int) -> Tensor:
-    """``(reward - mean) / std`` over the answers to a prompt; 0 where they are all alike.
-
-    From DeepSeekMath (arXiv 2402.03300), section 4.1.
-
-    Args:
-        rewards: [prompts * answers] of the whole step, prompt by prompt.
-    """
-    groups = rewards.view(-1, answers)
-    centered = groups - groups.mean(1, keepdim=True)
-    return (centered / (groups.std(1, keepdim=True) + 1e-6)).view(-1)
-
-
 def collect(model: Any, reference: Any, texts: list[str], answers: int, seed: int) -> Rollouts:
     """Sample ``answers`` answers to each prompt over all data-parallel ranks, and score them.
 
@@ -173,7 +160,7 @@ def collect(model: Any, reference: Any, texts: list[str], answers: int, seed: in
     parts = [torch.empty_like(rewards) for _ in range(ranks)]
     dist.all_gather(parts, rewards, group=group)
     everywhere = torch.stack(parts, dim=1).view(-1)  # [i // ranks, i % ranks]: by number again
-    advantages = group_advantages(everywhere, answers)[mine.to(everywhere.device)]
+    advantages = task.group_advantages(everywhere, answers)[mine.to(everywhere.device)]
 
     return Rollouts(
         tokens=tokens,

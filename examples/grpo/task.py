@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import random
 
+from torch import Tensor
+
 DIGITS = "0123456789"
 TEXT = DIGITS + "+="
 END, PAD = len(TEXT), len(TEXT) + 1
@@ -46,6 +48,19 @@ def reward(prompt: str, answer: list[int]) -> float:
     _, equals, said = decode(answer[:-1]).rpartition("=")
     left, right = prompt.split("+")
     return float(bool(equals) and said == str(int(left) + int(right)))
+
+
+def group_advantages(rewards: Tensor, answers: int) -> Tensor:
+    """``(reward - mean) / std`` over the answers to a prompt; 0 where they are all alike.
+
+    From DeepSeekMath (arXiv 2402.03300), section 4.1.
+
+    Args:
+        rewards: [prompts * answers] of the whole step, prompt by prompt.
+    """
+    groups = rewards.view(-1, answers)
+    centered = groups - groups.mean(1, keepdim=True)
+    return (centered / (groups.std(1, keepdim=True) + 1e-6)).view(-1)
 
 
 def examples(number: int, largest: int, seed: int) -> list[tuple[list[int], list[int]]]:

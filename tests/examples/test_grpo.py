@@ -1,12 +1,8 @@
-"""`examples/grpo`: exact rewards, packing that loses nothing, learning, and resuming to the bit."""
+"""`examples/grpo` without its model: exact rewards, packing that loses nothing, flags."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,27 +10,10 @@ import torch
 from examples.grpo import packing, task
 from examples.grpo.options import Options, parse
 from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
-from tests.host.ranks import run_host_ranks
 
 CP = 2
 MULTIPLE = 2 * CP
 DIGITS = range(10)
-# 9 prompts with 5 different sums: learnt in seconds.
-TINY = Options(
-    cpu=True,
-    steps=26,
-    save_every=20,
-    largest=2,
-    prompts=8,
-    answers=32,
-    updates=2,
-    warmup=30,
-    lr=3e-3,
-    token_budget=256,
-)
-
-
-# --- The task ------------------------------------------------------------------------------------
 
 
 def test_a_reward_is_given_for_the_sum_and_nothing_else() -> None:
@@ -63,6 +42,13 @@ def test_an_answer_must_end_once() -> None:
     assert task.reward("5+7", []) == 0
     assert task.reward("5+7", [*right, task.END, task.END]) == 0
     assert task.reward("5+7", [*right, task.PAD, task.END]) == 0
+
+
+def test_advantages_are_those_of_each_prompts_group() -> None:
+    # Group 1: mean 1/4, variance (9 + 3 * 1) / 16 / 3 = 1/4. Group 2: all alike.
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
+    expected = torch.tensor([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
+    torch.testing.assert_close(task.group_advantages(rewards, 4), expected)
 
 
 def test_examples_are_right_and_fit() -> None:
@@ -142,130 +128,6 @@ def test_a_padding_microbatch_changes_no_weight(mode: str) -> None:
     padded = StepPlan.build(aggregation, [packing.read_pack(x) for x in (pack, padding)])
     assert torch.equal(alone.weights(0), padded.weights(0))
     assert padded.weights(1).numel() == 0
-
-
-# --- The loop ------------------------------------------------------------------------------------
-
-
-def _train(options: Options) -> int:
-    """Train on this rank; how many microbatches with and without a sample it was given."""
-    from examples.grpo.loop import train
-
-    made = packing.microbatches
-    given = []
-
-    def counted(*args: Any, **kwargs: Any) -> list[packing.Pack]:
-        packs = made(*args, **kwargs)
-        given.append(sum(map(packing.is_padding, packs)))
-        return packs
-
-    packing.microbatches = counted
-    train(options)
-    return sum(given)
-
-
-def _sample(options: Options) -> tuple[Any, Any, Any]:
-    """What an untrained model samples on this rank: tokens, and their log-probabilities."""
-    from examples.grpo import model, rollout
-
-    model.start(options)
-    gpt = model.build(options)
-    rows = rollout.collect(gpt, gpt, task.prompts(4, 9, seed=0), options.answers, seed=0)
-    return rows.tokens.numpy(), rows.old_log_probs.numpy(), rows.reference_log_probs.numpy()
-
-
-@pytest.mark.host
-def test_context_parallel_ranks_sample_the_same_to_the_bit() -> None:
-    ranks = run_host_ranks(_sample, 4, TINY)
-    for first, second in (ranks[0:2], ranks[2:4]):
-        assert all((a == b).all() for a, b in zip(first, second, strict=True))
-    assert not (ranks[0][0] == ranks[2][0]).all()  # data-parallel ranks have other noise
-    (whole,) = run_host_ranks(_sample, 1, replace(TINY, context_parallel=1))
-    tokens = whole[0]
-    for rank in (0, 1):  # sample i of the step is rank i % 2's
-        got = ranks[2 * rank][0]
-        assert (got[:, : task.PROMPT] == tokens[rank::2, : task.PROMPT]).all()
-        assert (got == tokens[rank::2]).mean() > 0.95  # but where rounding tips a near tie
-    tokens, sampled, scored = whole
-    drawn = sampled != 0
-    assert abs(sampled[drawn] - scored[drawn]).max() < 1e-4
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Options, list[int]]:
-    """One uninterrupted run at CP 2 x DP 2, and the padding microbatches of each rank."""
-    options = _in(tmp_path_factory.mktemp("whole"))
-    return options, run_host_ranks(_train, 4, options, timeout=200)
-
-
-def _in(folder: Path, **changes: Any) -> Options:
-    return replace(TINY, output=folder, **changes)
-
-
-def _metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.host
-@pytest.mark.slow
-def test_the_reward_rises(trained: tuple[Options, list[int]]) -> None:
-    options, _ = trained
-    rewards = [metrics["reward"] for metrics in _metrics(options.output)]
-    first, last = (sum(some) / len(some) for some in (rewards[:4], rewards[-4:]))
-    assert first < 0.35
-    assert last > 0.42
-
-
-@pytest.mark.host
-@pytest.mark.slow
-def test_sampling_and_training_agree_and_ranks_pad_differently(
-    trained: tuple[Options, list[int]],
-) -> None:
-    options, padding = trained
-    assert padding[0] == padding[1] and padding[2] == padding[3]  # ranks of one CP group
-    assert padding[0] + padding[2] > 0
-    assert padding[0] != padding[2]
-    assert list((options.output / "tensorboard").glob("events*"))
-
-
-@pytest.mark.host
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
-    trained: tuple[Options, list[int]], tmp_path: Path
-) -> None:
-    options, _ = trained
-    shutil.copy(options.output / "step_000020.pt", tmp_path)
-    shutil.copy(options.output / "metrics.jsonl", tmp_path)  # with later steps, as after a crash
-    run_host_ranks(_train, 4, _in(tmp_path, resume=True), timeout=200)
-    assert _metrics(tmp_path) == _metrics(options.output)
-    last = "step_000026.pt"
-    whole, resumed = (torch.load(folder / last) for folder in (options.output, tmp_path))
-    assert _leaves(whole) == _leaves(resumed)
-
-
-def _leaves(state: Any) -> list[Any]:
-    """All values in ``state``; tensors as bytes."""
-    if isinstance(state, torch.Tensor):
-        return [state.dtype, state.shape, state.numpy().tobytes()]
-    if isinstance(state, dict):
-        return [leaf for key in state for leaf in (key, *_leaves(state[key]))]
-    if isinstance(state, (list, tuple)):
-        return [leaf for value in state for leaf in _leaves(value)]
-    return [state]
-
-
-@pytest.mark.host
-@pytest.mark.slow
-def test_a_plot_of_several_runs_is_drawn(
-    trained: tuple[Options, list[int]], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    from examples.grpo import plot
-
-    options, _ = trained
-    plot.plot(tmp_path / "some" / "plot.png", [options.output, options.output])
-    assert (tmp_path / "some" / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "26 steps" in plot.summary(options.output)
 
 
 def test_flags_are_the_options() -> None:
