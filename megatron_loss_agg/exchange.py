@@ -66,8 +66,7 @@ def exchange_totals(
     Raises:
         PeerError: some rank failed (this one's own failure is for the caller to raise).
     """
-    cells = [float(failed), *(x for totals, columns in mine for x in (*totals, *columns))]
-    rows = gather_rows(torch.tensor(cells, dtype=torch.float64), group)
+    rows = gather_rows(row_of(mine, failed), group)
     failures = rows[:, 0].nonzero().view(-1).tolist()
     if failures and not failed:
         raise PeerError(
@@ -77,6 +76,12 @@ def exchange_totals(
     blocks = rows[:, 1:].split([len(totals) + len(columns) for totals, columns in mine], dim=1)
     width = len(Totals._fields)
     return [(Totals.sum(b[:, :width]), b[:, width:].long().tolist()) for b in blocks]
+
+
+def row_of(mine: Sequence[tuple[Totals, list[int]]], failed: bool) -> Tensor:
+    """What a rank sends of its totals: fp64."""
+    cells = [float(failed), *(x for totals, columns in mine for x in (*totals, *columns))]
+    return torch.tensor(cells, dtype=torch.float64)
 
 
 def exchange_groups(
@@ -90,10 +95,7 @@ def exchange_groups(
     """
     if len(sizes) == 1 or not any(map(sum, sizes)):
         return mine
-    widest = max(2 * sum(row) for row in sizes)
-    payload = torch.zeros(widest, dtype=torch.int64)
-    flat = torch.cat([part for g in mine for part in (g.ids, g.sums.view(torch.int64))])
-    payload[: flat.numel()] = flat
+    payload = packed(mine, max(map(sum, sizes)))
     unpacked: list[list[Groups]] = [[] for _ in mine]
     for row, row_sizes in zip(gather_rows(payload, group), sizes, strict=True):
         # Each unit takes its ids and then as many sums.
@@ -104,6 +106,14 @@ def exchange_groups(
         Groups.merge(torch.cat([g.ids for g in entry]), torch.cat([g.sums for g in entry]))
         for entry in unpacked
     ]
+
+
+def packed(mine: Sequence[Groups], width: int) -> Tensor:
+    """int64 [2 * width]: every entry's ids and then its sums' bits, and zeros up to the end."""
+    payload = torch.zeros(2 * width, dtype=torch.int64)
+    flat = torch.cat([part for g in mine for part in (g.ids, g.sums.view(torch.int64))])
+    payload[: flat.numel()] = flat
+    return payload
 
 
 def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -98,16 +98,14 @@ class Microbatch:
         if self.cu_seqlens is None or self.sample_starts is None:
             sums = mask.sum(dim=1, dtype=torch.float64)
             return torch.cat([sums, sums.new_zeros(1)])
-        # Two segments a sample, its tokens and its padding; of bad offsets, which `check_values`
-        # tells, the sums mean nothing but lie within the pack.
-        starts_S, ends = self.sample_starts.to(mask.device, torch.int64), mask.numel()
-        length_S = self.cu_seqlens.diff().to(starts_S)
-        places = torch.stack([starts_S[:-1], starts_S[:-1] + length_S], dim=1).view(-1)
-        bounds = torch.nn.functional.pad(places, (1, 1), value=ends)
-        bounds[:1] = 0
-        bounds = bounds.clamp_(0, ends).cummax(0).values
-        sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
-        return torch.cat([sums[1::2], sums[::2].sum(dim=0, keepdim=True)])
+        starts = self.sample_starts.to(mask.device, torch.int64)
+        if self.cu_seqlens_padded is None:
+            return _segment_sums(mask, starts)
+        # Two segments a sample: its tokens, and its padding.
+        begin_S = starts[:-1]
+        end_S = begin_S + self.cu_seqlens.diff().to(starts)
+        sums = _segment_sums(mask, torch.stack([begin_S, end_S], dim=1).view(-1))
+        return torch.cat([sums[0:-1:2], sums[1::2].sum(dim=0, keepdim=True)])
 
     def _check_packed(self, cu_seqlens: Tensor) -> None:
         if self.loss_mask.dim() != 1 and (
@@ -121,8 +119,10 @@ class Microbatch:
             offsets = getattr(self, name)
             if offsets is None:
                 continue
-            if not _is_integer(offsets) or offsets.dim() != 1 or offsets.numel() < 1:
-                raise GroupError(f"{name} is {_kind(offsets)}; expected integers [samples + 1]")
+            if not _is_offsets(offsets):
+                raise GroupError(
+                    f"{name} is {_kind(offsets)}; expected int32 or int64 [samples + 1]"
+                )
             if offsets.numel() != cu_seqlens.numel():
                 raise GroupError(
                     f"{name} has {offsets.numel()} offsets and cu_seqlens has "
@@ -150,12 +150,15 @@ _ARTICLE = {torch.int64: "an", torch.bool: "a"}
 
 
 def check_values(
-    microbatches: Sequence[Microbatch], sums: Sequence[Tensor]
+    microbatches: Sequence[Microbatch],
+    sums: Sequence[Tensor],
+    places: Sequence[int] = (0,),
 ) -> AggregationError | None:
     """The first defect in the values of ``microbatches``, or None. One device synchronisation.
 
     Args:
         sums: what `Microbatch.sample_sums` returned for each.
+        places: of each in its step, which the error names.
     """
     if not microbatches:
         return None
@@ -172,11 +175,15 @@ def check_values(
         if kind is GroupError and getattr(microbatch, name) is not None
     }
     got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
-    return kind(f"microbatch {i}: {text}{got}")
+    return kind(f"microbatch {places[i]}: {text}{got}")
 
 
 _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
-    (MaskError, "loss_mask has negative, infinite or NaN values; expected finite values >= 0"),
+    (
+        MaskError,
+        "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
+        "values >= 0",
+    ),
     (
         GroupError,
         "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths",
@@ -198,29 +205,38 @@ _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
 def _defects(microbatch: Microbatch, sums: Tensor) -> Tensor:
     """bool, one for each of `_DEFECTS`: whether ``microbatch`` has it."""
     mask = microbatch.loss_mask.detach()
-    # A finite sum has no NaN or inf in it.
-    finite = sums.sum().isfinite()
+    # A sum that is finite, in fp32 too, has no NaN or inf in it.
+    finite = sums.sum().float().isfinite()
     good_mask = finite & (mask.amin() >= 0) if mask.numel() else finite
-    good = torch.ones_like(good_mask)
     if microbatch.cu_seqlens is None or microbatch.sample_starts is None:
-        return torch.stack([good_mask, good, good, good, good]).logical_not_()
+        return torch.nn.functional.pad(~good_mask.view(1), (0, len(_DEFECTS) - 1))
     real, padded = (
         offsets.to(mask.device, torch.int64)
         for offsets in (microbatch.cu_seqlens, microbatch.sample_starts)
     )
-    real_S, padded_S = real.diff(), padded.diff()
-    good_real, good_padded = (
-        (offsets[0] == 0) & (length_S >= 0).all()
-        for offsets, length_S in ((real, real_S), (padded, padded_S))
-    )
-    good_places = (real_S <= padded_S).all() & (padded[-1] <= mask.numel())
-    all_good = [good_mask, good_real, good_padded, good_places, sums[-1] == 0]
-    return torch.stack(all_good).logical_not_()
+    offsets = torch.stack([real, padded])
+    lengths = offsets.diff()
+    ordered = (offsets[:, 0] == 0) & (lengths >= 0).all(dim=1)
+    places = (lengths[0] <= lengths[1]).all() & (padded[-1] <= mask.numel())
+    good = torch.stack([good_mask, places, sums[-1] == 0])
+    return torch.cat([good[:1], ordered, good[1:]]).logical_not_()
+
+
+def _segment_sums(mask: Tensor, starts: Tensor) -> Tensor:
+    """fp64: sums of ``mask`` between ``starts``, the last one up to its end.
+
+    Of starts that decrease or leave the mask the sums mean nothing, but nothing else is read.
+    """
+    bounds = torch.nn.functional.pad(starts, (0, 1), value=mask.numel())
+    bounds = bounds.clamp_(0, mask.numel()).cummax(0).values
+    return torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
 
 
 def active_tokens(mask: Tensor) -> Tensor:
     """Positions with a mask above 0; a scalar. Faster on a CPU than `torch.count_nonzero`."""
-    return mask.detach().sign().sum(dtype=torch.float64)
+    # In fp32, which is several times as fast again, numbers up to 2**24 are exact.
+    computed = torch.float32 if mask.numel() <= 2**24 else torch.float64
+    return mask.detach().sign().sum(dtype=computed)
 
 
 def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -233,13 +249,9 @@ def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def _is_integer(x: object) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and not x.is_floating_point()
-        and not x.is_complex()
-        and x.dtype != torch.bool
-    )
+def _is_offsets(x: object) -> bool:
+    integers = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
+    return integers and x.dim() == 1 and x.numel() >= 1  # type: ignore[attr-defined]
 
 
 def _kind(x: object) -> str:

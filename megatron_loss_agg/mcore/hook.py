@@ -140,7 +140,7 @@ class LossHook:
             )
         step = Step(self.terms, weights, scale, size, shares)
         step.verify = not self._verified
-        if plans:
+        if plans and step.verify:  # only then is the plan kept
             step.expected_mask = functools.partial(_local_mask, plans[0], ranks)
         return step, weights.is_empty
 
