@@ -97,8 +97,9 @@ class LossAggregation:
     empty: str = "count"
     # The unit of N_across, where it differs from the mode's own.
     count: str | None = None
-    # Whether rejected samples count in M_within and N_across. They weigh nothing either way.
-    rejected: str = "count"
+    # Whether rejected samples, which weigh nothing, count in M_within and N_across: `count` or
+    # `skip`. A choice to be made where there are any.
+    rejected: str | None = None
     # `custom` only: (plan, i) -> the weights of microbatch i, shaped like its mask.
     function: Callable[..., Any] | None = None
 
@@ -106,15 +107,21 @@ class LossAggregation:
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ModeError(f"unknown mode {self.mode!r}; expected one of {', '.join(MODES)}")
         for name in ("empty", "rejected"):
-            if getattr(self, name) not in ("count", "skip"):
-                raise ModeError(f"{name}={getattr(self, name)!r}; expected 'count' or 'skip'")
+            value = getattr(self, name)
+            if value not in ("count", "skip") and not (name == "rejected" and value is None):
+                raise ModeError(f"{name}={value!r}; expected 'count' or 'skip'")
         self._check_count()
         self._check_divisor()
         self._check_function()
 
     @classmethod
     def preset(
-        cls, name: str, *, divisor: float | None = None, empty: str | None = None
+        cls,
+        name: str,
+        *,
+        divisor: float | None = None,
+        empty: str | None = None,
+        rejected: str | None = None,
     ) -> LossAggregation:
         """The aggregation that another system calls ``name``, such as ``verl/token-mean``.
 
@@ -125,7 +132,7 @@ class LossAggregation:
         if name in _PRESETS_NEEDING_DIVISOR and divisor is None:
             raise DivisorError(f"preset {name!r} needs a divisor and got none; give one > 0")
         fields = PRESETS[name] if empty is None else {**PRESETS[name], "empty": empty}
-        return cls(**fields, divisor=divisor)
+        return cls(**fields, divisor=divisor, rejected=rejected)
 
     @property
     def within(self) -> Unit | None:

@@ -32,6 +32,10 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
             f"weights are a {type(w).__name__} and losses a {type(token_loss).__name__}; expected "
             "two tensors"
         )
+    if w.is_complex() or token_loss.is_complex():
+        raise MaskError(
+            f"weights of {w.dtype} for losses of {token_loss.dtype}; expected real tensors"
+        )
     if w.shape != token_loss.shape:
         raise MaskError(
             f"weights of shape {tuple(w.shape)} for losses of shape {tuple(token_loss.shape)}; "

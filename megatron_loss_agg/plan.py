@@ -126,9 +126,17 @@ class StepPlan:
             raise MaskError(f"weights in dtype {dtype!r}; expected a floating-point torch.dtype")
         microbatch = self.microbatches[i]
         if self.aggregation.function is not None:
-            return checked_custom(self.aggregation.function(self, i), microbatch, dtype)
+            weights = checked_custom(self.aggregation.function(self, i), microbatch, dtype)
+            if microbatch.rejected is not None:
+                kept = self._spread((~microbatch.rejected).double(), microbatch, dtype)
+                _check_rejected(weights, kept)
+            return weights
+        return self._spread(self._coefficients[i], microbatch, dtype)
+
+    @staticmethod
+    def _spread(coefficient: Tensor, microbatch: Microbatch, dtype: torch.dtype) -> Tensor:
         mask = microbatch.loss_mask
-        coefficient = self._coefficients[i].to(mask.device, non_blocking=True)
+        coefficient = coefficient.to(mask.device, non_blocking=True)
         length_S = None
         if microbatch.sample_starts is not None:
             length_S = microbatch.sample_starts.diff().to(mask.device, non_blocking=True)
@@ -147,6 +155,7 @@ class StepPlan:
 
         Raises:
             MaskError: the shapes differ.
+            FunctionError: a custom aggregation has negative weights.
         """
         mask = self.microbatches[i].loss_mask
         if not isinstance(advantages, Tensor) or advantages.shape != mask.shape:
@@ -157,6 +166,11 @@ class StepPlan:
             )
         dtype = torch.promote_types(advantages.dtype, torch.float32)
         w = self.weights(i, dtype)
+        if self.aggregation.function is not None and bool((w < 0).any()):
+            raise FunctionError(
+                "the aggregation function returned negative weights, which turn the sign of an "
+                "advantage; expected non-negative ones to scale advantages with"
+            )
         return where_weighted(w, advantages.to(w)) * w
 
 
@@ -167,18 +181,19 @@ def build_plans(
     sharded_over: dist.ProcessGroup | None,
 ) -> list[StepPlan]:
     """A plan for each of ``aggregations`` over its microbatches, in one exchange."""
-    lists = [list(of_one) for of_one in microbatches]
     for agg in aggregations:
         if not isinstance(agg, LossAggregation):
             raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
-    for microbatch in (m for of_one in lists for m in of_one):
-        if not isinstance(microbatch, Microbatch):
-            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
+    lists = [list(of_one) for of_one in microbatches]
+    strangers = [m for of_one in lists for m in of_one if not isinstance(m, Microbatch)]
+    if strangers:
+        abandon(aggregations, group)
+        raise MaskError(f"a {type(strangers[0]).__name__}; expected a list of Microbatch")
     if sharded_over is not None and group is None:
         raise GroupError(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
-    masks = MaskSums([m for of_one in lists for m in of_one])
+    masks = MaskSums(lists)
     pairs = list(zip(aggregations, lists, strict=True))
     steps = exchange([Tally(agg, mbs, masks, sharded_over) for agg, mbs in pairs], group)
     return [StepPlan(agg, mbs, step) for (agg, mbs), step in zip(pairs, steps, strict=True)]
@@ -188,9 +203,9 @@ def _coefficients(agg: LossAggregation, step: StepSums) -> Tensor:
     """``c_s`` of every sample; fp64."""
     across = 1 if agg.across is None else step.number(agg.across, agg.empty == "skip")
     coefficient_S = sample_coefficients(step.within(agg.within), across, agg.scale)
-    if not bool(coefficient_S.isfinite().all()):
+    if not bool(coefficient_S.float().isfinite().all()):
         raise MaskError(
-            "weights overflow: a mask sum or the divisor is too small; expected larger ones"
+            "weights overflow fp32: a mask sum or the divisor is too small; expected larger ones"
         )
     return coefficient_S.masked_fill(step.rejected_S, 0.0)
 
@@ -221,6 +236,14 @@ def token_weights(
         loss_mask, cu_seqlens, prompt_ids, rollout_ids, cu_seqlens_padded=cu_seqlens_padded
     )
     return StepPlan.build(agg, [microbatch]).weights(0, dtype)
+
+
+def _check_rejected(weights: Tensor, kept: Tensor) -> None:
+    if bool(((weights != 0) & (kept == 0)).any()):
+        raise FunctionError(
+            "the aggregation function returned weights for rejected samples; expected 0 on their "
+            "tokens: see plan.microbatches[i].rejected"
+        )
 
 
 def checked_custom(weights: object, microbatch: Microbatch, dtype: torch.dtype) -> Tensor:

@@ -195,7 +195,7 @@ def kl_penalty(
     if estimator == "k1":
         return x
     if estimator == "k2":
-        usable = x.isfinite()
+        usable = x.detach().square().isfinite()
         return shown(x.masked_fill(~usable, 0).square() / 2, usable)
     if estimator == "k3":
         usable = ~x.isnan()
@@ -251,7 +251,9 @@ def clipped_value_loss(
     if not clip >= 0:
         raise PolicyError(f"clip={clip!r}; expected a number >= 0")
     values, old, returns = lift(values, old_values, returns)
-    usable = values.isfinite() & old.isfinite() & returns.isfinite()
+    # Beyond the dtype's range when squared is as unusable as inf.
+    largest = torch.stack([x.detach().abs() for x in (values, old, returns)]).amax(0)
+    usable = (4 * largest * largest).isfinite()
     values, old, returns = (x.masked_fill(~usable, 0) for x in (values, old, returns))
     kept = (values - returns).square()
     limit = (values.detach().clamp(old - clip, old + clip) - returns).square()
@@ -279,5 +281,5 @@ def _surrogate(
 
 def _check_clips(clip_low: float, clip_high: float) -> None:
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not clip >= 0:
+        if not isinstance(clip, (int, float)) or not clip >= 0:
             raise PolicyError(f"{name}={clip!r}; expected a number >= 0")

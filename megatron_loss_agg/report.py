@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,14 +27,15 @@ class Mean:
     def of(cls, values: Tensor, weights: Tensor) -> Mean:
         """``sum w * v`` over ``sum w``; values of weight 0 are left out, whatever they are.
 
-        With a mask for weights this is the mean over its tokens; with `StepPlan.weights` it is the
-        aggregation of that plan. Values that several ranks hold alike, such as rewards under
-        context parallelism, count once a rank above and below, which changes nothing.
+        With a mask for weights this is the mean over its tokens; with `StepPlan.weights` values are
+        averaged as that plan weighs them. Values that several ranks hold alike, such as rewards
+        under context parallelism, count once a rank above and below, which changes nothing.
 
         Args:
             values: any dtype; not differentiated.
             weights: of the same shape, non-negative.
         """
+        _check_shapes(values, weights)
         dtype = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
         weights = weights.to(dtype)
         total = weighted_sum(weights, values.detach().to(dtype))
@@ -45,7 +48,7 @@ class Mean:
 
     def value(self) -> Tensor:
         """``sum / count``; 0 where nothing was counted."""
-        return torch.where(self.count > 0, self.sum / self.count, torch.zeros_like(self.sum))
+        return torch.where(self.count == 0, torch.zeros_like(self.sum), self.sum / self.count)
 
     def pair(self) -> Tensor:
         """[sum, count], as Megatron's training loop takes a report."""
@@ -61,6 +64,7 @@ class Max:
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
         """Over the positions where ``mask`` is not 0; of the same shape."""
+        _check_shapes(values, mask)
         kept = values.detach().double().masked_fill(mask == 0, -torch.inf).reshape(-1)
         return cls(torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax())
 
@@ -80,6 +84,7 @@ class Min:
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Min:
         """Over the positions where ``mask`` is not 0; of the same shape."""
+        _check_shapes(values, mask)
         return cls(-Max.of(-values.detach().double(), mask).max)
 
     def __add__(self, other: object) -> Min:
@@ -117,9 +122,18 @@ def reduce_reports(
         total = {n: _added(n, total[n], m) for n, m in metrics.items()} if i else metrics
     if not total:
         return {}
+    total = dict(sorted(total.items()))
     # Three columns each, of which a kind fills one or two: one row a rank, whatever the kinds.
-    row = torch.stack([part for metric in total.values() for part in _columns(metric)])
-    rows = gather_rows(row.double().cpu(), group).view(-1, len(total), 3)
+    parts = [part for metric in total.values() for part in _columns(metric)]
+    tag = crc32(repr([(name, type(metric)) for name, metric in total.items()]).encode())
+    row = torch.cat([torch.stack(parts).double().cpu(), torch.tensor([tag], dtype=torch.float64)])
+    gathered = gather_rows(row, group)
+    if bool((gathered[:, -1] != gathered[0, -1]).any()):
+        raise ReportError(
+            f"this rank reports {list(total)} and another rank other metrics; expected the same "
+            "names and kinds on every rank"
+        )
+    rows = gathered[:, :-1].view(-1, len(total), 3)
     reduced = zip(rows[..., 0].sum(0), rows[..., 1].sum(0), rows[..., 2].amax(0), strict=True)
     return {
         name: _value(metric, *columns)
@@ -127,13 +141,25 @@ def reduce_reports(
     }
 
 
+def _check_shapes(values: Any, weights: Any) -> None:
+    if not isinstance(values, Tensor) or not isinstance(weights, Tensor):
+        got = f"{type(values).__name__} and {type(weights).__name__}"
+        raise ReportError(f"a metric of {got}; expected two tensors")
+    if values.shape != weights.shape:
+        raise ReportError(
+            f"a metric of values {tuple(values.shape)} under a mask {tuple(weights.shape)}; "
+            "expected the same shape"
+        )
+
+
 def _metric(name: str, value: Metric | Tensor) -> Metric:
-    if isinstance(value, (Mean, Max, Min)):
+    if isinstance(value, (Mean, Max, Min)) and all(x.numel() == 1 for x in _columns(value)):
         return value
     if isinstance(value, Tensor) and value.numel() == 2:
         return Mean(*value.detach().double().reshape(-1))
     raise ReportError(
-        f"metric {name!r} is {value!r}; expected a Mean, Max or Min, or a tensor [sum, count]"
+        f"metric {name!r} is {value!r}; expected a Mean, Max or Min of scalars, or a tensor "
+        "[sum, count]"
     )
 
 

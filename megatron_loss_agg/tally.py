@@ -20,6 +20,10 @@ from megatron_loss_agg.microbatch import Microbatch, active_tokens, check_values
 
 _SHAREABLE: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
 _IDS: dict[Unit, str] = {"rollout": "rollout_ids", "prompt": "prompt_ids"}
+UNDECIDED = (
+    "microbatches say which samples are rejected, and the aggregation not whether those count; "
+    "expected LossAggregation(rejected='count') or 'skip' (--loss-aggregation-rejected)"
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,13 @@ class StepSums:
 class MaskSums:
     """fp64 sample sums of distinct microbatches, read once however many terms share them."""
 
-    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
-        distinct = list({id(microbatch): microbatch for microbatch in microbatches}.values())
+    def __init__(self, lists: Sequence[Sequence[Microbatch]]) -> None:
+        places = {id(m): i for of_one in lists for i, m in enumerate(of_one)}
+        distinct = list({id(m): m for of_one in lists for m in of_one}.values())
         sums = [microbatch.sample_sums() for microbatch in distinct]
-        self.error: AggregationError | None = check_values(distinct, sums)
+        self.error: AggregationError | None = check_values(
+            distinct, sums, [places[id(m)] for m in distinct]
+        )
         parts = on_cpu([s[:-1] for s in sums], torch.float64).split([len(s) - 1 for s in sums])
         self._by_id = {id(m): part for m, part in zip(distinct, parts, strict=True)}
         active = on_cpu([active_tokens(m.loss_mask).view(1) for m in distinct], torch.int64)
@@ -95,6 +102,8 @@ class Tally:
         sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
         self.microbatch_S = torch.arange(len(microbatches)).repeat_interleave(sizes)
         self.rejected_S = _rejected(microbatches)
+        if agg.rejected is None and any(m.rejected is not None for m in microbatches):
+            self.error = self.error or GroupError(UNDECIDED)
         skips = agg.rejected == "skip"
         self.counted_S = ~self.rejected_S if skips else torch.ones_like(self.rejected_S)
         self.sums_S = all_sums_S.where(self.counted_S, 0.0)

@@ -43,6 +43,16 @@ class Term:
         number: Any = self.coefficient
         if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
             raise ModeError(f"coefficient={number!r}; expected a finite number")
+        object.__setattr__(self, "coefficient", float(number))
+
+    def scaled(self, part: Tensor, losses: Tensor) -> Tensor:
+        """``coefficient * part``, where ``part`` was made of ``losses``.
+
+        With a coefficient of 0 it is 0 whatever ``part`` is, and keeps the autograd path.
+        """
+        if self.coefficient == 0:
+            return weighted_sum(torch.zeros_like(losses), losses).to(part.dtype)
+        return self.coefficient * part
 
 
 class StepTerms(Mapping[str, StepPlan]):
@@ -66,8 +76,12 @@ class StepTerms(Mapping[str, StepPlan]):
     ) -> StepTerms:
         """See `StepPlan.build_terms`."""
         named = named_terms(terms)
-        of_terms = [[of_term(name, m) for m in microbatches] for name in named]
         aggregations = [term.aggregation for term in named.values()]
+        try:
+            of_terms = [[of_term(name, m) for m in microbatches] for name in named]
+        except MaskError:
+            StepPlan.abandon(named, group)
+            raise
         plans = build_plans(aggregations, of_terms, group, sharded_over)
         return cls(named, dict(zip(named, plans, strict=True)))
 
@@ -96,15 +110,12 @@ class StepTerms(Mapping[str, StepPlan]):
         Raises:
             MaskError: a term has no losses, or losses have no term.
         """
-        check_names(losses, self.terms)
-        parts = [
-            self.terms[name].coefficient
-            * weighted_sum(
-                plan.weights(i, torch.promote_types(losses[name].dtype, torch.float32)),
-                losses[name],
-            )
-            for name, plan in self._plans.items()
-        ]
+        check_losses(losses, self.terms)
+        parts = []
+        for name, plan in self._plans.items():
+            dtype = torch.promote_types(losses[name].dtype, torch.float32)
+            w = plan.weights(i, dtype)
+            parts.append(self.terms[name].scaled(weighted_sum(w, losses[name]), losses[name]))
         return torch.stack(parts).sum()
 
 
@@ -119,11 +130,14 @@ def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}
 
 
-def check_names(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None:
-    """Raise MaskError unless ``losses`` are those of ``terms``."""
+def check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None:
+    """Raise MaskError unless ``losses`` are tensors of ``terms``."""
     if not isinstance(losses, Mapping) or losses.keys() != terms.keys():
         got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
         raise MaskError(f"losses {got} for the terms {sorted(terms)}; expected one for each term")
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor):
+            raise MaskError(f"losses of {name!r} are a {type(loss).__name__}; expected a tensor")
 
 
 def of_term(name: str, microbatch: Microbatch | Mapping[str, Microbatch]) -> Microbatch:

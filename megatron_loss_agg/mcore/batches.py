@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.tally import UNDECIDED
 from megatron_loss_agg.terms import Term, of_term
 
 ReadBatch = Callable[[Any], Microbatch | Mapping[str, Microbatch]]
@@ -111,6 +112,26 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
                 f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
             )
+
+
+class WithoutRejected:
+    """What ``source`` yields, where nobody looks at which samples are rejected.
+
+    Raises:
+        GroupError: a batch says that some are.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+
+    def __iter__(self) -> WithoutRejected:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        if isinstance(batch, Mapping) and batch.get("rejected") is not None:
+            raise GroupError(UNDECIDED)
+        return batch
 
 
 class Replay:

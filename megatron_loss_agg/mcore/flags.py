@@ -12,7 +12,7 @@ from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.batches import ReadBatch
 
 FLAG = "--loss-aggregation"
-_OPTIONS = ("divisor", "empty", "function", "batch", "empty_step", "audit")
+_OPTIONS = ("divisor", "empty", "rejected", "function", "batch", "empty_step", "audit")
 EMPTY_STEPS = ("error", "skip", "step")
 """What can be done about a step without any token."""
 
@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="{count,skip}",
         help="whether samples, rollouts and prompts without active tokens count (default: count, "
         "or the preset's own choice)",
+    )
+    group.add_argument(
+        f"{FLAG}-rejected",
+        metavar="{count,skip}",
+        help="whether samples that the batch key 'rejected' names, which weigh nothing, count in "
+        "the denominators; needed where there are any",
     )
     group.add_argument(
         f"{FLAG}-function",
@@ -84,6 +90,7 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     options: dict[str, Any] = {"divisor": None if divisor is None else _number(divisor)}
     if empty is not None:
         options["empty"] = empty
+    options["rejected"] = getattr(args, "loss_aggregation_rejected", None)
     if function is not None:
         options["function"] = _load(f"{FLAG}-function", function)
     if "/" in mode:

@@ -14,7 +14,12 @@ from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
-from megatron_loss_agg.mcore.batches import ReadBatch, read_ahead, read_batch
+from megatron_loss_agg.mcore.batches import (
+    ReadBatch,
+    WithoutRejected,
+    read_ahead,
+    read_batch,
+)
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks
@@ -74,9 +79,14 @@ class LossHook:
     ) -> None:
         if empty_step not in EMPTY_STEPS:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
+        self._reports_sum = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.mode: aggregation}
         self.terms = named_terms(aggregation)
+        if "lm" in self.terms:
+            raise ModeError(
+                "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
+            )
         self.read_batch = read_batch
         self.empty_step = empty_step
         self.step_is_empty = False
@@ -127,25 +137,32 @@ class LossHook:
         if not shares and self._needs_no_plan(scale):
             (term,) = self.terms.values()
             rows = RowWeights(term.aggregation, scale, size)
-            step = Step(self.terms, rows, scale, size, shares)
-            step.verify = not self._verified
-            return step, False
+            _replace_iterator(kwargs, WithoutRejected)
+            return self._step(rows, scale, size, shares), False
         plans: list[StepTerms] = []
         weights = self._look_ahead(ranks, scale, kwargs, plans)
         self._fixed_rows = weights.rows == size * scale.num_microbatches * scale.data_parallel_size
         if weights.is_empty and self.empty_step == "error" and not kwargs.get("forward_only"):
             raise MaskError(
-                "no token of the whole step has a loss mask above 0; expected some: give the step "
-                "data, or choose --loss-aggregation-empty-step skip or step"
+                "no token of the whole step weighs anything: every loss mask is 0, or its sample "
+                "rejected; expected some: give the step data, or choose "
+                "--loss-aggregation-empty-step skip or step"
             )
-        step = Step(self.terms, weights, scale, size, shares)
-        step.verify = not self._verified
+        step = self._step(weights, scale, size, shares)
         if plans and step.verify:  # only then is the plan kept
             step.expected_mask = functools.partial(_local_mask, plans[0], ranks)
         return step, weights.is_empty
 
+    def _step(
+        self, weights: PlannedWeights | RowWeights, scale: HostScale, size: int, shares: bool
+    ) -> Step:
+        step = Step(self.terms, weights, scale, size, shares)
+        step.verify = not self._verified
+        step.reports_sum = self._reports_sum
+        return step
+
     def _needs_no_plan(self, scale: HostScale) -> bool:
-        if len(self.terms) > 1 or self.empty_step != "step":
+        if len(self.terms) > 1 or self.empty_step != "step" or self.read_batch is not read_batch:
             return False
         (term,) = self.terms.values()
         return RowWeights.suffice(term.aggregation, scale, self._fixed_rows)
@@ -162,22 +179,18 @@ class LossHook:
         return shared(read if ranks.reads_data else None, ranks)
 
     def _plan(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> StepTerms:
-        iterators = kwargs["data_iterator"]
-        chunks = isinstance(iterators, list)
+        source = _last_iterator(kwargs)
         try:
             microbatches, replay = read_ahead(
-                iterators[-1] if chunks else iterators,
-                scale.num_microbatches,
-                self.read_batch,
-                self.terms,
+                source, scale.num_microbatches, self.read_batch, self.terms
             )
         except Exception:
             StepPlan.abandon(self.terms, ranks.data)
             raise
-        kwargs["data_iterator"] = [*iterators[:-1], replay] if chunks else replay
+        _replace_iterator(kwargs, lambda _: replay)
         plans = StepPlan.build_terms(self.terms, microbatches, ranks.data)
         if not kwargs.get("forward_only"):
-            self._fetch_next(iterators[-1] if chunks else iterators, scale)
+            self._fetch_next(source, scale)
         return plans
 
     def _fetch_next(self, data_iterator: Any, scale: HostScale) -> None:
@@ -196,6 +209,21 @@ class LossHook:
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=ranks.pipeline)
             is_empty = bool(told)
         self.step_is_empty = is_empty
+
+
+def _last_iterator(kwargs: dict[str, Any]) -> Any:
+    """The data iterator of the last model chunk, which computes the loss."""
+    iterators = kwargs["data_iterator"]
+    return iterators[-1] if isinstance(iterators, list) else iterators
+
+
+def _replace_iterator(kwargs: dict[str, Any], wrap: Callable[[Any], Any]) -> None:
+    """Put ``wrap`` around that iterator, where this rank has one."""
+    iterators, last = kwargs["data_iterator"], _last_iterator(kwargs)
+    if last is not None:
+        wrapped = wrap(last)
+        chunks = isinstance(iterators, list)
+        kwargs["data_iterator"] = [*iterators[:-1], wrapped] if chunks else wrapped
 
 
 def _local_mask(plans: StepTerms, ranks: Ranks, name: str, i: int) -> Tensor:

@@ -97,6 +97,10 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
         with torch.no_grad():
             reduced = loss_func(output)
         report = reduced[-1]
+    if not isinstance(report, Mapping):
+        raise HostError(
+            f"the loss function reports a {type(report).__name__}; expected a mapping of names"
+        )
     by_term = _by_term("losses", losses, names)
     masks = _by_term("masks", mask, names, shared=True)
     for name in names:
@@ -115,8 +119,14 @@ def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) 
     return {name: given[name] for name in names}
 
 
-def _check_one_loss_per_token(losses: Any, mask: Tensor) -> None:
-    if not isinstance(losses, Tensor) or losses.numel() != mask.numel():
+def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
+    """One may be flat, and axes of length 1 are no matter; a transposed pair would be wrong."""
+    if not isinstance(mask, Tensor):
+        raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
+    long = [[n for n in getattr(x, "shape", ()) if n != 1] for x in (losses, mask)]
+    one_is_flat = min(map(len, long)) <= 1
+    fits = isinstance(losses, Tensor) and losses.numel() == mask.numel()
+    if not fits or (long[0] != long[1] and not one_is_flat):
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise MaskError(
             f"losses {shape} for a loss mask of shape {tuple(mask.shape)}; expected one loss per "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import GroupError, HostError, MaskError
+from megatron_loss_agg.errors import GroupError, HostError, MaskError, ReportError
 from megatron_loss_agg.loss import weighted_sum
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.lossfunc import TokenLosses, check_is_masked_sum, token_losses
@@ -46,6 +46,7 @@ class Step:
         self._scale = scale
         self._micro_batch_size = micro_batch_size
         self._reports_shares = reports_shares
+        self.reports_sum = False  # the loss of several terms, beside each of them
         self.verify = False  # compare what the script computes with what is assumed of it
         self.expected_mask: ExpectedMask | None = None
         self.masks_have_rows = True  # a flat mask does not tell where its samples end
@@ -106,7 +107,9 @@ class Step:
         tokens = token_losses(loss_func, output, list(self._terms))
         self._check_call(i, tokens)
         parts = {name: self._aggregated(name, i, tokens) for name in self._terms}
-        scaled = [self._terms[name].coefficient * part for name, part in parts.items()]
+        scaled = [
+            self._terms[name].scaled(part, tokens.losses[name]) for name, part in parts.items()
+        ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
         detached = {name: part.detach() for name, part in parts.items()}
         report = self._report(tokens, detached, loss.detach())
@@ -135,10 +138,16 @@ class Step:
     ) -> dict[str, Any]:
         """The script's report, its ``lm loss`` made exact, and the aggregated losses beside it."""
         report = tokens.report
-        for name, part in parts.items():
-            report[f"{name} loss"] = self._share(part)
-        if len(parts) > 1:
-            report["loss"] = self._share(loss)
+        ours = {f"{name} loss": self._share(part) for name, part in parts.items()}
+        if self.reports_sum:
+            ours["loss"] = self._share(loss)
+        taken = sorted(ours.keys() & report.keys())
+        if taken:
+            raise ReportError(
+                f"the loss function reports {taken}, which are the aggregated losses' names; "
+                "expected other names"
+            )
+        report.update(ours)
         # Of `token_mean` left to the host, the loss is a sum still, which the host will divide.
         undivided = isinstance(self._weights, RowWeights) and self._scale.per_token
         if "lm loss" in report or undivided:

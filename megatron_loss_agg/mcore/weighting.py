@@ -126,6 +126,8 @@ class RowWeights:
         Args:
             fixed_rows: every microbatch of the run has the same number of samples, one a row.
         """
+        if aggregation.rejected is not None:
+            return False  # which samples are rejected is in the batches
         if scale.per_token:
             # The host itself divides by the token total that it counts.
             return aggregation.mode == "token_mean"

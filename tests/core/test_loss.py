@@ -35,6 +35,19 @@ def test_positions_of_weight_zero_are_not_read(poison):
     assert loss.grad.tolist() == [0.5, 0.0, 0.5]
 
 
+def test_negative_weights_count():
+    w = torch.tensor([-0.5, -0.0, 2.0])
+    loss = torch.tensor([4.0, math.nan, 1.0], requires_grad=True)
+    total = weighted_sum(w, loss)
+    total.backward()
+    assert total.item() == 0 and loss.grad.tolist() == [-0.5, 0.0, 2.0]
+
+
+def test_complex_losses_are_refused():
+    with pytest.raises(MaskError, match="expected real tensors"):
+        weighted_sum(torch.ones(1), torch.ones(1, dtype=torch.complex64))
+
+
 def test_nan_at_a_position_that_counts_is_shown():
     total = weighted_sum(torch.tensor([1.0, 0.0]), torch.tensor([math.nan, 1.0]))
     assert math.isnan(total.item())

@@ -16,7 +16,7 @@ from megatron_loss_agg import policy, weighted_sum
 
 F64 = torch.float64
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
-POISON = [math.nan, math.inf, -math.inf]
+POISON = [math.nan, math.inf, -math.inf, torch.finfo(torch.float64).max]
 
 
 # The specification: value and derivative by the first input, one token, plain numbers.

@@ -100,6 +100,29 @@ def test_every_metric_is_reduced_by_its_own_kind_and_count_in_one_collective():
         assert len(collectives) == 1
 
 
+def reduced_in_any_order(names: list[str]) -> dict[str, float] | str:
+    rank = dist.get_rank()
+    ordered = names if rank == 0 else names[::-1]
+    mean = {"a": 10.0, "b": 1.0, "c": 5.0}
+    report = {name: Mean.of(torch.tensor([mean[name]]), torch.ones(1)) for name in ordered}
+    if rank == 1 and "c" in report:
+        report["d"] = report.pop("c")
+    try:
+        return reduce_reports([report], dist.group.WORLD)
+    except ReportError as error:
+        return str(error)
+
+
+def test_ranks_may_order_their_metrics_as_they_like_but_must_have_the_same():
+    assert run_ranks(reduced_in_any_order, 2, ["a", "b"]) == [{"a": 10.0, "b": 1.0}] * 2
+    for answer in run_ranks(reduced_in_any_order, 2, ["a", "c"]):
+        assert "another rank other metrics; expected the same names" in answer
+
+
+def test_a_nan_count_is_shown():
+    assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
+
+
 def test_one_denominator_for_all_metrics_would_be_another_number():
     # Trap: two means whose counts differ, divided by one of them.
     loss, accuracy = Mean.of(torch.ones(4), torch.ones(4)), Mean.of(torch.ones(2), torch.ones(2))
@@ -115,5 +138,13 @@ def test_reports_that_differ_are_refused():
         reduce_reports([{"a": mean}, {"b": mean}], None)
     with pytest.raises(ReportError, match="'a' is Mean and Max in different microbatches"):
         reduce_reports([{"a": mean}, {"a": extreme}], None)
+    three = Mean(torch.ones(3), torch.ones(3))
+    with pytest.raises(ReportError, match="expected a Mean, Max or Min of scalars"):
+        reduce_reports([{"a": three}], None)
+    for metric in (Mean, Max, Min):
+        with pytest.raises(ReportError, match=r"values \(2,\) under a mask \(2, 2\)"):
+            metric.of(torch.ones(2), torch.ones(2, 2))
+        with pytest.raises(ReportError, match="a metric of list and Tensor; expected two tensors"):
+            metric.of([1.0], torch.ones(1))
     with pytest.raises(ReportError, match=r"'a' is tensor\(1.\); expected a Mean, Max or Min"):
         reduce_reports([{"a": torch.tensor(1.0)}], None)

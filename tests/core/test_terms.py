@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, StepPlan, Term
-from megatron_loss_agg.errors import MaskError, ModeError
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from tests import oracle
 from tests.core import steps
 from tests.core.ranks import Collectives, assert_weights, divisor_of, random_step
@@ -203,6 +204,8 @@ def test_counting_all_or_survivors_is_a_choice():
     assert of["count"].weights(0).tolist() == [[0.25, 0.25, 0, 0], [0, 0, 0, 0]]
     assert of["skip"].weights(0).tolist() == [[0.5, 0.5, 0, 0], [0, 0, 0, 0]]
     assert (of["count"].counts.samples, of["skip"].counts.samples) == (2, 1)
+    with pytest.raises(GroupError, match=r"expected LossAggregation\(rejected='count'\)"):
+        StepPlan.build(LossAggregation(mode="sample_mean"), [microbatch])
     with pytest.raises(ModeError, match="rejected='drop'; expected 'count' or 'skip'"):
         LossAggregation(mode="sample_mean", rejected="drop")
 
@@ -215,7 +218,8 @@ def test_a_step_without_tokens_says_so():
         (all_rejected, True),
         (Microbatch(torch.ones(1, 1)), False),
     ):
-        terms = {"a": aggregation("token_mean"), "metric": Term(aggregation("sum"), 0)}
+        terms = {"a": aggregation("token_mean", rejected="count")}
+        terms["metric"] = Term(aggregation("sum", rejected="count"), 0)
         assert StepPlan.build_terms(terms, [microbatch]).is_empty is is_empty
 
 
@@ -246,3 +250,61 @@ def test_scaled_advantages_give_a_trainer_that_sums_the_same_gradient():
 def test_samples_of_a_rejection_of_wrong_kind():
     with pytest.raises(AggregationError, match=r"rejected is .*; expected a bool tensor"):
         Microbatch(torch.ones(1, 1), rejected=torch.ones(1))
+
+
+def test_a_term_of_coefficient_zero_adds_nothing_even_of_nan():
+    terms = {"a": aggregation("token_mean"), "off": Term(aggregation("token_mean"), 0)}
+    plans = StepPlan.build_terms(terms, [Microbatch(torch.ones(1, 1))])
+    off = torch.tensor([[math.nan]], requires_grad=True)
+    total = plans.weighted_sum(0, {"a": torch.ones(1, 1), "off": off})
+    total.backward()
+    assert total.item() == 1 and off.grad.item() == 0
+
+
+def test_custom_weights_of_rejected_samples_are_refused():
+    rejected = torch.tensor([True, False])
+    microbatch = Microbatch(torch.ones(2, 2), rejected=rejected)
+
+    def plan(function) -> StepPlan:
+        agg = LossAggregation(mode="custom", function=function, rejected="count")
+        return StepPlan.build(agg, [microbatch])
+
+    kept = plan(lambda p, i: (~p.microbatches[i].rejected).float().unsqueeze(1).expand(2, 2))
+    assert kept.weights(0).tolist() == [[0, 0], [1, 1]]
+    with pytest.raises(FunctionError, match="weights for rejected samples; expected 0"):
+        plan(lambda p, i: p.microbatches[i].loss_mask).weights(0)
+
+
+def test_negative_custom_weights_scale_no_advantage():
+    agg = LossAggregation(mode="custom", function=lambda p, i: -p.microbatches[i].loss_mask)
+    plan = StepPlan.build(agg, [Microbatch(torch.ones(1, 2))])
+    with pytest.raises(FunctionError, match="negative weights"):
+        plan.scaled_advantages(0, torch.ones(1, 2))
+
+
+def test_an_error_names_the_place_of_the_microbatch_in_its_step():
+    good, bad = Microbatch(torch.ones(1, 2)), Microbatch(-torch.ones(1, 2))
+    for lists in ([good, good, good, bad], [{"a": good, "b": good}] * 3 + [{"a": good, "b": bad}]):
+        with pytest.raises(MaskError, match="microbatch 3: loss_mask has negative"):
+            StepPlan.build_terms({"a": aggregation("sum"), "b": aggregation("sum")}, lists)
+
+
+def test_terms_of_other_numbers_and_losses_of_other_kinds():
+    assert Term(aggregation("sum"), Fraction(1, 2)).coefficient == 0.5
+    plans = StepPlan.build_terms({"a": aggregation("sum")}, two_microbatches())
+    with pytest.raises(MaskError, match="losses of 'a' are a NoneType; expected a tensor"):
+        plans.weighted_sum(0, {"a": None})
+
+
+def miss_a_term_on_one_rank() -> str:
+    terms = {"a": aggregation("token_mean"), "b": aggregation("token_mean")}
+    mine = [{"a": m} if dist.get_rank() else m for m in two_microbatches()]
+    try:
+        StepPlan.build_terms(terms, mine, dist.group.WORLD)
+    except AggregationError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_no_rank_waits_for_one_that_misses_a_term():
+    assert run_ranks(miss_a_term_on_one_rank, 2) == ["PeerError", "MaskError"]

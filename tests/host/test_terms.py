@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.host.ranks import run_host_ranks
-from tests.host.steps import sequences
+from tests.host.steps import batch_of, sequences
 from tests.host.topology import KeepDouble, Topology, build_chunks
 
 pytestmark = pytest.mark.host
@@ -140,7 +140,7 @@ def test_an_empty_step_is_known_on_every_rank(name: str) -> None:
 def test_an_empty_step_can_be_an_error_on_every_rank() -> None:
     for found in run_host_ranks(empty_steps, 2, TOPOLOGIES["dp2"], "error"):
         assert found[0] == ("none", False)
-        assert "no token of the whole step has a loss mask above 0" in found[1][0]
+        assert "no token of the whole step weighs anything" in found[1][0]
         assert "--loss-aggregation-empty-step skip or step" in found[1][0]
 
 
@@ -177,6 +177,17 @@ def bad_terms() -> list[str]:
         output, loss = rl.forward_step(data_iterator, model)
         return output, TokenLoss(lambda x: ({"kl": loss.compute(x)[0]["kl"]}, {}), loss.loss_mask)
 
+    def reports_loss(data_iterator: Any, model: Any) -> Any:
+        output, loss = rl.forward_step(data_iterator, model)
+        report = {"loss": torch.ones(2)}
+        return output, TokenLoss(lambda x: (loss.compute(x)[0], report), loss.loss_mask)
+
+    def turned(data_iterator: Any, model: Any) -> Any:
+        batch = batch_of(sequences(fractional=False)[:2], "bshd")
+        output, loss = rl.forward_step(iter([batch]), model)
+        next(data_iterator)
+        return output, TokenLoss(lambda x: (loss.compute(x)[0]["kl"].T, {}), loss.loss_mask)
+
     single = LossHook(LossAggregation(mode="token_mean"), rl.read_pack)
     messages = [
         told(LossHook(rl.TERMS, rl.read_pack), gpt.forward_step),
@@ -184,19 +195,27 @@ def bad_terms() -> list[str]:
         told(LossHook(rl.TERMS, rl.read_pack), one_short),
         told(single, rl.forward_step),
         told(single, unnamed),
+        told(LossHook(rl.TERMS, rl.read_pack), reports_loss),
+        told(single, turned),
     ]
-    try:
-        LossHook(rl.TERMS, empty_step="ignore")
-    except AggregationError as error:
-        messages.append(str(error))
+    for terms, policy in ((rl.TERMS, "ignore"), ({"lm": LossAggregation(mode="sum")}, "step")):
+        try:
+            LossHook(terms, empty_step=policy)
+        except AggregationError as error:
+            messages.append(str(error))
     return messages
 
 
 def test_losses_that_do_not_fit_the_terms_are_named() -> None:
-    stock, unnamed, one_short, too_many, fits, policy = run_host_ranks(bad_terms, 1)[0]
+    stock, unnamed, one_short, too_many, fits, taken, turned, policy, name = run_host_ranks(
+        bad_terms, 1
+    )[0]
     assert stock.startswith("HostError") and "expected a TokenLoss, whose losses are" in stock
     assert unnamed.startswith("MaskError: losses are a Tensor; expected one for each of")
     assert one_short.startswith("MaskError: losses for ['kl']; expected one for each of")
     assert too_many.startswith("MaskError: losses for ['entropy', 'kl', 'policy', 'value']")
     assert fits == "none"
+    assert taken.startswith("ReportError: the loss function reports ['loss']")
+    assert turned.startswith("MaskError: losses (24, 2) for a loss mask of shape (2, 24)")
     assert policy == "empty_step='ignore'; expected one of error, skip, step"
+    assert name.startswith("a term named 'lm'; expected another name")

@@ -35,6 +35,7 @@ def test_the_flag_set_is_frozen() -> None:
         "--loss-aggregation": ("loss_aggregation", None, None),
         "--loss-aggregation-divisor": ("loss_aggregation_divisor", None, None),
         "--loss-aggregation-empty": ("loss_aggregation_empty", None, None),
+        "--loss-aggregation-rejected": ("loss_aggregation_rejected", None, None),
         "--loss-aggregation-function": ("loss_aggregation_function", None, None),
         "--loss-aggregation-batch": ("loss_aggregation_batch", None, None),
         "--loss-aggregation-empty-step": ("loss_aggregation_empty_step", None, None),

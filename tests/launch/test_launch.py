@@ -71,7 +71,8 @@ def runs(folder: Path) -> dict[str, Run]:
     mode = ["--loss-aggregation", "prompt_mean", "--loss-aggregation-audit"]
     # The first step takes a rank's two microbatches, which are read as they are.
     empty = ["--loss-aggregation-batch", "tests.launch.readers:reject_all_after_two"]
-    empty += ["--loss-aggregation-empty-step", "skip", "--save-interval", "1"]
+    empty += ["--loss-aggregation-rejected", "count", "--loss-aggregation-empty-step", "skip"]
+    empty += ["--save-interval", "1"]
     return {
         "empty steps": start(launcher, [*mode, *empty], folder / "empty"),
         "without the plugin": start([str(starter)], [], folder / "without"),
