@@ -27,6 +27,14 @@ def save(folder: Path, step: int, options: Options, state: dict[str, Any]) -> No
     dist.barrier()
 
 
+def clear(folder: Path) -> None:
+    """Remove the checkpoints of an earlier run, which a new one must not resume from."""
+    if dist.get_rank() == 0:
+        for path in folder.glob("step_*"):
+            path.unlink()
+    dist.barrier()
+
+
 def load(folder: Path, options: Options) -> dict[str, Any]:
     """The newest state in ``folder``.
 

@@ -148,6 +148,7 @@ def train(options: Options) -> Trainer:
         trainer.load_state(state)
     else:
         start = 0
+        checkpoint.clear(options.output)
         trainer.warm_up()
     log = Log(options.output, start, writes=dist.get_rank() == 0)
     for step in log.steps(start, options.steps):

@@ -102,13 +102,10 @@ def is_padding(batch: Pack) -> bool:
 
 def read_pack(batch: Pack) -> Microbatch:
     """What the hook has to know of a pack, of one that is padding too."""
-    kept = 0 if is_padding(batch) else None
-    return Microbatch(
-        loss_mask=batch["loss_mask"][:, :kept],
-        cu_seqlens=batch["cu_seqlens"][: None if kept is None else 1],
-        cu_seqlens_padded=batch["cu_seqlens_padded"][: None if kept is None else 1],
-        prompt_ids=batch["prompt_ids"],
-    )
+    mask, *offsets = (batch[name] for name in ("loss_mask", "cu_seqlens", "cu_seqlens_padded"))
+    if is_padding(batch):
+        mask, offsets = mask[:, :0], [values[:1] for values in offsets]
+    return Microbatch(mask, offsets[0], batch["prompt_ids"], cu_seqlens_padded=offsets[1])
 
 
 def microbatches(

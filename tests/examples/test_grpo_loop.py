@@ -80,6 +80,7 @@ def test_context_parallel_ranks_sample_the_same_to_the_bit() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Options, list[int]]:
     """One uninterrupted run at CP 2 x DP 2, and the padding microbatches of each rank."""
     options = _in(tmp_path_factory.mktemp("whole"))
+    (options.output / "step_000100.pt").touch()  # an earlier run's
     return options, run_host_ranks(_train, 4, options, timeout=200)
 
 
@@ -153,5 +154,6 @@ def test_other_flags_are_refused(trained: tuple[Options, list[int]], tmp_path: P
     options, _ = trained
     with pytest.raises(ValueError, match=r"other flags \(lr 0.003 -> 0.1\); expected the same"):
         checkpoint.load(options.output, replace(options, lr=0.1))
+    assert checkpoint.load(options.output, options)["step"] == options.steps
     with pytest.raises(FileNotFoundError, match="drop --resume"):
         checkpoint.load(tmp_path, options)
