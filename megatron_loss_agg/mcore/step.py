@@ -128,7 +128,7 @@ class Step:
         losses, mask = tokens.first
         if isinstance(self._weights, RowWeights):
             # The host alone counts here, and only masks of 0 and 1.
-            return mask.sum().to(torch.int), 0
+            return mask.sum(dtype=torch.float32).to(torch.int), 0
         active = next(iter(self._weights.parts.values()))[i].active_tokens
         number = torch.full((), active, dtype=torch.int, device=losses.device)
         return number, self._weights.total_tokens
@@ -208,8 +208,9 @@ class Step:
         if self._scale.per_token:
             self._bad_masks.append(((mask != 0) & (mask != 1)).any())
             return
-        # The sum is finite only if all of them are; NaN carries through both.
-        self._bad_masks.append(~((mask.min() >= 0) & mask.sum().isfinite()))
+        # A finite sum has no NaN or inf in it.
+        finite = mask.sum(dtype=torch.float32).isfinite()
+        self._bad_masks.append((mask < 0).any() | ~finite)
         if not self._groups_samples(name):
             return
         if self._packed or mask.dim() != 2 or mask.shape[0] != self._micro_batch_size:
@@ -233,7 +234,7 @@ class Step:
                 "expected the script to split sequences over context-parallel ranks as "
                 "CPLayout.thd (packed) or CPLayout.bshd does"
             )
-        self._mask_sums.append(mask.sum().float())
+        self._mask_sums.append(mask.sum(dtype=torch.float32))
         self._expected_sums.append(part.mask_sum)
         if self.verify and self.expected_mask is not None:
             counted = self.expected_mask(name, i).reshape(-1)
