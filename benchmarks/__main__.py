@@ -1,0 +1,42 @@
+"""Prints every figure and whether its goal is met; the exit status is 1 if one is not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.results import Results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
+    parser.add_argument("--only", choices=("hook", "plan", "host"), help="one part alone")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results()
+    if arguments.device == "cuda":
+        from benchmarks import device
+
+        device.measure(results)
+    else:
+        from benchmarks import hook, host, plan
+
+        for part in (hook, plan, host):  # host last: it changes torch
+            if arguments.only in (None, part.__name__.rpartition(".")[2]):
+                part.measure(results)
+    results.write(arguments.json)
+    goals = [figure for figure in results.figures if figure.goal is not None]
+    print(f"\n{len(goals) - len(results.missed)} of {len(goals)} goals are met", end="")
+    print(f"; all figures are in {arguments.json}")
+    for figure in results.missed:
+        print(f"missed: {figure.what}, {figure.where}: {figure.value:.3f} > {figure.goal:g}")
+    return 1 if results.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The hook's work on one microbatch, against ``(x * w).sum()`` forward and backward."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.results import Results, ratios
+from benchmarks.shapes import AGGREGATIONS, CONTEXT_PARALLEL, LAYOUTS, MICROBATCHES, Shape
+from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg.mcore.ranks import Ranks
+from megatron_loss_agg.mcore.scaling import HostScale
+from megatron_loss_agg.mcore.step import Step
+from megatron_loss_agg.mcore.weighting import Part, PlannedWeights, local_part
+from megatron_loss_agg.report import Mean
+
+Work = Callable[[], object]
+
+
+def measure(results: Results) -> None:
+    """Every shape, layout and number of context-parallel ranks; needs no process group to exist."""
+    # Groups of any size in one process: only sizes and ranks are asked of them here.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(CONTEXT_PARALLEL))
+    one = dist.new_group([0])
+    for cp in CONTEXT_PARALLEL:
+        ranks = Ranks(one, dist.new_group(list(range(cp))), one, one, last_stage=True)
+        for layout in LAYOUTS:
+            for samples, length in MICROBATCHES:
+                _one_shape(results, Shape(samples, length, layout), ranks)
+    _whole_loss_function(results, Ranks(one, one, one, one, last_stage=True))
+    dist.destroy_process_group()
+
+
+def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
+    cp = dist.get_world_size(ranks.context)
+    whole = shape.microbatch()
+    mask = local_part(whole.loss_mask, whole, ranks)
+    losses = torch.randn(mask.shape, requires_grad=True)
+    parts = {name: _part(agg, whole, ranks) for name, agg in AGGREGATIONS.items()}
+    w = parts["token_mean"].weights(mask, torch.float32)
+    works = {name: functools.partial(hook, part, mask, losses) for name, part in parts.items()}
+    poisoned = losses.detach().masked_fill(mask == 0, math.nan).requires_grad_()
+    works["NaN where masked"] = functools.partial(hook, parts["token_mean"], mask, poisoned)
+    works["metric"] = functools.partial(Mean.of, losses, w)
+    rounds = 25 if mask.numel() > 100_000 else 60
+    least = functools.partial(floor, w, losses)
+    base, found = ratios(least, works, rounds)
+    where = f"{shape.samples} x {shape.length} {shape.layout} cp{cp}"
+    results.add("floor", where, 1e6 * base, "us")
+    for name in AGGREGATIONS:
+        results.add(f"hook, {name}", where, found[name], "x floor", "hook")
+    results.add("hook, NaN where masked", where, found["NaN where masked"], "x floor")
+    results.add("a further metric", where, found["metric"], "x floor", "metric")
+    if cp == 1:
+        slow: dict[str, Work] = {"loop over samples": functools.partial(loop, whole, losses)}
+        slow["padded matrix"] = functools.partial(padded, whole, losses)
+        for name, ratio in ratios(least, slow, rounds=1, warm_up=1)[1].items():
+            results.add(name, where, ratio, "x floor")
+
+
+def _part(aggregation: object, whole: Microbatch, ranks: Ranks) -> Part:
+    plans = StepPlan.build_terms({"loss": aggregation}, [whole])  # type: ignore[dict-item]
+    return PlannedWeights.of(plans, ranks).parts["loss"][0]
+
+
+def floor(w: Tensor, losses: Tensor) -> None:
+    """The least that a weighted loss can cost, with weights that are given."""
+    losses.grad = None
+    (losses * w).sum().backward()
+
+
+def hook(part: Part, mask: Tensor, losses: Tensor) -> None:
+    """What `Step` does of a microbatch's loss: weights, NaN-safe sum, and its gradient."""
+    losses.grad = None
+    w = part.weights(mask, torch.float32)
+    weighted_sum(w.view(-1), losses.reshape(-1)).backward()
+
+
+def loop(whole: Microbatch, losses: Tensor) -> None:
+    """Mean of masked means, a sample at a time."""
+    losses.grad = None
+    if whole.cu_seqlens is None:
+        samples = zip(losses, whole.loss_mask, strict=True)
+    else:
+        lengths = whole.cu_seqlens.diff().tolist()
+        samples = zip(losses.split(lengths), whole.loss_mask.split(lengths), strict=True)
+    means = [(x * m).sum() / m.sum().clamp(min=1) for x, m in samples]
+    torch.stack(means).mean().backward()
+
+
+def padded(whole: Microbatch, losses: Tensor) -> None:
+    """The same on a matrix of rows; of a pack, padded to its longest sample."""
+    losses.grad = None
+    x, m = losses, whole.loss_mask
+    if whole.cu_seqlens is not None:
+        lengths = whole.cu_seqlens.diff().tolist()
+        x, m = (torch.nn.utils.rnn.pad_sequence(t.split(lengths), True) for t in (x, m))
+    ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean().backward()
+
+
+def _whole_loss_function(results: Results, ranks: Ranks) -> None:
+    """All that a microbatch's loss costs in the hook, the script's own loss function included."""
+    whole = Shape(64, 1024, "bshd").microbatch()
+    losses = torch.randn(whole.loss_mask.shape, requires_grad=True)
+    plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, [whole])
+    planned = PlannedWeights.of(plans, ranks)
+    scale = HostScale(1, 1, 1, per_token=False)
+    w = plans["loss"].weights(0)
+
+    def stock() -> None:
+        losses.grad = None
+        loss_func(whole.loss_mask, losses)[0].backward()
+
+    def hooked() -> None:
+        losses.grad = None
+        step = Step(plans.terms, planned, scale, 64, False)
+        _, loss = step.hook_forward_step(
+            lambda: (losses, functools.partial(loss_func, whole.loss_mask))
+        )()
+        loss(losses)[0].backward()
+        step.finish()
+
+    _, found = ratios(
+        functools.partial(floor, w, losses), {"stock": stock, "hooked": hooked}, rounds=60
+    )
+    where = "64 x 1024 bshd, checks and report too"
+    results.add("stock loss function", where, found["stock"], "x floor")
+    results.add("all of the hook's loss function", where, found["hooked"], "x floor")
+
+
+def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """A stock loss function: sum over the mask, number of tokens, report."""
+    loss = (output_tensor.view(-1) * loss_mask.view(-1)).sum()
+    num_tokens = loss_mask.sum().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}

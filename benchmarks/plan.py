@@ -1,0 +1,109 @@
+"""Planning a step: counting, merging everybody's groups, and what a plan keeps."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.results import Results, median_seconds
+from benchmarks.shapes import (
+    AGGREGATIONS,
+    LARGE_STEP,
+    LAYOUTS,
+    STEP,
+    many_microbatches,
+    rows_of_rank,
+)
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, exchange, tally
+from megatron_loss_agg.mcore.ranks import Ranks
+from megatron_loss_agg.mcore.weighting import PlannedWeights
+
+
+def measure(results: Results) -> None:
+    samples, length, number = STEP
+    for layout in LAYOUTS:
+        step = many_microbatches(samples, length, number, layout)
+        where = f"{samples} x {length} {layout}, {number} microbatches"
+        for name in ("token_mean", "prompt_mean"):
+            build = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
+            results.add(
+                f"plan, {name}", where, 1e3 * median_seconds(build, 15), "ms", goal="plan_ms"
+            )
+    _large_step(results)
+    _memory(results)
+
+
+def _large_step(results: Results) -> None:
+    """One rank's own work: the other ranks' rows are made beforehand, and not gathered."""
+    samples, prompts, ranks = LARGE_STEP
+    aggregation = LossAggregation(mode="prompt_mean")
+    tallies = [_tally(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
+    totals = torch.stack([exchange.row_of([(t.totals, t.columns)], False) for t in tallies])
+    width = max(t.groups["prompt"].ids.numel() for t in tallies)
+    payload = torch.stack([exchange.packed([t.groups["prompt"]], width) for t in tallies])
+
+    def gathered(row: Tensor, group: object) -> Tensor:
+        return totals if row.numel() == totals.shape[1] else payload
+
+    mine = rows_of_rank(0)
+    with mock.patch.object(exchange, "gather_rows", gathered):
+        plan = StepPlan.build(aggregation, mine)
+        taken = median_seconds(lambda: StepPlan.build(aggregation, mine), 5)
+    assert plan.counts.samples == samples // ranks * ranks
+    assert plan.counts.prompts is not None and plan.counts.prompts <= prompts
+    where = f"{samples:,} samples, {prompts:,} prompts, {ranks} ranks"
+    results.add("plan of one rank, gather simulated", where, taken, "s", "large_plan_s")
+    received = (totals.nbytes + payload.nbytes) / 2**20
+    results.add("received by one rank", where, received, "MiB", "payload_mb")
+    sent = (totals[0].nbytes + payload[0].nbytes) / 2**20
+    results.add("sent by one rank", where, sent, "MiB", "payload_mb")
+
+
+def _tally(aggregation: LossAggregation, microbatches: list[Microbatch]) -> tally.Tally:
+    return tally.Tally(aggregation, microbatches, tally.MaskSums(microbatches), None)
+
+
+def _memory(results: Results) -> None:
+    """Beyond the masks and ids that came in, of a rank that holds the whole sequences."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    ranks = Ranks(*[dist.group.WORLD] * 4, last_stage=True)
+    samples, length, number = STEP
+    for layout in LAYOUTS:
+        step = many_microbatches(samples, length, number, layout)
+        vector = 4 * sum(m.loss_mask.numel() for m in step)
+        for name in ("prompt_mean", "custom"):
+            plans = StepPlan.build_terms({"loss": AGGREGATIONS[name]}, step)
+            planned = PlannedWeights.of(plans, ranks)
+            where = f"{samples} x {length} {layout}, {name}"
+            kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([planned, step])}
+            for what, number_of in kept.items():
+                vectors = (number_of - kept_bytes(step)) / vector
+                results.add(f"kept by the {what}", where, vectors, "fp32 vectors", "kept_vectors")
+    dist.destroy_process_group()
+
+
+def kept_bytes(root: object) -> int:
+    """Bytes of all tensors that ``root`` leads to, each storage once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(root)}
+    return sum(storages.values())
+
+
+def _tensors(root: object) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen or isinstance(x, type) or callable(x):
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            yield x
+        else:
+            waiting.extend(gc.get_referents(x))

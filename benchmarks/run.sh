@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Measures what the plugin costs, against the least that it can cost; prints every figure, says
+# which goals are met, and writes build/benchmarks.json. Exits 1 if a goal is missed.
+#
+#   bash benchmarks/run.sh                  on this machine's CPU, in about three minutes
+#   bash benchmarks/run.sh --only plan      one part alone: hook, plan or host
+#   bash benchmarks/run.sh --device cuda    on a GPU
+#
+# Shapes, seeds and goals are in benchmarks/shapes.py; the environment is made by ci/python.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=$(bash ci/python.sh mcore)
+export OMP_NUM_THREADS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it
+export PYTHONWARNINGS=ignore
+exec "$python" -m benchmarks "$@"

@@ -1,0 +1,96 @@
+"""What is measured: shapes, seeds and goals, all of them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg import LossAggregation, Microbatch
+
+SEED = 1234
+
+MICROBATCHES = ((64, 1024), (1024, 256), (4096, 64))
+"""Samples, and tokens of each on average, over all context-parallel ranks."""
+CONTEXT_PARALLEL = (1, 2, 8)
+LAYOUTS = ("bshd", "thd")
+
+STEP = (8192, 128, 16)  # samples, tokens of each, microbatches
+LARGE_STEP = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
+
+MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+VOCABULARY, ROW, ROWS, STEP_MICROBATCHES = 8192, 256, 2, 4
+LOGITS = (2048, 8192)  # tokens, vocabulary
+
+GOALS = {
+    "hook": 1.5,  # of the floor
+    "metric": 1.0,  # of the floor
+    "plan_ms": 5.0,
+    "large_plan_s": 1.0,
+    "payload_mb": 64.0,
+    "kept_vectors": 1.0,  # fp32 vectors of this rank's tokens
+    "step": 1.02,  # of stock Megatron's
+    "log_probs_memory": 1.05,  # of Megatron's cross entropy
+}
+
+
+def by_row(plan: object, i: int) -> Tensor:
+    """A custom aggregation: the mean over each sample, by a function of the user."""
+    mask = plan.microbatches[i].loss_mask  # type: ignore[attr-defined]
+    if mask.dim() == 1:
+        return mask / mask.sum()
+    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+AGGREGATIONS = {
+    "token_mean": LossAggregation(mode="token_mean"),
+    "prompt_mean": LossAggregation(mode="prompt_mean"),
+    "custom": LossAggregation(mode="custom", function=by_row),
+}
+"""Modes differ in the coefficient of a sample alone; a custom one has none."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one microbatch; thd has as many tokens as bshd, in samples of heavy-tailed length."""
+
+    samples: int
+    length: int
+    layout: str
+
+    def microbatch(self) -> Microbatch:
+        """Whole; with the first part of every sample masked, as a prompt is."""
+        generator = torch.Generator().manual_seed(SEED)
+        prompt = 0.2 + 0.4 * torch.rand(self.samples, 1, generator=generator)
+        prompts = torch.arange(self.samples) // 8
+        if self.layout == "bshd":
+            mask = (torch.arange(self.length) >= prompt * self.length).float()
+            return Microbatch(mask, prompt_ids=prompts)
+        lengths = self.lengths(generator)
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        place = torch.arange(self.samples * self.length) - starts[:-1].repeat_interleave(lengths)
+        first = (prompt.view(-1) * lengths).repeat_interleave(lengths)
+        return Microbatch((place >= first).float(), starts.int(), prompts)
+
+    def lengths(self, generator: torch.Generator) -> Tensor:
+        """int64 [samples], Pareto-distributed (exponent 2) multiples of 16 (`2 * cp`, cp = 8)."""
+        u = torch.rand(self.samples, generator=generator, dtype=torch.float64)
+        tail = (1 - u) ** -0.5
+        total = self.samples * self.length // 16 - self.samples  # beyond 16 tokens each
+        lengths = 1 + (tail / tail.sum() * total).long()
+        lengths[0] += self.samples * self.length // 16 - lengths.sum()
+        return 16 * lengths
+
+
+def many_microbatches(samples: int, length: int, number: int, layout: str) -> list[Microbatch]:
+    """A rank's step, in microbatches of one shape."""
+    return [Shape(samples // number, length, layout).microbatch() for _ in range(number)]
+
+
+def rows_of_rank(rank: int) -> list[Microbatch]:
+    """One rank's part of the `LARGE_STEP`; a prompt's samples lie on any ranks."""
+    samples, prompts, ranks = LARGE_STEP
+    generator = torch.Generator().manual_seed(SEED + rank)
+    ids = torch.randint(prompts, (samples // ranks,), generator=generator)
+    return [Microbatch(torch.ones(len(part), 4), prompt_ids=part) for part in ids.chunk(16)]
