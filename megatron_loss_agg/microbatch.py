@@ -210,16 +210,17 @@ def _defects(microbatch: Microbatch, sums: Tensor) -> Tensor:
     good_mask = finite & (mask.amin() >= 0) if mask.numel() else finite
     if microbatch.cu_seqlens is None or microbatch.sample_starts is None:
         return torch.nn.functional.pad(~good_mask.view(1), (0, len(_DEFECTS) - 1))
-    real, padded = (
-        offsets.to(mask.device, torch.int64)
-        for offsets in (microbatch.cu_seqlens, microbatch.sample_starts)
-    )
-    offsets = torch.stack([real, padded])
-    lengths = offsets.diff()
-    ordered = (offsets[:, 0] == 0) & (lengths >= 0).all(dim=1)
-    places = (lengths[0] <= lengths[1]).all() & (padded[-1] <= mask.numel())
-    good = torch.stack([good_mask, places, sums[-1] == 0])
-    return torch.cat([good[:1], ordered, good[1:]]).logical_not_()
+    real = microbatch.cu_seqlens.to(mask.device, torch.int64)
+    length_S = real.diff()
+    good_real = good_padded = (real[0] == 0) & (length_S >= 0).all()
+    good_places = real[-1] <= mask.numel()
+    if microbatch.cu_seqlens_padded is not None:
+        padded = microbatch.cu_seqlens_padded.to(real)
+        place_S = padded.diff()
+        good_padded = (padded[0] == 0) & (place_S >= 0).all()
+        good_places = (length_S <= place_S).all() & (padded[-1] <= mask.numel())
+    good = [good_mask, good_real, good_padded, good_places, sums[-1] == 0]
+    return torch.stack(good).logical_not_()
 
 
 def _segment_sums(mask: Tensor, starts: Tensor) -> Tensor:
