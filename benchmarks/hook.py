@@ -100,8 +100,12 @@ def padded(whole: Microbatch, losses: Tensor) -> None:
     losses.grad = None
     x, m = losses, whole.loss_mask
     if whole.cu_seqlens is not None:
-        lengths = whole.cu_seqlens.diff().tolist()
-        x, m = (torch.nn.utils.rnn.pad_sequence(t.split(lengths), True) for t in (x, m))
+        lengths = whole.cu_seqlens.diff()
+        longest = int(lengths.max())
+        shift = torch.arange(len(lengths)) * longest - whole.cu_seqlens[:-1]
+        place = torch.arange(m.numel()) + shift.repeat_interleave(lengths)
+        empty = losses.new_zeros(len(lengths) * longest)
+        x, m = (empty.index_copy(0, place, t).view(-1, longest) for t in (x, m))
     ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean().backward()
 
 

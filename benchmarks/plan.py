@@ -17,6 +17,7 @@ from benchmarks.shapes import (
     AGGREGATIONS,
     LARGE_STEP,
     LAYOUTS,
+    MORE_STEPS,
     STEP,
     many_microbatches,
     rows_of_rank,
@@ -27,15 +28,17 @@ from megatron_loss_agg.mcore.weighting import PlannedWeights
 
 
 def measure(results: Results) -> None:
-    samples, length, number = STEP
+    """Plans, their exchange and their memory; needs no process group to exist."""
     for layout in LAYOUTS:
-        step = many_microbatches(samples, length, number, layout)
-        where = f"{samples} x {length} {layout}, {number} microbatches"
-        for name in ("token_mean", "prompt_mean"):
-            build = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
-            results.add(
-                f"plan, {name}", where, 1e3 * median_seconds(build, 15), "ms", goal="plan_ms"
-            )
+        for shape in (STEP, *MORE_STEPS):
+            samples, length, number = shape
+            step = many_microbatches(samples, length, number, layout)
+            where = f"{samples} x {length} {layout}, {number} microbatches"
+            goal = "plan_ms" if shape == STEP else ""
+            for name in ("token_mean", "prompt_mean"):
+                build = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
+                taken = 1e3 * median_seconds(build, 15)
+                results.add(f"plan, {name}", where, taken, "ms", goal)
     _large_step(results)
     _memory(results)
 
@@ -67,7 +70,7 @@ def _large_step(results: Results) -> None:
 
 
 def _tally(aggregation: LossAggregation, microbatches: list[Microbatch]) -> tally.Tally:
-    return tally.Tally(aggregation, microbatches, tally.MaskSums(microbatches), None)
+    return tally.Tally(aggregation, microbatches, tally.MaskSums([microbatches]), None)
 
 
 def _memory(results: Results) -> None:

@@ -16,7 +16,8 @@ MICROBATCHES = ((64, 1024), (1024, 256), (4096, 64))
 CONTEXT_PARALLEL = (1, 2, 8)
 LAYOUTS = ("bshd", "thd")
 
-STEP = (8192, 128, 16)  # samples, tokens of each, microbatches
+STEP = (8192, 64, 8)  # samples, tokens of each, microbatches
+MORE_STEPS = ((8192, 64, 64), (8192, 256, 8))  # without a goal
 LARGE_STEP = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}

@@ -1,10 +1,13 @@
 """Cost: the same tensor operations for any number of samples, and no wait for the device.
 
 Counted and not timed: a Python loop over samples or tokens shows as more operations, a wait
-(``.item()``, ``bool(tensor)``, a data-dependent shape) as one of the operations in `WAITS`.
+(``.item()``, ``bool(tensor)``, a data-dependent shape) as one of the operations in `WAITS`. Memory
+is counted as the storages that operations make.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,8 @@ from megatron_loss_agg import (
     predicting_mask,
     weighted_sum,
 )
+from tests.distributed import run_ranks
+from tests.live_bytes import LiveBytes
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
@@ -93,3 +98,36 @@ def test_moving_a_mask_takes_the_same_operations_for_any_number_of_sequences():
         return len(counted.names)
 
     assert operations(2) == operations(300)
+
+
+def collectives_of_terms(number: int) -> list[str]:
+    """Of one plan of ``number`` terms that group by prompt and by rollout; every rank."""
+    terms: dict[str, Any] = {
+        f"term {i}": LossAggregation(mode=("prompt_mean", "rollout_mean")[i % 2])
+        for i in range(number)
+    }
+    with Operations() as counted:
+        StepPlan.build_terms(terms, [microbatch(4, "bshd")], torch.distributed.group.WORLD)
+    return [name for name in counted.names if name.startswith("c10d::")]
+
+
+@pytest.mark.parametrize("terms", [1, 5])
+def test_a_plan_takes_two_collectives_for_any_number_of_terms(terms):
+    for counted in run_ranks(collectives_of_terms, 2, terms):
+        assert counted == ["c10d::_allgather_base_"] * 2
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_keeps_a_few_numbers_a_sample_and_none_a_token(mode, layout):
+    samples, length = 64, 4096
+    mask = torch.ones(samples, length)
+    ids = {"prompt_ids": torch.arange(samples), "rollout_ids": torch.arange(samples)}
+    step = Microbatch(mask, **ids)
+    if layout == "thd":
+        step = Microbatch(mask.view(-1), length * torch.arange(samples + 1), **ids)
+    with LiveBytes() as counted:
+        plan = StepPlan.build(LossAggregation(mode=mode), [step])
+        before = sum(x.nbytes for x in (mask, *ids.values())) + 8 * (samples + 1)
+        assert counted.now <= before + 8 * 10 * samples
+    assert plan.counts.tokens == samples * length

@@ -1,0 +1,114 @@
+"""What the hook adds to a microbatch and to a step of the real host: operations and collectives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.host.ranks import run_host_ranks
+
+pytestmark = pytest.mark.host
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
+FEW, MANY = 2, 12  # samples a microbatch
+LENGTH = 36
+
+
+def batch(samples: int, layout: str) -> dict[str, Any]:
+    """Every sample is a prompt of its own, and whole."""
+    tokens = torch.arange(samples * LENGTH).remainder(32)
+    shape = (samples, LENGTH) if layout == "bshd" else (1, samples * LENGTH)
+    whole = {
+        "tokens": tokens.view(shape),
+        "labels": tokens.roll(-1).view(shape),
+        "loss_mask": torch.ones(shape, dtype=torch.float64),
+        "prompt_ids": torch.arange(samples),
+    }
+    if layout == "thd":
+        starts = LENGTH * torch.arange(samples + 1, dtype=torch.int32)
+        whole["cu_seqlens"] = whole["cu_seqlens_padded"] = starts
+    return whole
+
+
+def counted_on_host() -> dict[Any, Any]:
+    """Every rank, DP 2: operations of one microbatch's loss, and all-gathers of one step."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_loss_agg import LossAggregation
+    from megatron_loss_agg.mcore import LossHook, TokenLoss
+    from tests.core.test_cost import Operations
+    from tests.host import gpt
+
+    gpt.initialize()
+    ddp = gpt.data_parallel(gpt.build(torch.float64, False))
+    schedule = get_forward_backward_func()
+    losses: list[list[str]] = []
+
+    def counting(**arguments: Any) -> Any:
+        """The schedule, counting the operations of every loss function that the hook gives it."""
+        inner = arguments["forward_step_func"]
+
+        def forward_step(*args: Any) -> Any:
+            output, loss = inner(*args)
+            return output, functools.partial(count, loss)
+
+        return schedule(**{**arguments, "forward_step_func": forward_step})
+
+    def count(loss: Any, output: Any) -> Any:
+        with Operations() as operations:
+            result = loss(output)
+        losses.append(operations.names)
+        return result
+
+    def own_step(names: list[str], iterator: Any, model: Any) -> Any:
+        output, loss_func = gpt.forward_step(iterator, model)
+        (mask,) = loss_func.args
+        return output, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), mask)
+
+    def run(names: list[str], samples: int, layout: str) -> tuple[list[str], int]:
+        """Operations of the last loss of a second step, and its all-gathers."""
+        terms = {name: LossAggregation(mode="prompt_mean") for name in names}
+        wrapped = LossHook(terms).wrap(counting)
+        step = functools.partial(own_step, names)
+        for _ in range(2):  # the first step also compares what it was told with what it is given
+            data = iter([batch(samples, layout) for _ in range(2)])
+            with Operations() as operations:
+                gpt.run_step(wrapped, ddp, data, 2, samples, forward_step_func=step)
+        gathers = [name for name in operations.names if "allgather" in name]
+        return losses[-1], len(gathers)
+
+    names = ["policy", "kl", "entropy", "value", "distillation"]
+    return {
+        (layout, terms, samples): run(names[:terms], samples, layout)
+        for layout in ("bshd", "thd")
+        for terms in (1, 5)
+        for samples in (FEW, MANY)
+    }
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return run_host_ranks(counted_on_host, 2)[0]
+
+
+@pytest.mark.parametrize("terms", [1, 5])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_a_microbatch_takes_the_same_operations_for_any_number_of_samples(counted, layout, terms):
+    few, many = (counted[layout, terms, samples][0] for samples in (FEW, MANY))
+    assert few == many
+    assert len(few) <= 30 * terms
+
+
+@pytest.mark.parametrize("terms", [1, 5])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_a_microbatch_waits_for_no_device(counted, layout, terms):
+    assert not WAITS & set(counted[layout, terms, MANY][0])
+
+
+@pytest.mark.parametrize("terms", [1, 5])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_a_step_takes_two_collectives_more(counted, layout, terms):
+    assert counted[layout, terms, MANY][1] == 2
