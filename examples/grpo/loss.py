@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.grpo import task
 from examples.grpo.options import Options
-from examples.grpo.packing import Pack, is_padding, read_pack
+from examples.grpo.packing import Pack
 from megatron_loss_agg import CPLayout, LossAggregation, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.logprobs import (
@@ -49,15 +49,7 @@ def forward_step(
     logits = model(
         local["tokens"], local["position_ids"], attention_mask=None, packed_seq_params=packed
     )
-    mask = local["loss_mask"]
-    # Padding has tokens, for the model to run on, but no sample: none of its losses is handed on.
-    kept = 0 if is_padding(batch) else mask.shape[1]
-
-    def compute(output: Tensor) -> tuple[Any, Report]:
-        by_name, report = losses(output, local)
-        return {name: values[:, :kept] for name, values in by_name.items()}, report
-
-    return logits, TokenLoss(compute, mask[:, :kept])
+    return logits, TokenLoss(lambda output: losses(output, local), local["loss_mask"])
 
 
 def grpo_hook(options: Options) -> LossHook:
@@ -69,7 +61,6 @@ def grpo_hook(options: Options) -> LossHook:
             "kl": Term(LossAggregation(mode="token_mean"), coefficient=options.kl),
             "entropy": Term(LossAggregation(mode="sample_mean"), coefficient=-options.entropy),
         },
-        read_pack,
         empty_step="skip",
     )
 
@@ -93,8 +84,7 @@ def grpo_losses(clip: float, logits: Tensor, local: Pack) -> tuple[dict[str, Ten
 
 def supervised_hook() -> LossHook:
     """The warm-up's loss: the mean over tokens."""
-    terms = {"supervised": LossAggregation(mode="token_mean")}
-    return LossHook(terms, read_pack, empty_step="skip")
+    return LossHook({"supervised": LossAggregation(mode="token_mean")}, empty_step="skip")
 
 
 def supervised_losses(logits: Tensor, local: Pack) -> tuple[dict[str, Tensor], Report]:

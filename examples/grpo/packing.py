@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import Microbatch
-
 Pack = dict[str, Tensor]
 """One microbatch. Per token [1, tokens]: the fields that were packed, ``position_ids`` and
 ``labels``. Offsets [samples + 1]: ``cu_seqlens``, ``cu_seqlens_padded``; ``prompt_ids`` [samples].
@@ -80,7 +78,7 @@ def padding_like(other: Pack, multiple: int) -> Pack:
     """A microbatch without a sample, for a rank that has fewer than its peers.
 
     The model runs on it, since its peers wait for it in collectives: on one row of ``multiple``
-    tokens with mask 0. `read_pack` tells the hook that none of them is a sample, so that no
+    tokens with mask 0. ``cu_seqlens`` [0] tells the hook that none of them is a sample, so that no
     denominator counts it.
     """
     tokens = {
@@ -89,7 +87,7 @@ def padding_like(other: Pack, multiple: int) -> Pack:
     offsets = torch.tensor([0, multiple], dtype=torch.int32, device=other["tokens"].device)
     return {
         **tokens,
-        "cu_seqlens": torch.zeros_like(offsets),
+        "cu_seqlens": offsets[:1],
         "cu_seqlens_padded": offsets,
         "prompt_ids": other["prompt_ids"][:0],
     }
@@ -98,14 +96,6 @@ def padding_like(other: Pack, multiple: int) -> Pack:
 def is_padding(batch: Pack) -> bool:
     """Whether ``batch`` was made by `padding_like`."""
     return batch["prompt_ids"].numel() == 0
-
-
-def read_pack(batch: Pack) -> Microbatch:
-    """What the hook has to know of a pack, of one that is padding too."""
-    mask, *offsets = (batch[name] for name in ("loss_mask", "cu_seqlens", "cu_seqlens_padded"))
-    if is_padding(batch):
-        mask, offsets = mask[:, :0], [values[:1] for values in offsets]
-    return Microbatch(mask, offsets[0], batch["prompt_ids"], cu_seqlens_padded=offsets[1])
 
 
 def microbatches(

@@ -32,7 +32,8 @@ def read_batch(batch: Any) -> Microbatch:
     ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``. A data
     loader's collation adds an axis in front of these. Several packs in one batch are one long pack,
     as Megatron calls its model with them; and offsets that repeat the last one, with which packs of
-    different numbers of samples are stacked, are no samples.
+    different numbers of samples are stacked, are no samples. A microbatch that only pads a rank has
+    ``cu_seqlens`` [0] and no sample, whatever its ``cu_seqlens_padded`` tell the model.
 
     Raises:
         MaskError, GroupError: a key is missing or misshapen, and what to provide instead.
@@ -55,6 +56,9 @@ def read_batch(batch: Any) -> Microbatch:
     }
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
+    real = offsets.get("cu_seqlens")
+    if real is not None and real.numel() == 1:
+        offsets.pop("cu_seqlens_padded", None)
     if "cu_seqlens" not in offsets and "cu_seqlens_padded" in offsets:
         offsets["cu_seqlens"] = offsets.pop("cu_seqlens_padded")
     return Microbatch(mask, **offsets, **ids)

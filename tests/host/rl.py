@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation, Microbatch, Term
+from megatron_loss_agg import LossAggregation, Term
 from megatron_loss_agg.mcore import TokenLoss
-from megatron_loss_agg.mcore.batches import read_batch
 from megatron_loss_agg.policy import (
     clipped_policy_loss,
     clipped_value_loss,
@@ -149,8 +148,14 @@ def padding_microbatch() -> dict[str, Any]:
     """What evens out the number of microbatches: tokens for the model, and no sample."""
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     mask = torch.zeros(1, 4, dtype=torch.float64)
-    bounds = torch.tensor([0, 4], dtype=torch.int32)
-    return {"tokens": tokens, "labels": tokens, "loss_mask": mask, "cu_seqlens_padded": bounds}
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": mask,
+        "cu_seqlens": torch.tensor([0]),
+        "cu_seqlens_padded": torch.tensor([0, 4]),
+        "prompt_ids": torch.empty(0, dtype=torch.int64),
+    }
 
 
 def packs(chosen: list[Sequence], places: list[list[int]]) -> Iterator[dict[str, Any]]:
@@ -160,14 +165,4 @@ def packs(chosen: list[Sequence], places: list[list[int]]) -> Iterator[dict[str,
             batch_of([chosen[i] for i in place], "thd") if place else padding_microbatch()
             for place in places
         ]
-    )
-
-
-def read_pack(batch: dict[str, Any]) -> Microbatch:
-    if "cu_seqlens" in batch:
-        return read_batch(batch)
-    return Microbatch(
-        batch["loss_mask"],
-        cu_seqlens=torch.tensor([0]),
-        prompt_ids=torch.empty(0, dtype=torch.int64),
     )

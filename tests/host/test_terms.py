@@ -63,7 +63,7 @@ def run(topology: Topology, gradient: Any) -> dict[Any, tuple[float, dict[str, f
     for per_token in topology.per_token_flags:
         chunks = build_chunks(topology, per_token)
         for number, places in PLACES[parallel_state.get_data_parallel_world_size()].items():
-            hook = LossHook(rl.TERMS, rl.read_pack)
+            hook = LossHook(rl.TERMS)
             data = rl.packs(sequences(fractional=False), places[rank]) if reads else None
             with KeepDouble():
                 reports = gpt.run_step(
@@ -110,7 +110,7 @@ def empty_steps(topology: Topology, policy: str) -> list[tuple[str, bool]]:
 
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-    hook = LossHook(rl.TERMS, rl.read_pack, empty_step=policy)
+    hook = LossHook(rl.TERMS, empty_step=policy)
     found = []
     for places in ([[0, 1]], [[]]):
         error = "none"
@@ -188,14 +188,14 @@ def bad_terms() -> list[str]:
         next(data_iterator)
         return output, TokenLoss(lambda x: (loss.compute(x)[0]["kl"].T, {}), loss.loss_mask)
 
-    single = LossHook(LossAggregation(mode="token_mean"), rl.read_pack)
+    single = LossHook(LossAggregation(mode="token_mean"))
     messages = [
-        told(LossHook(rl.TERMS, rl.read_pack), gpt.forward_step),
-        told(LossHook(rl.TERMS, rl.read_pack), unnamed),
-        told(LossHook(rl.TERMS, rl.read_pack), one_short),
+        told(LossHook(rl.TERMS), gpt.forward_step),
+        told(LossHook(rl.TERMS), unnamed),
+        told(LossHook(rl.TERMS), one_short),
         told(single, rl.forward_step),
         told(single, unnamed),
-        told(LossHook(rl.TERMS, rl.read_pack), reports_loss),
+        told(LossHook(rl.TERMS), reports_loss),
         told(single, turned),
     ]
     for terms, policy in ((rl.TERMS, "ignore"), ({"lm": LossAggregation(mode="sum")}, "step")):
