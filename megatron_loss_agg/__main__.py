@@ -9,8 +9,9 @@ from megatron_loss_agg.errors import AggregationError
 USAGE = """\
 usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT [the script's own flags]
            --loss-aggregation MODE [--loss-aggregation-divisor D]
-           [--loss-aggregation-empty {count,skip}] [--loss-aggregation-function MODULE:NAME]
-           [--loss-aggregation-batch MODULE:NAME] [--loss-aggregation-audit]
+           [--loss-aggregation-empty {count,skip}] [--loss-aggregation-rejected {count,skip}]
+           [--loss-aggregation-function MODULE:NAME] [--loss-aggregation-batch MODULE:NAME]
+           [--loss-aggregation-empty-step {error,skip,step}] [--loss-aggregation-audit]
        python -m megatron_loss_agg doctor [-h] ...     does the plugin run here?
        python -m megatron_loss_agg explain [-h] ...    what does each mode weigh?
 

@@ -193,9 +193,14 @@ def build_plans(
         raise GroupError(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
-    masks = MaskSums(lists)
     pairs = list(zip(aggregations, lists, strict=True))
-    steps = exchange([Tally(agg, mbs, masks, sharded_over) for agg, mbs in pairs], group)
+    try:
+        masks = MaskSums(lists)
+        tallies = [Tally(agg, mbs, masks, sharded_over) for agg, mbs in pairs]
+    except Exception:
+        abandon(aggregations, group)
+        raise
+    steps = exchange(tallies, group)
     return [StepPlan(agg, mbs, step) for (agg, mbs), step in zip(pairs, steps, strict=True)]
 
 

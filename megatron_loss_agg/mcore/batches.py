@@ -118,23 +118,33 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
             )
 
 
-class WithoutRejected:
-    """What ``source`` yields, where nobody looks at which samples are rejected.
+class Unread:
+    """What ``source`` yields, where nobody looks at rejected samples and offsets.
+
+    Args:
+        rows: whether each sample must be a row.
 
     Raises:
-        GroupError: a batch says that some are.
+        GroupError: a batch has what would have to be looked at.
     """
 
-    def __init__(self, source: Iterator[Any]) -> None:
+    def __init__(self, rows: bool, source: Iterator[Any]) -> None:
+        self._rows = rows
         self._source = source
 
-    def __iter__(self) -> WithoutRejected:
+    def __iter__(self) -> Unread:
         return self
 
     def __next__(self) -> Any:
         batch = next(self._source)
-        if isinstance(batch, Mapping) and batch.get("rejected") is not None:
-            raise GroupError(UNDECIDED)
+        if isinstance(batch, Mapping):
+            if batch.get("rejected") is not None:
+                raise GroupError(UNDECIDED)
+            if self._rows and any(batch.get(name) is not None for name in _OFFSETS):
+                raise GroupError(
+                    "a batch with sequence offsets after a first step of rows; expected the same "
+                    "layout in every step: build a LossHook for each"
+                )
         return batch
 
 

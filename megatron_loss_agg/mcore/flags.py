@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
-from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
+from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.batches import ReadBatch
 
 FLAG = "--loss-aggregation"
@@ -93,11 +93,14 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     options["rejected"] = getattr(args, "loss_aggregation_rejected", None)
     if function is not None:
         options["function"] = _load(f"{FLAG}-function", function)
-    if "/" in mode:
-        if "function" in options:
-            raise FunctionError(f"{FLAG}-function with preset {mode!r}; only 'custom' takes one")
-        return LossAggregation.preset(mode, **options)
-    return LossAggregation(mode=mode, **options)
+    if "/" in mode and "function" in options:
+        raise FunctionError(f"{FLAG}-function with preset {mode!r}; only 'custom' takes one")
+    try:
+        if "/" in mode:
+            return LossAggregation.preset(mode, **options)
+        return LossAggregation(mode=mode, **options)
+    except AggregationError as error:
+        raise type(error)(f"{error} (flags {FLAG} and {FLAG}-*)") from None
 
 
 def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:

@@ -16,7 +16,7 @@ from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import (
     ReadBatch,
-    WithoutRejected,
+    Unread,
     read_ahead,
     read_batch,
 )
@@ -66,6 +66,9 @@ class LossHook:
         empty_step: what to do about a step without any token: raise an error (``error``); say so in
             `step_is_empty`, by which the caller leaves the optimizer alone (``skip``); or nothing,
             so that momentum and weight decay still move the model (``step``).
+        in_training_loop: of Megatron, where every microbatch has as many rows as the schedule is
+            told, and the iterators are Megatron's own. Steps may then need no look-ahead, and
+            batches are drawn behind the compute of the step before (`Prefetch`).
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LossHook:
         audit: bool = False,
         evaluates_by_microbatch: bool = False,
         empty_step: str = "step",
+        in_training_loop: bool = False,
     ) -> None:
         if empty_step not in EMPTY_STEPS:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
@@ -94,8 +98,9 @@ class LossHook:
         ``empty_step="skip"``."""
         self._auditor = Auditor(repeat=audit)
         self._evaluates_by_microbatch = evaluates_by_microbatch
+        self._in_training_loop = in_training_loop
         # What the first step found, the same on all ranks: whether the microbatches have a fixed
-        # number of rows, and their masks show them, so that later steps may need no look-ahead.
+        # number of rows, so that later steps may need no look-ahead.
         self._fixed_rows = False
         self._verified = False
 
@@ -120,8 +125,7 @@ class LossHook:
             with step.watch(kwargs["model"]):
                 result = forward_backward(**kwargs)
             step.finish()
-            self._fixed_rows = self._fixed_rows and step.masks_have_rows
-            self._verified = True
+            self._verified = self._verified or trains
             self._agree_on_emptiness(ranks, trains, is_empty)
             return result
 
@@ -137,11 +141,12 @@ class LossHook:
         if not shares and self._needs_no_plan(scale):
             (term,) = self.terms.values()
             rows = RowWeights(term.aggregation, scale, size)
-            _replace_iterator(kwargs, WithoutRejected)
+            _replace_iterator(kwargs, functools.partial(Unread, self._fixed_rows))
             return self._step(rows, scale, size, shares), False
         plans: list[StepTerms] = []
         weights = self._look_ahead(ranks, scale, kwargs, plans)
-        self._fixed_rows = weights.rows == size * scale.num_microbatches * scale.data_parallel_size
+        total = size * scale.num_microbatches * scale.data_parallel_size
+        self._fixed_rows = self._in_training_loop and weights.rows == total
         if weights.is_empty and self.empty_step == "error" and not kwargs.get("forward_only"):
             raise MaskError(
                 "no token of the whole step weighs anything: every loss mask is 0, or its sample "
@@ -195,7 +200,7 @@ class LossHook:
 
     def _fetch_next(self, data_iterator: Any, scale: HostScale) -> None:
         """Begin to draw the next step's batches, which will be read ahead too."""
-        prefetch = prefetch_of(data_iterator)
+        prefetch = prefetch_of(data_iterator, insert=self._in_training_loop)
         if prefetch is not None:
             prefetch.fetch(scale.num_microbatches)
 

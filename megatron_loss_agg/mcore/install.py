@@ -131,6 +131,7 @@ def _hook_from_args() -> LossHook | None:
         audit=args.loss_aggregation_audit,
         evaluates_by_microbatch=getattr(args, "sft", False),
         empty_step=flags.empty_step_from(args),
+        in_training_loop=True,
     )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from threading import Thread
+from types import GeneratorType
 from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 class Prefetch:
@@ -19,8 +22,9 @@ class Prefetch:
     ``source`` surfaces where the batch is wanted that it came for. The thread does not outlive the
     process.
 
-    Megatron's own train and validation iterators get one by themselves, if their loader does not
-    save its position; in a loop of your own, give the schedule a ``Prefetch(batches)``.
+    Megatron's own training loop gets one by itself, if it reads a `torch.utils.data.DataLoader`. In
+    a loop of your own, give the schedule a ``Prefetch(batches)``, the same in every step;
+    ``source`` must not use collectives or the current device, since it runs in a thread.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -63,20 +67,33 @@ class Prefetch:
             self._thread = None
 
 
-def prefetch_of(data_iterator: Any) -> Prefetch | None:
-    """The `Prefetch` in or below ``data_iterator``; one is put below Megatron's own iterators.
+def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
+    """The `Prefetch` in or below ``data_iterator``; None if there is none.
 
-    Those replay a step from the batches that they handed out (`RerunDataIterator`), so it goes
-    between them and their loader. None where there is no such place, or the loader saves its own
-    position in checkpoints, which would then be ahead of the training.
+    Args:
+        insert: put one below Megatron's own iterator, if that reads a `torch.utils.data.DataLoader`
+            that does not save its position. Megatron's iterator replays a step from the batches
+            that it handed out, so it must be the upper one. Loaders of the user's may use
+            collectives or a device, and are left alone.
     """
     if isinstance(data_iterator, Prefetch):
         return data_iterator
     loader: Any = getattr(data_iterator, "iterable", None)
     if isinstance(loader, Prefetch):
         return loader
-    saves_position = any(hasattr(loader, name) for name in ("save_state", "state_dict"))
-    if saves_position or not hasattr(loader, "__next__"):
+    if not insert or not _reads_data_loader(data_iterator, loader):
         return None
     data_iterator.iterable = prefetch = Prefetch(loader)
     return prefetch
+
+
+def _reads_data_loader(data_iterator: Any, loader: Any) -> bool:
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    if not isinstance(data_iterator, RerunDataIterator):
+        return False
+    if any(hasattr(loader, name) for name in ("save_state", "state_dict")):
+        return False
+    # `--dataloader-type cyclic` reads one through a generator.
+    cyclic = isinstance(loader, GeneratorType) and loader.__name__ == "cyclic_iter"
+    return cyclic or isinstance(loader, _BaseDataLoaderIter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -49,13 +50,12 @@ class Step:
         self.reports_sum = False  # the loss of several terms, beside each of them
         self.verify = False  # compare what the script computes with what is assumed of it
         self.expected_mask: ExpectedMask | None = None
-        self.masks_have_rows = True  # a flat mask does not tell where its samples end
         self._next = 0
         self._packed = False
         # Seen of each microbatch, and looked at once the step is through.
         self._bad_masks: list[Tensor] = []
         self._mask_sums: list[Tensor] = []
-        self._expected_sums: list[float] = []
+        self._expected_sums: list[Tensor] = []
 
     def hook_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_step``, returning a loss function of ours in place of its own."""
@@ -95,9 +95,8 @@ class Step:
                 "tokens as integers; expected masks of 0 and 1: drop that flag"
             )
         if self._mask_sums:
-            given = torch.stack(self._mask_sums)
-            counted = torch.tensor(self._expected_sums, dtype=torch.float64)
-            if not torch.allclose(given.double().cpu(), counted, rtol=1e-3, atol=0):
+            given, counted = torch.cat(self._mask_sums), torch.cat(self._expected_sums)
+            if not torch.allclose(given.double().cpu(), counted, rtol=1e-5, atol=0):
                 raise MaskError(_CHANGED_MASK)
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> tuple[Any, ...]:
@@ -121,7 +120,7 @@ class Step:
         losses, mask = tokens.losses[name], tokens.masks[name]
         dtype = torch.promote_types(losses.dtype, torch.float32)
         w = self._weights.weights(name, i, mask, dtype)
-        return weighted_sum(w.view(-1), losses.reshape(-1))
+        return weighted_sum(w.reshape(-1), losses.reshape(-1))
 
     def _counts(self, i: int, tokens: TokenLosses) -> tuple[Tensor, float]:
         """Active tokens of this rank's microbatch, on its device, and of the whole step."""
@@ -191,7 +190,6 @@ class Step:
 
     def _check_call(self, i: int, tokens: TokenLosses) -> None:
         for name, mask in tokens.masks.items():
-            self.masks_have_rows = self.masks_have_rows and mask.dim() == 2
             if isinstance(self._weights, RowWeights):
                 self._check_rows(name, mask)
             else:
@@ -213,9 +211,10 @@ class Step:
         self._bad_masks.append((mask < 0).any() | ~finite)
         if not self._groups_samples(name):
             return
-        if self._packed or mask.dim() != 2 or mask.shape[0] != self._micro_batch_size:
+        rows = mask.shape[0] if mask.dim() == 2 else self._micro_batch_size
+        if self._packed or rows != self._micro_batch_size or mask.numel() % rows:
             raise HostError(
-                "packed sequences, or a changed number of rows, after a first step of "
+                f"packed sequences, or a mask of shape {tuple(mask.shape)}, after a first step of "
                 f"{self._micro_batch_size} rows a microbatch; expected the same layout in every "
                 "step: build a LossHook for each"
             )
@@ -228,14 +227,21 @@ class Step:
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
                 f"expected that key: add it, or {HOW_TO_READ}"
             )
-        if mask.numel() != part.tokens:
+        if mask.numel() != math.prod(part.shape):
             raise MaskError(
-                f"{mask.numel()} local losses for {part.tokens} local weights; "
+                f"{mask.numel()} local losses for {math.prod(part.shape)} local weights; "
                 "expected the script to split sequences over context-parallel ranks as "
                 "CPLayout.thd (packed) or CPLayout.bshd does"
             )
-        self._mask_sums.append(mask.sum(dtype=torch.float32))
-        self._expected_sums.append(part.mask_sum)
+        long = [[n for n in shape if n > 1] for shape in (mask.shape, part.shape)]
+        if long[0] != long[1] and min(map(len, long)) > 1:
+            raise MaskError(
+                f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's "
+                f"is {part.shape}; expected [samples, seq], for losses too: transpose both"
+            )
+        rows = mask.reshape(len(part.mask_sums), -1)
+        self._mask_sums.append(rows.sum(dim=1, dtype=torch.float32))
+        self._expected_sums.append(part.mask_sums)
         if self.verify and self.expected_mask is not None:
             counted = self.expected_mask(name, i).reshape(-1)
             given = mask.detach().reshape(-1).to(counted)

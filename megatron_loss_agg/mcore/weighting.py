@@ -32,9 +32,9 @@ from megatron_loss_agg.weights import sample_coefficients, spread
 class Part:
     """What one microbatch of one term leaves to do on this rank. Tensors are on the CPU."""
 
-    tokens: int
+    shape: tuple[int, ...]  # of this rank's part of the mask
     active_tokens: int
-    mask_sum: float
+    mask_sums: Tensor  # fp64, of each row, or of all
     coefficient_S: Tensor | None  # [samples, 1] of rows, or else
     weight_T: Tensor | None  # of a pack, of short rows, or of a custom aggregation
 
@@ -117,6 +117,7 @@ class RowWeights:
     def __init__(self, aggregation: LossAggregation, scale: HostScale, rows: int) -> None:
         self._aggregation = aggregation
         self._per_token = scale.per_token
+        self._rows = rows
         self._samples = rows * scale.num_microbatches * scale.data_parallel_size
 
     @staticmethod
@@ -124,7 +125,7 @@ class RowWeights:
         """Whether no look-ahead is needed.
 
         Args:
-            fixed_rows: every microbatch of the run has the same number of samples, one a row.
+            fixed_rows: every microbatch has as many samples as the host says, each in a row.
         """
         if aggregation.rejected is not None:
             return False  # which samples are rejected is in the batches
@@ -140,14 +141,14 @@ class RowWeights:
 
     def weights(self, name: str, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Of this rank's rows ``mask``; the same for every microbatch and whatever the name."""
-        rows = mask if mask.dim() == 2 else mask.view(1, -1)
         if self._per_token:
             return mask.to(dtype)
-        if self._aggregation.within is None:
-            within = rows.new_ones(len(rows), dtype=torch.float64)
-        else:
-            within = rows.sum(dim=1, dtype=torch.float64)
         across = 1 if self._aggregation.across is None else self._samples
+        if self._aggregation.within is None:
+            rows, within = mask.reshape(1, -1), mask.new_ones(1, dtype=torch.float64)
+        else:
+            rows = mask.reshape(self._rows, -1)
+            within = rows.sum(dim=1, dtype=torch.float64)
         coefficients = sample_coefficients(within, across, self._aggregation.scale)
         return spread(coefficients, rows, None, dtype).view(mask.shape)
 
@@ -180,10 +181,11 @@ def _part(plan: StepPlan, i: int, ranks: Ranks) -> Part:
         coefficient_S = plan.coefficients(i).to(dtype, copy=True).unsqueeze(-1)
     else:
         weight_T = local_part(plan.weights(i, dtype), microbatch, ranks).cpu()
+    by_sum = mask.reshape(1 if coefficient_S is None else len(mask), -1)
     return Part(
-        tokens=mask.numel(),
+        shape=tuple(mask.shape),
         active_tokens=int(torch.count_nonzero(mask)),
-        mask_sum=float(mask.sum(dtype=torch.float64)),
+        mask_sums=by_sum.sum(dim=1, dtype=torch.float64).cpu(),
         coefficient_S=coefficient_S,
         weight_T=weight_T,
     )

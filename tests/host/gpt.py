@@ -133,7 +133,7 @@ def gradient_error(chunks: list[DistributedDataParallel], whole: Gradient) -> fl
 
 def stock_loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
     """The shape of the loss function in Megatron-LM's pretrain_gpt.py."""
-    loss = (output_tensor.view(-1) * loss_mask.view(-1)).sum()
+    loss = (output_tensor.reshape(-1) * loss_mask.reshape(-1)).sum()
     num_tokens = loss_mask.sum().to(torch.int)
     report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}

@@ -98,6 +98,20 @@ def with_a_changed_mask(loss_func: Any, mask: Tensor) -> Any:
     return functools.partial(loss_func, mask.roll(1, dims=-1))
 
 
+def with_a_token_less(loss_func: Any, mask: Tensor) -> Any:
+    first = mask.cumsum(dim=-1) == 1
+    return functools.partial(loss_func, mask.masked_fill(first, 0))
+
+
+def transposed(iterator: Any, model: Any) -> Any:
+    """As of a model whose output is [seq, samples]."""
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(iterator, model)
+    (mask,) = loss_func.args
+    return losses.T, functools.partial(loss_func.func, mask.T.contiguous())
+
+
 def with_part_of_the_losses(loss_func: Any, mask: Tensor) -> Any:
     from megatron_loss_agg.mcore import TokenLoss
 
@@ -168,7 +182,7 @@ def errors_on_host() -> dict[str, str | None]:
         schedule: Any = schedule,
         rows: int = ROWS,
     ) -> str | None:
-        wrapped = LossHook(aggregation(mode)).wrap(schedule)
+        wrapped = LossHook(aggregation(mode), in_training_loop=True).wrap(schedule)
         data = data or Counted(rank)
 
         def run() -> None:
@@ -191,6 +205,8 @@ def errors_on_host() -> dict[str, str | None]:
         "object that is no partial": steps(mode, with_loss_func(HoldsMask)),
         "term": steps(mode, with_loss_func(with_a_term)),
         "changed mask": steps(mode, with_loss_func(with_a_changed_mask)),
+        "mask changed later": steps(mode, gpt.forward_step, with_loss_func(with_a_token_less)),
+        "transposed": steps(mode, transposed),
         "part of the losses": steps(mode, with_loss_func(with_part_of_the_losses)),
         "no prompts": steps(mode, data=batches_without("prompt_ids")),
         "no rollouts": steps("rollout_mean", data=batches_without("rollout_ids")),
@@ -276,6 +292,8 @@ def test_what_is_fine_is_not_refused(case: str) -> None:
         ("object that is no partial", "HostError", ("HoldsMask, which carries no mask",)),
         ("term", "HostError", ("expected a masked sum", "return a TokenLoss")),
         ("changed mask", "MaskError", ("is not this rank's part", "read_batch")),
+        ("mask changed later", "MaskError", ("is not this rank's part", "read_batch")),
+        ("transposed", "MaskError", ("expected [samples, seq]", "transpose both")),
         ("part of the losses", "MaskError", ("expected one loss per token",)),
         ("no prompts", "GroupError", ("have no 'prompt_ids'", "add that key")),
         ("no rollouts", "GroupError", ("have no 'rollout_ids'", "add that key")),

@@ -31,6 +31,7 @@ class Draw(NamedTuple):
     cp: int = 1
     empty: str = "count"
     flat: bool = False  # the loss function's mask is a vector
+    loop: bool = True  # Megatron's own training loop, whose microbatches have a fixed size
 
 
 DRAWS = [
@@ -48,7 +49,9 @@ DRAWS = [
     Draw("sample_mean", N_MB, N_MB, layout="thd"),
     Draw("sample_sum", N_MB, N_MB, layout="thd"),
     Draw("sample_sum", N_MB, N_MB, empty="skip"),
-    Draw("sample_mean", N_MB, N_MB, flat=True),
+    Draw("sample_mean", N_MB, 1, flat=True),
+    Draw("sample_mean", N_MB, N_MB, loop=False),
+    Draw("constant", N_MB, N_MB, loop=False),
     Draw("sample_sum", N_MB, 1, cp=2),
     Draw("constant", N_MB, 1, cp=2),
     # A part of a row does not know the tokens of the row.
@@ -82,7 +85,8 @@ def drawn_on_host(cp: int) -> dict[Draw, Drawn]:
     found = {}
     for draw in (d for d in DRAWS if d.cp == cp):
         ddp = gpt.data_parallel(gpt.build(torch.float64, draw.per_token))
-        wrapped = LossHook(aggregation(draw.mode, draw.empty)).wrap(get_forward_backward_func())
+        hook = LossHook(aggregation(draw.mode, draw.empty), in_training_loop=draw.loop)
+        wrapped = hook.wrap(get_forward_backward_func())
         data = Counted(parallel_state.get_data_parallel_rank(), draw.layout)
         given: list[int] = []
         order: list[int] = []

@@ -95,7 +95,11 @@ def steps_on_host(wrapped: str) -> dict[str, Any]:
     model = gpt.data_parallel(gpt.build(torch.float64, per_token=False))
     hook = LossHook(LossAggregation(mode="prompt_mean"))
     train, evaluation = Loader("thd"), Loader("thd")
-    iterator = {"prefetch": Prefetch, "rerun": RerunDataIterator, "plain": iter}[wrapped](train)
+    iterator: Any = train
+    if wrapped != "plain":
+        iterator = Prefetch(train)
+    if wrapped == "rerun":
+        iterator = RerunDataIterator(iterator)
     seen, gradients = [], []
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -130,24 +134,44 @@ def test_the_next_step_is_drawn_while_this_one_computes(wrapped: str) -> None:
     assert plain["evaluated"] == fetched["evaluated"] == 2
 
 
-def places_on_host() -> list[bool]:
-    """One rank: which of Megatron's iterators get a prefetch."""
+def places_on_host() -> list[Any]:
+    """One rank: which iterators get a prefetch in Megatron's training loop, and which outside."""
     from megatron.core.rerun_state_machine import RerunDataIterator
+    from torch.utils.data import DataLoader
 
     from megatron_loss_agg.mcore.prefetch import prefetch_of
 
-    class SavesItsPosition(Loader):
-        def save_state(self) -> int:
-            return self.drawn
+    def cyclic_iter(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
 
-    plain = RerunDataIterator(Loader("thd"))
-    saving = RerunDataIterator(SavesItsPosition("thd"))
-    answers = [prefetch_of(x) is not None for x in (plain, saving, iter([1]), None)]
-    answers.append(prefetch_of(plain) is prefetch_of(plain) is plain.iterable)
-    answers.append(isinstance(saving.iterable, SavesItsPosition))
+    def loader() -> Any:
+        return DataLoader([1, 2, 3], batch_size=None)
+
+    class Own:
+        iterable = iter([1])
+
+    answers: list[Any] = [
+        prefetch_of(x, insert=insert) is not None
+        for insert in (True, False)
+        for x in (
+            RerunDataIterator(iter(loader())),
+            RerunDataIterator(cyclic_iter(loader())),
+            RerunDataIterator(Loader("thd")),  # as --dataloader-type external may have it
+            Own(),
+            iter([1]),
+            None,
+            Prefetch(iter([1])),
+        )
+    ]
+    once = RerunDataIterator(iter(loader()))
+    answers.append(prefetch_of(once, True) is prefetch_of(once, False) is once.iterable)
+    answers.append([next(once) for _ in range(3)])
     return answers
 
 
-def test_a_loader_that_saves_its_position_is_left_alone() -> None:
+def test_only_megatrons_own_loaders_get_one_by_themselves() -> None:
     (answers,) = run_host_ranks(places_on_host, 1)
-    assert answers == [True, False, False, False, True, True]
+    assert answers[:7] == [True, True, False, False, False, False, True]
+    assert answers[7:14] == [False, False, False, False, False, False, True]
+    assert answers[14:] == [True, [1, 2, 3]]
