@@ -30,7 +30,7 @@ GOALS = {
     "plan_ms": 5.0,
     "large_plan_s": 1.0,
     "payload_mb": 64.0,
-    "kept_vectors": 1.0,  # fp32 vectors of this rank's tokens
+    "kept_vectors": 1.01,  # fp32 vectors of this rank's tokens; a percent is for other numbers
     "step": 1.02,  # of stock Megatron's
     "log_probs_memory": 1.05,  # of Megatron's cross entropy
 }

@@ -22,7 +22,7 @@ from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
-from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.microbatch import Microbatch, active_tokens
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.terms import StepTerms
 from megatron_loss_agg.weights import sample_coefficients, spread
@@ -184,7 +184,7 @@ def _part(plan: StepPlan, i: int, ranks: Ranks) -> Part:
     by_sum = mask.reshape(1 if coefficient_S is None else len(mask), -1)
     return Part(
         shape=tuple(mask.shape),
-        active_tokens=int(torch.count_nonzero(mask)),
+        active_tokens=int(active_tokens(mask)),
         mask_sums=by_sum.sum(dim=1, dtype=torch.float64).cpu(),
         coefficient_S=coefficient_S,
         weight_T=weight_T,
