@@ -85,6 +85,8 @@ def _memory(results: Results) -> None:
             plans = StepPlan.build_terms({"loss": AGGREGATIONS[name]}, step)
             planned = PlannedWeights.of(plans, ranks)
             where = f"{samples} x {length} {layout}, {name}"
+            made = median_seconds(functools.partial(PlannedWeights.of, plans, ranks), 5)
+            results.add("weights before the step", where, 1e3 * made, "ms")
             kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([planned, step])}
             for what, number_of in kept.items():
                 vectors = (number_of - kept_bytes(step)) / vector
