@@ -19,7 +19,8 @@ nox.options.reuse_venv = "yes"
 CI = Path(__file__).parent / "ci"
 REPORTS = CI.parent / "build" / "verified"
 TESTS = tuple(
-    f"tests/host/test_{name}.py" for name in ("gradients", "parallelism", "terms", "audit", "reports")
+    f"tests/host/test_{name}.py"
+    for name in ("gradients", "parallelism", "terms", "audit", "reports")
 )
 
 

@@ -53,20 +53,16 @@ def spread(
     if length_S is None:
         weights = mask * coefficient_S.unsqueeze(-1)
     else:
-        weights = _repeated(coefficient_S, length_S, mask.reshape(-1)).view(mask.shape).mul_(mask)
+        weights = _repeated(coefficient_S, length_S, mask.numel()).view(mask.shape).mul_(mask)
     return weights if dtype == computed else weights.to(dtype)
 
 
-def _repeated(x_S: Tensor, length_S: Tensor, like: Tensor) -> Tensor:
-    """Each of ``x_S`` as often as its length says, and then 0, in the shape [tokens] of ``like``.
+def _repeated(x_S: Tensor, length_S: Tensor, tokens: int) -> Tensor:
+    """[tokens]: each of ``x_S`` as often as its length says, and then 0.
 
     Waits for no device, since the number of tokens is given.
     """
-    if x_S.is_cpu:
-        # Spreading is the adjoint of summing segments, which writes the values themselves; an index
-        # of every token, made and then looked up, takes several times as long.
-        return torch.ops.aten._segment_reduce_backward(x_S, x_S, like, "sum", lengths=length_S)
-    rest = like.numel() - length_S.sum(dim=0, keepdim=True)
+    rest = tokens - length_S.sum(dim=0, keepdim=True)
     with_none = torch.cat([x_S, x_S.new_zeros(1)])
     lengths = torch.cat([length_S, rest])
-    return with_none.repeat_interleave(lengths, output_size=like.numel())
+    return with_none.repeat_interleave(lengths, output_size=tokens)
