@@ -35,7 +35,7 @@ class Part:
     shape: tuple[int, ...]  # of this rank's part of the mask
     active_tokens: int
     mask_sums: Tensor  # fp64, of each row, or of all
-    coefficient_S: Tensor | None  # fp64 [samples, 1] of rows, or else
+    coefficient_S: Tensor | None  # [samples, 1] of rows, in the default dtype, or else
     weight_T: Tensor | None  # of a pack, of short rows, or of a custom aggregation
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,7 +178,7 @@ def _part(plan: StepPlan, i: int, ranks: Ranks) -> Part:
     coefficient_S = weight_T = None
     by_row = plan.aggregation.function is None and microbatch.cu_seqlens is None
     if by_row and mask.shape[-1] >= _SHORT_ROW and len(mask):
-        coefficient_S = plan.coefficients(i).clone().unsqueeze(-1)  # of its own: it may travel
+        coefficient_S = plan.coefficients(i).to(dtype, copy=True).unsqueeze(-1)
     else:
         weight_T = local_part(plan.weights(i, dtype), microbatch, ranks).cpu()
     by_sum = mask.reshape(1 if coefficient_S is None else len(mask), -1)
