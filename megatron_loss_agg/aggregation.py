@@ -42,6 +42,7 @@ MODES: dict[str, Mode] = {
     "custom": Mode(None, None),
 }
 
+_CHOICES = ("count", "skip")
 _COUNTABLE = ("sample", "rollout", "prompt")
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -106,10 +107,9 @@ class LossAggregation:
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ModeError(f"unknown mode {self.mode!r}; expected one of {', '.join(MODES)}")
-        for name in ("empty", "rejected"):
-            value = getattr(self, name)
-            if value not in ("count", "skip") and not (name == "rejected" and value is None):
-                raise ModeError(f"{name}={value!r}; expected 'count' or 'skip'")
+        for name, choices in (("empty", _CHOICES), ("rejected", (*_CHOICES, None))):
+            if getattr(self, name) not in choices:
+                raise ModeError(f"{name}={getattr(self, name)!r}; expected 'count' or 'skip'")
         self._check_count()
         self._check_divisor()
         self._check_function()

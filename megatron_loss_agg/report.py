@@ -64,9 +64,7 @@ class Max:
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
         """Over the positions where ``mask`` is not 0; of the same shape."""
-        _check_shapes(values, mask)
-        kept = values.detach().double().masked_fill(mask == 0, -torch.inf).reshape(-1)
-        return cls(torch.cat([kept, kept.new_full((1,), -torch.inf)]).amax())
+        return cls(_or_none(values, mask, -torch.inf).amax())
 
     def __add__(self, other: object) -> Max:
         return Max(torch.maximum(self.max, other.max)) if isinstance(other, Max) else NotImplemented
@@ -84,8 +82,7 @@ class Min:
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Min:
         """Over the positions where ``mask`` is not 0; of the same shape."""
-        _check_shapes(values, mask)
-        return cls(-Max.of(-values.detach().double(), mask).max)
+        return cls(_or_none(values, mask, torch.inf).amin())
 
     def __add__(self, other: object) -> Min:
         return Min(torch.minimum(self.min, other.min)) if isinstance(other, Min) else NotImplemented
@@ -139,6 +136,13 @@ def reduce_reports(
         name: _value(metric, *columns)
         for (name, metric), columns in zip(total.items(), reduced, strict=True)
     }
+
+
+def _or_none(values: Tensor, mask: Tensor, nothing: float) -> Tensor:
+    """fp64 [values + 1]: ``nothing`` where the mask is 0, and once more, lest it be empty."""
+    _check_shapes(values, mask)
+    kept = values.detach().double().masked_fill(mask == 0, nothing).reshape(-1)
+    return torch.cat([kept, kept.new_full((1,), nothing)])
 
 
 def _check_shapes(values: Any, weights: Any) -> None:
