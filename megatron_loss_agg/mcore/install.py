@@ -99,8 +99,7 @@ def install(
 def _skips_empty_steps() -> bool:
     from megatron.training import get_args
 
-    args = get_args()
-    return flags.aggregation_from(args) is not None and flags.empty_step_from(args) == "skip"
+    return flags.empty_step_from(get_args()) == "skip"
 
 
 def _step_unless_empty(
