@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.hook import floor
 from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
@@ -43,11 +44,6 @@ def hook(plan: StepPlan, losses: Tensor) -> None:
     """Weights, NaN-safe sum and gradient, none of which waits for the GPU."""
     losses.grad = None
     weighted_sum(plan.weights(0), losses).backward()
-
-
-def floor(w: Tensor, losses: Tensor) -> None:
-    losses.grad = None
-    (losses * w).sum().backward()
 
 
 def microseconds(function: Callable[[], object], rounds: int = 50) -> float:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from benchmarks.hook import loss_func
+from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
 from benchmarks.shapes import (
     AGGREGATIONS,
@@ -161,7 +159,7 @@ def _log_probs(results: Results) -> None:
 
     def peak(function: Callable[[Tensor, Tensor], Tensor]) -> int:
         leaf = torch.randn(tokens, 1, vocabulary, requires_grad=True)
-        with PeakBytes() as counted:
+        with LiveBytes() as counted:
             function(leaf * 1.0, labels).sum().backward()
         return counted.peak
 
@@ -169,28 +167,3 @@ def _log_probs(results: Results) -> None:
     where = f"{tokens} tokens, vocabulary {vocabulary}"
     ratio = ours / theirs
     results.add("peak memory of the log-probs", where, ratio, "x Megatron's", "log_probs_memory")
-
-
-class PeakBytes(TorchDispatchMode):
-    """Most bytes that the storages seen inside held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_iter((args, result)):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._alive:
-                storage = x.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                self._alive.add(key)
-                self.now += size
-                weakref.finalize(storage, self._free, key, size)
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.now -= size

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.memory import LiveBytes
 from megatron_loss_agg import (
     CPLayout,
     LossAggregation,
@@ -22,7 +23,6 @@ from megatron_loss_agg import (
     weighted_sum,
 )
 from tests.distributed import run_ranks
-from tests.live_bytes import LiveBytes
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]

@@ -126,10 +126,10 @@ def peaks(dtype: torch.dtype) -> dict[str, float]:
     """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+    from benchmarks.memory import LiveBytes
     from megatron_loss_agg import policy, weighted_sum
     from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
-    from tests.live_bytes import LiveBytes
 
     gpt.initialize(tensor_model_parallel_size=2)
     tokens, vocab = 64, 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that the operations inside make, until each is freed.
 
     Attributes:
-        peak: most bytes alive at once; storages that existed before count from their first use.
+        now: bytes alive; storages that existed before count from their first use.
+        peak: most of them at once.
     """
 
     def __init__(self) -> None:
@@ -22,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_iter((args, kwargs, result)):
             if isinstance(x, Tensor):
