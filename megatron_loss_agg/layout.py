@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import LayoutError
-from megatron_loss_agg.microbatch import Microbatch, check_values
+from megatron_loss_agg.masks import MaskSums
+from megatron_loss_agg.microbatch import Microbatch
 
 
 class CPLayout:
@@ -180,7 +181,7 @@ def predicting_mask(
         MaskError, GroupError: as `StepPlan.build` does.
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
-    defect = check_values([microbatch], [microbatch.sample_sums()])
+    defect = MaskSums.read([microbatch]).error
     if defect is not None:
         raise defect
     moved = torch.zeros_like(loss_mask)

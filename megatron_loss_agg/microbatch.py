@@ -5,13 +5,12 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
+from megatron_loss_agg.errors import GroupError, MaskError
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,21 +91,6 @@ class Microbatch:
         inside = position - starts_S[nearest_T] < length_S[nearest_T]
         return torch.where(inside, sample_T, self.num_samples)
 
-    def sample_sums(self) -> Tensor:
-        """fp64 [samples + 1]: every sample's mask sum, and last the mask outside of all samples."""
-        mask = self.loss_mask.detach()
-        if self.cu_seqlens is None or self.sample_starts is None:
-            sums = mask.sum(dim=1, dtype=torch.float64)
-            return torch.cat([sums, sums.new_zeros(1)])
-        starts = self.sample_starts.to(mask.device, torch.int64)
-        if self.cu_seqlens_padded is None:
-            return _segment_sums(mask, starts)
-        # Two segments a sample: its tokens, and its padding.
-        begin_S = starts[:-1]
-        end_S = begin_S + self.cu_seqlens.diff().to(starts)
-        sums = _segment_sums(mask, torch.stack([begin_S, end_S], dim=1).view(-1))
-        return torch.cat([sums[0:-1:2], sums[1::2].sum(dim=0, keepdim=True)])
-
     def _check_packed(self, cu_seqlens: Tensor) -> None:
         if self.loss_mask.dim() != 1 and (
             self.loss_mask.dim() != 2 or self.loss_mask.shape[0] != 1
@@ -147,107 +131,6 @@ class Microbatch:
 
 _BY_SAMPLE = {"prompt_ids": torch.int64, "rollout_ids": torch.int64, "rejected": torch.bool}
 _ARTICLE = {torch.int64: "an", torch.bool: "a"}
-
-
-def check_values(
-    microbatches: Sequence[Microbatch],
-    sums: Sequence[Tensor],
-    places: Sequence[int] = (0,),
-) -> AggregationError | None:
-    """The first defect in the values of ``microbatches``, or None. One device synchronisation.
-
-    Args:
-        sums: what `Microbatch.sample_sums` returned for each.
-        places: of each in its step, which the error names.
-    """
-    if not microbatches:
-        return None
-    defects = [_defects(m, total) for m, total in zip(microbatches, sums, strict=True)]
-    found = on_cpu(defects, torch.bool).view(len(microbatches), len(_DEFECTS)).nonzero()
-    if not found.numel():
-        return None
-    i, which = found[0].tolist()
-    kind, text = _DEFECTS[which]
-    microbatch = microbatches[i]
-    offsets = {
-        name: getattr(microbatch, name).tolist()
-        for name in ("cu_seqlens", "cu_seqlens_padded")
-        if kind is GroupError and getattr(microbatch, name) is not None
-    }
-    got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
-    return kind(f"microbatch {places[i]}: {text}{got}")
-
-
-_DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
-    (
-        MaskError,
-        "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
-        "values >= 0",
-    ),
-    (
-        GroupError,
-        "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths",
-    ),
-    (
-        GroupError,
-        "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
-        "padded lengths",
-    ),
-    (
-        GroupError,
-        "a sample is longer than its padded place, or ends beyond the mask; expected cu_seqlens "
-        "within cu_seqlens_padded within the tokens",
-    ),
-    (MaskError, "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"),
-)
-
-
-def _defects(microbatch: Microbatch, sums: Tensor) -> Tensor:
-    """bool, one for each of `_DEFECTS`: whether ``microbatch`` has it."""
-    mask = microbatch.loss_mask.detach()
-    # A sum that is finite, in fp32 too, has no NaN or inf in it.
-    finite = sums.sum().float().isfinite()
-    good_mask = finite & (mask.amin() >= 0) if mask.numel() else finite
-    if microbatch.cu_seqlens is None or microbatch.sample_starts is None:
-        return torch.nn.functional.pad(~good_mask.view(1), (0, len(_DEFECTS) - 1))
-    real = microbatch.cu_seqlens.to(mask.device, torch.int64)
-    length_S = real.diff()
-    good_real = good_padded = (real[0] == 0) & (length_S >= 0).all()
-    good_places = real[-1] <= mask.numel()
-    if microbatch.cu_seqlens_padded is not None:
-        padded = microbatch.cu_seqlens_padded.to(real)
-        place_S = padded.diff()
-        good_padded = (padded[0] == 0) & (place_S >= 0).all()
-        good_places = (length_S <= place_S).all() & (padded[-1] <= mask.numel())
-    good = [good_mask, good_real, good_padded, good_places, sums[-1] == 0]
-    return torch.stack(good).logical_not_()
-
-
-def _segment_sums(mask: Tensor, starts: Tensor) -> Tensor:
-    """fp64: sums of ``mask`` between ``starts``, the last one up to its end.
-
-    Of starts that decrease or leave the mask the sums mean nothing, but nothing else is read.
-    """
-    bounds = torch.nn.functional.pad(starts, (0, 1), value=mask.numel())
-    bounds = bounds.clamp_(0, mask.numel()).cummax(0).values
-    return torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
-
-
-def active_tokens(mask: Tensor) -> Tensor:
-    """Positions with a mask above 0; a scalar. Faster on a CPU than `torch.count_nonzero`."""
-    # In fp32, which is several times as fast again, numbers up to 2**24 are exact.
-    computed = torch.float32 if mask.numel() <= 2**24 else torch.float64
-    return mask.detach().sign().sum(dtype=computed)
-
-
-def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` as one vector on the CPU, of ``dtype`` also when there is none.
-
-    One copy, and so one device synchronisation, if they are all on one device.
-    """
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
-    return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
 
 
 def _is_offsets(x: object) -> bool:

@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.loss import where_weighted
+from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.tally import MaskSums, StepCounts, StepSums, Tally, abandon, exchange
+from megatron_loss_agg.tally import StepCounts, StepSums, Tally, abandon, exchange
 from megatron_loss_agg.weights import sample_coefficients, spread
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def build_plans(
     for agg in aggregations:
         if not isinstance(agg, LossAggregation):
             raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
-    lists = [list(of_one) for of_one in microbatches]
+    lists = [tuple(of_one) for of_one in microbatches]
     strangers = [m for of_one in lists for m in of_one if not isinstance(m, Microbatch)]
     if strangers:
         abandon(aggregations, group)
@@ -195,8 +196,9 @@ def build_plans(
         )
     pairs = list(zip(aggregations, lists, strict=True))
     try:
-        masks = MaskSums(lists)
-        tallies = [Tally(agg, mbs, masks, sharded_over) for agg, mbs in pairs]
+        # Terms with the same masks read them once.
+        masks = {mbs: MaskSums.read(mbs) for mbs in dict.fromkeys(lists)}
+        tallies = [Tally(agg, mbs, masks[mbs], sharded_over) for agg, mbs in pairs]
     except Exception:
         abandon(aggregations, group)
         raise

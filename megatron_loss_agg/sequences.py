@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_loss_agg.elementwise import lift
 from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.masks import sample_sums
 from megatron_loss_agg.microbatch import Microbatch
 
 
@@ -51,7 +52,7 @@ class SequenceMean:
             rows = torch.arange(microbatch.num_samples, device=mask.device)
             sample_T = rows.repeat_interleave(mask.shape[-1])
         # The last entry is for tokens of no sequence, whose mask is 0.
-        total_S = microbatch.sample_sums()
+        total_S = torch.nn.functional.pad(sample_sums(microbatch), (0, 1))
         self._share_S = torch.where(total_S > 0, 1 / total_S, 0.0)
         self._mask = mask.to(torch.float64)
         self._sample_T = sample_T

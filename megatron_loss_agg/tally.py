@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
-from megatron_loss_agg.errors import AggregationError, GroupError, ModeError
+from megatron_loss_agg.errors import GroupError, ModeError
 from megatron_loss_agg.exchange import Groups, Totals, exchange_groups, exchange_totals
-from megatron_loss_agg.microbatch import Microbatch, active_tokens, check_values, on_cpu
+from megatron_loss_agg.masks import MaskSums, on_cpu
+from megatron_loss_agg.microbatch import Microbatch
 
 _SHAREABLE: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
 _IDS: dict[Unit, str] = {"rollout": "rollout_ids", "prompt": "prompt_ids"}
@@ -61,30 +62,6 @@ class StepSums:
         return int(number)
 
 
-class MaskSums:
-    """fp64 sample sums of distinct microbatches, read once however many terms share them."""
-
-    def __init__(self, lists: Sequence[Sequence[Microbatch]]) -> None:
-        places = {id(m): i for of_one in lists for i, m in enumerate(of_one)}
-        distinct = list({id(m): m for of_one in lists for m in of_one}.values())
-        sums = [microbatch.sample_sums() for microbatch in distinct]
-        self.error: AggregationError | None = check_values(
-            distinct, sums, [places[id(m)] for m in distinct]
-        )
-        parts = on_cpu([s[:-1] for s in sums], torch.float64).split([len(s) - 1 for s in sums])
-        self._by_id = {id(m): part for m, part in zip(distinct, parts, strict=True)}
-        active = on_cpu([active_tokens(m.loss_mask).view(1) for m in distinct], torch.int64)
-        self._active = {id(m): n for m, n in zip(distinct, active.tolist(), strict=True)}
-
-    def of(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """fp64 [samples of all of them]."""
-        return on_cpu([self._by_id[id(m)] for m in microbatches], torch.float64)
-
-    def active(self, microbatches: Sequence[Microbatch]) -> int:
-        """Positions with a mask other than 0."""
-        return sum(self._active[id(m)] for m in microbatches)
-
-
 class Tally:
     """This rank's counts of a step, for one term of its loss."""
 
@@ -98,7 +75,7 @@ class Tally:
         self.agg = agg
         self.microbatches = microbatches
         self.error = masks.error
-        all_sums_S = masks.of(microbatches)
+        all_sums_S = masks.by_sample
         sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
         self.microbatch_S = torch.arange(len(microbatches)).repeat_interleave(sizes)
         self.rejected_S = _rejected(microbatches)
@@ -117,7 +94,7 @@ class Tally:
             for unit, ids in self.ids.items()
             if ids is not None
         }
-        self.totals = self._totals(all_sums_S, masks.active(microbatches))
+        self.totals = self._totals(all_sums_S, masks.active_tokens)
 
     @property
     def columns(self) -> list[int]:

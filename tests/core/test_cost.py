@@ -25,6 +25,7 @@ from megatron_loss_agg import (
 from tests.distributed import run_ranks
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
+VIEWS = {"aten::detach", "aten::view", "aten::split_with_sizes"}
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
 
 
@@ -56,6 +57,17 @@ def test_planning_takes_the_same_operations_for_any_number_of_samples(mode, layo
         return len(counted.names)
 
     assert operations(3) == operations(300)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_planning_many_microbatches_takes_few_operations_more(layout):
+    def operations(number: int) -> int:
+        step = [microbatch(3, layout) for _ in range(number)]
+        with Operations() as counted:
+            StepPlan.build(LossAggregation(mode="prompt_mean"), step)
+        return sum(name not in VIEWS for name in counted.names)
+
+    assert operations(100) == operations(10)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])

@@ -16,6 +16,7 @@ CORE = (
     "exchange",
     "layout",
     "loss",
+    "masks",
     "microbatch",
     "plan",
     "policy",
