@@ -15,7 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
-    parser.add_argument("--only", choices=("hook", "plan", "host"), help="one part alone")
+    parser.add_argument("--only", choices=("hook", "plan", "host", "loader"), help="one part alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = Results()
@@ -24,9 +24,9 @@ def main() -> int:
 
         device.measure(results)
     else:
-        from benchmarks import hook, host, plan
+        from benchmarks import hook, host, loader, plan
 
-        for part in (hook, plan, host):  # host last: it changes torch
+        for part in (hook, plan, host, loader):  # the last two change torch
             if arguments.only in (None, part.__name__.rpartition(".")[2]):
                 part.measure(results)
     results.write(arguments.json)

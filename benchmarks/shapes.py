@@ -22,6 +22,8 @@ LARGE_STEP = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens ea
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
 VOCABULARY, ROW, ROWS, STEP_MICROBATCHES = 8192, 256, 2, 4
+LOADER_STEP = (1, 32, 4, 5)  # rows, tokens of each, microbatches, rounds
+LOADER_DELAY = 0.5  # of the time that a microbatch computes, for each batch
 LOGITS = (2048, 8192)  # tokens, vocabulary
 
 GOALS = {
@@ -32,6 +34,8 @@ GOALS = {
     "payload_mb": 64.0,
     "kept_vectors": 1.01,  # fp32 vectors of this rank's tokens; a percent is for other numbers
     "step": 1.02,  # of stock Megatron's
+    "slow_loader": 1.02,  # of stock Megatron's step over the same loader
+    "loader_wait": 0.02,  # of a step without delay
     "log_probs_memory": 1.05,  # of Megatron's cross entropy
 }
 

@@ -1,0 +1,177 @@
+"""Steps over a data loader that waits, as one on slow storage does, on the real Megatron-Core."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.hook import loss_func
+from benchmarks.host import build
+from benchmarks.results import Results
+from benchmarks.shapes import AGGREGATIONS, LOADER_DELAY, LOADER_STEP, MODEL, SEED, VOCABULARY
+
+Batch = dict[str, Tensor]
+
+NAMES = ("stock", "prefetch", "no prefetch")
+
+
+def measure(results: Results) -> None:
+    """Turns the CPU stand-in for a GPU on, for good: it slows every call of torch down."""
+    from megatron_loss_agg.mcore import cpu
+
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.rerun_state_machine import initialize_rerun_state_machine
+
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+    initialize_rerun_state_machine()
+    torch.manual_seed(SEED)
+    _slow_loaders(results)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _slow_loaders(results: Results) -> None:
+    """One that waits in the process, for which stock pays; and a worker, for which it does not."""
+    rows, length, number, _ = LOADER_STEP
+    ddp, batches = build(), _batches()
+    no_delay = Steps("stock", ddp, SlowDataset(batches, 0.0), workers=0)
+    no_delay.run()
+    compute = statistics.median(no_delay.run()[0] for _ in range(5))
+    dataset = SlowDataset(batches, LOADER_DELAY * compute / number)
+    alone, behind = ([Steps(name, ddp, dataset, w) for name in NAMES] for w in (0, 1))
+    where = f"GPT {MODEL['num_layers']} x {MODEL['hidden_size']}, {number} x {rows * length} tokens"
+    results.add("stock step, no delay", where, compute, "s")
+    _times(results, where, no_delay, alone)
+    _waits(results, where, compute, behind)
+
+
+def _times(results: Results, where: str, no_delay: Steps, kinds: list[Steps]) -> None:
+    found = []
+    for _ in range(LOADER_STEP[-1]):
+        stock, *others = [steps.next_of_series()[0] for steps in kinds]
+        found.append([stock / no_delay.run()[0], *(other / stock for other in others)])
+    for name, ratios in zip(NAMES, zip(*found, strict=True), strict=True):
+        unit = "x no delay" if name == "stock" else "x stock"
+        goal = "slow_loader" if name == "prefetch" else ""
+        what = f"{name}, delay in the process"
+        results.add(what, where, statistics.median(ratios), unit, goal)
+
+
+def _waits(results: Results, where: str, compute: float, kinds: list[Steps]) -> None:
+    """Not the whole step, since its compute varies by more than a worker that keeps up costs."""
+    for steps in kinds:
+        steps.run()
+        waited = [steps.run()[1] for _ in range(LOADER_STEP[-1])]
+        goal = "loader_wait" if steps.name == "prefetch" else ""
+        what = f"{steps.name} waits for a worker"
+        results.add(what, where, statistics.median(waited) / compute, "of a step", goal)
+
+
+class Steps:
+    """Training steps of one kind, over a loader that goes on where the step before left it.
+
+    Args:
+        name: ``stock``; or the hook, as the flags install it (``prefetch``) or without drawing
+            ahead of the step (``no prefetch``).
+        workers: processes that the loader draws in, each two batches ahead; 0: none.
+    """
+
+    def __init__(self, name: str, ddp: Any, dataset: SlowDataset, workers: int) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_loss_agg.mcore import LossHook
+
+        self.name = name
+        self._schedule = get_forward_backward_func()
+        if name != "stock":
+            aggregation = AGGREGATIONS["prompt_mean"]  # always looks ahead
+            hook = LossHook(aggregation, in_training_loop=name == "prefetch")
+            self._schedule = hook.wrap(self._schedule)
+        loader = DataLoader(dataset, batch_size=None)
+        # The stand-in for a GPU refuses workers to a loader that is being made.
+        loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
+        self._data_iterator = _timed(iter(loader))
+        self._ddp = ddp
+
+    def run(self) -> tuple[float, float]:
+        """Wall-clock seconds of a step, and those of them in which it waited for a batch."""
+        rows, length, number, _ = LOADER_STEP
+        begin, waited = time.perf_counter(), self._data_iterator.waited
+        self._ddp.zero_grad_buffer()
+        self._schedule(
+            forward_step_func=_forward_step,
+            data_iterator=self._data_iterator,
+            model=[self._ddp],
+            num_microbatches=number,
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
+        return time.perf_counter() - begin, self._data_iterator.waited - waited
+
+    def next_of_series(self) -> tuple[float, float]:
+        """`run`, after a step of the same kind, behind which alone batches are drawn ahead."""
+        self.run()
+        return self.run()
+
+
+def _timed(loader: Iterator[Batch]) -> Any:
+    """Megatron's own data iterator, as its training loop makes it; counts seconds in ``waited``."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    class Timed(RerunDataIterator):
+        waited = 0.0
+
+        def __next__(self) -> Any:
+            begin = time.perf_counter()
+            batch = super().__next__()
+            self.waited += time.perf_counter() - begin
+            return batch
+
+    return Timed(loader)
+
+
+class SlowDataset(Dataset[Batch]):
+    """``batches`` again and again, each of them ``delay`` seconds after it was asked for."""
+
+    def __init__(self, batches: list[Batch], delay: float) -> None:
+        self._batches = batches
+        self._delay = delay
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, i: int) -> Batch:
+        time.sleep(self._delay)
+        return self._batches[i % len(self._batches)]
+
+
+def _batches() -> list[Batch]:
+    rows, length, number, _ = LOADER_STEP
+    tokens = torch.randint(VOCABULARY, (number, rows, length + 1))
+    masks = (torch.arange(length) >= torch.randint(length // 2, (number, rows, 1))).float()
+    return [
+        {"tokens": t, "loss_mask": m, "prompt_ids": torch.zeros(rows, dtype=torch.int64)}
+        for t, m in zip(tokens, masks, strict=True)
+    ]
+
+
+def _forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    length = tokens.shape[1]
+    later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    losses = model(tokens, torch.arange(length).expand_as(tokens), later, labels=labels)
+    return losses, functools.partial(loss_func, batch["loss_mask"])
