@@ -14,12 +14,7 @@ from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
-from megatron_loss_agg.mcore.batches import (
-    ReadBatch,
-    Unread,
-    read_ahead,
-    read_batch,
-)
+from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_ahead, read_batch
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks
@@ -143,8 +138,7 @@ class LossHook:
             rows = RowWeights(term.aggregation, scale, size)
             _replace_iterator(kwargs, functools.partial(Unread, self._fixed_rows))
             return self._step(rows, scale, size, shares), False
-        plans: list[StepTerms] = []
-        weights = self._look_ahead(ranks, scale, kwargs, plans)
+        weights, plans = self._look_ahead(ranks, scale, kwargs)
         total = size * scale.num_microbatches * scale.data_parallel_size
         self._fixed_rows = self._in_training_loop and weights.rows == total
         if weights.is_empty and self.empty_step == "error" and not kwargs.get("forward_only"):
@@ -154,8 +148,8 @@ class LossHook:
                 "--loss-aggregation-empty-step skip or step"
             )
         step = self._step(weights, scale, size, shares)
-        if plans and step.verify:  # only then is the plan kept
-            step.expected_mask = functools.partial(_local_mask, plans[0], ranks)
+        if plans is not None and step.verify:  # only then are the plans kept
+            step.expected_mask = functools.partial(_local_mask, plans, ranks)
         return step, weights.is_empty
 
     def _step(
@@ -173,15 +167,19 @@ class LossHook:
         return RowWeights.suffice(term.aggregation, scale, self._fixed_rows)
 
     def _look_ahead(
-        self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any], plans: list[StepTerms]
-    ) -> PlannedWeights:
-        def read() -> PlannedWeights:
-            plans.append(self._plan(ranks, scale, kwargs))
-            return PlannedWeights.of(plans[0], ranks)
+        self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]
+    ) -> tuple[PlannedWeights, StepTerms | None]:
+        """The weights, and the plans that they are of on a rank that reads its data."""
+        plans: StepTerms | None = None
 
-        if dist.get_world_size(ranks.tensor) == 1:
-            return read()
-        return shared(read if ranks.reads_data else None, ranks)
+        def read() -> PlannedWeights:
+            nonlocal plans
+            plans = self._plan(ranks, scale, kwargs)
+            return PlannedWeights.of(plans, ranks)
+
+        alone = dist.get_world_size(ranks.tensor) == 1
+        weights = read() if alone else shared(read if ranks.reads_data else None, ranks)
+        return weights, plans
 
     def _plan(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> StepTerms:
         source = _last_iterator(kwargs)
