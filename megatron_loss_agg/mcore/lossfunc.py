@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class TokenLoss:
 class TokenLosses(NamedTuple):
     """One microbatch on one rank, before any reduction; by term."""
 
-    losses: dict[str, Tensor]
+    losses: dict[str, Tensor]  # [tokens]
     masks: dict[str, Tensor]
     report: dict[str, Any]
     reduced: tuple[Any, ...] | None  # what a stock loss function made of it
@@ -105,7 +106,8 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
     masks = _by_term("masks", mask, names, shared=True)
     for name in names:
         _check_one_loss_per_token(by_term[name], masks[name])
-    return TokenLosses(by_term, masks, dict(report), reduced)
+    flat = {name: of_term.reshape(-1) for name, of_term in by_term.items()}
+    return TokenLosses(flat, masks, dict(report), reduced)
 
 
 def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) -> dict[str, Any]:
@@ -123,6 +125,8 @@ def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
     """One may be flat, and axes of length 1 are no matter; a transposed pair would be wrong."""
     if not isinstance(mask, Tensor):
         raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
+    if isinstance(losses, Tensor) and losses.shape == mask.shape:
+        return
     long = [[n for n in getattr(x, "shape", ()) if n != 1] for x in (losses, mask)]
     one_is_flat = min(map(len, long)) <= 1
     fits = isinstance(losses, Tensor) and losses.numel() == mask.numel()
@@ -164,10 +168,7 @@ def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
 def _bound_mask(loss_func: Callable[..., Any]) -> Tensor:
     """The ``loss_mask`` that a `functools.partial` carries."""
     if isinstance(loss_func, functools.partial):
-        bound = inspect.signature(loss_func.func).bind_partial(
-            *loss_func.args, **loss_func.keywords
-        )
-        mask = bound.arguments.get("loss_mask")
+        mask = _bound(loss_func).get("loss_mask")
         if isinstance(mask, Tensor):
             return mask
     raise HostError(
@@ -175,6 +176,17 @@ def _bound_mask(loss_func: Callable[..., Any]) -> Tensor:
         "expected functools.partial(loss_func, loss_mask) with a parameter named loss_mask, or "
         "megatron_loss_agg.mcore.TokenLoss"
     )
+
+
+def _bound(call: functools.partial[Any]) -> Mapping[str, Any]:
+    """What ``call`` gives its function, by parameter."""
+    function = call.func
+    if isinstance(function, FunctionType) and not vars(function):
+        # It wraps nothing, so that its code has the names; a signature takes much longer to make.
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount]
+        return {**dict(zip(names, call.args, strict=False)), **call.keywords}
+    return inspect.signature(function).bind_partial(*call.args, **call.keywords).arguments
 
 
 def _name(loss_func: Callable[..., Any]) -> str:
