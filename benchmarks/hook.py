@@ -44,7 +44,7 @@ def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
     mask = local_part(whole.loss_mask, whole, ranks)
     losses = torch.randn(mask.shape, requires_grad=True)
     parts = {name: _part(agg, whole, ranks) for name, agg in AGGREGATIONS.items()}
-    w = parts["token_mean"].weights(mask, torch.float32)
+    w = parts["token_mean"].weights(mask, torch.float32).view(mask.shape)
     works = {name: functools.partial(hook, part, mask, losses) for name, part in parts.items()}
     poisoned = losses.detach().masked_fill(mask == 0, math.nan).requires_grad_()
     works["NaN where masked"] = functools.partial(hook, parts["token_mean"], mask, poisoned)
@@ -80,7 +80,7 @@ def hook(part: Part, mask: Tensor, losses: Tensor) -> None:
     """What `Step` does of a microbatch's loss: weights, NaN-safe sum, and its gradient."""
     losses.grad = None
     w = part.weights(mask, torch.float32)
-    weighted_sum(w.view(-1), losses.reshape(-1)).backward()
+    weighted_sum(w, losses.reshape(-1)).backward()
 
 
 def loop(whole: Microbatch, losses: Tensor) -> None:

@@ -78,11 +78,14 @@ def _memory(results: Results) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     ranks = Ranks(*[dist.group.WORLD] * 4, last_stage=True)
     samples, length, number = STEP
+    terms = {name: {"loss": AGGREGATIONS[name]} for name in ("prompt_mean", "custom")}
+    three = ("policy", "kl", "entropy")
+    terms["3 terms of prompt_mean"] = dict.fromkeys(three, AGGREGATIONS["prompt_mean"])
     for layout in LAYOUTS:
         step = many_microbatches(samples, length, number, layout)
         vector = 4 * sum(m.loss_mask.numel() for m in step)
-        for name in ("prompt_mean", "custom"):
-            plans = StepPlan.build_terms({"loss": AGGREGATIONS[name]}, step)
+        for name, aggregations in terms.items():
+            plans = StepPlan.build_terms(aggregations, step)
             planned = PlannedWeights.of(plans, ranks)
             where = f"{samples} x {length} {layout}, {name}"
             made = median_seconds(functools.partial(PlannedWeights.of, plans, ranks), 5)

@@ -20,9 +20,10 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.masks import active_tokens
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
-from megatron_loss_agg.microbatch import Microbatch, active_tokens
+from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.terms import StepTerms
 from megatron_loss_agg.weights import sample_coefficients, spread
@@ -34,19 +35,20 @@ class Part:
 
     shape: tuple[int, ...]  # of this rank's part of the mask
     active_tokens: int
+    mask_sum: float
     mask_sums: Tensor  # fp64, of each row, or of all
     coefficient_S: Tensor | None  # [samples, 1] of rows, in the default dtype, or else
     weight_T: Tensor | None  # of a pack, of short rows, or of a custom aggregation
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """In the shape and on the device of ``mask``, this rank's part of the mask."""
+        """[tokens], on the device of ``mask``, which is this rank's part of the mask."""
         if self.weight_T is not None:
-            return self.weight_T.to(mask.device, dtype, non_blocking=True).view(mask.shape)
+            return self.weight_T.to(mask.device, dtype, non_blocking=True).view(-1)
         assert self.coefficient_S is not None
         coefficient_S = self.coefficient_S.to(mask.device, dtype, non_blocking=True)
-        weights = mask.reshape(-1, mask.numel() // len(coefficient_S)) * coefficient_S
+        weights = mask.reshape(self.shape) * coefficient_S
         # Nothing is called for nothing here: small microbatches cost as many calls as they take.
-        return (weights if weights.dtype == dtype else weights.to(dtype)).view(mask.shape)
+        return (weights if weights.dtype == dtype else weights.to(dtype)).view(-1)
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,7 @@ class PlannedWeights:
         """
         first = next(iter(plans.values())).counts
         return cls(
-            parts={
-                name: [_part(plan, i, ranks) for i in range(len(plan.microbatches))]
-                for name, plan in plans.items()
-            },
+            parts=_parts(plans, ranks),
             total_tokens=first.active_tokens,
             mask_sums={name: plan.counts.tokens for name, plan in plans.items()},
             rows=0 if first.packed_microbatches else first.samples,
@@ -78,7 +77,7 @@ class PlannedWeights:
         )
 
     def weights(self, name: str, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of this rank's tokens of microbatch ``i``, whose local mask is ``mask``."""
+        """[tokens] of this rank's part of microbatch ``i``, whose local mask is ``mask``."""
         return self.parts[name][i].weights(mask, dtype)
 
 
@@ -96,12 +95,10 @@ def shared(read: Callable[[], PlannedWeights] | None, ranks: Ranks) -> PlannedWe
     """
     source = dist.get_global_rank(ranks.tensor, 0)
     answer: list[PlannedWeights | None] = [None]
-    if read is not None:
-        try:
+    try:
+        if read is not None:
             answer = [read()]
-        finally:
-            dist.broadcast_object_list(answer, src=source, group=ranks.tensor)
-    else:
+    finally:
         dist.broadcast_object_list(answer, src=source, group=ranks.tensor)
     if answer[0] is None:
         raise PeerError(
@@ -140,9 +137,9 @@ class RowWeights:
         return aggregation.within is None or (aggregation.within == "sample" and whole_rows)
 
     def weights(self, name: str, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of this rank's rows ``mask``; the same for every microbatch and whatever the name."""
+        """[tokens] of this rank's rows ``mask``; whatever the microbatch and the name."""
         if self._per_token:
-            return mask.to(dtype)
+            return mask.to(dtype).reshape(-1)
         across = 1 if self._aggregation.across is None else self._samples
         if self._aggregation.within is None:
             rows, within = mask.reshape(1, -1), mask.new_ones(1, dtype=torch.float64)
@@ -150,42 +147,98 @@ class RowWeights:
             rows = mask.reshape(self._rows, -1)
             within = rows.sum(dim=1, dtype=torch.float64)
         coefficients = sample_coefficients(within, across, self._aggregation.scale)
-        return spread(coefficients, rows, None, dtype).view(mask.shape)
+        return spread(coefficients, rows, None, dtype).view(-1)
 
 
 def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     """This context-parallel rank's tokens of ``x``, which has the shape of the whole mask."""
+    layout = _layout(microbatch, ranks)
+    return x if layout is None else layout.shard(x)
+
+
+def _layout(microbatch: Microbatch, ranks: Ranks) -> CPLayout | None:
+    """None where a rank holds the whole."""
     size, rank = dist.get_world_size(ranks.context), dist.get_rank(ranks.context)
     if size == 1:
-        return x
-    starts = microbatch.sample_starts
+        return None
+    starts, length = microbatch.sample_starts, microbatch.loss_mask.shape[-1]
     if starts is None:
-        return CPLayout.bshd(x.shape[-1], size, rank).shard(x)
-    if int(starts[-1]) < x.shape[-1]:
+        return CPLayout.bshd(length, size, rank)
+    if int(starts[-1]) < length:
         # Tokens after the last sample are padding, which is split like a sequence of its own.
-        starts = torch.cat([starts, starts.new_tensor([x.shape[-1]])])
-    return CPLayout.thd(starts, size, rank).shard(x)
+        starts = torch.cat([starts, starts.new_tensor([length])])
+    return CPLayout.thd(starts, size, rank)
 
 
 _SHORT_ROW = 32
 """Tokens of a row, below which its weights are made before the step."""
 
 
-def _part(plan: StepPlan, i: int, ranks: Ranks) -> Part:
-    microbatch = plan.microbatches[i]
-    mask = local_part(microbatch.loss_mask, microbatch, ranks)
+@dataclass(frozen=True)
+class _Local:
+    """This rank's part of a microbatch, which all terms of the loss have in common."""
+
+    layout: CPLayout | None
+    by_row: bool  # its samples are rows, and not short ones
+    shape: tuple[int, ...]
+    active_tokens: int
+    mask_sums: Tensor  # fp64 on the CPU, of each row, or of all
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, ranks: Ranks) -> _Local:
+        layout, mask = _layout(microbatch, ranks), microbatch.loss_mask
+        if layout is not None:
+            mask = layout.shard(mask)
+        by_row = microbatch.cu_seqlens is None and mask.shape[-1] >= _SHORT_ROW and len(mask) > 0
+        rows = mask.reshape(len(mask) if by_row else 1, -1)
+        sums = rows.sum(dim=1, dtype=torch.float64).cpu()
+        return cls(layout, by_row, tuple(mask.shape), int(active_tokens(mask)), sums)
+
+
+def _parts(plans: StepTerms, ranks: Ranks) -> dict[str, list[Part]]:
+    """By term and microbatch; terms that weigh a microbatch alike share its part."""
+    parts: dict[str, list[Part]] = {name: [] for name in plans}
+    for i in range(len(next(iter(plans.values())).microbatches)):
+        # Of one microbatch at a time, since a layout takes more memory than what is made by it.
+        local: dict[int, _Local] = {}
+        made: list[tuple[StepPlan, Part]] = []
+        for name, plan in plans.items():
+            part = next((part for other, part in made if _weigh_alike(plan, other, i)), None)
+            if part is None:
+                microbatch = plan.microbatches[i]
+                if id(microbatch) not in local:
+                    local[id(microbatch)] = _Local.of(microbatch, ranks)
+                part = _part(plan, i, local[id(microbatch)])
+                made.append((plan, part))
+            parts[name].append(part)
+    return parts
+
+
+def _weigh_alike(plan: StepPlan, other: StepPlan, i: int) -> bool:
+    """Whether both give microbatch ``i`` the same weights.
+
+    Aggregations may be equal and these differ: of another rank's or microbatch's masks, which
+    count in the denominators, each term may have its own. A custom function may look at them all.
+    """
+    custom = plan.aggregation.function is not None or other.aggregation.function is not None
+    same_mask = plan.microbatches[i] is other.microbatches[i]
+    return not custom and same_mask and torch.equal(plan.coefficients(i), other.coefficients(i))
+
+
+def _part(plan: StepPlan, i: int, local: _Local) -> Part:
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     coefficient_S = weight_T = None
-    by_row = plan.aggregation.function is None and microbatch.cu_seqlens is None
-    if by_row and mask.shape[-1] >= _SHORT_ROW and len(mask):
+    if local.by_row and plan.aggregation.function is None:
         coefficient_S = plan.coefficients(i).to(dtype, copy=True).unsqueeze(-1)
     else:
-        weight_T = local_part(plan.weights(i, dtype), microbatch, ranks).cpu()
-    by_sum = mask.reshape(1 if coefficient_S is None else len(mask), -1)
+        whole = plan.weights(i, dtype)
+        weight_T = (whole if local.layout is None else local.layout.shard(whole)).cpu()
+    total = local.mask_sums.sum(dim=0, keepdim=True)
     return Part(
-        shape=tuple(mask.shape),
-        active_tokens=int(active_tokens(mask)),
-        mask_sums=by_sum.sum(dim=1, dtype=torch.float64).cpu(),
+        shape=local.shape,
+        active_tokens=local.active_tokens,
+        mask_sum=float(total),
+        mask_sums=total if coefficient_S is None else local.mask_sums,
         coefficient_S=coefficient_S,
         weight_T=weight_T,
     )
