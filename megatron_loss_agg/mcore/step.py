@@ -29,9 +29,13 @@ class Step:
     Args:
         terms: of the loss, by name.
         reports_shares: report parts of the step's mean, and not sums and counts.
-        expected_mask: what this rank's part of the mask of (term, microbatch) must be, which is
-            compared with what the script gives its loss function; None where that was done, since
-            it costs device synchronisations.
+
+    Attributes:
+        reports_sum: report the loss of several terms, beside each of them.
+        verify: compare what the script computes with what is assumed of it, which costs device
+            synchronisations.
+        expected_mask: what this rank's part of the mask of (term, microbatch) must be, to be
+            verified too; None where that is not known.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class Step:
         self._scale = scale
         self._micro_batch_size = micro_batch_size
         self._reports_shares = reports_shares
-        self.reports_sum = False  # the loss of several terms, beside each of them
-        self.verify = False  # compare what the script computes with what is assumed of it
+        self.reports_sum = False
+        self.verify = False
         self.expected_mask: ExpectedMask | None = None
         self._next = 0
         self._packed = False
@@ -96,7 +100,8 @@ class Step:
             )
         if self._mask_sums:
             given, counted = torch.cat(self._mask_sums), torch.cat(self._expected_sums)
-            if not torch.allclose(given.double().cpu(), counted, rtol=1e-5, atol=0):
+            # As `torch.allclose`, which takes longer than all the rest here. NaN fails, too.
+            if not bool(((given.cpu() - counted).abs() <= 1e-5 * counted).all()):
                 raise MaskError(_CHANGED_MASK)
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> tuple[Any, ...]:
@@ -110,17 +115,16 @@ class Step:
             self._terms[name].scaled(part, tokens.losses[name]) for name, part in parts.items()
         ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
-        detached = {name: part.detach() for name, part in parts.items()}
-        report = self._report(tokens, detached, loss.detach())
+        with torch.no_grad():
+            report = self._report(i, tokens, parts, loss)
         num_tokens, total_tokens = self._counts(i, tokens)
         return self._scale.returned(loss, num_tokens, total_tokens, report)
 
     def _aggregated(self, name: str, i: int, tokens: TokenLosses) -> Tensor:
         """This rank's part of the aggregated loss of one term; a scalar."""
-        losses, mask = tokens.losses[name], tokens.masks[name]
+        losses = tokens.losses[name]
         dtype = torch.promote_types(losses.dtype, torch.float32)
-        w = self._weights.weights(name, i, mask, dtype)
-        return weighted_sum(w.reshape(-1), losses.reshape(-1))
+        return weighted_sum(self._weights.weights(name, i, tokens.masks[name], dtype), losses)
 
     def _counts(self, i: int, tokens: TokenLosses) -> tuple[Tensor, float]:
         """Active tokens of this rank's microbatch, on its device, and of the whole step."""
@@ -133,7 +137,7 @@ class Step:
         return number, self._weights.total_tokens
 
     def _report(
-        self, tokens: TokenLosses, parts: Mapping[str, Tensor], loss: Tensor
+        self, i: int, tokens: TokenLosses, parts: Mapping[str, Tensor], loss: Tensor
     ) -> dict[str, Any]:
         """The script's report, its ``lm loss`` made exact, and the aggregated losses beside it."""
         report = tokens.report
@@ -150,29 +154,33 @@ class Step:
         # Of `token_mean` left to the host, the loss is a sum still, which the host will divide.
         undivided = isinstance(self._weights, RowWeights) and self._scale.per_token
         if "lm loss" in report or undivided:
-            mean = self._token_mean(tokens).to(loss.dtype)
+            mean = self._token_mean(i, tokens).to(loss.dtype)
             if "lm loss" in report:
                 report["lm loss"] = mean
             if undivided:
                 report.update({f"{name} loss": mean for name in parts})
         return report
 
-    def _token_mean(self, tokens: TokenLosses) -> Tensor:
+    def _token_mean(self, i: int, tokens: TokenLosses) -> Tensor:
         """This rank's part of the report of the mean over the step's tokens."""
         losses, mask = tokens.first
-        mean = Mean.of(losses.reshape(-1), mask.reshape(-1))
-        if self._reports_shares and isinstance(self._weights, PlannedWeights):
-            total = next(iter(self._weights.mask_sums.values()))
-            return self._share(mean.sum / (total or 1.0))
-        return mean.pair()
+        mask = mask.reshape(-1)
+        if isinstance(self._weights, RowWeights):
+            return Mean.of(losses, mask).pair()
+        dtype = torch.promote_types(mask.dtype, torch.float32)
+        total = weighted_sum(mask.to(dtype), losses)
+        if self._reports_shares:
+            of_step = next(iter(self._weights.mask_sums.values()))
+            return self._share(total / (of_step or 1.0))
+        # The mask itself is compared with that of the plan, so its sum needs no second pass.
+        return _pair(total, next(iter(self._weights.parts.values()))[i].mask_sum)
 
     def _share(self, part: Tensor) -> Tensor:
         """A report that the host turns into the sum of all parts.
 
         It adds up both halves over all reports and divides, or averages all quotients.
         """
-        share = part * self._scale.reports_per_step
-        return torch.stack([share, torch.ones_like(share)])
+        return _pair(part * self._scale.reports_per_step, 1.0)
 
     def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
@@ -227,18 +235,8 @@ class Step:
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
                 f"expected that key: add it, or {HOW_TO_READ}"
             )
-        if mask.numel() != math.prod(part.shape):
-            raise MaskError(
-                f"{mask.numel()} local losses for {math.prod(part.shape)} local weights; "
-                "expected the script to split sequences over context-parallel ranks as "
-                "CPLayout.thd (packed) or CPLayout.bshd does"
-            )
-        long = [[n for n in shape if n > 1] for shape in (mask.shape, part.shape)]
-        if long[0] != long[1] and min(map(len, long)) > 1:
-            raise MaskError(
-                f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's "
-                f"is {part.shape}; expected [samples, seq], for losses too: transpose both"
-            )
+        if mask.shape != part.shape:
+            _check_shape(mask, part.shape)
         rows = mask.reshape(len(part.mask_sums), -1)
         self._mask_sums.append(rows.sum(dim=1, dtype=torch.float32))
         self._expected_sums.append(part.mask_sums)
@@ -247,6 +245,27 @@ class Step:
             given = mask.detach().reshape(-1).to(counted)
             if counted.shape != given.shape or not torch.equal(counted, given):
                 raise MaskError(_CHANGED_MASK)
+
+
+def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise unless ``mask`` has the elements of ``expected`` in their order."""
+    if mask.numel() != math.prod(expected):
+        raise MaskError(
+            f"{mask.numel()} local losses for {math.prod(expected)} local weights; "
+            "expected the script to split sequences over context-parallel ranks as "
+            "CPLayout.thd (packed) or CPLayout.bshd does"
+        )
+    long = [[n for n in shape if n > 1] for shape in (mask.shape, expected)]
+    if long[0] != long[1] and min(map(len, long)) > 1:
+        raise MaskError(
+            f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's "
+            f"is {expected}; expected [samples, seq], for losses too: transpose both"
+        )
+
+
+def _pair(total: Tensor, count: float) -> Tensor:
+    """[total, count], as Megatron's training loop takes a report."""
+    return torch.stack([total, total.new_full((), count)])
 
 
 _CHANGED_MASK = (

@@ -103,6 +103,11 @@ def with_a_token_less(loss_func: Any, mask: Tensor) -> Any:
     return functools.partial(loss_func, mask.masked_fill(first, 0))
 
 
+def with_nan(loss_func: Any, mask: Tensor) -> Any:
+    first = mask.cumsum(dim=-1) == 1
+    return functools.partial(loss_func, mask.masked_fill(first, torch.nan))
+
+
 def transposed(iterator: Any, model: Any) -> Any:
     """As of a model whose output is [seq, samples]."""
     from tests.host import gpt
@@ -206,6 +211,7 @@ def errors_on_host() -> dict[str, str | None]:
         "term": steps(mode, with_loss_func(with_a_term)),
         "changed mask": steps(mode, with_loss_func(with_a_changed_mask)),
         "mask changed later": steps(mode, gpt.forward_step, with_loss_func(with_a_token_less)),
+        "mask of NaN later": steps(mode, gpt.forward_step, with_loss_func(with_nan)),
         "transposed": steps(mode, transposed),
         "part of the losses": steps(mode, with_loss_func(with_part_of_the_losses)),
         "no prompts": steps(mode, data=batches_without("prompt_ids")),
@@ -293,6 +299,7 @@ def test_what_is_fine_is_not_refused(case: str) -> None:
         ("term", "HostError", ("expected a masked sum", "return a TokenLoss")),
         ("changed mask", "MaskError", ("is not this rank's part", "read_batch")),
         ("mask changed later", "MaskError", ("is not this rank's part", "read_batch")),
+        ("mask of NaN later", "MaskError", ("is not this rank's part", "read_batch")),
         ("transposed", "MaskError", ("expected [samples, seq]", "transpose both")),
         ("part of the losses", "MaskError", ("expected one loss per token",)),
         ("no prompts", "GroupError", ("have no 'prompt_ids'", "add that key")),
