@@ -171,8 +171,10 @@ def _chunks(run: Sequence[Microbatch]) -> Iterator[tuple[range, Tensor]]:
         while end < len(run) and tokens + sizes[end] <= _CHUNK:
             tokens += sizes[end]
             end += 1
-        masks = [m.loss_mask.detach().reshape(-1) for m in run[begin:end]]
-        yield range(begin, end), torch.cat(masks, out=memory[:tokens])
+        parts = memory[:tokens].split(sizes[begin:end])
+        for part, microbatch in zip(parts, run[begin:end], strict=True):
+            part.copy_(microbatch.loss_mask.detach().reshape(-1))
+        yield range(begin, end), memory[:tokens]
         begin = end
 
 
