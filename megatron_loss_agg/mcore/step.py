@@ -100,8 +100,9 @@ class Step:
             )
         if self._mask_sums:
             given, counted = torch.cat(self._mask_sums), torch.cat(self._expected_sums)
-            # As `torch.allclose`, which takes longer than all the rest here. NaN fails, too.
-            if not bool(((given.cpu() - counted).abs() <= 1e-5 * counted).all()):
+            # `torch.allclose` takes twice as long, which is much of a small step.
+            excess = (given.cpu() - counted).abs_().sub_(counted, alpha=1e-5).amax()
+            if not float(excess) <= 0:  # NaN, too
                 raise MaskError(_CHANGED_MASK)
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> tuple[Any, ...]:
