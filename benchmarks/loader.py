@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.hook import loss_func
-from benchmarks.host import build
+from benchmarks import megatron
+from benchmarks.megatron import Batch
 from benchmarks.results import Results
-from benchmarks.shapes import AGGREGATIONS, LOADER_DELAY, LOADER_STEP, MODEL, SEED, VOCABULARY
-
-Batch = dict[str, Tensor]
+from benchmarks.shapes import AGGREGATIONS, LOADER_DELAY, LOADER_STEP, MODEL
 
 NAMES = ("stock", "prefetch", "no prefetch")
+ROUNDS = 5
 
 
 def measure(results: Results) -> None:
-    """Turns the CPU stand-in for a GPU on, for good: it slows every call of torch down."""
-    from megatron_loss_agg.mcore import cpu
+    """Steps over slow loaders."""
+    with megatron.one_rank():
+        from megatron.core.rerun_state_machine import initialize_rerun_state_machine
 
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.rerun_state_machine import initialize_rerun_state_machine
-
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
-    initialize_rerun_state_machine()
-    torch.manual_seed(SEED)
-    _slow_loaders(results)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+        initialize_rerun_state_machine()
+        _slow_loaders(results)
 
 
 def _slow_loaders(results: Results) -> None:
     """One that waits in the process, for which stock pays; and a worker, for which it does not."""
-    rows, length, number, _ = LOADER_STEP
-    ddp, batches = build(), _batches()
+    ddp = megatron.build(MODEL, LOADER_STEP.length)
+    batches = megatron.batches(LOADER_STEP, MODEL.vocabulary)
+    number = LOADER_STEP.microbatches
     no_delay = Steps("stock", ddp, SlowDataset(batches, 0.0), workers=0)
     no_delay.run()
     compute = statistics.median(no_delay.run()[0] for _ in range(5))
     dataset = SlowDataset(batches, LOADER_DELAY * compute / number)
     alone, behind = ([Steps(name, ddp, dataset, w) for name in NAMES] for w in (0, 1))
-    where = f"GPT {MODEL['num_layers']} x {MODEL['hidden_size']}, {number} x {rows * length} tokens"
+    tokens = LOADER_STEP.rows * LOADER_STEP.length
+    where = f"GPT {MODEL.layers} x {MODEL.hidden}, {number} x {tokens} tokens"
     results.add("stock step, no delay", where, compute, "s")
     _times(results, where, no_delay, alone)
     _waits(results, where, compute, behind)
@@ -59,7 +46,7 @@ def _slow_loaders(results: Results) -> None:
 
 def _times(results: Results, where: str, no_delay: Steps, kinds: list[Steps]) -> None:
     found = []
-    for _ in range(LOADER_STEP[-1]):
+    for _ in range(ROUNDS):
         stock, *others = [steps.next_of_series()[0] for steps in kinds]
         found.append([stock / no_delay.run()[0], *(other / stock for other in others)])
     for name, ratios in zip(NAMES, zip(*found, strict=True), strict=True):
@@ -73,7 +60,7 @@ def _waits(results: Results, where: str, compute: float, kinds: list[Steps]) -> 
     """Not the whole step, since its compute varies by more than a worker that keeps up costs."""
     for steps in kinds:
         steps.run()
-        waited = [steps.run()[1] for _ in range(LOADER_STEP[-1])]
+        waited = [steps.run()[1] for _ in range(ROUNDS)]
         goal = "loader_wait" if steps.name == "prefetch" else ""
         what = f"{steps.name} waits for a worker"
         results.add(what, where, statistics.median(waited) / compute, "of a step", goal)
@@ -107,18 +94,8 @@ class Steps:
 
     def run(self) -> tuple[float, float]:
         """Wall-clock seconds of a step, and those of them in which it waited for a batch."""
-        rows, length, number, _ = LOADER_STEP
         begin, waited = time.perf_counter(), self._data_iterator.waited
-        self._ddp.zero_grad_buffer()
-        self._schedule(
-            forward_step_func=_forward_step,
-            data_iterator=self._data_iterator,
-            model=[self._ddp],
-            num_microbatches=number,
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=False,
-        )
+        megatron.train(self._schedule, self._ddp, self._data_iterator, LOADER_STEP)
         return time.perf_counter() - begin, self._data_iterator.waited - waited
 
     def next_of_series(self) -> tuple[float, float]:
@@ -156,22 +133,3 @@ class SlowDataset(Dataset[Batch]):
     def __getitem__(self, i: int) -> Batch:
         time.sleep(self._delay)
         return self._batches[i % len(self._batches)]
-
-
-def _batches() -> list[Batch]:
-    rows, length, number, _ = LOADER_STEP
-    tokens = torch.randint(VOCABULARY, (number, rows, length + 1))
-    masks = (torch.arange(length) >= torch.randint(length // 2, (number, rows, 1))).float()
-    return [
-        {"tokens": t, "loss_mask": m, "prompt_ids": torch.zeros(rows, dtype=torch.int64)}
-        for t, m in zip(tokens, masks, strict=True)
-    ]
-
-
-def _forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
-    batch = next(data_iterator)
-    tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    length = tokens.shape[1]
-    later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    losses = model(tokens, torch.arange(length).expand_as(tokens), later, labels=labels)
-    return losses, functools.partial(loss_func, batch["loss_mask"])

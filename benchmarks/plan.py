@@ -15,14 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.results import Results, median_seconds
 from benchmarks.shapes import (
     AGGREGATIONS,
-    LARGE_STEP,
+    LARGE_PLAN,
     LAYOUTS,
-    MORE_STEPS,
-    STEP,
+    MORE_PLANS,
+    PLAN,
     many_microbatches,
     rows_of_rank,
 )
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, exchange, tally
+from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.weighting import PlannedWeights
 
@@ -30,11 +31,11 @@ from megatron_loss_agg.mcore.weighting import PlannedWeights
 def measure(results: Results) -> None:
     """Plans, their exchange and their memory; needs no process group to exist."""
     for layout in LAYOUTS:
-        for shape in (STEP, *MORE_STEPS):
+        for shape in (PLAN, *MORE_PLANS):
             samples, length, number = shape
             step = many_microbatches(samples, length, number, layout)
             where = f"{samples} x {length} {layout}, {number} microbatches"
-            goal = "plan_ms" if shape == STEP else ""
+            goal = "plan_ms" if shape == PLAN else ""
             for name in ("token_mean", "prompt_mean"):
                 build = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
                 taken = 1e3 * median_seconds(build, 15)
@@ -45,7 +46,7 @@ def measure(results: Results) -> None:
 
 def _large_step(results: Results) -> None:
     """One rank's own work: the other ranks' rows are made beforehand, and not gathered."""
-    samples, prompts, ranks = LARGE_STEP
+    samples, prompts, ranks = LARGE_PLAN
     aggregation = LossAggregation(mode="prompt_mean")
     tallies = [_tally(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
     totals = torch.stack([exchange.row_of([(t.totals, t.columns)], False) for t in tallies])
@@ -70,14 +71,14 @@ def _large_step(results: Results) -> None:
 
 
 def _tally(aggregation: LossAggregation, microbatches: list[Microbatch]) -> tally.Tally:
-    return tally.Tally(aggregation, microbatches, tally.MaskSums([microbatches]), None)
+    return tally.Tally(aggregation, microbatches, MaskSums.read(microbatches), None)
 
 
 def _memory(results: Results) -> None:
     """Beyond the masks and ids that came in, of a rank that holds the whole sequences."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     ranks = Ranks(*[dist.group.WORLD] * 4, last_stage=True)
-    samples, length, number = STEP
+    samples, length, number = PLAN
     terms = {name: {"loss": AGGREGATIONS[name]} for name in ("prompt_mean", "custom")}
     three = ("policy", "kl", "entropy")
     terms["3 terms of prompt_mean"] = dict.fromkeys(three, AGGREGATIONS["prompt_mean"])
