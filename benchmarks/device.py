@@ -7,43 +7,47 @@ import statistics
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.hook import floor
+from benchmarks.hook import floor, hook, part_of
 from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LAYOUTS, MICROBATCHES, Shape
-from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg import weighted_sum
+from megatron_loss_agg.mcore.ranks import Ranks
 
 
 def measure(results: Results) -> None:
+    """Every shape and layout; needs no process group to exist."""
     torch.cuda.set_device(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    ranks = Ranks(*[dist.group.WORLD] * 4, last_stage=True)
     for layout in LAYOUTS:
         for samples, length in MICROBATCHES:
-            where = f"{samples} x {length} {layout}"
-            whole = on_gpu(Shape(samples, length, layout).microbatch())
-            plan = StepPlan.build(AGGREGATIONS["prompt_mean"], [whole])
-            losses = torch.randn(whole.loss_mask.shape, device="cuda", requires_grad=True)
-            work = functools.partial(hook, plan, losses)
-            least = functools.partial(floor, plan.weights(0), losses)
-            results.add("floor", where, microseconds(least), "us")
-            results.add("hook", where, microseconds(work), "us")
-            results.add("floor, launches", where, launches(least), "kernels")
-            results.add("hook, launches", where, launches(work), "kernels")
-            graph = captured(plan, losses)
-            results.add("hook in a CUDA graph", where, microseconds(graph.replay), "us")
+            _one_shape(results, Shape(samples, length, layout), ranks)
+    dist.destroy_process_group()
 
 
-def on_gpu(whole: Microbatch) -> Microbatch:
-    starts = None if whole.cu_seqlens is None else whole.cu_seqlens.cuda()
-    assert whole.prompt_ids is not None
-    return Microbatch(whole.loss_mask.cuda(), starts, whole.prompt_ids.cuda())
-
-
-def hook(plan: StepPlan, losses: Tensor) -> None:
-    """Weights, NaN-safe sum and gradient, none of which waits for the GPU."""
-    losses.grad = None
-    weighted_sum(plan.weights(0), losses).backward()
+def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
+    """A data loader's masks are on the CPU, and so is the plan; a script's mask is on the GPU."""
+    whole = shape.microbatch()
+    part = part_of(AGGREGATIONS["prompt_mean"], whole, ranks)
+    mask = whole.loss_mask.cuda()
+    losses = torch.randn(mask.shape, device="cuda", requires_grad=True)
+    w = part.weights(mask, torch.float32).view(mask.shape)
+    least = functools.partial(floor, w, losses)
+    work = functools.partial(hook, part, mask, losses)
+    where = f"{shape.samples} x {shape.length} {shape.layout}"
+    base, taken = microseconds(least), microseconds(work)
+    results.add("floor", where, base, "us")
+    results.add("hook", where, taken, "us")
+    results.add("hook", where, taken / base, "x floor", "hook_on_gpu")
+    results.add("floor, launches", where, launches(least), "kernels")
+    results.add("hook, launches", where, launches(work), "kernels")
+    graph = captured(w, losses)
+    results.add("hook in a CUDA graph", where, microseconds(graph.replay), "us")
 
 
 def microseconds(function: Callable[[], object], rounds: int = 50) -> float:
@@ -71,9 +75,8 @@ def launches(function: Callable[[], object]) -> int:
     return sum(event.device_type.name == "CUDA" for event in seen.events())
 
 
-def captured(plan: StepPlan, losses: Tensor) -> torch.cuda.CUDAGraph:
+def captured(w: Tensor, losses: Tensor) -> torch.cuda.CUDAGraph:
     """A graph of the sum and its gradient; weights are made outside, once for each step."""
-    w = plan.weights(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

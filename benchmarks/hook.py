@@ -43,7 +43,7 @@ def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
     whole = shape.microbatch()
     mask = local_part(whole.loss_mask, whole, ranks)
     losses = torch.randn(mask.shape, requires_grad=True)
-    parts = {name: _part(agg, whole, ranks) for name, agg in AGGREGATIONS.items()}
+    parts = {name: part_of(agg, whole, ranks) for name, agg in AGGREGATIONS.items()}
     w = parts["token_mean"].weights(mask, torch.float32).view(mask.shape)
     works = {name: functools.partial(hook, part, mask, losses) for name, part in parts.items()}
     poisoned = losses.detach().masked_fill(mask == 0, math.nan).requires_grad_()
@@ -65,7 +65,7 @@ def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
             results.add(name, where, ratio, "x floor")
 
 
-def _part(aggregation: object, whole: Microbatch, ranks: Ranks) -> Part:
+def part_of(aggregation: object, whole: Microbatch, ranks: Ranks) -> Part:
     plans = StepPlan.build_terms({"loss": aggregation}, [whole])  # type: ignore[dict-item]
     return PlannedWeights.of(plans, ranks).parts["loss"][0]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.results import Results, median_seconds
+from benchmarks.results import Results, least_seconds
 from benchmarks.shapes import (
     AGGREGATIONS,
     LARGE_PLAN,
@@ -38,7 +38,7 @@ def measure(results: Results) -> None:
             goal = "plan_ms" if shape == PLAN else ""
             for name in ("token_mean", "prompt_mean"):
                 build = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
-                taken = 1e3 * median_seconds(build, 15)
+                taken = 1e3 * least_seconds(build, 15)
                 results.add(f"plan, {name}", where, taken, "ms", goal)
     _large_step(results)
     _memory(results)
@@ -59,7 +59,7 @@ def _large_step(results: Results) -> None:
     mine = rows_of_rank(0)
     with mock.patch.object(exchange, "gather_rows", gathered):
         plan = StepPlan.build(aggregation, mine)
-        taken = median_seconds(lambda: StepPlan.build(aggregation, mine), 5)
+        taken = least_seconds(lambda: StepPlan.build(aggregation, mine), 5)
     assert plan.counts.samples == samples // ranks * ranks
     assert plan.counts.prompts is not None and plan.counts.prompts <= prompts
     where = f"{samples:,} samples, {prompts:,} prompts, {ranks} ranks"
@@ -89,7 +89,7 @@ def _memory(results: Results) -> None:
             plans = StepPlan.build_terms(aggregations, step)
             planned = PlannedWeights.of(plans, ranks)
             where = f"{samples} x {length} {layout}, {name}"
-            made = median_seconds(functools.partial(PlannedWeights.of, plans, ranks), 5)
+            made = least_seconds(functools.partial(PlannedWeights.of, plans, ranks), 5)
             results.add("weights before the step", where, 1e3 * made, "ms")
             kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([planned, step])}
             for what, number_of in kept.items():

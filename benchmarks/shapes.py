@@ -48,6 +48,7 @@ LOGITS = (2048, 8192)  # tokens, vocabulary
 
 GOALS = {
     "hook": 1.5,  # of the floor
+    "hook_on_gpu": 1.2,  # of the floor
     "metric": 1.0,  # of the floor
     "plan_ms": 5.0,
     "large_plan_s": 1.0,

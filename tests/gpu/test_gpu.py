@@ -72,7 +72,7 @@ def test_the_sum_can_be_captured_in_a_graph():
     whole = microbatch("thd", "cuda")
     plan = StepPlan.build(LossAggregation(mode="prompt_mean"), [whole])
     losses = torch.ones_like(whole.loss_mask, dtype=torch.float32, requires_grad=True)
-    graph = captured(plan, losses)
+    graph = captured(plan.weights(0), losses)
     losses.grad.zero_()
     graph.replay()
     torch.testing.assert_close(losses.grad, plan.weights(0))
