@@ -1,4 +1,4 @@
-"""A whole training step and log-probabilities on the real Megatron-Core, in one CPU process."""
+"""On the real Megatron-Core, in one CPU process: a training step, and a policy loss's memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from benchmarks import megatron
 from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LOGITS, MODEL, SMALL_MODEL, TRAINING_STEP, Gpt
+from megatron_loss_agg import policy
 
 NAMES = ("token_mean", "prompt_mean")
 
 
 def measure(results: Results) -> None:
-    """Steps and log-probabilities."""
+    """Steps and memory."""
     with megatron.one_rank():
         _training_step(results)
-        _log_probs(results)
+        _policy_memory(results)
 
 
 def _training_step(results: Results) -> None:
@@ -69,13 +70,21 @@ def _steps(gpt: Gpt, rounds: int) -> tuple[float, dict[str, list[float]]]:
     return statistics.median(base), beyond
 
 
-def _log_probs(results: Results) -> None:
+def _policy_memory(results: Results) -> None:
+    """Log-probabilities, and a policy loss of them, from logits that nobody else holds."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from megatron_loss_agg.mcore.logprobs import vocab_parallel_log_probs
+    from megatron_loss_agg.mcore import logprobs
 
     tokens, vocabulary = LOGITS
     labels = torch.randint(vocabulary, (tokens, 1))
+    advantages = torch.randn(tokens, 1)
+
+    def policy_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        log_probs, entropy = logprobs.vocab_parallel_log_probs_and_entropy(logits, labels)
+        surrogate = policy.clipped_policy_loss(log_probs, log_probs.detach(), advantages)
+        penalty = policy.kl_penalty(log_probs, log_probs.detach(), "k3")
+        return surrogate.losses + 0.01 * penalty - 0.01 * entropy
 
     def peak(function: Callable[[Tensor, Tensor], Tensor]) -> int:
         leaf = torch.randn(tokens, 1, vocabulary, requires_grad=True)
@@ -83,7 +92,12 @@ def _log_probs(results: Results) -> None:
             function(leaf * 1.0, labels).sum().backward()
         return counted.peak
 
-    ours, theirs = peak(vocab_parallel_log_probs), peak(vocab_parallel_cross_entropy)
-    where = f"{tokens} tokens, vocabulary {vocabulary}"
-    ratio = ours / theirs
-    results.add("peak memory of the log-probs", where, ratio, "x Megatron's", "log_probs_memory")
+    theirs = peak(vocab_parallel_cross_entropy)
+    ours = {
+        "log-probs": logprobs.vocab_parallel_log_probs,
+        "policy, KL, entropy": policy_loss,
+    }
+    for name, function in ours.items():
+        where = f"{tokens} tokens, vocabulary {vocabulary}"
+        ratio = peak(function) / theirs
+        results.add(f"peak memory, {name}", where, ratio, "x Megatron's", "policy_memory")

@@ -2,7 +2,7 @@
 # Measures what the plugin costs, against the least that it can cost; prints every figure, says
 # which goals are met, and writes build/benchmarks.json. Exits 1 if a goal is missed.
 #
-#   bash benchmarks/run.sh                  on this machine's CPU, in a minute or two
+#   bash benchmarks/run.sh                  on this machine's CPU, in 3 to 4 minutes
 #   bash benchmarks/run.sh --only plan      one part alone: hook, plan, host or loader
 #   bash benchmarks/run.sh --device cuda    on a GPU
 #

@@ -57,7 +57,7 @@ GOALS = {
     "step": 0.02,  # of stock Megatron's step, added to it
     "slow_loader": 1.02,  # of stock Megatron's step over the same loader
     "loader_wait": 0.02,  # of a step without delay
-    "log_probs_memory": 1.05,  # of Megatron's cross entropy
+    "policy_memory": 1.05,  # of Megatron's cross entropy
 }
 
 
