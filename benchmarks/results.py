@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -45,10 +45,12 @@ def seconds(function: Callable[[], object]) -> float:
     return time.thread_time() - begin
 
 
-def least_seconds(function: Callable[[], object], rounds: int) -> float:
-    """Of a number of calls: what else the machine does can only add to them."""
-    function()
-    return min(seconds(function) for _ in range(rounds))
+def least_seconds(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Of rounds in which each runs once: what else the machine does can only add to them."""
+    for function in functions:
+        function()
+    taken = [[seconds(function) for function in functions] for _ in range(rounds)]
+    return [min(of_one) for of_one in zip(*taken, strict=True)]
 
 
 @dataclass

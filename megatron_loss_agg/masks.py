@@ -44,7 +44,7 @@ class MaskSums:
         error: AggregationError | None = None
         for run, reading in zip(runs, found, strict=True):
             entries, of_run, defects = reading.tensor_split([-1 - len(_DEFECTS), -len(_DEFECTS)])
-            sums.append(entries[_is_sample(run)])
+            sums.append(_samples(run, entries))
             if not bool(defects.any()):
                 active += int(of_run)
             elif error is None:
@@ -130,7 +130,7 @@ def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
 def _read(run: Sequence[Microbatch]) -> Tensor:
     """fp64: sums, the number of active tokens, and which of `_DEFECTS` there are.
 
-    The sums are those of the samples, and after the samples of each pack a 0: see `_is_sample`.
+    The sums are those of the samples, and after the samples of each pack a 0: see `_samples`.
     """
     segments = None if run[0].cu_seqlens is None else _Segments.of(run)
     sums: list[Tensor] = []
@@ -146,11 +146,11 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
             least.append(values.amin())
         active.append(values.sign_().sum())
     by_segment = torch.cat(sums)
-    # A sum that is finite, in fp32 too, has no NaN or inf in it.
-    good_mask = by_segment.float().isfinite().all()
+    good, entries = [by_segment.new_ones((), dtype=torch.bool)], by_segment
     if least:
-        good_mask = good_mask & (torch.stack(least).amin() >= 0)
-    good, entries = [good_mask], by_segment
+        # A sum of numbers >= 0 that is finite, in fp32 too, has no NaN or inf in it.
+        finite = by_segment.amax() <= torch.finfo(torch.float32).max
+        good = [finite & (torch.stack(least).amin() >= 0)]
     if segments is not None:
         entries, outside = by_segment.view(-1, 2).unbind(1)
         good += [*segments.good, (outside == 0).all()]
@@ -231,9 +231,8 @@ def _segment_sums(values: Tensor, bounds: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
 
 
-def _is_sample(run: Sequence[Microbatch]) -> Tensor:
-    """bool: which of the sums that `_read` returns are a sample's."""
+def _samples(run: Sequence[Microbatch], sums: Tensor) -> Tensor:
+    """Those of the sums that `_read` returns that are a sample's."""
     if run[0].cu_seqlens is None:
-        return torch.ones(sum(m.num_samples for m in run), dtype=torch.bool)
-    ends = torch.tensor([*accumulate(m.num_samples + 1 for m in run)])
-    return torch.ones(int(ends[-1]), dtype=torch.bool).index_fill_(0, ends - 1, False)
+        return sums
+    return torch.cat([of_pack[:-1] for of_pack in sums.split([m.num_samples + 1 for m in run])])

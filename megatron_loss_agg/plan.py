@@ -33,9 +33,9 @@ class StepPlan:
         self.aggregation = aggregation
         self.microbatches = list(microbatches)
         self.counts: StepCounts = step.counts
-        sizes = [microbatch.num_samples for microbatch in self.microbatches]
-        self._group_sums = {unit: sums.split(sizes) for unit, sums in step.sums.items()}
-        self._coefficients = _coefficients(aggregation, step).split(sizes)
+        self._sizes = [microbatch.num_samples for microbatch in self.microbatches]
+        self._group_sums = step.sums
+        self._coefficients = _coefficients(aggregation, step).split(self._sizes)
 
     @classmethod
     def build(
@@ -115,7 +115,7 @@ class StepPlan:
         """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in."""
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
-        return self._group_sums[unit][i]
+        return self._group_sums[unit]().split(self._sizes)[i]
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``: ``dtype``, in the shape and on the device of its mask.
@@ -214,6 +214,8 @@ def _coefficients(agg: LossAggregation, step: StepSums) -> Tensor:
         raise MaskError(
             "weights overflow fp32: a mask sum or the divisor is too small; expected larger ones"
         )
+    if step.rejected_S is None:
+        return coefficient_S
     return coefficient_S.masked_fill(step.rejected_S, 0.0)
 
 

@@ -5,7 +5,8 @@ Suffixes: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -47,12 +48,12 @@ class StepSums:
 
     counts: StepCounts
     active: dict[Unit, int]  # number of groups with tokens
-    sums: dict[Unit, Tensor]  # fp64 [samples]
-    rejected_S: Tensor  # bool [samples]
+    sums: Mapping[Unit, Callable[[], Tensor]]  # fp64 [samples]; made when asked for, and then kept
+    rejected_S: Tensor | None  # bool [samples]
 
     def within(self, unit: Unit | None) -> Tensor:
         """fp64 [samples]: ``M_within`` of each; 1 without a unit."""
-        return torch.ones_like(self.sums["step"]) if unit is None else self.sums[unit]
+        return torch.ones_like(self.sums["sample"]()) if unit is None else self.sums[unit]()
 
     def number(self, unit: Unit, without_empty: bool) -> int:
         """Number of groups in the step."""
@@ -75,26 +76,27 @@ class Tally:
         self.agg = agg
         self.microbatches = microbatches
         self.error = masks.error
-        all_sums_S = masks.by_sample
-        sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
-        self.microbatch_S = torch.arange(len(microbatches)).repeat_interleave(sizes)
         self.rejected_S = _rejected(microbatches)
-        if agg.rejected is None and any(m.rejected is not None for m in microbatches):
+        if agg.rejected is None and self.rejected_S is not None:
             self.error = self.error or GroupError(UNDECIDED)
-        skips = agg.rejected == "skip"
-        self.counted_S = ~self.rejected_S if skips else torch.ones_like(self.rejected_S)
-        self.sums_S = all_sums_S.where(self.counted_S, 0.0)
+        self._counted_S = None  # all of them
+        self.sums_S = masks.by_sample
+        if self.rejected_S is not None and agg.rejected == "skip":
+            self._counted_S = ~self.rejected_S
+            self.sums_S = self.sums_S.where(self._counted_S, 0.0)
+        self._sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
         # Ranks that share samples are named by the first of them, and only that one counts them.
         self.owner: int | None = None
         if sharded_over is not None:
             self.owner = min(dist.get_process_group_ranks(sharded_over))
-        self.ids = {unit: self._ids(unit) for unit in _shared_units(agg, self.owner is not None)}
-        self.groups = {
-            unit: Groups.merge(ids[self.counted_S], self.sums_S[self.counted_S])
-            for unit, ids in self.ids.items()
-            if ids is not None
-        }
-        self.totals = self._totals(all_sums_S, masks.active_tokens)
+        # For every unit the distinct ids, and where each sample's is among them.
+        self._ids: dict[Unit, tuple[Tensor, Tensor]] = {}
+        for unit in _shared_units(agg, self.owner is not None):
+            ids = self._ids_of(unit)
+            if ids is not None:
+                self._ids[unit] = ids.unique(return_inverse=True)
+        self.groups = {unit: self._groups(*ids) for unit, ids in self._ids.items()}
+        self.totals = self._totals(masks)
 
     @property
     def columns(self) -> list[int]:
@@ -109,18 +111,16 @@ class Tally:
             "sample": totals.active_samples,
             "microbatch": totals.active_microbatches,
         }
-        sums: dict[Unit, Tensor] = {
-            "step": torch.full_like(self.sums_S, totals.tokens),
-            "microbatch": self._by_microbatch()[self.microbatch_S],
-            "sample": self.sums_S,
+        sums: dict[Unit, Callable[[], Tensor]] = {
+            "step": lambda: self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S),
+            "microbatch": lambda: self._by_microbatch[self._microbatch_S()],
+            "sample": lambda: self.sums_S,
         }
         number: dict[Unit, int] = {}
         for unit, groups in shared.items():
             number[unit] = groups.ids.numel()
             active[unit] = int((groups.sums > 0).sum())
-            ids = self.ids[unit]
-            assert ids is not None
-            sums[unit] = groups.sums_of(ids)
+            sums[unit] = functools.partial(self._of_groups, unit, groups)
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
@@ -131,27 +131,47 @@ class Tally:
             rollouts=number.get("rollout"),
             prompts=number.get("prompt"),
         )
-        return StepSums(counts, active, sums, self.rejected_S)
+        kept = {unit: functools.cache(of_unit) for unit, of_unit in sums.items()}
+        return StepSums(counts, active, kept, self.rejected_S)
 
-    def _totals(self, all_sums_S: Tensor, active_tokens: int) -> Totals:
+    def _totals(self, masks: MaskSums) -> Totals:
         counts_samples = self.owner is None or self.owner == dist.get_rank()
-        by_microbatch = self._by_microbatch()
+        tokens = float(self.sums_S.sum())
+        kept_tokens = tokens
+        if self.rejected_S is not None:
+            kept_tokens = float(masks.by_sample.where(~self.rejected_S, 0.0).sum())
+        samples = self.sums_S.numel() if self._counted_S is None else int(self._counted_S.sum())
+        packed = sum(m.cu_seqlens is not None for m in self.microbatches)
         return Totals(
-            tokens=float(self.sums_S.sum()),
-            kept_tokens=float(all_sums_S.where(~self.rejected_S, 0.0).sum()),
-            active_tokens=active_tokens,
-            microbatches=by_microbatch.numel() * counts_samples,
-            packed_microbatches=sum(m.cu_seqlens is not None for m in self.microbatches)
-            * counts_samples,
-            active_microbatches=int((by_microbatch > 0).sum()) * counts_samples,
-            samples=int(self.counted_S.sum()) * counts_samples,
+            tokens=tokens,
+            kept_tokens=kept_tokens,
+            active_tokens=masks.active_tokens,
+            microbatches=len(self.microbatches) * counts_samples,
+            packed_microbatches=packed * counts_samples,
+            active_microbatches=int((self._by_microbatch > 0).sum()) * counts_samples,
+            samples=samples * counts_samples,
             active_samples=int((self.sums_S > 0).sum()) * counts_samples,
         )
 
-    def _ids(self, unit: Unit) -> Tensor | None:
+    def _groups(self, distinct: Tensor, where: Tensor) -> Groups:
+        """Mask sums of the groups that are counted."""
+        sums = self.sums_S.new_zeros(distinct.numel()).index_add_(0, where, self.sums_S)
+        if self._counted_S is None:
+            return Groups(distinct, sums)
+        counted = torch.zeros_like(distinct, dtype=torch.bool)
+        counted[where[self._counted_S]] = True
+        return Groups(distinct[counted], sums[counted])
+
+    def _of_groups(self, unit: Unit, groups: Groups) -> Tensor:
+        """fp64 [samples]: the sum of the group that each is in, out of the whole step's."""
+        distinct, where = self._ids[unit]
+        return groups.sums_of(distinct)[where]
+
+    def _ids_of(self, unit: Unit) -> Tensor | None:
         """Ids of each sample's group that mean the same on every rank; None if there are none."""
         if self.owner is not None and unit in ("sample", "microbatch"):
-            ordinal = self.microbatch_S if unit == "microbatch" else torch.arange(len(self.sums_S))
+            by_sample = unit == "sample"
+            ordinal = torch.arange(len(self.sums_S)) if by_sample else self._microbatch_S()
             return (self.owner << 32) + ordinal
         given = [getattr(microbatch, _IDS[unit]) for microbatch in self.microbatches]
         if not any(ids is None for ids in given):
@@ -163,9 +183,13 @@ class Tally:
             )
         return None
 
+    @functools.cached_property
     def _by_microbatch(self) -> Tensor:
-        sums = torch.zeros(len(self.microbatches), dtype=torch.float64)
-        return sums.index_add_(0, self.microbatch_S, self.sums_S)
+        """fp64 [microbatches]: their mask sums."""
+        return torch.segment_reduce(self.sums_S, "sum", lengths=self._sizes, unsafe=True)
+
+    def _microbatch_S(self) -> Tensor:
+        return torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
 
 
 def exchange(tallies: Sequence[Tally], group: dist.ProcessGroup | None) -> list[StepSums]:
@@ -221,10 +245,10 @@ def _tag(agg: LossAggregation) -> int:
     return crc32(repr(fields).encode())
 
 
-def _rejected(microbatches: Sequence[Microbatch]) -> Tensor:
-    """bool [samples of all of them]."""
+def _rejected(microbatches: Sequence[Microbatch]) -> Tensor | None:
+    """bool [samples of all of them]; None where no microbatch tells."""
     if all(m.rejected is None for m in microbatches):
-        return torch.zeros(sum(m.num_samples for m in microbatches), dtype=torch.bool)
+        return None
     flags = [
         torch.zeros(m.num_samples, dtype=torch.bool) if m.rejected is None else m.rejected
         for m in microbatches

@@ -25,7 +25,7 @@ from megatron_loss_agg import (
 from tests.distributed import run_ranks
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
-VIEWS = {"aten::detach", "aten::view", "aten::split_with_sizes"}
+VIEWS = {"aten::detach", "aten::slice", "aten::split_with_sizes", "aten::view"}
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
 
 
