@@ -117,7 +117,7 @@ class LossHook:
                 return result
             step, is_empty = self._begin(ranks, scale, kwargs)
             kwargs["forward_step_func"] = step.hook_forward_step(kwargs["forward_step_func"])
-            with step.watch(kwargs["model"]):
+            with step.mask_checks.watch(kwargs["model"]):
                 result = forward_backward(**kwargs)
             step.finish()
             self._verified = self._verified or trains
@@ -149,7 +149,7 @@ class LossHook:
             )
         step = self._step(weights, scale, size, shares)
         if plans is not None and step.verify:  # only then are the plans kept
-            step.expected_mask = functools.partial(_local_mask, plans, ranks)
+            step.mask_checks.expected_mask = functools.partial(_local_mask, plans, ranks)
         return step, weights.is_empty
 
     def _step(

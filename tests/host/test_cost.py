@@ -102,6 +102,15 @@ def test_a_microbatch_takes_the_same_operations_for_any_number_of_samples(counte
     assert len(few) <= 30 * terms
 
 
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_terms_of_one_mode_and_mask_share_its_weights_and_check(counted, layout):
+    """A term more is one sum more, its coefficient and its report."""
+    one, five = (counted[layout, terms, MANY][0] for terms in (1, 5))
+    assert five.count("aten::dot") == one.count("aten::dot") + 4
+    assert five.count("aten::sum") == one.count("aten::sum") + 1  # over the terms
+    assert len(five) <= len(one) + 11 * 4
+
+
 @pytest.mark.parametrize("terms", [1, 5])
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_a_microbatch_waits_for_no_device(counted, layout, terms):
