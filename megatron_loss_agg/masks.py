@@ -81,11 +81,10 @@ def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _kind(microbatch: Microbatch) -> tuple[object, ...]:
     """What microbatches that are read as one have in common."""
-    mask, starts = microbatch.loss_mask, microbatch.sample_starts
+    starts = microbatch.sample_starts
     if microbatch.cu_seqlens is None or starts is None:
-        return mask.device, mask.dtype, mask.shape[1]
-    padded = microbatch.cu_seqlens_padded is not None
-    return mask.device, mask.dtype, padded, microbatch.cu_seqlens.device, starts.device
+        return (microbatch.loss_mask.device,)
+    return microbatch.loss_mask.device, microbatch.cu_seqlens.device, starts.device
 
 
 _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
@@ -136,10 +135,13 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
     sums: list[Tensor] = []
     least: list[Tensor] = []
     active: list[Tensor] = []
-    for chunk, values in _chunks(run):
+    masks = [m.loss_mask.detach() for m in run]
+    if segments is None:
+        masks = [rows for mask in masks for rows in _few_rows(mask)]
+    for chunk, values, parts in _chunks(masks):
         if segments is None:
-            samples = sum(m.num_samples for m in run[chunk.start : chunk.stop])
-            sums.append(values.view(samples, -1 if samples else 0).sum(dim=1))
+            shapes = [masks[i].shape for i in chunk]
+            sums += [rows.view(n).sum(dim=1) for rows, n in zip(parts, shapes, strict=True)]
         else:
             sums.append(_segment_sums(values, segments.of_packs(chunk)))
         if values.numel():
@@ -158,23 +160,28 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
     return torch.cat([entries, torch.stack(active).sum().view(1), defects])
 
 
-def _chunks(run: Sequence[Microbatch]) -> Iterator[tuple[range, Tensor]]:
-    """Which microbatches, of `_CHUNK` tokens at most or one alone, and their masks in fp64.
+def _few_rows(mask: Tensor) -> tuple[Tensor, ...]:
+    """``mask`` [samples, seq] in parts of `_CHUNK` tokens at most, or of a row."""
+    return mask.split(max(1, _CHUNK // max(1, mask.shape[1])))
+
+
+def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[Tensor]]]:
+    """Which masks, of `_CHUNK` tokens at most or one alone; their values in fp64, joined and apart.
 
     All chunks use the same memory: to get some from the system costs more than a sum over it.
     """
-    sizes = [m.loss_mask.numel() for m in run]
-    memory = run[0].loss_mask.new_empty(max(_CHUNK, *sizes), dtype=torch.float64)
+    sizes = [mask.numel() for mask in masks]
+    memory = masks[0].new_empty(max(min(_CHUNK, sum(sizes)), *sizes), dtype=torch.float64)
     begin = 0
-    while begin < len(run):
+    while begin < len(masks):
         end, tokens = begin + 1, sizes[begin]
-        while end < len(run) and tokens + sizes[end] <= _CHUNK:
+        while end < len(masks) and tokens + sizes[end] <= _CHUNK:
             tokens += sizes[end]
             end += 1
         parts = memory[:tokens].split(sizes[begin:end])
-        for part, microbatch in zip(parts, run[begin:end], strict=True):
-            part.copy_(microbatch.loss_mask.detach().reshape(-1))
-        yield range(begin, end), memory[:tokens]
+        for part, mask in zip(parts, masks[begin:end], strict=True):
+            part.copy_(mask.reshape(-1))
+        yield range(begin, end), memory[:tokens], parts
         begin = end
 
 
@@ -202,15 +209,16 @@ class _Segments(NamedTuple):
 
         real = _joined(packs, "cu_seqlens").to(device, torch.int64)
         length = pad(real.diff(), (0, 1)).index_fill_(0, last_B, 0)
-        good = good_padded = (real[first_B] == 0).all() & (length >= 0).all()
+        # Differences of numbers >= 0 do not overflow.
+        good = good_padded = (real[first_B] == 0).all() & (torch.minimum(real, length) >= 0).all()
         starts = real
-        if packs[0].cu_seqlens_padded is not None:
-            starts = _joined(packs, "cu_seqlens_padded").to(real)
+        if any(m.cu_seqlens_padded is not None for m in packs):
+            starts = _joined(packs, "sample_starts").to(real)
         begin = starts + base
         place = pad(begin, (0, 1), value=tokens[-1]).diff()
         if starts is not real:
-            decreases = place.index_fill(0, last_B, 0) < 0
-            good_padded = (starts[first_B] == 0).all() & ~decreases.any()
+            rises = torch.minimum(starts, place.index_fill(0, last_B, 0)) >= 0
+            good_padded = (starts[first_B] == 0).all() & rises.all()
         good_places = (length <= place).all()
         bounds = pad(torch.stack([begin, begin + length], dim=1).view(-1), (0, 1), value=tokens[-1])
         return cls(bounds.cummax(0).values, [good, good_padded, good_places], first, tokens)

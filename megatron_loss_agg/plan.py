@@ -115,7 +115,7 @@ class StepPlan:
         """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in."""
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
-        return self._group_sums[unit]().split(self._sizes)[i]
+        return self._group_sums[unit].split(self._sizes)[i]
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``: ``dtype``, in the shape and on the device of its mask.

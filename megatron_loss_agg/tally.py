@@ -5,8 +5,7 @@ Suffixes: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
-from megatron_loss_agg.errors import GroupError, ModeError
+from megatron_loss_agg.errors import GroupError, MaskError, ModeError
 from megatron_loss_agg.exchange import Groups, Totals, exchange_groups, exchange_totals
 from megatron_loss_agg.masks import MaskSums, on_cpu
 from megatron_loss_agg.microbatch import Microbatch
@@ -48,12 +47,12 @@ class StepSums:
 
     counts: StepCounts
     active: dict[Unit, int]  # number of groups with tokens
-    sums: Mapping[Unit, Callable[[], Tensor]]  # fp64 [samples]; made when asked for, and then kept
+    sums: dict[Unit, Tensor]  # fp64 [samples]
     rejected_S: Tensor | None  # bool [samples]
 
     def within(self, unit: Unit | None) -> Tensor:
         """fp64 [samples]: ``M_within`` of each; 1 without a unit."""
-        return torch.ones_like(self.sums["sample"]()) if unit is None else self.sums[unit]()
+        return torch.ones_like(self.sums["sample"]) if unit is None else self.sums[unit]
 
     def number(self, unit: Unit, without_empty: bool) -> int:
         """Number of groups in the step."""
@@ -79,12 +78,16 @@ class Tally:
         self.rejected_S = _rejected(microbatches)
         if agg.rejected is None and self.rejected_S is not None:
             self.error = self.error or GroupError(UNDECIDED)
-        self._counted_S = None  # all of them
+        self._counted_S: Tensor | None = None  # all of them
         self.sums_S = masks.by_sample
         if self.rejected_S is not None and agg.rejected == "skip":
             self._counted_S = ~self.rejected_S
             self.sums_S = self.sums_S.where(self._counted_S, 0.0)
         self._sizes = torch.tensor([m.num_samples for m in microbatches], dtype=torch.int64)
+        self._by_microbatch = torch.segment_reduce(
+            self.sums_S, "sum", lengths=self._sizes, unsafe=True
+        )
+        self.error = self.error or _beyond_fp32(self._by_microbatch)
         # Ranks that share samples are named by the first of them, and only that one counts them.
         self.owner: int | None = None
         if sharded_over is not None:
@@ -111,16 +114,17 @@ class Tally:
             "sample": totals.active_samples,
             "microbatch": totals.active_microbatches,
         }
-        sums: dict[Unit, Callable[[], Tensor]] = {
-            "step": lambda: self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S),
-            "microbatch": lambda: self._by_microbatch[self._microbatch_S()],
-            "sample": lambda: self.sums_S,
+        sums: dict[Unit, Tensor] = {
+            "step": self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S),
+            "microbatch": self._by_microbatch.repeat_interleave(self._sizes),
+            "sample": self.sums_S,
         }
         number: dict[Unit, int] = {}
         for unit, groups in shared.items():
             number[unit] = groups.ids.numel()
             active[unit] = int((groups.sums > 0).sum())
-            sums[unit] = functools.partial(self._of_groups, unit, groups)
+            distinct, where = self._ids[unit]
+            sums[unit] = groups.sums_of(distinct)[where]
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
@@ -131,8 +135,7 @@ class Tally:
             rollouts=number.get("rollout"),
             prompts=number.get("prompt"),
         )
-        kept = {unit: functools.cache(of_unit) for unit, of_unit in sums.items()}
-        return StepSums(counts, active, kept, self.rejected_S)
+        return StepSums(counts, active, sums, self.rejected_S)
 
     def _totals(self, masks: MaskSums) -> Totals:
         counts_samples = self.owner is None or self.owner == dist.get_rank()
@@ -162,16 +165,12 @@ class Tally:
         counted[where[self._counted_S]] = True
         return Groups(distinct[counted], sums[counted])
 
-    def _of_groups(self, unit: Unit, groups: Groups) -> Tensor:
-        """fp64 [samples]: the sum of the group that each is in, out of the whole step's."""
-        distinct, where = self._ids[unit]
-        return groups.sums_of(distinct)[where]
-
     def _ids_of(self, unit: Unit) -> Tensor | None:
         """Ids of each sample's group that mean the same on every rank; None if there are none."""
         if self.owner is not None and unit in ("sample", "microbatch"):
-            by_sample = unit == "sample"
-            ordinal = torch.arange(len(self.sums_S)) if by_sample else self._microbatch_S()
+            ordinal = torch.arange(len(self.sums_S))
+            if unit == "microbatch":
+                ordinal = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
             return (self.owner << 32) + ordinal
         given = [getattr(microbatch, _IDS[unit]) for microbatch in self.microbatches]
         if not any(ids is None for ids in given):
@@ -182,14 +181,6 @@ class Tally:
                 f"give {_IDS[unit]}=, int64 [samples]"
             )
         return None
-
-    @functools.cached_property
-    def _by_microbatch(self) -> Tensor:
-        """fp64 [microbatches]: their mask sums."""
-        return torch.segment_reduce(self.sums_S, "sum", lengths=self._sizes, unsafe=True)
-
-    def _microbatch_S(self) -> Tensor:
-        return torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
 
 
 def exchange(tallies: Sequence[Tally], group: dist.ProcessGroup | None) -> list[StepSums]:
@@ -254,6 +245,16 @@ def _rejected(microbatches: Sequence[Microbatch]) -> Tensor | None:
         for m in microbatches
     ]
     return on_cpu(flags, torch.bool)
+
+
+def _beyond_fp32(by_microbatch: Tensor) -> MaskError | None:
+    large = (by_microbatch > torch.finfo(torch.float32).max).nonzero().view(-1).tolist()
+    if not large:
+        return None
+    total = float(by_microbatch[large[0]])
+    return MaskError(
+        f"microbatch {large[0]}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
+    )
 
 
 def _check_agreement(rows: list[list[int]]) -> None:

@@ -185,7 +185,7 @@ def _bound(call: functools.partial[Any]) -> Mapping[str, Any]:
         # It wraps nothing, so that its code has the names; a signature takes much longer to make.
         code = function.__code__
         names = code.co_varnames[: code.co_argcount]
-        return {**dict(zip(names, call.args, strict=False)), **call.keywords}
+        return {**call.keywords, **dict(zip(names, call.args, strict=False))}
     return inspect.signature(function).bind_partial(*call.args, **call.keywords).arguments
 
 

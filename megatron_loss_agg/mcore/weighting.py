@@ -43,12 +43,12 @@ class Part:
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], on the device of ``mask``, which is this rank's part of the mask."""
         if self.weight_T is not None:
-            return self.weight_T.to(mask.device, dtype, non_blocking=True).view(-1)
+            return self.weight_T.to(mask.device, dtype, non_blocking=True).reshape(-1)
         assert self.coefficient_S is not None
         coefficient_S = self.coefficient_S.to(mask.device, dtype, non_blocking=True)
         weights = mask.reshape(self.shape) * coefficient_S
         # Nothing is called for nothing here: small microbatches cost as many calls as they take.
-        return (weights if weights.dtype == dtype else weights.to(dtype)).view(-1)
+        return (weights if weights.dtype == dtype else weights.to(dtype)).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RowWeights:
             rows = mask.reshape(self._rows, -1)
             within = rows.sum(dim=1, dtype=torch.float64)
         coefficients = sample_coefficients(within, across, self._aggregation.scale)
-        return spread(coefficients, rows, None, dtype).view(-1)
+        return spread(coefficients, rows, None, dtype).reshape(-1)
 
 
 def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
@@ -186,7 +186,7 @@ class _Local:
 
     @classmethod
     def of(cls, microbatch: Microbatch, ranks: Ranks) -> _Local:
-        layout, mask = _layout(microbatch, ranks), microbatch.loss_mask
+        layout, mask = _layout(microbatch, ranks), microbatch.loss_mask.detach()
         if layout is not None:
             mask = layout.shard(mask)
         by_row = microbatch.cu_seqlens is None and mask.shape[-1] >= _SHORT_ROW and len(mask) > 0

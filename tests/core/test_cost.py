@@ -25,7 +25,7 @@ from megatron_loss_agg import (
 from tests.distributed import run_ranks
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
-VIEWS = {"aten::detach", "aten::slice", "aten::split_with_sizes", "aten::view"}
+VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
 
 
@@ -60,14 +60,34 @@ def test_planning_takes_the_same_operations_for_any_number_of_samples(mode, layo
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_planning_many_microbatches_takes_one_copy_more_for_each(layout):
+def test_planning_many_microbatches_takes_a_copy_more_for_each_and_a_sum_of_rows(layout):
     def operations(number: int) -> int:
         step = [microbatch(3, layout) for _ in range(number)]
         with Operations() as counted:
             StepPlan.build(LossAggregation(mode="prompt_mean"), step)
         return sum(name not in VIEWS for name in counted.names)
 
-    assert operations(100) == operations(10) + 90
+    assert operations(100) == operations(10) + 90 * {"bshd": 2, "thd": 1}[layout]
+
+
+def test_rows_of_many_lengths_and_packs_with_and_without_padding_are_read_together():
+    def operations(number: int) -> int:
+        rows = [Microbatch(torch.ones(2, 3 + i)) for i in range(number)]
+        packs = [microbatch(3, "thd") for _ in range(number)]
+        packs[1::2] = [Microbatch(torch.ones(6), 2 * torch.arange(4)) for _ in packs[1::2]]
+        with Operations() as counted:
+            StepPlan.build(LossAggregation(mode="sample_mean"), [*rows, *packs])
+        return sum(name not in VIEWS for name in counted.names)
+
+    assert operations(100) == operations(10) + 90 * 3
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_reading_a_step_of_rows_takes_little_memory(number):
+    step = [Microbatch(torch.ones(512, 1024)) for _ in range(number)]
+    with LiveBytes() as counted:
+        StepPlan.build(LossAggregation(mode="sample_mean"), step)
+    assert counted.peak <= (number + 0.5) * step[0].loss_mask.nbytes
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])

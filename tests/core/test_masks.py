@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import Microbatch, masks
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, masks
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums, sample_sums
 from tests.core.steps import LAYOUTS, lay, samples
@@ -41,6 +42,11 @@ BAD = {
         GroupError,
     ),
     "decreasing": (Microbatch(torch.zeros(4), torch.tensor([0, 3, 1])), GroupError),
+    "wrapping": (Microbatch(torch.ones(8), torch.tensor([0, 2**63 - 1, -2, 8])), GroupError),
+    "padded wrapping": (
+        Microbatch(torch.zeros(9), ONE, cu_seqlens_padded=torch.tensor([0, 2**63 - 1, -2])),
+        GroupError,
+    ),
     "beyond the mask": (Microbatch(torch.zeros(3), ONE), GroupError),
     "outside of samples": (Microbatch(torch.ones(5), ONE), MaskError),
     "padding": (Microbatch(torch.ones(8), ONE, cu_seqlens_padded=2 * ONE), MaskError),
@@ -127,3 +133,15 @@ def test_padded_offsets_that_decrease_are_named():
 def test_masks_that_are_large_together_are_good():
     large = Microbatch(torch.full((1, 2), 1e38))
     assert MaskSums.read([large] * 8).error is None
+
+
+def test_a_microbatch_whose_sum_is_beyond_fp32_is_named():
+    step = [GOOD["rows"], Microbatch(torch.full((2, 64), 4e36))]
+    with pytest.raises(MaskError, match=r"microbatch 1: loss_mask sums to 5.12e\+38, beyond fp32"):
+        StepPlan.build(LossAggregation(mode="sample_mean"), step)
+
+
+def test_a_plan_can_be_pickled():
+    step = [Microbatch(torch.ones(2, 3), prompt_ids=torch.arange(2))]
+    plan = StepPlan.build(LossAggregation(mode="prompt_mean"), step)
+    assert pickle.loads(pickle.dumps(plan)).weights(0).tolist() == plan.weights(0).tolist()

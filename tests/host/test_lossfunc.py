@@ -28,6 +28,10 @@ def keyword(output_tensor: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, dict[s
     return plain(loss_mask, output_tensor)
 
 
+def by_position(loss_mask: Tensor, output_tensor: Tensor | None = None, /, **extra: Any) -> Any:
+    return torch.zeros(()), {}
+
+
 @functools.wraps(plain)
 def wrapped(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
     return plain(*args, **kwargs)
@@ -45,6 +49,7 @@ BOUND = {
     "first": functools.partial(plain, MASK),
     "second": functools.partial(second, 2.0, MASK),
     "keyword": functools.partial(keyword, loss_mask=MASK),
+    "position": functools.partial(by_position, MASK, loss_mask=1 - MASK),
     "wrapped": functools.partial(wrapped, MASK),
     "method": functools.partial(Script().method, MASK),
     "object": functools.partial(Script(), MASK),
