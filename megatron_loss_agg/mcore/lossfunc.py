@@ -186,11 +186,17 @@ def _bound(call: functools.partial[Any]) -> Mapping[str, Any]:
         code = function.__code__
         names = code.co_varnames[: code.co_argcount]
         return {**call.keywords, **dict(zip(names, call.args, strict=False))}
-    return inspect.signature(function).bind_partial(*call.args, **call.keywords).arguments
+    try:
+        return inspect.signature(function).bind_partial(*call.args, **call.keywords).arguments
+    except ValueError:  # some built-in functions have no signature
+        return call.keywords
 
 
 def _name(loss_func: Callable[..., Any]) -> str:
     """Of a function or `functools.partial`, without the tensors that it is bound to."""
     if isinstance(loss_func, functools.partial):
-        return f"partial({_name(loss_func.func)}) of {inspect.signature(loss_func.func)}"
+        try:
+            return f"partial({_name(loss_func.func)}) of {inspect.signature(loss_func.func)}"
+        except ValueError:
+            return f"partial({_name(loss_func.func)})"
     return getattr(loss_func, "__qualname__", type(loss_func).__qualname__)

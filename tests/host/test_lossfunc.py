@@ -63,6 +63,9 @@ def test_the_bound_mask_is_found(how: str) -> None:
     assert tokens.losses["loss"].tolist() == LOSSES.tolist()
 
 
-def test_a_partial_without_a_mask_is_refused() -> None:
+@pytest.mark.parametrize(
+    "function", [lambda x, output_tensor: x, torch.add], ids=["own", "torch's"]
+)
+def test_a_partial_without_a_mask_is_refused(function: Any) -> None:
     with pytest.raises(HostError, match="carries no mask"):
-        token_losses(functools.partial(lambda x, output_tensor: x, MASK), LOSSES, ["loss"])
+        token_losses(functools.partial(function, MASK), LOSSES, ["loss"])
