@@ -7,12 +7,11 @@ import statistics
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.hook import floor, hook, part_of
+from benchmarks.ranks import fake_ranks
 from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import weighted_sum
@@ -22,12 +21,10 @@ from megatron_loss_agg.mcore.ranks import Ranks
 def measure(results: Results) -> None:
     """Every shape and layout; needs no process group to exist."""
     torch.cuda.set_device(0)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    ranks = Ranks(*[dist.group.WORLD] * 4, last_stage=True)
-    for layout in LAYOUTS:
-        for samples, length in MICROBATCHES:
-            _one_shape(results, Shape(samples, length, layout), ranks)
-    dist.destroy_process_group()
+    with fake_ranks(1) as (alone,):
+        for layout in LAYOUTS:
+            for samples, length in MICROBATCHES:
+                _one_shape(results, Shape(samples, length, layout), alone)
 
 
 def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:

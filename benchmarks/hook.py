@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.ranks import fake_ranks
 from benchmarks.results import Results, ratios
 from benchmarks.shapes import AGGREGATIONS, CONTEXT_PARALLEL, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg.mcore.maskcheck import MaskChecks
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.step import Step
@@ -26,16 +27,13 @@ Work = Callable[[], object]
 
 def measure(results: Results) -> None:
     """Every shape, layout and number of context-parallel ranks; needs no process group to exist."""
-    # Groups of any size in one process: only sizes and ranks are asked of them here.
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(CONTEXT_PARALLEL))
-    one = dist.new_group([0])
-    for cp in CONTEXT_PARALLEL:
-        ranks = Ranks(one, dist.new_group(list(range(cp))), one, one, last_stage=True)
-        for layout in LAYOUTS:
-            for samples, length in MICROBATCHES:
-                _one_shape(results, Shape(samples, length, layout), ranks)
-    _whole_loss_function(results, Ranks(one, one, one, one, last_stage=True))
-    dist.destroy_process_group()
+    with fake_ranks(*CONTEXT_PARALLEL) as by_size:
+        for ranks in by_size:
+            for layout in LAYOUTS:
+                for samples, length in MICROBATCHES:
+                    _one_shape(results, Shape(samples, length, layout), ranks)
+    with fake_ranks(1) as (alone,):
+        _whole_loss_function(results, alone)
 
 
 def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
@@ -124,7 +122,8 @@ def _whole_loss_function(results: Results, ranks: Ranks) -> None:
 
     def hooked() -> None:
         losses.grad = None
-        step = Step(plans.terms, planned, scale, 64, False)
+        checks = MaskChecks(plans.terms, planned, scale, micro_batch_size=64)
+        step = Step(plans.terms, planned, scale, checks, reports_shares=False)
         _, loss = step.hook_forward_step(
             lambda: (losses, functools.partial(loss_func, whole.loss_mask))
         )()

@@ -30,12 +30,14 @@ def one_rank() -> Iterator[None]:
 
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
-    torch.manual_seed(SEED)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    try:
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        torch.manual_seed(SEED)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def build(gpt: Gpt, length: int) -> Any:

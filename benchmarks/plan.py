@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.ranks import fake_ranks
 from benchmarks.results import Results, least_seconds
 from benchmarks.shapes import (
     AGGREGATIONS,
@@ -32,7 +31,9 @@ def measure(results: Results) -> None:
     """Plans, their exchange and their memory; needs no process group to exist."""
     _plans(results)
     _large_step(results)
-    _memory(results)
+    with fake_ranks(1) as (alone,):
+        for layout in LAYOUTS:
+            _memory(results, layout, alone)
 
 
 def _plans(results: Results) -> None:
@@ -80,28 +81,24 @@ def _tally(aggregation: LossAggregation, microbatches: list[Microbatch]) -> tall
     return tally.Tally(aggregation, microbatches, MaskSums.read(microbatches), None)
 
 
-def _memory(results: Results) -> None:
+def _memory(results: Results, layout: str, alone: Ranks) -> None:
     """Beyond the masks and ids that came in, of a rank that holds the whole sequences."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    ranks = Ranks(*[dist.group.WORLD] * 4, last_stage=True)
     samples, length, number = PLAN
     terms = {name: {"loss": AGGREGATIONS[name]} for name in ("prompt_mean", "custom")}
     three = ("policy", "kl", "entropy")
     terms["3 terms of prompt_mean"] = dict.fromkeys(three, AGGREGATIONS["prompt_mean"])
-    for layout in LAYOUTS:
-        step = many_microbatches(samples, length, number, layout)
-        vector = 4 * sum(m.loss_mask.numel() for m in step)
-        for name, aggregations in terms.items():
-            plans = StepPlan.build_terms(aggregations, step)
-            planned = PlannedWeights.of(plans, ranks)
-            where = f"{samples} x {length} {layout}, {name}"
-            (made,) = least_seconds([functools.partial(PlannedWeights.of, plans, ranks)], 5)
-            results.add("weights before the step", where, 1e3 * made, "ms")
-            kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([planned, step])}
-            for what, number_of in kept.items():
-                vectors = (number_of - kept_bytes(step)) / vector
-                results.add(f"kept by the {what}", where, vectors, "fp32 vectors", "kept_vectors")
-    dist.destroy_process_group()
+    step = many_microbatches(samples, length, number, layout)
+    vector = 4 * sum(m.loss_mask.numel() for m in step)
+    for name, aggregations in terms.items():
+        plans = StepPlan.build_terms(aggregations, step)
+        planned = PlannedWeights.of(plans, alone)
+        where = f"{samples} x {length} {layout}, {name}"
+        (made,) = least_seconds([functools.partial(PlannedWeights.of, plans, alone)], 5)
+        results.add("weights before the step", where, 1e3 * made, "ms")
+        kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([planned, step])}
+        for what, number_of in kept.items():
+            vectors = (number_of - kept_bytes(step)) / vector
+            results.add(f"kept by the {what}", where, vectors, "fp32 vectors", "kept_vectors")
 
 
 def kept_bytes(root: object) -> int:

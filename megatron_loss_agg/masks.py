@@ -1,7 +1,7 @@
 """Reading the masks of a step: the sum of every sample, and whether masks and offsets are usable.
 
 Microbatches of one kind are read as one long one, so that many small ones take few operations more
-than a large one. Their masks are read a chunk at a time, which stays in the
+than a large one. Their masks are read a chunk at a time: one of many tokens would leave the
 processor's cache.
 
 Suffix: ``_B`` microbatches.
@@ -43,7 +43,7 @@ class MaskSums:
         active, place = 0, 0
         error: AggregationError | None = None
         for run, reading in zip(runs, found, strict=True):
-            entries, of_run, defects = reading.tensor_split([-1 - len(_DEFECTS), -len(_DEFECTS)])
+            entries, of_run, defects = _unpacked(reading)
             sums.append(_samples(run, entries))
             if not bool(defects.any()):
                 active += int(of_run)
@@ -113,7 +113,7 @@ _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
 
 def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
     """Of a run that has one; ``place`` is that of its first microbatch in the step."""
-    defects = [_read([microbatch])[-len(_DEFECTS) :] for microbatch in run]
+    defects = [_unpacked(_read([microbatch]))[2] for microbatch in run]
     i, which = torch.stack(defects).nonzero()[0].tolist()
     kind, text = _DEFECTS[which]
     microbatch = run[i]
@@ -158,6 +158,11 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
         good += [*segments.good, (outside == 0).all()]
     defects = pad(torch.stack(good).logical_not().double(), (0, len(_DEFECTS) - len(good)))
     return torch.cat([entries, torch.stack(active).sum().view(1), defects])
+
+
+def _unpacked(reading: Tensor) -> tuple[Tensor, ...]:
+    """The three things that `_read` returns as one, lest each wait for the device."""
+    return reading.tensor_split([-1 - len(_DEFECTS), -len(_DEFECTS)])
 
 
 def _few_rows(mask: Tensor) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from megatron_loss_agg.exchange import communication_device
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_ahead, read_batch
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
+from megatron_loss_agg.mcore.maskcheck import MaskChecks
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
@@ -155,7 +156,8 @@ class LossHook:
     def _step(
         self, weights: PlannedWeights | RowWeights, scale: HostScale, size: int, shares: bool
     ) -> Step:
-        step = Step(self.terms, weights, scale, size, shares)
+        checks = MaskChecks(self.terms, weights, scale, size)
+        step = Step(self.terms, weights, scale, checks, shares)
         step.verify = not self._verified
         step.reports_sum = self._reports_sum
         return step

@@ -24,14 +24,13 @@ class Step:
 
     Args:
         terms: of the loss, by name.
-        micro_batch_size: rows of a microbatch, as the schedule is told.
+        mask_checks: compare how the model is called, and with what masks, with the plan.
         reports_shares: report parts of the step's mean, and not sums and counts.
 
     Attributes:
         reports_sum: report the loss of several terms, beside each of them.
         verify: compare what the script's loss functions return with what is assumed of them,
             which costs device synchronisations.
-        mask_checks: compare how the model is called, and with what masks, with the plan.
     """
 
     def __init__(
@@ -39,16 +38,16 @@ class Step:
         terms: Mapping[str, Term],
         weights: PlannedWeights | RowWeights,
         scale: HostScale,
-        micro_batch_size: int,
+        mask_checks: MaskChecks,
         reports_shares: bool,
     ) -> None:
         self._terms = terms
         self._weights = weights
         self._scale = scale
+        self.mask_checks = mask_checks
         self._reports_shares = reports_shares
         self.reports_sum = False
         self.verify = False
-        self.mask_checks = MaskChecks(terms, weights, scale, micro_batch_size)
         self._next = 0
 
     def hook_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,5 +174,4 @@ class Step:
 
 
 def _pair(total: Tensor, count: float) -> Tensor:
-    """[total, count], as Megatron's training loop takes a report."""
-    return torch.stack([total, total.new_full((), count)])
+    return Mean(total, total.new_full((), count)).pair()

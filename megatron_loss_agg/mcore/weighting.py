@@ -152,7 +152,10 @@ class RowWeights:
 
 def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     """This context-parallel rank's tokens of ``x``, which has the shape of the whole mask."""
-    layout = _layout(microbatch, ranks)
+    return _local(x, _layout(microbatch, ranks))
+
+
+def _local(x: Tensor, layout: CPLayout | None) -> Tensor:
     return x if layout is None else layout.shard(x)
 
 
@@ -186,9 +189,8 @@ class _Local:
 
     @classmethod
     def of(cls, microbatch: Microbatch, ranks: Ranks) -> _Local:
-        layout, mask = _layout(microbatch, ranks), microbatch.loss_mask.detach()
-        if layout is not None:
-            mask = layout.shard(mask)
+        layout = _layout(microbatch, ranks)
+        mask = _local(microbatch.loss_mask.detach(), layout)
         by_row = microbatch.cu_seqlens is None and mask.shape[-1] >= _SHORT_ROW and len(mask) > 0
         rows = mask.reshape(len(mask) if by_row else 1, -1)
         sums = rows.sum(dim=1, dtype=torch.float64).cpu()
@@ -231,8 +233,7 @@ def _part(plan: StepPlan, i: int, local: _Local) -> Part:
     if local.by_row and plan.aggregation.function is None:
         coefficient_S = plan.coefficients(i).to(dtype, copy=True).unsqueeze(-1)
     else:
-        whole = plan.weights(i, dtype)
-        weight_T = (whole if local.layout is None else local.layout.shard(whole)).cpu()
+        weight_T = _local(plan.weights(i, dtype), local.layout).cpu()
     total = local.mask_sums.sum(dim=0, keepdim=True)
     return Part(
         shape=local.shape,
