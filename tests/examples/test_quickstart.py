@@ -91,12 +91,20 @@ def test_proof_holds_and_stock_averages_differ() -> None:
     assert token_mean <= 1e-12
 
 
-def test_proof_fails_when_the_gradient_is_wrong(tmp_path: Path) -> None:
-    script = tmp_path / "without_the_hook.py"
+WITHOUT_THE_HOOK = "proof.LossHook.wrap = lambda self, forward_backward: forward_backward"
+NAN = """
+exact = proof.host_gradients
+proof.host_gradients = lambda *args: {n: g * float("nan") for n, g in exact(*args).items()}
+"""
+
+
+@pytest.mark.parametrize("defect", [WITHOUT_THE_HOOK, NAN])
+def test_proof_fails_when_the_gradient_is_wrong(tmp_path: Path, defect: str) -> None:
+    script = tmp_path / "with_a_defect.py"
     script.write_text(
         "import sys, proof\n"
         "proof.SHAPE['num_layers'] = proof.MICROBATCHES = 1\n"
-        "proof.LossHook.wrap = lambda self, forward_backward: forward_backward\n"
+        f"{defect}\n"
         "sys.exit(proof.main())\n"
     )
     run = torchrun(4, str(script))
