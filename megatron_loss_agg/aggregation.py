@@ -10,7 +10,6 @@ in the whole optimizer step, ``D`` the divisor. A mode is one row: which group i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
@@ -44,6 +43,8 @@ MODES: dict[str, Mode] = {
 
 _CHOICES = ("count", "skip")
 _COUNTABLE = ("sample", "rollout", "prompt")
+_LEAST_DIVISOR = 1e-37
+"""One over this, and one over its inverse, are normal numbers in fp32, in which weights are."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "skyrl/token_mean": {"mode": "token_mean"},
@@ -86,7 +87,8 @@ class LossAggregation:
     Raises:
         ModeError: an unknown ``mode``, ``empty`` or ``rejected``, or a ``count`` that the mode does
             not take.
-        DivisorError: ``divisor`` missing, not taken by the mode, or not finite and positive.
+        DivisorError: ``divisor`` missing, not taken by the mode, not finite and positive, or one
+            whose inverse fp32 has not.
         FunctionError: ``function`` missing for ``custom``, or given for another mode.
     """
 
@@ -129,9 +131,10 @@ class LossAggregation:
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise ModeError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
-        if name in _PRESETS_NEEDING_DIVISOR and divisor is None:
-            raise DivisorError(f"preset {name!r} needs a divisor and got none; give one > 0")
         fields = PRESETS[name] if empty is None else {**PRESETS[name], "empty": empty}
+        required = MODES[fields["mode"]].divisor == "required" or name in _PRESETS_NEEDING_DIVISOR
+        if required and divisor is None:
+            raise DivisorError(f"preset {name!r} needs a divisor and got none; give one > 0")
         return cls(**fields, divisor=divisor, rejected=rejected)
 
     @property
@@ -172,11 +175,14 @@ class LossAggregation:
         divisor: Any = self.divisor  # of whatever type a caller gives
         usable = isinstance(divisor, Real) and not isinstance(divisor, bool)
         try:
-            usable = usable and 0 < divisor < math.inf and math.isfinite(1 / float(divisor))
+            usable = usable and _LEAST_DIVISOR <= float(divisor) <= 1 / _LEAST_DIVISOR
         except OverflowError:
             usable = False
         if not usable:
-            raise DivisorError(f"divisor={self.divisor!r}; expected a finite number > 0")
+            raise DivisorError(
+                f"divisor={self.divisor!r}; expected a finite number > 0, from "
+                f"{_LEAST_DIVISOR:g} to {1 / _LEAST_DIVISOR:g}: weights are fp32"
+            )
 
     def _check_function(self) -> None:
         if self.mode == "custom" and not callable(self.function):

@@ -102,12 +102,7 @@ class CPLayout:
 
     def shard(self, x: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack)."""
-        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-            raise LayoutError(f"no axis {dim} in {type(x).__name__}; expected a tensor with it")
-        if x.shape[dim] != self.total_len:
-            raise LayoutError(
-                f"axis {dim} has length {x.shape[dim]}; expected the layout's {self.total_len}"
-            )
+        _check_axis(x, dim, self.total_len)
         return x.index_select(dim, self.index.to(x.device))
 
     def unshard(
@@ -123,23 +118,45 @@ class CPLayout:
             group: the context-parallel group. Every rank must call; the gradient of a part is the
                 sum of what all ranks' results hand back for its positions (the adjoint of the
                 all-gather).
+
+        Raises:
+            LayoutError: not ``cp_size`` parts, or parts of other lengths than this layout's.
         """
-        if group is not None and isinstance(local, Tensor):
-            shards = all_gather(local.contiguous(), group=group)
-        elif isinstance(local, Tensor):
-            raise LayoutError("unshard got one part and no group; expected a group or all parts")
-        else:
-            shards = list(local)
-        if len(shards) != self.cp_size:
-            raise LayoutError(f"unshard got {len(shards)} parts; expected cp_size = {self.cp_size}")
-        lengths = [shard.shape[dim] for shard in shards]
-        if any(length != self.index.numel() for length in lengths):
-            raise LayoutError(
-                f"unshard got parts of length {lengths}; expected {self.index.numel()} each"
-            )
-        whole = torch.cat(list(shards), dim=dim)
+        parts = self._gathered(local, group, dim)
+        if len(parts) != self.cp_size:
+            raise LayoutError(f"unshard got {len(parts)} parts; expected cp_size = {self.cp_size}")
+        if len({part.shape for part in parts}) > 1:
+            shapes = [tuple(part.shape) for part in parts]
+            raise LayoutError(f"unshard got parts of shapes {shapes}; expected one shape")
+        whole = torch.cat([*parts], dim=dim)
         order = torch.cat([self._index_of(rank) for rank in range(self.cp_size)])
         return whole.index_select(dim, order.argsort().to(whole.device))
+
+    def _gathered(
+        self, local: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None, dim: int
+    ) -> Sequence[Tensor]:
+        """All parts in rank order, each as long as this rank's."""
+        length = self.index.numel()
+        if isinstance(local, Tensor) and group is not None:
+            _check_axis(local, dim, length)
+            return all_gather(local.contiguous(), group=group)
+        if isinstance(local, Sequence) and group is None:
+            for part in local:
+                _check_axis(part, dim, length)
+            return local
+        got = "one part" if isinstance(local, Tensor) else type(local).__name__
+        raise LayoutError(
+            f"unshard got {got} {'without' if group is None else 'with'} a group; expected this "
+            "rank's part and a group, or the list of all parts"
+        )
+
+
+def _check_axis(x: Tensor, dim: int, length: int) -> None:
+    if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise LayoutError(f"no axis {dim} in {got}; expected a tensor with it")
+    if x.shape[dim] != length:
+        raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected the layout's {length}")
 
 
 def _check_rank(cp_size: int, cp_rank: int) -> None:

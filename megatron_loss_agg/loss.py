@@ -22,7 +22,7 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
         token_loss: per-token losses, of the same shape.
 
     Returns:
-        scalar, in the wider of the two dtypes.
+        scalar, in the wider of the two dtypes; fp32 if neither is floating.
 
     Raises:
         MaskError: the shapes differ; nothing is broadcast.
@@ -47,20 +47,30 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
         return _weighted_sum(w.detach(), token_loss)
     wider = torch.promote_types(w.dtype, token_loss.dtype)
     computed = torch.promote_types(wider, torch.float32)
-    return _weighted_sum(w.detach().to(computed), token_loss.to(computed)).to(wider)
+    total = _weighted_sum(w.detach().to(computed), token_loss.to(computed))
+    return total.to(wider) if wider.is_floating_point else total
 
 
 def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     """Of vectors of one of the dtypes that are `_SUMMED`."""
     # The gradient is w itself, whatever the losses are; it is the value that NaN would spoil.
-    total = torch.dot(token_loss, w)
+    total = _dot(token_loss, w)
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_(torch.dot(where_weighted(w, token_loss), w))
+            total.detach().copy_(_dot(where_weighted(w, token_loss), w))
     return total
 
 
+def _dot(x: Tensor, w: Tensor) -> Tensor:
+    """In blocks, since a CPU's dot product adds up in sequence, with errors that grow so."""
+    if x.numel() <= _BLOCK:
+        return torch.dot(x, w)
+    blocks = zip(x.split(_BLOCK), w.split(_BLOCK), strict=True)
+    return torch.stack([torch.dot(*block) for block in blocks]).sum()
+
+
 _SUMMED = (torch.float32, torch.float64)
+_BLOCK = 2**18
 
 
 def where_weighted(w: Tensor, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class MaskSums:
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
         """One device synchronisation, if they are all on one device and none has a defect."""
-        runs = [list(run) for _, run in groupby(microbatches, _kind)]
+        runs = [list(run) for _, run in groupby(microbatches, _read_alike)]
         readings = [_read(run) for run in runs]
         found = on_cpu(readings, torch.float64).split([reading.numel() for reading in readings])
         sums: list[Tensor] = []
@@ -79,7 +79,7 @@ def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def _kind(microbatch: Microbatch) -> tuple[object, ...]:
+def _read_alike(microbatch: Microbatch) -> tuple[object, ...]:
     """What microbatches that are read as one have in common."""
     starts = microbatch.sample_starts
     if microbatch.cu_seqlens is None or starts is None:
@@ -87,6 +87,7 @@ def _kind(microbatch: Microbatch) -> tuple[object, ...]:
     return microbatch.loss_mask.device, microbatch.cu_seqlens.device, starts.device
 
 
+# The first is one of the values alone, the others are of the offsets.
 _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
     (
         MaskError,
@@ -120,7 +121,7 @@ def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
     offsets = {
         name: getattr(microbatch, name).tolist()
         for name in ("cu_seqlens", "cu_seqlens_padded")
-        if kind is GroupError and getattr(microbatch, name) is not None
+        if which > 0 and getattr(microbatch, name) is not None
     }
     got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
     return kind(f"microbatch {place + i}: {text}{got}")

@@ -44,8 +44,9 @@ class Microbatch:
     rejected: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss_mask, Tensor) or self.loss_mask.is_complex():
-            raise MaskError(f"loss_mask is {_kind(self.loss_mask)}; expected a real tensor")
+        mask = self.loss_mask
+        if not isinstance(mask, Tensor) or mask.is_complex() or not _is_dense(mask):
+            raise MaskError(f"loss_mask is {_kind(mask)}; expected a real, dense tensor")
         if self.cu_seqlens is None:
             if self.cu_seqlens_padded is not None:
                 raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
@@ -138,7 +139,13 @@ def _is_offsets(x: object) -> bool:
     return integers and x.dim() == 1 and x.numel() >= 1  # type: ignore[attr-defined]
 
 
+def _is_dense(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
+
+
 def _kind(x: object) -> str:
+    if isinstance(x, Tensor) and not _is_dense(x):
+        return f"a sparse or nested {x.dtype} tensor"
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
     return f"a {type(x).__name__}"

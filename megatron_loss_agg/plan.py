@@ -5,8 +5,8 @@ Suffixes: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -97,10 +97,7 @@ class StepPlan:
 
         No rank waits for it then: the others raise PeerError, and this one its own error.
         """
-        from megatron_loss_agg.terms import named_terms
-
-        terms = named_terms({"loss": agg} if isinstance(agg, LossAggregation) else agg)
-        abandon([term.aggregation for term in terms.values()], group)
+        abandon(len(agg) if isinstance(agg, Mapping) else 1, group)
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +109,10 @@ class StepPlan:
         return self._coefficients[i]
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
-        """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in."""
+        """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in.
+
+        fp64 [samples], on the CPU.
+        """
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
         return self._group_sums[unit].split(self._sizes)[i]
@@ -182,37 +182,59 @@ def build_plans(
     sharded_over: dist.ProcessGroup | None,
 ) -> list[StepPlan]:
     """A plan for each of ``aggregations`` over its microbatches, in one exchange."""
-    for agg in aggregations:
-        if not isinstance(agg, LossAggregation):
-            raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
-    lists = [tuple(of_one) for of_one in microbatches]
-    strangers = [m for of_one in lists for m in of_one if not isinstance(m, Microbatch)]
-    if strangers:
-        abandon(aggregations, group)
-        raise MaskError(f"a {type(strangers[0]).__name__}; expected a list of Microbatch")
     if sharded_over is not None and group is None:
         raise GroupError(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
-    pairs = list(zip(aggregations, lists, strict=True))
     try:
+        lists = [_checked_microbatches(of_one) for of_one in microbatches]
         # Terms with the same masks read them once.
         masks = {mbs: MaskSums.read(mbs) for mbs in dict.fromkeys(lists)}
-        tallies = [Tally(agg, mbs, masks[mbs], sharded_over) for agg, mbs in pairs]
+        tallies = [
+            Tally(_checked_aggregation(agg), mbs, masks[mbs], sharded_over)
+            for agg, mbs in zip(aggregations, lists, strict=True)
+        ]
     except Exception:
-        abandon(aggregations, group)
+        abandon(len(aggregations), group)
         raise
     steps = exchange(tallies, group)
-    return [StepPlan(agg, mbs, step) for (agg, mbs), step in zip(pairs, steps, strict=True)]
+    return [
+        StepPlan(tally.agg, tally.microbatches, step)
+        for tally, step in zip(tallies, steps, strict=True)
+    ]
+
+
+def _checked_aggregation(agg: object) -> LossAggregation:
+    if not isinstance(agg, LossAggregation):
+        raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
+    return agg
+
+
+def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
+    found = as_list(microbatches)
+    for microbatch in found:
+        if not isinstance(microbatch, Microbatch):
+            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
+    return tuple(found)
+
+
+def as_list(microbatches: Any) -> list[Any]:
+    """An iterator gives its elements once, and every term of a loss needs them."""
+    if not isinstance(microbatches, Iterable):
+        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
+    return list(microbatches)
 
 
 def _coefficients(agg: LossAggregation, step: StepSums) -> Tensor:
     """``c_s`` of every sample; fp64."""
     across = 1 if agg.across is None else step.number(agg.across, agg.empty == "skip")
     coefficient_S = sample_coefficients(step.within(agg.within), across, agg.scale)
-    if not bool(coefficient_S.float().isfinite().all()):
+    # No weight of a sample is larger than this.
+    largest_S = coefficient_S * step.sums["sample"].clamp(min=1)
+    if not bool(largest_S.float().isfinite().all()):
         raise MaskError(
-            "weights overflow fp32: a mask sum or the divisor is too small; expected larger ones"
+            "weights overflow fp32: a mask sum or the divisor is too small, or a mask too large; "
+            "expected weights that fp32 can hold"
         )
     if step.rejected_S is None:
         return coefficient_S

@@ -215,11 +215,11 @@ def exchange(tallies: Sequence[Tally], group: dist.ProcessGroup | None) -> list[
     ]
 
 
-def abandon(aggregations: Sequence[LossAggregation], group: dist.ProcessGroup | None) -> None:
+def abandon(number_of_terms: int, group: dist.ProcessGroup | None) -> None:
     """Take this rank's part in the exchange of totals as a rank that failed."""
     nothing = Totals(0.0, 0.0, 0, 0, 0, 0, 0, 0)
-    mine = [(nothing, [_tag(agg), -1, 0, *(-1 for _ in _SHAREABLE)]) for agg in aggregations]
-    exchange_totals(mine, True, group)
+    columns = [0, -1, 0, *(-1 for _ in _SHAREABLE)]  # see `Tally.columns`; nobody reads them
+    exchange_totals([(nothing, columns)] * number_of_terms, True, group)
 
 
 def _shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:

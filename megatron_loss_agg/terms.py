@@ -20,7 +20,7 @@ from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import MaskError, ModeError
 from megatron_loss_agg.loss import weighted_sum
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.plan import StepPlan, build_plans
+from megatron_loss_agg.plan import StepPlan, as_list, build_plans
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class StepTerms(Mapping[str, StepPlan]):
         sharded_over: dist.ProcessGroup | None,
     ) -> StepTerms:
         """See `StepPlan.build_terms`."""
-        named = named_terms(terms)
-        aggregations = [term.aggregation for term in named.values()]
         try:
-            of_terms = [[of_term(name, m) for m in microbatches] for name in named]
-        except MaskError:
-            StepPlan.abandon(named, group)
+            named = named_terms(terms)
+            of_step = as_list(microbatches)
+            of_terms = [[of_term(name, m) for m in of_step] for name in named]
+        except Exception:
+            StepPlan.abandon(terms, group)
             raise
+        aggregations = [term.aggregation for term in named.values()]
         plans = build_plans(aggregations, of_terms, group, sharded_over)
         return cls(named, dict(zip(named, plans, strict=True)))
 

@@ -83,6 +83,19 @@ def test_divisor_must_be_a_finite_positive_number(mode, divisor):
     assert re.search("finite|positive|> 0", str(error.value))
 
 
+@pytest.mark.parametrize("divisor", [1e-40, 1e46])
+def test_a_divisor_has_an_inverse_in_fp32(divisor):
+    with pytest.raises(DivisorError, match=r"from 1e-37 to 1e\+37: weights are fp32"):
+        LossAggregation(mode="sum", divisor=divisor)
+
+
+def test_a_mask_times_its_coefficient_fits_fp32():
+    agg = LossAggregation(mode="sum", divisor=1e-35)
+    assert token_weights(agg, torch.ones(1, 2)).tolist() == [[pytest.approx(1e35)] * 2]
+    with pytest.raises(MaskError, match=r"weights overflow fp32: .* a mask too large"):
+        token_weights(agg, torch.full((1, 2), 1e10))
+
+
 @pytest.mark.parametrize("divisor", [1, 4096, 0.5, 1e30])
 def test_good_divisors(divisor):
     assert LossAggregation(mode="constant", divisor=divisor).divisor == divisor
@@ -138,9 +151,19 @@ def test_with_offsets_the_mask_is_flat(shape):
         token_weights(AGG, torch.ones(shape), cu_seqlens=torch.tensor([0, 6]))
 
 
-@pytest.mark.parametrize("mask", [[1.0, 1.0], None, torch.ones(1, 3, dtype=torch.complex64)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [1.0, 1.0],
+        None,
+        torch.ones(1, 3, dtype=torch.complex64),
+        torch.ones(2, 3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["list", "none", "complex", "sparse", "nested"],
+)
 def test_the_mask_is_a_real_tensor(mask):
-    with pytest.raises(MaskError):
+    with pytest.raises(MaskError, match="expected a real, dense tensor"):
         token_weights(AGG, mask)
 
 
@@ -206,7 +229,7 @@ def test_active_padding(position):
 
 
 def test_active_tokens_after_the_last_sequence():
-    with pytest.raises(MaskError):
+    with pytest.raises(MaskError, match=r"\(of 6 tokens; \{'cu_seqlens': \[0, 3, 5\]\}\)"):
         token_weights(AGG, ONES, cu_seqlens=torch.tensor([0, 3, 5]))
 
 

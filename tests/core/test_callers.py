@@ -82,6 +82,9 @@ def errors_on_rank() -> list[str]:
         lambda: StepPlan.build(
             LossAggregation(mode="sample_mean" if rank else "token_mean"), [Microbatch(mask)], world
         ),
+        lambda: StepPlan.build(
+            LossAggregation(mode="sum", divisor=1 + rank), [Microbatch(mask)], world
+        ),
         lambda: StepPlan.build(MEAN, [Microbatch(mask)], world, sharded_over=world),
         lambda: StepPlan.build(MEAN, [Microbatch(mask)], sharded_over=world),
     ]
@@ -96,7 +99,8 @@ def errors_on_rank() -> list[str]:
 
 
 def test_ranks_that_disagree_all_stop() -> None:
-    for other_mode, other_samples, no_group in run_ranks(errors_on_rank, 2):
+    for other_mode, other_divisor, other_samples, no_group in run_ranks(errors_on_rank, 2):
         assert other_mode.startswith("ModeError: the ranks have different aggregations")
+        assert other_divisor == other_mode
         assert other_samples.startswith("GroupError: ranks that share samples have 1 and 2")
         assert no_group.startswith("GroupError: sharded_over without group")

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
+from megatron_loss_agg.exchange import Groups
+from megatron_loss_agg.masks import active_tokens
 from tests import oracle
 from tests.core.steps import LAYOUTS, lay, steps
 from tests.oracle import Sample
@@ -70,6 +72,22 @@ def test_weights_are_the_fp64_ones_but_for_rounding_each_factor(dtype):
     assert w.dtype == dtype
     # Mask, coefficient and their product are rounded: at most half a unit each.
     torch.testing.assert_close(w.double(), exact, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_half_precision_weights_are_rounded_once():
+    mask = torch.rand(4, 16, generator=torch.Generator().manual_seed(0))
+    agg = LossAggregation(mode="sample_mean")
+    w = token_weights(agg, mask, dtype=torch.bfloat16)
+    assert torch.equal(w, token_weights(agg, mask).bfloat16())
+
+
+def test_more_active_tokens_than_fp32_can_count():
+    assert int(active_tokens(torch.ones(1).expand(2**24 + 3))) == 2**24 + 3
+
+
+def test_a_group_that_is_none_of_the_step_sums_to_nothing():
+    groups = Groups(torch.tensor([1, 3]), torch.tensor([2.0, 4.0], dtype=F64))
+    assert groups.sums_of(torch.tensor([0, 1, 2, 3, 5])).tolist() == [0, 2, 0, 4, 0]
 
 
 def test_weights_are_fp32_unless_told_otherwise():

@@ -105,6 +105,10 @@ DEFECTS = {  # and the error of the rank that has it
     "padding": "MaskError",
     "no ids": "GroupError",
     "offsets": "GroupError",
+    "no list": "MaskError",
+    "no microbatch": "MaskError",
+    "no aggregation": "ModeError",
+    "no term": "ModeError",
     "abandon": "abandoned",
     "none": "nothing",
 }
@@ -120,6 +124,7 @@ def build_with_defects(where: int) -> list[tuple[str, str]]:
         "no ids": Microbatch(torch.ones(2, 3)),
         "padding": Microbatch(torch.ones(6), cu_seqlens=torch.tensor([0, 2, 5]), **ids),
         "offsets": Microbatch(torch.ones(6), cu_seqlens=torch.tensor([0, 7, 6]), **ids),
+        "no microbatch": torch.ones(2, 3),
         "none": good,
     }
     agg = LossAggregation(mode="prompt_mean")
@@ -131,6 +136,12 @@ def build_with_defects(where: int) -> list[tuple[str, str]]:
             elif defect == "abandon":
                 StepPlan.abandon(agg, dist.group.WORLD)
                 return "abandoned", ""
+            elif defect == "no list":
+                StepPlan.build(agg, good, group=dist.group.WORLD)
+            elif defect == "no aggregation":
+                StepPlan.build("prompt_mean", [good], group=dist.group.WORLD)
+            elif defect == "no term":
+                StepPlan.build_terms({"loss": "prompt_mean"}, [good], group=dist.group.WORLD)
             else:
                 StepPlan.build(agg, [good, bad[defect]], group=dist.group.WORLD)
         except AggregationError as error:

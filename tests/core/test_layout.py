@@ -193,10 +193,25 @@ def test_unshard_needs_every_shard():
     layout = CPLayout.bshd(8, 2, 0)
     with pytest.raises(LayoutError, match="2"):
         layout.unshard([torch.zeros(4)])
-    with pytest.raises(LayoutError):
+    with pytest.raises(LayoutError, match="length 3; expected the layout's 4"):
         layout.unshard([torch.zeros(4), torch.zeros(3)])
-    with pytest.raises(LayoutError):
-        layout.unshard(torch.zeros(4))  # one shard and no group to get the others from
+    with pytest.raises(LayoutError, match="one part without a group"):
+        layout.unshard(torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("parts", "dim", "text"),
+    [
+        (None, -1, "NoneType without a group"),
+        ([torch.zeros(4), None], -1, "no axis -1 in NoneType"),
+        ([torch.zeros(4), torch.zeros(())], -1, r"no axis -1 in shape \(\)"),
+        ([torch.zeros(4), torch.zeros(4)], 1, r"no axis 1 in shape \(4,\)"),
+        ([torch.zeros(2, 4), torch.zeros(3, 4)], -1, r"shapes \[\(2, 4\), \(3, 4\)\]"),
+    ],
+)
+def test_unshard_names_what_is_no_part(parts, dim, text):
+    with pytest.raises(LayoutError, match=text):
+        CPLayout.bshd(8, 2, 0).unshard(parts, dim=dim)
 
 
 class TestPredictingMask:

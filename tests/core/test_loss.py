@@ -90,6 +90,22 @@ def test_a_half_precision_loss_is_summed_in_the_weights_precision():
     assert loss.grad.dtype == torch.bfloat16
 
 
+def test_integers_do_not_wrap():
+    # 200 * 2 + 100 * 3 = 700, which uint8 has not.
+    w, loss = (torch.tensor(x, dtype=torch.uint8) for x in ([2, 3], [200, 100]))
+    total = weighted_sum(w, loss)
+    assert total.item() == 700 and total.dtype == torch.float32
+
+
+def test_millions_of_tokens_add_up_as_torch_adds_them():
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.rand(2**22, generator=generator) + 1
+    w = torch.full_like(loss, 2.0**-22)
+    exact = float(loss.double().mean())
+    error, naive = (abs(float(x) / exact - 1) for x in (weighted_sum(w, loss), (w * loss).sum()))
+    assert error <= 2 * naive + torch.finfo(torch.float32).eps
+
+
 def test_weights_in_fp64_lift_an_fp32_loss():
     w = torch.tensor([1 / 3, 1 / 3], dtype=F64)
     loss = torch.tensor([1.0, 1.0], requires_grad=True)

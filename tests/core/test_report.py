@@ -29,6 +29,10 @@ def test_a_mean_of_flags_under_a_mask_of_integers():
     assert mean.value().item() == 0.5
 
 
+def test_a_mean_keeps_the_precision_of_its_weights():
+    assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
+
+
 def test_means_add_up_by_tokens_and_not_by_microbatches():
     # Microbatches with means 1 (one token) and 4 (three tokens). Right: (1 + 12) / 4 = 3.25;
     # the mean of the means would be 2.5.

@@ -66,6 +66,12 @@ def two_microbatches() -> list[Microbatch]:
     ]
 
 
+def test_an_iterator_of_microbatches_is_read_for_every_term():
+    terms = {"policy": aggregation("prompt_mean"), "kl": aggregation("token_mean")}
+    plans = StepPlan.build_terms(terms, iter(two_microbatches()))
+    assert [plan.counts.tokens for plan in plans.values()] == [6.0, 6.0]
+
+
 def test_the_sum_of_the_terms():
     terms = {
         "policy": aggregation("prompt_mean"),
