@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.oracle import Sample
 
 VOCAB = 32
-ROW = 24  # row length of bshd, and the longest sequence
+LONE_ROW = 24  # length of a row alone in its microbatch (bshd), and of the longest sequence
+ROW = 72  # of several; a rank's half of it is no short row, which the hook weighs in another way
 MULTIPLE = 4  # sequences are padded to 2 * cp for the largest cp here
 LENGTHS = (24, 3, 9, 1, 17, 6, 12, 2, 20, 5)
 PROMPTS = (7, 7, -3, 2**60, 7, -3, 2**60, 5, 5, -3)
@@ -60,7 +61,7 @@ def deal(number: int, ranks: int, microbatches: int) -> list[list[list[int]]]:
 def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:
     """A whole batch, before context parallelism, with the keys of a Megatron data loader."""
     if layout == "bshd":
-        width = [ROW] * len(chosen)
+        width = [LONE_ROW if len(chosen) == 1 else ROW] * len(chosen)
     else:
         width = [-(-len(s.tokens) // MULTIPLE) * MULTIPLE for s in chosen]
 

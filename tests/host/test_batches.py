@@ -44,6 +44,22 @@ def test_an_empty_sample_that_has_an_id_counts() -> None:
     assert coefficients(batch) == pytest.approx([1 / 8, 0])
 
 
+def test_padded_offsets_alone_are_the_offsets() -> None:
+    batch = {"loss_mask": torch.ones(1, 4), "cu_seqlens_padded": torch.tensor([[0, 3, 4]])}
+    assert coefficients(batch) == pytest.approx([1 / 6, 1 / 2])
+
+
+def test_a_microbatch_that_only_pads_a_rank_has_no_sample() -> None:
+    # The padded offsets tell the model that there is one.
+    batch = {
+        "loss_mask": torch.zeros(1, 8),
+        "cu_seqlens": torch.tensor([[0]]),
+        "cu_seqlens_padded": torch.tensor([[0, 8]]),
+    }
+    assert read_batch(batch).num_samples == 0
+    assert coefficients(batch) == []
+
+
 def test_packs_that_end_early_are_refused() -> None:
     batch = {"loss_mask": torch.ones(2, 4), "cu_seqlens": torch.tensor([[0, 3], [0, 4]])}
     with pytest.raises(GroupError, match="does not end at the length 4 of every pack"):

@@ -91,7 +91,8 @@ def errors_of_run(topology: Topology, expected: list[dict[str, Any]]) -> dict[An
     for per_token in (False, True):
         chunks = build_chunks(topology, per_token)
         for mode, layout in product(MODES, ("thd", "bshd")):
-            hook = LossHook(LossAggregation(mode=mode, **MODES[mode]))
+            aggregation = LossAggregation(mode=mode, **MODES[mode])
+            hook = LossHook(aggregation, in_training_loop=True)
             found = errors[mode, layout, per_token] = []
             for step, wanted in zip(RUN, expected, strict=True):
                 places = places_of(step, ranks)

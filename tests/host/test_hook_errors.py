@@ -185,14 +185,17 @@ def errors_on_host() -> dict[str, str | None]:
         data: Any = None,
         per_token: bool = False,
         schedule: Any = schedule,
-        rows: int = ROWS,
+        evaluates_first: bool = False,
     ) -> str | None:
         wrapped = LossHook(aggregation(mode), in_training_loop=True).wrap(schedule)
         data = data or Counted(rank)
 
         def run() -> None:
+            ddp = models[per_token]
+            if evaluates_first:
+                gpt.run_step(wrapped, ddp, data, N_MB, ROWS, forward_only=True)
             for step in step_by_step or (gpt.forward_step,):
-                gpt.run_step(wrapped, models[per_token], data, N_MB, rows, forward_step_func=step)
+                gpt.run_step(wrapped, ddp, data, N_MB, ROWS, forward_step_func=step)
 
         return error_of(run)
 
@@ -210,6 +213,9 @@ def errors_on_host() -> dict[str, str | None]:
         "object that is no partial": steps(mode, with_loss_func(HoldsMask)),
         "term": steps(mode, with_loss_func(with_a_term)),
         "changed mask": steps(mode, with_loss_func(with_a_changed_mask)),
+        "changed mask after an evaluation": steps(
+            mode, with_loss_func(with_a_changed_mask), evaluates_first=True
+        ),
         "mask changed later": steps(mode, gpt.forward_step, with_loss_func(with_a_token_less)),
         "mask of NaN later": steps(mode, gpt.forward_step, with_loss_func(with_nan)),
         "transposed": steps(mode, transposed),
@@ -298,6 +304,11 @@ def test_what_is_fine_is_not_refused(case: str) -> None:
         ("object that is no partial", "HostError", ("HoldsMask, which carries no mask",)),
         ("term", "HostError", ("expected a masked sum", "return a TokenLoss")),
         ("changed mask", "MaskError", ("is not this rank's part", "read_batch")),
+        (
+            "changed mask after an evaluation",
+            "MaskError",
+            ("is not this rank's part", "read_batch"),
+        ),
         ("mask changed later", "MaskError", ("is not this rank's part", "read_batch")),
         ("mask of NaN later", "MaskError", ("is not this rank's part", "read_batch")),
         ("transposed", "MaskError", ("expected [samples, seq]", "transpose both")),

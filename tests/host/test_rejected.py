@@ -34,7 +34,8 @@ def errors_on_host(choice: str | None) -> dict[Any, Any]:
     answers: dict[Any, Any] = {}
     for per_token, mode in product((False, True), MODES):
         model = gpt.data_parallel(gpt.build(torch.float64, per_token))
-        hook = LossHook(LossAggregation(mode=mode, divisor=MODES[mode], rejected=choice))
+        aggregation = LossAggregation(mode=mode, divisor=MODES[mode], rejected=choice)
+        hook = LossHook(aggregation, in_training_loop=True)
         answers[mode, per_token] = found = []
         for step, (places, rejected) in enumerate(zip(STEPS, REJECTED, strict=True)):
             samples = [chosen[i] for i in places]

@@ -101,7 +101,9 @@ def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
 
 
 def empty_steps(topology: Topology, policy: str) -> list[tuple[str, bool]]:
-    """Every rank: what a step with tokens and then one without say, and whether it is empty."""
+    """Every rank, of a step with tokens, an evaluation without and a step without: the error of
+    each, and whether the last training step is known to be empty.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_loss_agg import AggregationError
@@ -112,7 +114,7 @@ def empty_steps(topology: Topology, policy: str) -> list[tuple[str, bool]]:
     chunks = build_chunks(topology, False)
     hook = LossHook(rl.TERMS, empty_step=policy)
     found = []
-    for places in ([[0, 1]], [[]]):
+    for places, evaluates in (([[0, 1]], False), ([[]], True), ([[]], False)):
         error = "none"
         try:
             gpt.run_step(
@@ -121,6 +123,7 @@ def empty_steps(topology: Topology, policy: str) -> list[tuple[str, bool]]:
                 rl.packs(sequences(fractional=False), places),
                 1,
                 forward_step_func=rl.forward_step,
+                forward_only=evaluates,
             )
         except AggregationError as raised:
             error = str(raised)
@@ -134,19 +137,19 @@ def empty_steps(topology: Topology, policy: str) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("name", ["dp2", "cp2", "pp2"])
 def test_an_empty_step_is_known_on_every_rank(name: str) -> None:
     for found in run_host_ranks(empty_steps, 2, TOPOLOGIES[name], "skip"):
-        assert found == [("none", False), ("none", True)]
+        assert found == [("none", False), ("none", False), ("none", True)]
 
 
 def test_an_empty_step_can_be_an_error_on_every_rank() -> None:
     for found in run_host_ranks(empty_steps, 2, TOPOLOGIES["dp2"], "error"):
-        assert found[0] == ("none", False)
-        assert "no token of the whole step weighs anything" in found[1][0]
-        assert "--loss-aggregation-empty-step skip or step" in found[1][0]
+        assert found[:2] == [("none", False), ("none", False)]
+        assert "no token of the whole step weighs anything" in found[2][0]
+        assert "--loss-aggregation-empty-step skip or step" in found[2][0]
 
 
 def test_an_empty_step_passes_by_default() -> None:
     for found in run_host_ranks(empty_steps, 2, TOPOLOGIES["dp2"], "step"):
-        assert found == [("none", False), ("none", False)]
+        assert found == [("none", False), ("none", False), ("none", False)]
 
 
 def bad_terms() -> list[str]:
@@ -216,6 +219,6 @@ def test_losses_that_do_not_fit_the_terms_are_named() -> None:
     assert too_many.startswith("MaskError: losses for ['entropy', 'kl', 'policy', 'value']")
     assert fits == "none"
     assert taken.startswith("ReportError: the loss function reports ['loss']")
-    assert turned.startswith("MaskError: losses (24, 2) for a loss mask of shape (2, 24)")
+    assert turned.startswith("MaskError: losses (72, 2) for a loss mask of shape (2, 72)")
     assert policy == "empty_step='ignore'; expected one of error, skip, step"
     assert name.startswith("a term named 'lm'; expected another name")
