@@ -93,10 +93,10 @@ class LossHook:
         """Whether the last training step held no token; the same on every rank. Known only with
         ``empty_step="skip"``."""
         self._auditor = Auditor(repeat=audit)
-        self._evaluates_by_microbatch = evaluates_by_microbatch
+        self.evaluates_by_microbatch = evaluates_by_microbatch
         self._in_training_loop = in_training_loop
-        # What the first step found, the same on all ranks: whether the microbatches have a fixed
-        # number of rows, so that later steps may need no look-ahead.
+        # What the last look-ahead found, the same on all ranks: whether the microbatches have a
+        # fixed number of rows, so that later steps may need none.
         self._fixed_rows = False
         self._verified = False
 
@@ -133,7 +133,7 @@ class LossHook:
         Where this reads ahead, ``kwargs`` gets an iterator that replays what was read.
         """
         size = kwargs["micro_batch_size"]
-        shares = self._evaluates_by_microbatch and bool(kwargs.get("forward_only"))
+        shares = self.evaluates_by_microbatch and bool(kwargs.get("forward_only"))
         if not shares and self._needs_no_plan(scale):
             (term,) = self.terms.values()
             rows = RowWeights(term.aggregation, scale, size)

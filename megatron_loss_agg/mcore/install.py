@@ -69,20 +69,24 @@ def install(
         return prepare_parser(add_arguments(parser))
 
     setattr(add_arguments_with_ours, _MARK, True)
-    hooks: list[LossHook | None] = []
+
+    @functools.cache
+    def hook() -> LossHook | None:
+        from megatron.training import get_args
+
+        return hook_from_args(get_args())
 
     @functools.wraps(get_forward_backward)
     def get_hooked_forward_backward(*args: Any, **kwargs: Any) -> Any:
-        if not hooks:
-            hooks.append(_hook_from_args())
-        forward_backward = get_forward_backward(*args, **kwargs)
-        return hooks[0].wrap(forward_backward) if hooks[0] else forward_backward
+        forward_backward, ours = get_forward_backward(*args, **kwargs), hook()
+        return forward_backward if ours is None else ours.wrap(forward_backward)
 
     @functools.wraps(setup)
     def set_up_with_empty_steps(*args: Any, **kwargs: Any) -> Any:
+        ours = hook()  # first, since it refuses bad flags, and to build a model takes long
         model, optimizer, scheduler = setup(*args, **kwargs)
-        if optimizer is not None and _skips_empty_steps():
-            optimizer.step = _step_unless_empty(optimizer.step, hooks)
+        if optimizer is not None and ours is not None and ours.empty_step == "skip":
+            optimizer.step = _step_unless_empty(optimizer.step, ours)
         return model, optimizer, scheduler
 
     wrapped = (add_arguments_with_ours, get_hooked_forward_backward, set_up_with_empty_steps)
@@ -96,30 +100,24 @@ def install(
     return uninstall
 
 
-def _skips_empty_steps() -> bool:
-    from megatron.training import get_args
-
-    return flags.empty_step_from(get_args()) == "skip"
-
-
-def _step_unless_empty(
-    step: Callable[..., Any], hooks: list[LossHook | None]
-) -> Callable[..., Any]:
+def _step_unless_empty(step: Callable[..., Any], hook: LossHook) -> Callable[..., Any]:
     """The optimizer's step, which says of an empty one what it says of one that overflowed."""
 
     @functools.wraps(step)
     def step_unless_empty(*args: Any, **kwargs: Any) -> Any:
-        if any(hook is not None and hook.step_is_empty for hook in hooks):
+        if hook.step_is_empty:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return step(*args, **kwargs)
 
     return step_unless_empty
 
 
-def _hook_from_args() -> LossHook | None:
-    from megatron.training import get_args
+def hook_from_args(args: Any) -> LossHook | None:
+    """What Megatron's parsed flags ask for; None without ``--loss-aggregation``.
 
-    args = get_args()
+    Raises:
+        AggregationError: they do not go together, see `check_host_flags`.
+    """
     aggregation = flags.aggregation_from(args)
     if aggregation is None:
         return None

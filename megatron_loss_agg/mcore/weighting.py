@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import active_tokens
@@ -114,8 +114,8 @@ class RowWeights:
     def __init__(self, aggregation: LossAggregation, scale: HostScale, rows: int) -> None:
         self._aggregation = aggregation
         self._per_token = scale.per_token
-        self._rows = rows
-        self._samples = rows * scale.num_microbatches * scale.data_parallel_size
+        self._groups: dict[Unit, int] = {"sample": rows, "microbatch": 1}  # of a microbatch
+        self._microbatches = scale.num_microbatches * scale.data_parallel_size  # of the step
 
     @staticmethod
     def suffice(aggregation: LossAggregation, scale: HostScale, fixed_rows: bool) -> bool:
@@ -131,23 +131,25 @@ class RowWeights:
             return aggregation.mode == "token_mean"
         if aggregation.mode == "sum":
             return True
-        if aggregation.across != "sample" or aggregation.empty == "skip" or not fixed_rows:
+        across = aggregation.across
+        if across not in ("sample", "microbatch") or aggregation.empty == "skip" or not fixed_rows:
             return False
-        whole_rows = scale.context_parallel_size == 1
-        return aggregation.within is None or (aggregation.within == "sample" and whole_rows)
+        whole = scale.context_parallel_size == 1
+        return aggregation.within is None or (aggregation.within == across and whole)
 
     def weights(self, name: str, i: int, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens] of this rank's rows ``mask``; whatever the microbatch and the name."""
         if self._per_token:
             return mask.to(dtype).reshape(-1)
-        across = 1 if self._aggregation.across is None else self._samples
-        if self._aggregation.within is None:
-            rows, within = mask.reshape(1, -1), mask.new_ones(1, dtype=torch.float64)
-        else:
-            rows = mask.reshape(self._rows, -1)
-            within = rows.sum(dim=1, dtype=torch.float64)
-        coefficients = sample_coefficients(within, across, self._aggregation.scale)
-        return spread(coefficients, rows, None, dtype).reshape(-1)
+        within, across = self._aggregation.within, self._aggregation.across
+        groups = mask.reshape(1 if within is None else self._groups[within], -1)
+        sums = groups.sum(dim=1, dtype=torch.float64)
+        coefficients = sample_coefficients(
+            torch.ones_like(sums) if within is None else sums,
+            1 if across is None else self._groups[across] * self._microbatches,
+            self._aggregation.scale,
+        )
+        return spread(coefficients, groups, None, dtype).reshape(-1)
 
 
 def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:

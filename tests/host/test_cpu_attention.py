@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -101,11 +102,12 @@ def test_a_mask_from_the_data_is_kept() -> None:
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-def packed(cp: int) -> tuple[list[Tensor], list[Tensor]]:
+def packed(cp: int, causal: bool) -> tuple[list[Tensor], list[Tensor]]:
     """As ``whole``, but against Megatron's own attention to one sequence at a time."""
     import torch.distributed as dist
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_loss_agg import CPLayout
 
@@ -115,19 +117,28 @@ def packed(cp: int) -> tuple[list[Tensor], list[Tensor]]:
     layout = CPLayout.thd(padded, cp, dist.get_rank())
     tensors = inputs(sum(PADDED), 1)
     local = [layout.shard(x, dim=0).squeeze(1) for x in tensors]
-    got = pull_back(attend, local, None, packed_seq_params=params)
+    kind = AttnMaskType.causal if causal else AttnMaskType.padding
+    got = pull_back(attend, local, None, kind, packed_seq_params=params)
+
+    def attend_alone(length: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if causal:
+            return DotProductAttention.forward(attend, query, key, value, None)
+        nowhere = torch.zeros(1, 1, len(query), length, dtype=torch.bool)
+        return DotProductAttention.forward(attend, query, key[:length], value[:length], nowhere)
+
     alone = [
-        pull_back(lambda *a: DotProductAttention.forward(attend, *a), list(parts), None)
-        for parts in zip(*(x.split(PADDED) for x in tensors), strict=True)
+        pull_back(functools.partial(attend_alone, length), list(parts))
+        for length, *parts in zip(LENGTHS, *(x.split(PADDED) for x in tensors), strict=True)
     ]
     expected = [layout.shard(torch.cat(x), dim=0) for x in zip(*alone, strict=True)]
     return [x.view(y.shape) for x, y in zip(got, expected, strict=True)], expected
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_packed_sequences(cp: int) -> None:
-    for got, expected in run_host_ranks(packed, cp, cp):
+def test_packed_sequences(cp: int, causal: bool) -> None:
+    for got, expected in run_host_ranks(packed, cp, cp, causal):
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
@@ -151,7 +162,7 @@ def test_a_batch_may_have_its_own_group() -> None:
     assert run_host_ranks(alone_in_a_larger_group, 2) == [True, True]
 
 
-def refused(end: int, **config: Any) -> str:
+def refused(end: int, config: dict[str, Any]) -> str:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_loss_agg import AggregationError
@@ -167,10 +178,18 @@ def refused(end: int, **config: Any) -> str:
 
 @pytest.mark.host
 def test_offsets_must_cover_all_tokens() -> None:
-    assert run_host_ranks(refused, 1, 12) == [
+    assert run_host_ranks(refused, 1, 12, {}) == [
         "got 16 tokens on context-parallel rank 0 of 1; expected 12 by the sequence offsets, which "
         "end at 12: let them cover every token, padding included"
     ]
+
+
+@pytest.mark.host
+def test_a_sliding_window_is_refused_where_it_would_be_ignored() -> None:
+    (error,) = run_host_ranks(refused, 1, 16, {"window_size": (4, 0)})
+    assert error.startswith(
+        "got a sliding window (--window-size) with context parallelism or packed"
+    )
 
 
 def stock() -> bool:

@@ -106,14 +106,21 @@ BAD_FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
         "ModeError",
         ("empty='maybe'", "expected 'count' or 'skip'"),
     ),
+    f"{FLAG} sample_mean {FLAG}-rejected maybe": (
+        "ModeError",
+        ("rejected='maybe'", "expected 'count' or 'skip'"),
+    ),
+    f"{FLAG}-rejected skip": ("ModeError", (f"{FLAG}-rejected skip without {FLAG}", "give a mode")),
     f"{FLAG} constant": ("DivisorError", ("'constant' needs a divisor", "give one > 0")),
-    f"{FLAG} trl/dr_grpo": ("DivisorError", ("'constant' needs a divisor", "give one > 0")),
+    f"{FLAG} trl/dr_grpo": ("DivisorError", ("'trl/dr_grpo' needs a divisor", "give one > 0")),
     f"{FLAG} open-instruct/constant": ("DivisorError", ("needs a divisor", "give one > 0")),
     f"{FLAG} constant {FLAG}-divisor many": ("DivisorError", ("'many'", "a finite number > 0")),
     f"{FLAG} constant {FLAG}-divisor nan": ("DivisorError", ("nan", "a finite number > 0")),
     f"{FLAG} constant {FLAG}-divisor inf": ("DivisorError", ("inf", "a finite number > 0")),
     f"{FLAG} constant {FLAG}-divisor 0": ("DivisorError", ("0.0", "a finite number > 0")),
     f"{FLAG} sum {FLAG}-divisor -3": ("DivisorError", ("-3.0", "a finite number > 0")),
+    f"{FLAG} sum {FLAG}-divisor 1e46": ("DivisorError", ("1e+46", "from 1e-37 to 1e+37")),
+    f"{FLAG} sum {FLAG}-divisor 1e-40": ("DivisorError", ("1e-40", "from 1e-37 to 1e+37")),
     f"{FLAG} token_mean {FLAG}-divisor 3": (
         "DivisorError",
         ("divisor=3.0 with mode 'token_mean'", "drop it"),
@@ -192,8 +199,9 @@ def test_a_start_without_a_script_shows_the_usage(line: str, code: int) -> None:
     found, said, complained, _ = starts()[line]
     assert (found, complained) == (code, "")
     assert said.startswith("usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT")
-    for flag in ("", "-divisor", "-empty", "-function", "-batch", "-audit"):
-        assert f"{FLAG}{flag}" in said
+    options = ("divisor", "empty", "rejected", "function", "batch", "empty-step", "audit")
+    for flag in (FLAG, *(f"{FLAG}-{option}" for option in options)):
+        assert f"{flag} " in said or f"{flag}]" in said
 
 
 def test_a_flag_in_the_place_of_the_script_is_refused() -> None:

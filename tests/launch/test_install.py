@@ -37,7 +37,8 @@ def seams_on_host() -> dict[str, Any]:
     from megatron.training import arguments, training
     from megatron.training.global_vars import set_args
 
-    from megatron_loss_agg.mcore.install import install
+    from megatron_loss_agg.mcore import flags
+    from megatron_loss_agg.mcore.install import hook_from_args, install
 
     parallel_state.initialize_model_parallel()
 
@@ -86,6 +87,7 @@ def seams_on_host() -> dict[str, Any]:
         setattr(args, name, value)
         set_args(args)
         facts[name] = error_of(training.get_forward_backward_func)
+        facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
         args.loss_aggregation_batch = "json:dumps"
         uninstall()
         uninstall = install()
@@ -95,6 +97,13 @@ def seams_on_host() -> dict[str, Any]:
         uninstall = install()
         facts[f"{name} over two ranks"] = error_of(training.get_forward_backward_func)
         uninstall()
+
+    args, _ = flags.add_arguments(argparse.ArgumentParser()).parse_known_args(
+        ["--loss-aggregation", "token_mean"]
+    )
+    facts["SFT"] = []
+    for args.sft in (False, True):
+        facts["SFT"].append(hook_from_args(args).evaluates_by_microbatch)
 
     add_arguments, get_schedule = (
         arguments.add_megatron_arguments,
@@ -138,6 +147,8 @@ def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
     assert seams()[name].startswith("HostError: ")
     assert "--" + name.replace("_", "-") in seams()[name]
     assert re.search("drop|choose", seams()[name])
+    # Before the model is built, which takes long.
+    assert seams()[f"{name} at the start"] == seams()[name]
 
 
 def test_a_second_install_changes_nothing() -> None:
@@ -151,6 +162,11 @@ def test_only_the_rl_loop_is_let_in_by_a_function_that_reads_its_batches(name: s
     error = seams()[f"{name} with a reader"]
     assert error == "none" if name == "perform_rl_step" else error == seams()[name]
     assert ("--loss-aggregation-batch" in seams()[name]) == (name == "perform_rl_step")
+
+
+def test_evaluations_of_sft_are_known() -> None:
+    # Megatron's evaluation divides every microbatch's report then.
+    assert seams()["SFT"] == [False, True]
 
 
 def test_the_rl_loop_is_refused_with_context_parallelism() -> None:

@@ -121,6 +121,23 @@ def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
 
 
+def test_without_cpu_nothing_stands_in_for_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])\n"
+        "print(torch.cuda.current_stream.__module__, sys.argv[1:])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_loss_agg", str(script), "--flag"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines() == ["[]", "torch.cuda ['--flag']"], done.stderr[-2000:]
+
+
 def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
     logged, saved = runs["without the plugin"]
     launched_logged, launched_saved = runs["without the flag"]

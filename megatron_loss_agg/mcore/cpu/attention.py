@@ -83,9 +83,9 @@ class GatheredAttention(DotProductAttention):
                 "sequences; on a CPU expected neither beside it: leave one of them out"
             )
         if packed_seq_params is None:
-            offsets = torch.tensor([0, query.size(0) * size])
+            offsets = real = torch.tensor([0, query.size(0) * size])
         else:
-            offsets = _padded_offsets(packed_seq_params)
+            offsets, real = _padded_offsets(packed_seq_params), packed_seq_params.cu_seqlens_q
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
@@ -96,7 +96,7 @@ class GatheredAttention(DotProductAttention):
                 f"{int(offsets[-1])}: let them cover every token, padding included"
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
-        mask = _forbidden(layout.index, offsets, causal)
+        mask = _forbidden(layout.index, offsets, None if causal else real.diff())
         if attention_mask is not None:
             mask = mask | attention_mask
         key, value = _gather(key, layout, group), _gather(value, layout, group)
@@ -129,12 +129,19 @@ def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
     return layout.unshard(parts.chunk(layout.cp_size), dim=0).contiguous()
 
 
-def _forbidden(query_positions: Tensor, offsets: Tensor, causal: bool) -> Tensor:
-    """[1, 1, queries, keys]: true where the key is of another sequence or, if causal, later."""
+def _forbidden(query_positions: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
+    """[1, 1, queries, keys]: true where the key is of another sequence, or of no use there.
+
+    Args:
+        lengths: of the sequences without their padding, which no query attends to; None for causal
+            attention, in which no query attends to later keys, and so none to padding either.
+    """
     key_positions = torch.arange(int(offsets[-1]))
     sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)
     queries = query_positions.unsqueeze(1)
     mask = sequence[queries] != sequence
-    if causal:
+    if lengths is None:
         mask |= key_positions > queries
+    else:
+        mask |= key_positions >= (offsets[:-1] + lengths)[sequence]
     return mask[None, None]
