@@ -85,8 +85,9 @@ def forward_step(
     return losses, partial(loss_func, batch["loss_mask"])
 
 
-def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs, None]:
+def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs | None, None]:
     """Training and validation packs: the same on every rank, Megatron's sampler divides them."""
+    training, validation, _ = num_samples
     args = get_args()
     shards = 2 * args.context_parallel_size
     if args.sequence_parallel:
@@ -98,9 +99,10 @@ def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs,
         seed=args.seed,
         per_module=args.samples_per_module,
     )
-    train, valid = build("train", packs=num_samples[0]), build("valid", packs=num_samples[1])
-    print_rank_0(f"> standard library: {len(train)} training and {len(valid)} validation packs")
-    return train, valid, None
+    print_rank_0(f"> standard library: {training} training and {validation} validation packs")
+    # Megatron takes no empty data set: with --eval-iters 0 there is none.
+    valid = build("valid", packs=validation) if validation else None
+    return build("train", packs=training), valid, None
 
 
 # Ranks beyond the first of a tensor-parallel group read the data themselves, too.

@@ -44,9 +44,9 @@ from megatron_loss_agg.mcore.hook import LossHook  # noqa: E402
 
 BOUND = 1e-12
 CP_SIZE = 2
-MICROBATCHES = 4
+MICROBATCHES = 2
 # Data, step and model are those that quickstart.sh trains.
-SEQ_LENGTH = 512
+SEQ_LENGTH = 1536
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 128,

@@ -27,17 +27,17 @@ flags=(
     --position-embedding-type rope
     --attention-dropout 0
     --hidden-dropout 0
-    --seq-length 512
-    --max-position-embeddings 512
+    --seq-length 1536
+    --max-position-embeddings 1536
     --context-parallel-size 2
     --micro-batch-size 1
-    --global-batch-size 8
-    --train-iters 40
+    --global-batch-size 4
+    --train-iters 24
     --lr 5e-3
-    --lr-warmup-iters 4
+    --lr-warmup-iters 3
     --lr-decay-style cosine
     --eval-interval 1000
-    --eval-iters 4
+    --eval-iters 2
     --log-interval 1
     --logging-level 40
     --loss-aggregation prompt_mean
