@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import LayoutError
 from megatron_loss_agg.masks import MaskSums
-from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.microbatch import Microbatch, are_offsets
 
 
 class CPLayout:
@@ -171,8 +171,7 @@ def _check_length(length: int) -> None:
 
 
 def _check_offsets(offsets: Tensor) -> None:
-    integers = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
-    if not integers or offsets.dim() != 1 or offsets.numel() == 0:
+    if not are_offsets(offsets):
         raise LayoutError(f"cu_seqlens_padded={offsets!r}; expected int32 or int64 [sequences + 1]")
     if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
         raise LayoutError(

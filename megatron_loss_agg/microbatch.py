@@ -104,7 +104,7 @@ class Microbatch:
             offsets = getattr(self, name)
             if offsets is None:
                 continue
-            if not _is_offsets(offsets):
+            if not are_offsets(offsets):
                 raise GroupError(
                     f"{name} is {_kind(offsets)}; expected int32 or int64 [samples + 1]"
                 )
@@ -134,7 +134,8 @@ _BY_SAMPLE = {"prompt_ids": torch.int64, "rollout_ids": torch.int64, "rejected":
 _ARTICLE = {torch.int64: "an", torch.bool: "a"}
 
 
-def _is_offsets(x: object) -> bool:
+def are_offsets(x: object) -> bool:
+    """Whether ``x`` is a vector of integers, and has a first one; its values are not looked at."""
     integers = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
     return integers and x.dim() == 1 and x.numel() >= 1  # type: ignore[attr-defined]
 

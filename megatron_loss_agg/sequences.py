@@ -13,6 +13,7 @@ from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import sample_sums
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.weights import sample_coefficients
 
 
 class SequenceMean:
@@ -53,7 +54,7 @@ class SequenceMean:
             sample_T = rows.repeat_interleave(mask.shape[-1])
         # The last entry is for tokens of no sequence, whose mask is 0.
         total_S = torch.nn.functional.pad(sample_sums(microbatch), (0, 1))
-        self._share_S = torch.where(total_S > 0, 1 / total_S, 0.0)
+        self._share_S = sample_coefficients(total_S, across=1, scale=1.0)
         self._mask = mask.to(torch.float64)
         self._sample_T = sample_T
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -198,3 +201,16 @@ def test_a_custom_function_can_read_group_sums():
         torch.testing.assert_close(
             custom.weights(i, F64), ready.weights(i, F64), rtol=1e-15, atol=0
         )
+
+
+def test_the_custom_function_of_the_guide():
+    guide = (Path(__file__).parents[2] / "docs/modes.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    scope = {}
+    exec(code, scope)
+    agg = LossAggregation(mode="custom", function=scope["square_root_of_length"])
+    # N = 3, and M = 0.5, 4 and 0: a fraction below 1 is not clamped.
+    mask = torch.tensor([[0.25, 0.25, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=F64)
+    w = token_weights(agg, mask, dtype=F64)
+    expected = mask / torch.tensor([[0.5**0.5], [2.0], [1.0]], dtype=F64) / 3
+    torch.testing.assert_close(w, expected, rtol=1e-15, atol=0)
