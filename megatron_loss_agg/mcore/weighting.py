@@ -142,13 +142,13 @@ class RowWeights:
         if self._per_token:
             return mask.to(dtype).reshape(-1)
         within, across = self._aggregation.within, self._aggregation.across
-        groups = mask.reshape(1 if within is None else self._groups[within], -1)
-        sums = groups.sum(dim=1, dtype=torch.float64)
-        coefficients = sample_coefficients(
-            torch.ones_like(sums) if within is None else sums,
-            1 if across is None else self._groups[across] * self._microbatches,
-            self._aggregation.scale,
-        )
+        number = 1 if across is None else self._groups[across] * self._microbatches
+        if within is None:
+            groups, sums = mask.reshape(1, -1), mask.new_ones(1, dtype=torch.float64)
+        else:
+            groups = mask.reshape(self._groups[within], -1)
+            sums = groups.sum(dim=1, dtype=torch.float64)
+        coefficients = sample_coefficients(sums, number, self._aggregation.scale)
         return spread(coefficients, groups, None, dtype).reshape(-1)
 
 
