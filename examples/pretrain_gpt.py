@@ -143,6 +143,8 @@ def main() -> None:
             f"--micro-batch-size {args.micro_batch_size}: a microbatch is one pack of many "
             "samples; set --micro-batch-size 1 and choose the pack's size by --seq-length"
         )
+    if getattr(args, "full_validation", False):
+        raise SystemExit("--full-validation: the packs are drawn without end; drop that flag")
     if args.pipeline_model_parallel_size > 1:
         args.variable_seq_lengths = True  # packs differ in length, and stages exchange them
         args.moe_token_dispatcher_type = "alltoall"  # the default refuses, even without experts

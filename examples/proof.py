@@ -10,7 +10,6 @@ in several microbatches, once with the plugin and once as stock Megatron average
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -144,15 +143,9 @@ def _packs_of_this_rank(data: PackedPairs) -> Iterator[dict[str, Tensor]]:
 
 def difference(found: Gradients, expected: Gradients) -> tuple[float, float]:
     """|found - expected| / |expected| over all parameters together, and the worst single one."""
-    off = {name: float((found[name] - value).norm()) for name, value in expected.items()}
-    size = {name: float(value.norm()) for name, value in expected.items()}
-    whole = math.hypot(*off.values()) / math.hypot(*size.values())
-    return whole, worst_of([off[name] / size[name] for name in expected])
-
-
-def worst_of(differences: list[float]) -> float:
-    """NaN if there is one, which Python's `max` may pass over."""
-    return float(torch.tensor(differences).max())
+    off = torch.stack([(found[name] - value).norm() for name, value in expected.items()])
+    size = torch.stack([value.norm() for value in expected.values()])
+    return float(off.norm() / size.norm()), float((off / size).max())
 
 
 def row(title: str, found: dict[str, Gradients], expected: dict[str, Gradients]) -> str:
@@ -204,9 +197,8 @@ def main() -> int:
         print(row("megatron_loss_agg" + per_token * flag, plugin[flag], expected))
     for flag in (False, True):
         print(row("stock Megatron" + per_token * flag, stock[flag], expected))
-    worst = worst_of(
-        [difference(plugin[flag][mode], expected[mode])[1] for flag in plugin for mode in MODES]
-    )
+    found = [difference(plugin[flag][mode], expected[mode])[1] for flag in plugin for mode in MODES]
+    worst = float(torch.tensor(found).max())  # NaN if there is one, which Python's may pass over
     verdict = "EXACT" if worst <= BOUND else "NOT EXACT"
     print("\nall: all parameters as one vector; worst: the worst single parameter.")
     print(f"{verdict}: megatron_loss_agg differs by {worst:.1e} at worst; the bound is {BOUND}")

@@ -102,7 +102,7 @@ class CPLayout:
 
     def shard(self, x: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack)."""
-        _check_axis(x, dim, self.total_len)
+        _check_axis(x, dim, self.total_len, "the layout's")
         return x.index_select(dim, self.index.to(x.device))
 
     def unshard(
@@ -120,7 +120,8 @@ class CPLayout:
                 all-gather).
 
         Raises:
-            LayoutError: not ``cp_size`` parts, or parts of other lengths than this layout's.
+            LayoutError: not ``cp_size`` tensors of one shape, as long as this rank's part; or not
+                what goes with ``group``.
         """
         parts = self._gathered(local, group, dim)
         if len(parts) != self.cp_size:
@@ -138,11 +139,11 @@ class CPLayout:
         """All parts in rank order, each as long as this rank's."""
         length = self.index.numel()
         if isinstance(local, Tensor) and group is not None:
-            _check_axis(local, dim, length)
+            _check_axis(local, dim, length, "this rank's")
             return all_gather(local.contiguous(), group=group)
         if isinstance(local, Sequence) and group is None:
             for part in local:
-                _check_axis(part, dim, length)
+                _check_axis(part, dim, length, "this rank's")
             return local
         got = "one part" if isinstance(local, Tensor) else type(local).__name__
         raise LayoutError(
@@ -151,12 +152,12 @@ class CPLayout:
         )
 
 
-def _check_axis(x: Tensor, dim: int, length: int) -> None:
+def _check_axis(x: Tensor, dim: int, length: int, whose: str) -> None:
     if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise LayoutError(f"no axis {dim} in {got}; expected a tensor with it")
     if x.shape[dim] != length:
-        raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected the layout's {length}")
+        raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected {whose} {length}")
 
 
 def _check_rank(cp_size: int, cp_rank: int) -> None:

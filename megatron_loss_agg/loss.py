@@ -62,8 +62,8 @@ def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, w: Tensor) -> Tensor:
-    """In blocks, since a CPU's dot product adds up in sequence, with errors that grow so."""
-    if x.numel() <= _BLOCK:
+    """In blocks on a CPU, whose dot product adds up in sequence, with errors that grow so."""
+    if x.numel() <= _BLOCK or not x.is_cpu:
         return torch.dot(x, w)
     blocks = zip(x.split(_BLOCK), w.split(_BLOCK), strict=True)
     return torch.stack([torch.dot(*block) for block in blocks]).sum()

@@ -119,7 +119,7 @@ class Microbatch:
         if given is None:
             return
         expected = f"{dtype}".removeprefix("torch.")
-        if not isinstance(given, Tensor) or given.dtype != dtype:
+        if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
             raise GroupError(
                 f"{name} is {_kind(given)}; expected {_ARTICLE[dtype]} {expected} tensor [samples]"
             )
@@ -136,8 +136,9 @@ _ARTICLE = {torch.int64: "an", torch.bool: "a"}
 
 def are_offsets(x: object) -> bool:
     """Whether ``x`` is a vector of integers, and has a first one; its values are not looked at."""
-    integers = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
-    return integers and x.dim() == 1 and x.numel() >= 1  # type: ignore[attr-defined]
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        return False
+    return _is_dense(x) and x.dim() == 1 and x.numel() >= 1
 
 
 def _is_dense(x: Tensor) -> bool:

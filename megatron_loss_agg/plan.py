@@ -95,7 +95,8 @@ class StepPlan:
     ) -> None:
         """Stand in for `build` or `build_terms` on a rank that could not read its step.
 
-        No rank waits for it then: the others raise PeerError, and this one its own error.
+        No rank waits for it then: the others raise PeerError, and this one its own error. There
+        must be as many terms as the others have.
         """
         abandon(len(agg) if isinstance(agg, Mapping) else 1, group)
 
@@ -220,7 +221,7 @@ def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
 
 def as_list(microbatches: Any) -> list[Any]:
     """An iterator gives its elements once, and every term of a loss needs them."""
-    if not isinstance(microbatches, Iterable):
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, Tensor):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
 
@@ -229,13 +230,6 @@ def _coefficients(agg: LossAggregation, step: StepSums) -> Tensor:
     """``c_s`` of every sample; fp64."""
     across = 1 if agg.across is None else step.number(agg.across, agg.empty == "skip")
     coefficient_S = sample_coefficients(step.within(agg.within), across, agg.scale)
-    # No weight of a sample is larger than this.
-    largest_S = coefficient_S * step.sums["sample"].clamp(min=1)
-    if not bool(largest_S.float().isfinite().all()):
-        raise MaskError(
-            "weights overflow fp32: a mask sum or the divisor is too small, or a mask too large; "
-            "expected weights that fp32 can hold"
-        )
     if step.rejected_S is None:
         return coefficient_S
     return coefficient_S.masked_fill(step.rejected_S, 0.0)

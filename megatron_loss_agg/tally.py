@@ -87,7 +87,7 @@ class Tally:
         self._by_microbatch = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         )
-        self.error = self.error or _beyond_fp32(self._by_microbatch)
+        self.error = self.error or _unfit_for_fp32(agg, self.sums_S, self._by_microbatch)
         # Ranks that share samples are named by the first of them, and only that one counts them.
         self.owner: int | None = None
         if sharded_over is not None:
@@ -247,14 +247,26 @@ def _rejected(microbatches: Sequence[Microbatch]) -> Tensor | None:
     return on_cpu(flags, torch.bool)
 
 
-def _beyond_fp32(by_microbatch: Tensor) -> MaskError | None:
-    large = (by_microbatch > torch.finfo(torch.float32).max).nonzero().view(-1).tolist()
-    if not large:
-        return None
-    total = float(by_microbatch[large[0]])
-    return MaskError(
-        f"microbatch {large[0]}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
-    )
+def _unfit_for_fp32(
+    agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor
+) -> MaskError | None:
+    """What weights in fp32 could not hold; before the exchange, so that every rank hears of it."""
+    greatest = torch.finfo(torch.float32).max
+    totals = by_microbatch * max(agg.scale, 1.0)
+    large = (totals > greatest).nonzero().view(-1).tolist()
+    if large:
+        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+        return MaskError(
+            f"microbatch {large[0]}: loss_mask{over} sums to {float(totals[large[0]]):g}, beyond "
+            f"fp32; expected smaller values{', or a larger divisor' if over else ''}"
+        )
+    small = sums_S[(sums_S > 0) & (sums_S < 1 / greatest)].tolist()
+    if small and agg.within is not None:
+        return MaskError(
+            f"the loss_mask of a sample sums to {small[0]:g}, whose inverse overflows fp32; "
+            "expected 0, or larger values"
+        )
+    return None
 
 
 def _check_agreement(rows: list[list[int]]) -> None:

@@ -80,7 +80,8 @@ class StepTerms(Mapping[str, StepPlan]):
             of_step = as_list(microbatches)
             of_terms = [[of_term(name, m) for m in of_step] for name in named]
         except Exception:
-            StepPlan.abandon(terms, group)
+            if isinstance(terms, Mapping) and terms:  # else their number is not known
+                StepPlan.abandon(terms, group)
             raise
         aggregations = [term.aggregation for term in named.values()]
         plans = build_plans(aggregations, of_terms, group, sharded_over)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         f"{FLAG}-divisor",
         metavar="D",
-        help="the D of 'constant' and 'sum', a finite number > 0",
+        help="the D of 'constant' and 'sum', a number from 1e-37 to 1e37",
     )
     group.add_argument(
         f"{FLAG}-empty",

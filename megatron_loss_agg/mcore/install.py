@@ -82,14 +82,14 @@ def install(
         return forward_backward if ours is None else ours.wrap(forward_backward)
 
     @functools.wraps(setup)
-    def set_up_with_empty_steps(*args: Any, **kwargs: Any) -> Any:
+    def checked_setup(*args: Any, **kwargs: Any) -> Any:
         ours = hook()  # first, since it refuses bad flags, and to build a model takes long
         model, optimizer, scheduler = setup(*args, **kwargs)
         if optimizer is not None and ours is not None and ours.empty_step == "skip":
             optimizer.step = _step_unless_empty(optimizer.step, ours)
         return model, optimizer, scheduler
 
-    wrapped = (add_arguments_with_ours, get_hooked_forward_backward, set_up_with_empty_steps)
+    wrapped = (add_arguments_with_ours, get_hooked_forward_backward, checked_setup)
     for (seam, _), function in zip(originals, wrapped, strict=True):
         setattr(seam.module, seam.name, function)
 

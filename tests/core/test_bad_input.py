@@ -92,8 +92,16 @@ def test_a_divisor_has_an_inverse_in_fp32(divisor):
 def test_a_mask_times_its_coefficient_fits_fp32():
     agg = LossAggregation(mode="sum", divisor=1e-35)
     assert token_weights(agg, torch.ones(1, 2)).tolist() == [[pytest.approx(1e35)] * 2]
-    with pytest.raises(MaskError, match=r"weights overflow fp32: .* a mask too large"):
+    text = r"microbatch 0: loss_mask over the divisor 1e-35 sums to 2e\+45, beyond fp32"
+    with pytest.raises(MaskError, match=text):
         token_weights(agg, torch.full((1, 2), 1e10))
+
+
+def test_a_mask_sum_has_an_inverse_in_fp32():
+    mask = torch.tensor([[1.0, 1.0], [1e-42, 0]], dtype=torch.float64)
+    with pytest.raises(MaskError, match="sample sums to 1e-42, whose inverse overflows fp32"):
+        token_weights(AGG, mask)
+    assert torch.equal(token_weights(LossAggregation(mode="sum"), mask), mask.float())
 
 
 @pytest.mark.parametrize("divisor", [1, 4096, 0.5, 1e30])

@@ -105,6 +105,7 @@ DEFECTS = {  # and the error of the rank that has it
     "padding": "MaskError",
     "no ids": "GroupError",
     "offsets": "GroupError",
+    "small": "MaskError",
     "no list": "MaskError",
     "no microbatch": "MaskError",
     "no aggregation": "ModeError",
@@ -124,6 +125,7 @@ def build_with_defects(where: int) -> list[tuple[str, str]]:
         "no ids": Microbatch(torch.ones(2, 3)),
         "padding": Microbatch(torch.ones(6), cu_seqlens=torch.tensor([0, 2, 5]), **ids),
         "offsets": Microbatch(torch.ones(6), cu_seqlens=torch.tensor([0, 7, 6]), **ids),
+        "small": Microbatch(torch.full((2, 3), 1e-42), **ids),
         "no microbatch": torch.ones(2, 3),
         "none": good,
     }

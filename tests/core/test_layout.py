@@ -193,7 +193,7 @@ def test_unshard_needs_every_shard():
     layout = CPLayout.bshd(8, 2, 0)
     with pytest.raises(LayoutError, match="2"):
         layout.unshard([torch.zeros(4)])
-    with pytest.raises(LayoutError, match="length 3; expected the layout's 4"):
+    with pytest.raises(LayoutError, match="length 3; expected this rank's 4"):
         layout.unshard([torch.zeros(4), torch.zeros(3)])
     with pytest.raises(LayoutError, match="one part without a group"):
         layout.unshard(torch.zeros(4))

@@ -92,9 +92,15 @@ def test_proof_holds_and_stock_averages_differ() -> None:
 
 
 WITHOUT_THE_HOOK = "proof.LossHook.wrap = lambda self, forward_backward: forward_backward"
+# Of one parameter, with one mode and flag, neither of them the first.
 NAN = """
 exact = proof.host_gradients
-proof.host_gradients = lambda *args: {n: g * float("nan") for n, g in exact(*args).items()}
+def spoiled(data, weights, mode, per_token_flag):
+    found = exact(data, weights, mode, per_token_flag)
+    if mode == "token_mean" and per_token_flag:
+        found[list(found)[-1]] *= float("nan")
+    return found
+proof.host_gradients = spoiled
 """
 
 

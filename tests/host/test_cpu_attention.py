@@ -162,23 +162,24 @@ def test_a_batch_may_have_its_own_group() -> None:
     assert run_host_ranks(alone_in_a_larger_group, 2) == [True, True]
 
 
-def refused(end: int, config: dict[str, Any]) -> str:
+def refused(real: list[int], padded: list[int], kind: str, config: dict[str, Any]) -> str:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_loss_agg import AggregationError
 
     attend = attention(1, **config)
-    offsets = torch.tensor([0, end])
-    params = PackedSeqParams("thd", offsets, offsets, offsets, offsets, end, end)
+    q, q_padded = torch.tensor(real), torch.tensor(padded)
+    params = PackedSeqParams("thd", q, q, q_padded, q_padded, 16, 16)
     *qkv, _ = (x.squeeze(1) for x in inputs(16, 1))
     with pytest.raises(AggregationError) as error:
-        attend(*qkv, None, packed_seq_params=params)
+        attend(*qkv, None, AttnMaskType[kind], packed_seq_params=params)
     return str(error.value)
 
 
 @pytest.mark.host
 def test_offsets_must_cover_all_tokens() -> None:
-    assert run_host_ranks(refused, 1, 12, {}) == [
+    assert run_host_ranks(refused, 1, [0, 12], [0, 12], "causal", {}) == [
         "got 16 tokens on context-parallel rank 0 of 1; expected 12 by the sequence offsets, which "
         "end at 12: let them cover every token, padding included"
     ]
@@ -186,10 +187,19 @@ def test_offsets_must_cover_all_tokens() -> None:
 
 @pytest.mark.host
 def test_a_sliding_window_is_refused_where_it_would_be_ignored() -> None:
-    (error,) = run_host_ranks(refused, 1, 16, {"window_size": (4, 0)})
+    window = {"window_size": (4, 0)}
+    (error,) = run_host_ranks(refused, 1, [0, 16], [0, 16], "causal", window)
     assert error.startswith(
         "got a sliding window (--window-size) with context parallelism or packed"
     )
+
+
+@pytest.mark.host
+def test_sequences_whose_length_is_unknown_are_refused() -> None:
+    # A causal query never sees the padding, so there the real offsets are not needed.
+    assert run_host_ranks(refused, 1, [0, 5], [0, 8, 16], "padding", {}) == [
+        "got 2 offsets and 3 padded ones; expected as many"
+    ]
 
 
 def stock() -> bool:

@@ -68,7 +68,8 @@ class GatheredAttention(DotProductAttention):
             [local seq, batch, heads * head dim]; a batch of 1 when packed.
 
         Raises:
-            LayoutError: the queries are not as many as the layout gives to this rank.
+            LayoutError: the queries are not as many as the layout gives to this rank; or real and
+                padded offsets, where the attention is not causal, are not as many.
             HostError: a sliding window, which this mask does not know.
         """
         group = self._context_group(packed_seq_params)
@@ -96,6 +97,10 @@ class GatheredAttention(DotProductAttention):
                 f"{int(offsets[-1])}: let them cover every token, padding included"
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if not causal and real.shape != offsets.shape:
+            raise LayoutError(
+                f"got {real.numel()} offsets and {offsets.numel()} padded ones; expected as many"
+            )
         mask = _forbidden(layout.index, offsets, None if causal else real.diff())
         if attention_mask is not None:
             mask = mask | attention_mask
