@@ -45,7 +45,7 @@ BOUND = 1e-12
 CP_SIZE = 2
 MICROBATCHES = 2
 # Data, step and model are those that quickstart.sh trains.
-SEQ_LENGTH = 1536
+SEQ_LENGTH = 1280
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 128,

@@ -27,8 +27,8 @@ flags=(
     --position-embedding-type rope
     --attention-dropout 0
     --hidden-dropout 0
-    --seq-length 1536
-    --max-position-embeddings 1536
+    --seq-length 1280
+    --max-position-embeddings 1280
     --context-parallel-size 2
     --micro-batch-size 1
     --global-batch-size 4
