@@ -1,8 +1,8 @@
-"""Write docs/verified.md from the test reports of the version matrix.
+"""Write docs/verified.md from test reports, one of each release of the host.
 
     python ci/verified.py REPORT.xml ... > docs/verified.md
 
-A report is pytest's ``--junitxml`` of one release, named after it.
+A report is pytest's ``--junitxml``; what is in all of them goes into the tables.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from pathlib import Path
 
 HEAD = """\
 # Verified
 
-Written by `bash ci/matrix.sh` from the reports of its tests, not by hand. Every number is measured
+Written by `bash ci/matrix.sh` from the reports of the tests, not by hand. Every number is measured
 through the real Megatron-Core of that release on a CPU: its schedule, DDP and gradient finalization
 over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three microbatches of
 unequal size, with and without `--calculate-per-token-loss`, in every mode.
@@ -43,8 +42,23 @@ def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def read(path: str) -> tuple[str, list[ElementTree.Element]]:
+    """The release that a report is about, and its cases."""
+    suite = ElementTree.parse(path)
+    released = suite.find("testsuite/properties/property[@name='megatron-core']")
+    if released is None:
+        sys.exit(f"{path} names no release of megatron-core; expected a report on tests/host")
+    return released.attrib["value"], list(suite.iter("testcase"))
+
+
+def title(case: ElementTree.Element) -> tuple[str, str]:
+    """The module of a test, and its name without parameters."""
+    return case.attrib["classname"], case.attrib["name"].partition("[")[0]
+
+
 def main(paths: list[str]) -> None:
-    reports = {Path(path).stem: list(ElementTree.parse(path).iter("testcase")) for path in paths}
+    reports = dict(map(read, paths))
+    everywhere = set.intersection(*(set(map(title, cases)) for cases in reports.values()))
     print(HEAD)
     print("## Gradients\n")
     print("Norm-wise, relative to one fp64 process. The bound is 1e-12 in fp64, and in fp32 twice")
@@ -59,9 +73,9 @@ def main(paths: list[str]) -> None:
     counts: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for version, cases in reports.items():
         for case in cases:
-            if case.attrib["classname"] != GRADIENTS:
-                name = case.attrib["name"].partition("[")[0].removeprefix("test_")
-                counts[name.replace("_", " ")][version].append(passed(case))
+            module, name = title(case)
+            if (module, name) in everywhere and module != GRADIENTS:
+                counts[name.removeprefix("test_").replace("_", " ")][version].append(passed(case))
     for name, by_version in counts.items():
         cells = [f"{sum(by_version[v])} of {len(by_version[v])}" for v in reports]
         print(f"| {name} | {' | '.join(cells)} |")
