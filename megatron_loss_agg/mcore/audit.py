@@ -105,10 +105,11 @@ def _reduced(buffer: Any) -> float:
 
 
 class Auditor:
-    """Checks `measured_scale` before the first step, or before every step of a new size.
+    """Checks `measured_scale` before the first step, or before the first of every size.
 
     Args:
-        repeat: check again whenever the plan's `HostScale` changes, and print what was measured.
+        repeat: check again before the first step of every further `HostScale`, and print what was
+            measured.
     """
 
     def __init__(self, repeat: bool) -> None:
@@ -123,16 +124,14 @@ class Auditor:
         """
         if scale in self._checked or (self._checked and not self._repeat):
             return
-        self._checked.add(scale)
         model = kwargs["model"]
         chunk = model[-1] if isinstance(model, list) else model
         measured = measured_scale(chunk, scale, kwargs.get("pg_collection"))
-        if measured is None:
-            return
         undone = 1.0 / scale.multiplier(_tokens(scale))
-        if abs(measured - 1) > TOLERANCE:
+        if measured is not None and not abs(measured - 1) <= TOLERANCE:  # NaN, too
             raise HostError(_mismatch(measured, undone, scale))
-        if self._repeat and dist.get_rank() == 0:
+        self._checked.add(scale)  # only now: a loop that catches the error is refused again
+        if measured is not None and self._repeat and dist.get_rank() == 0:
             print(
                 f"loss aggregation audit: the host multiplies a returned loss by "
                 f"{measured * undone:.6g}, the plugin undoes {undone:.6g}: gradients are "
