@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         f"{FLAG}-audit",
         action="store_true",
-        help="measure the host's averaging anew whenever the number of microbatches changes, and "
-        "print it (without it: once, before the first step)",
+        help="measure the host's averaging before the first step of each number of microbatches, "
+        "and print it (without it: once, before the first step)",
     )
     return parser
 
