@@ -56,7 +56,8 @@ def _large_step(results: Results) -> None:
     samples, prompts, ranks = LARGE_PLAN
     aggregation = LossAggregation(mode="prompt_mean")
     tallies = [_tally(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
-    totals = torch.stack([exchange.row_of([(t.totals, t.columns)], False) for t in tallies])
+    header = exchange.Header(failed=False, terms=1, tag=0)
+    totals = torch.stack([exchange.row_of(header, [(t.totals, t.columns)]) for t in tallies])
     width = max(t.groups["prompt"].ids.numel() for t in tallies)
     payload = torch.stack([exchange.packed([t.groups["prompt"]], width) for t in tallies])
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.errors import PeerError
+from megatron_loss_agg.errors import ModeError, PeerError
 
 
 class Groups(NamedTuple):
@@ -51,37 +51,81 @@ class Totals(NamedTuple):
         return cls(tokens, kept, *(round(x) for x in counts))
 
 
+TERMS_A_ROW = 8
+COLUMNS = 6
+"""Integers of a term beside its totals: see `Tally.columns`."""
+
+
+class Header(NamedTuple):
+    """What every row begins with, so that ranks which disagree can tell."""
+
+    failed: bool  # the rank could not count its step
+    terms: int
+    tag: int  # differs between different terms
+
+
 def exchange_totals(
-    mine: Sequence[tuple[Totals, list[int]]], failed: bool, group: dist.ProcessGroup | None
+    mine: Sequence[tuple[Totals, list[int]]], tag: int, group: dist.ProcessGroup | None
 ) -> list[tuple[Totals, list[list[int]]]]:
-    """Sum totals over ``group``, and collect everybody's columns. One collective for all terms.
+    """Sum totals over ``group``, and collect everybody's columns.
+
+    One collective for every `TERMS_A_ROW` terms. Its size is the same whatever the terms: a
+    collective of different sizes hangs or ends the process.
 
     Args:
         mine: for every term, this rank's totals, and columns of integers.
-        failed: whether this rank could not count its step.
+        tag: a number that differs between different terms.
 
     Returns:
         for every term the totals of the step, and the columns of every rank in order.
 
     Raises:
-        PeerError: some rank failed (this one's own failure is for the caller to raise).
+        PeerError: some rank failed.
+        ModeError: ranks have different terms.
     """
-    rows = gather_rows(row_of(mine, failed), group)
-    failures = rows[:, 0].nonzero().view(-1).tolist()
-    if failures and not failed:
+    header = Header(False, len(mine), tag)
+    answers = []
+    for start in range(0, len(mine), TERMS_A_ROW):
+        terms = mine[start : start + TERMS_A_ROW]
+        rows = gather_rows(row_of(header, terms), group)
+        _check_headers(rows[:, : len(Header._fields)])
+        cells = rows[:, len(Header._fields) :].unflatten(1, (TERMS_A_ROW, -1))
+        for term in cells.unbind(dim=1)[: len(terms)]:
+            totals, columns = term.split([len(Totals._fields), COLUMNS], dim=1)
+            answers.append((Totals.sum(totals), columns.long().tolist()))
+    return answers
+
+
+def abandon(group: dist.ProcessGroup | None) -> None:
+    """Stand in for `exchange_totals` on a rank that could not count its step."""
+    gather_rows(row_of(Header(True, 0, 0), []), group)
+
+
+def row_of(header: Header, terms: Sequence[tuple[Totals, list[int]]]) -> Tensor:
+    """What a rank sends of its totals: fp64."""
+    cells = [*header, *(x for totals, columns in terms for x in (*totals, *columns))]
+    row = torch.zeros(len(header) + TERMS_A_ROW * (len(Totals._fields) + COLUMNS)).double()
+    row[: len(cells)] = torch.tensor(cells, dtype=torch.float64)
+    return row
+
+
+def _check_headers(rows: Tensor) -> None:
+    """Raise, on every rank that has not failed itself, unless all are well and agree."""
+    headers = [Header(*row) for row in rows.tolist()]
+    failures = [rank for rank, header in enumerate(headers) if header.failed]
+    if failures:
         raise PeerError(
             f"bad microbatches on rank(s) {failures} of the data-parallel group; "
             "expected every rank's to be valid: see the error of those ranks"
         )
-    blocks = rows[:, 1:].split([len(totals) + len(columns) for totals, columns in mine], dim=1)
-    width = len(Totals._fields)
-    return [(Totals.sum(b[:, :width]), b[:, width:].long().tolist()) for b in blocks]
-
-
-def row_of(mine: Sequence[tuple[Totals, list[int]]], failed: bool) -> Tensor:
-    """What a rank sends of its totals: fp64."""
-    cells = [float(failed), *(x for totals, columns in mine for x in (*totals, *columns))]
-    return torch.tensor(cells, dtype=torch.float64)
+    numbers = sorted({round(header.terms) for header in headers})
+    if len(numbers) > 1:
+        raise ModeError(f"the ranks have {numbers} terms; expected the same on every rank")
+    if len({header.tag for header in headers}) > 1:
+        raise ModeError(
+            "the ranks have different aggregations, or terms in another order; expected the same "
+            "on every rank"
+        )
 
 
 def exchange_groups(

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
+from megatron_loss_agg.exchange import abandon
 from megatron_loss_agg.loss import where_weighted
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.tally import StepCounts, StepSums, Tally, abandon, exchange
+from megatron_loss_agg.tally import StepCounts, StepSums, Tally, exchange
 from megatron_loss_agg.weights import sample_coefficients, spread
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ class StepPlan:
 
         Raises:
             MaskError, GroupError: bad values or missing ids here; before the first use.
+            ModeError: no aggregation, or another one on another rank.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        (plan,) = build_plans([agg], [microbatches], group, sharded_over)
+        (plan,) = build_plans({"": agg}, [microbatches], group, sharded_over)
         return plan
 
     @staticmethod
@@ -77,28 +79,27 @@ class StepPlan:
     ) -> StepTerms:
         """`build` for a loss of several terms, each with a denominator of its own.
 
-        Still at most two collectives, whatever the number of terms.
+        Still at most two collectives, for up to eight terms; one more for every further eight.
 
         Args:
-            terms: by name; an aggregation alone has the coefficient 1.
+            terms: by name, the same in the same order on every rank; an aggregation alone has the
+                coefficient 1.
             microbatches: each one for all terms, or one for each where their masks differ.
             group, sharded_over: as for `build`.
+
+        Raises: as `build`, of terms too.
         """
         from megatron_loss_agg.terms import StepTerms
 
         return StepTerms.build(terms, microbatches, group, sharded_over)
 
     @staticmethod
-    def abandon(
-        agg: LossAggregation | Mapping[str, Term | LossAggregation],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def abandon(group: dist.ProcessGroup | None) -> None:
         """Stand in for `build` or `build_terms` on a rank that could not read its step.
 
-        No rank waits for it then: the others raise PeerError, and this one its own error. There
-        must be as many terms as the others have.
+        No rank waits for it then: the others raise PeerError, and this one its own error.
         """
-        abandon(len(agg) if isinstance(agg, Mapping) else 1, group)
+        abandon(group)
 
     @property
     def is_empty(self) -> bool:
@@ -177,12 +178,12 @@ class StepPlan:
 
 
 def build_plans(
-    aggregations: Sequence[LossAggregation],
+    aggregations: Mapping[str, LossAggregation],
     microbatches: Sequence[Sequence[Microbatch]],
     group: dist.ProcessGroup | None,
     sharded_over: dist.ProcessGroup | None,
 ) -> list[StepPlan]:
-    """A plan for each of ``aggregations`` over its microbatches, in one exchange."""
+    """A plan for each term, by its aggregation over its microbatches, in one exchange."""
     if sharded_over is not None and group is None:
         raise GroupError(
             "sharded_over without group; expected the combined data-and-context-parallel group"
@@ -191,17 +192,17 @@ def build_plans(
         lists = [_checked_microbatches(of_one) for of_one in microbatches]
         # Terms with the same masks read them once.
         masks = {mbs: MaskSums.read(mbs) for mbs in dict.fromkeys(lists)}
-        tallies = [
-            Tally(_checked_aggregation(agg), mbs, masks[mbs], sharded_over)
-            for agg, mbs in zip(aggregations, lists, strict=True)
-        ]
+        tallies = {
+            name: Tally(_checked_aggregation(agg), mbs, masks[mbs], sharded_over)
+            for (name, agg), mbs in zip(aggregations.items(), lists, strict=True)
+        }
     except Exception:
-        abandon(len(aggregations), group)
+        abandon(group)
         raise
     steps = exchange(tallies, group)
     return [
         StepPlan(tally.agg, tally.microbatches, step)
-        for tally, step in zip(tallies, steps, strict=True)
+        for tally, step in zip(tallies.values(), steps, strict=True)
     ]
 
 

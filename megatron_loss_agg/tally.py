@@ -5,7 +5,7 @@ Suffixes: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
-from megatron_loss_agg.errors import GroupError, MaskError, ModeError
-from megatron_loss_agg.exchange import Groups, Totals, exchange_groups, exchange_totals
+from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.exchange import Groups, Totals, abandon, exchange_groups, exchange_totals
 from megatron_loss_agg.masks import MaskSums, on_cpu
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -103,10 +103,10 @@ class Tally:
 
     @property
     def columns(self) -> list[int]:
-        """What ranks compare: aggregation, owner and number of samples, and sizes of groups."""
+        """What ranks tell each other: owner and number of samples, and sizes of groups."""
         sizes = [self.groups[u].ids.numel() if u in self.groups else -1 for u in _SHAREABLE]
         owner = -1 if self.owner is None else self.owner
-        return [_tag(self.agg), owner, self.sums_S.numel(), *sizes]
+        return [owner, self.sums_S.numel(), *sizes]
 
     def step(self, totals: Totals, shared: dict[Unit, Groups]) -> StepSums:
         """The sums of the whole step, out of everybody's totals and groups."""
@@ -183,43 +183,40 @@ class Tally:
         return None
 
 
-def exchange(tallies: Sequence[Tally], group: dist.ProcessGroup | None) -> list[StepSums]:
-    """Add up every tally with the other ranks' of ``group``, in at most two collectives in all.
+def exchange(tallies: Mapping[str, Tally], group: dist.ProcessGroup | None) -> list[StepSums]:
+    """Add up every term's tally with the other ranks' of ``group``.
+
+    In two collectives at most for up to `TERMS_A_ROW` terms.
 
     Raises:
         MaskError, GroupError: this rank's input is bad.
         PeerError: another rank's is.
-        ModeError: the ranks have different aggregations.
+        ModeError: the ranks have different terms.
     """
-    error = next((tally.error for tally in tallies if tally.error is not None), None)
-    mine = [(tally.totals, tally.columns) for tally in tallies]
-    answers = exchange_totals(mine, error is not None, group)
+    of_terms = list(tallies.values())
+    error = next((tally.error for tally in of_terms if tally.error is not None), None)
     if error is not None:
+        abandon(group)
         raise error
+    mine = [(tally.totals, tally.columns) for tally in of_terms]
+    answers = exchange_totals(mine, _tag(tallies), group)
     units: list[tuple[int, Unit]] = []
     sizes: list[list[int]] = [[] for _ in answers[0][1]]
     for t, (_, rows) in enumerate(answers):
-        _check_agreement(rows)
+        _check_shared_samples(rows)
         for k, unit in enumerate(_SHAREABLE):
-            if all(row[3 + k] >= 0 for row in rows):
+            if all(row[2 + k] >= 0 for row in rows):
                 units.append((t, unit))
                 for of_rank, row in zip(sizes, rows, strict=True):
-                    of_rank.append(row[3 + k])
-    merged = exchange_groups([tallies[t].groups[unit] for t, unit in units], sizes, group)
-    shared: list[dict[Unit, Groups]] = [{} for _ in tallies]
+                    of_rank.append(row[2 + k])
+    merged = exchange_groups([of_terms[t].groups[unit] for t, unit in units], sizes, group)
+    shared: list[dict[Unit, Groups]] = [{} for _ in of_terms]
     for (t, unit), groups in zip(units, merged, strict=True):
         shared[t][unit] = groups
     return [
         tally.step(totals, of_tally)
-        for tally, (totals, _), of_tally in zip(tallies, answers, shared, strict=True)
+        for tally, (totals, _), of_tally in zip(of_terms, answers, shared, strict=True)
     ]
-
-
-def abandon(number_of_terms: int, group: dist.ProcessGroup | None) -> None:
-    """Take this rank's part in the exchange of totals as a rank that failed."""
-    nothing = Totals(0.0, 0.0, 0, 0, 0, 0, 0, 0)
-    columns = [0, -1, 0, *(-1 for _ in _SHAREABLE)]  # see `Tally.columns`; nobody reads them
-    exchange_totals([(nothing, columns)] * number_of_terms, True, group)
 
 
 def _shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
@@ -230,10 +227,13 @@ def _shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
     return [unit for unit in shared if unit in (agg.within, agg.across)]
 
 
-def _tag(agg: LossAggregation) -> int:
-    """A number that differs between aggregations."""
-    fields = (agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
-    return crc32(repr(fields).encode())
+def _tag(tallies: Mapping[str, Tally]) -> int:
+    """A number that differs between different terms, and orders of them."""
+    terms = [
+        (name, agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
+        for name, agg in ((name, tally.agg) for name, tally in tallies.items())
+    ]
+    return crc32(repr(terms).encode())
 
 
 def _rejected(microbatches: Sequence[Microbatch]) -> Tensor | None:
@@ -269,16 +269,14 @@ def _unfit_for_fp32(
     return None
 
 
-def _check_agreement(rows: list[list[int]]) -> None:
-    """Raise, on every rank alike, if ranks differ in what must be the same on all of them.
+def _check_shared_samples(rows: list[list[int]]) -> None:
+    """Raise, on every rank alike, if ranks that share samples differ in their number.
 
     Args:
-        rows: for every rank, its aggregation's tag, the owner of its samples and their number.
+        rows: for every rank, the owner of its samples, and their number.
     """
-    if len({row[0] for row in rows}) > 1:
-        raise ModeError("the ranks have different aggregations; expected the same on every rank")
     samples: dict[int, int] = {}
-    for _, owner, number, *_ in rows:
+    for owner, number, *_ in rows:
         if owner >= 0 and samples.setdefault(owner, number) != number:
             raise GroupError(
                 f"ranks that share samples have {samples[owner]} and {number} of them; expected "

@@ -80,10 +80,9 @@ class StepTerms(Mapping[str, StepPlan]):
             of_step = as_list(microbatches)
             of_terms = [[of_term(name, m) for m in of_step] for name in named]
         except Exception:
-            if isinstance(terms, Mapping) and terms:  # else their number is not known
-                StepPlan.abandon(terms, group)
+            StepPlan.abandon(group)
             raise
-        aggregations = [term.aggregation for term in named.values()]
+        aggregations = {name: term.aggregation for name, term in named.items()}
         plans = build_plans(aggregations, of_terms, group, sharded_over)
         return cls(named, dict(zip(named, plans, strict=True)))
 

@@ -190,7 +190,7 @@ class LossHook:
                 source, scale.num_microbatches, self.read_batch, self.terms
             )
         except Exception:
-            StepPlan.abandon(self.terms, ranks.data)
+            StepPlan.abandon(ranks.data)
             raise
         _replace_iterator(kwargs, lambda _: replay)
         plans = StepPlan.build_terms(self.terms, microbatches, ranks.data)

@@ -110,6 +110,7 @@ DEFECTS = {  # and the error of the rank that has it
     "no microbatch": "MaskError",
     "no aggregation": "ModeError",
     "no term": "ModeError",
+    "no terms": "ModeError",
     "abandon": "abandoned",
     "none": "nothing",
 }
@@ -136,7 +137,7 @@ def build_with_defects(where: int) -> list[tuple[str, str]]:
             if dist.get_rank() != where:
                 StepPlan.build(agg, [good], group=dist.group.WORLD)
             elif defect == "abandon":
-                StepPlan.abandon(agg, dist.group.WORLD)
+                StepPlan.abandon(dist.group.WORLD)
                 return "abandoned", ""
             elif defect == "no list":
                 StepPlan.build(agg, good, group=dist.group.WORLD)
@@ -144,6 +145,8 @@ def build_with_defects(where: int) -> list[tuple[str, str]]:
                 StepPlan.build("prompt_mean", [good], group=dist.group.WORLD)
             elif defect == "no term":
                 StepPlan.build_terms({"loss": "prompt_mean"}, [good], group=dist.group.WORLD)
+            elif defect == "no terms":
+                StepPlan.build_terms({}, [good], group=dist.group.WORLD)
             else:
                 StepPlan.build(agg, [good, bad[defect]], group=dist.group.WORLD)
         except AggregationError as error:

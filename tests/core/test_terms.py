@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -144,7 +145,7 @@ def fail_on_one_rank() -> str:
     terms = {"a": aggregation("token_mean"), "b": aggregation("prompt_mean")}
     try:
         if dist.get_rank() == 1:
-            StepPlan.abandon(terms, dist.group.WORLD)
+            StepPlan.abandon(dist.group.WORLD)
             return "abandoned"
         StepPlan.build_terms(terms, two_microbatches(), dist.group.WORLD)
     except AggregationError as error:
@@ -154,6 +155,60 @@ def fail_on_one_rank() -> str:
 
 def test_no_rank_waits_for_one_that_failed():
     assert run_ranks(fail_on_one_rank, 2) == ["PeerError", "abandoned"]
+
+
+TERMS = {
+    "one": ["policy"],
+    "two": ["policy", "kl"],
+    "in another order": ["kl", "policy"],
+    "under another name": ["policy", "entropy"],
+    "nine": [str(i) for i in range(9)],
+    "ten": [str(i) for i in range(10)],
+}
+
+
+def build_unlike_terms() -> list[str]:
+    """What this rank hears when rank 1 has other terms, of the same aggregation, than rank 0."""
+
+    def heard(mine: str) -> str:
+        terms = dict.fromkeys(TERMS[mine], aggregation("token_mean"))
+        try:
+            plans = StepPlan.build_terms(terms, two_microbatches(), dist.group.WORLD)
+        except AggregationError as error:
+            return f"{type(error).__name__}: {error}"
+        return f"{len(plans)} plans"
+
+    return [heard(pair[dist.get_rank()]) for pair in itertools.product(TERMS, repeat=2)]
+
+
+def test_ranks_with_other_terms_all_hear_of_it():
+    heard = run_ranks(build_unlike_terms, 2, timeout=60.0)
+    assert heard[0] == heard[1]
+    for (first, second), said in zip(itertools.product(TERMS, repeat=2), heard[0], strict=True):
+        numbers = sorted({len(TERMS[first]), len(TERMS[second])})
+        if first == second:
+            assert said == f"{numbers[0]} plans"
+        elif len(numbers) > 1:
+            assert f"the ranks have {numbers} terms; expected the same on every rank" in said
+        else:
+            assert "terms in another order; expected the same on every rank" in said
+
+
+def plan_many_terms() -> list[tuple[float, float]]:
+    modes = ["token_mean", "sample_mean", "prompt_mean", "sum"]
+    terms = {str(i): aggregation(modes[i % len(modes)]) for i in range(19)}
+    mine = two_microbatches()[: 1 + dist.get_rank()]
+    plans = StepPlan.build_terms(terms, mine, dist.group.WORLD)
+    alone = [StepPlan.build(agg, mine, dist.group.WORLD) for agg in terms.values()]
+    return [
+        (float(plan.weights(0, torch.float64).sum()), float(one.weights(0, torch.float64).sum()))
+        for plan, one in zip(plans.values(), alone, strict=True)
+    ]
+
+
+def test_terms_of_several_rows():
+    for found in run_ranks(plan_many_terms, 2):
+        assert all(together == alone for together, alone in found)
 
 
 rejections = st.lists(st.booleans(), min_size=30, max_size=30)
