@@ -26,7 +26,7 @@ class TokenLoss:
     mask where they differ in it.
 
     Without a hook a loss of one term is a stock Megatron loss function: sum over the mask, token
-    count, report.
+    count, report. Both add up in fp32, or in fp64 where that is given.
 
     Args:
         compute: model output -> (per-token losses, report); the losses in the shape of
@@ -51,8 +51,9 @@ class TokenLoss:
                 "a TokenLoss of several terms was called without a hook; expected a schedule "
                 "wrapped by LossHook"
             )
-        total = weighted_sum(self.loss_mask.to(losses.dtype), losses)
-        return total, self.loss_mask.sum().to(torch.int), report
+        _check_one_loss_per_token(losses, self.loss_mask)
+        losses, mask = (_summable(x.reshape(-1)) for x in (losses, self.loss_mask))
+        return weighted_sum(mask, losses), mask.sum().to(torch.int), report
 
 
 class TokenLosses(NamedTuple):
@@ -68,6 +69,11 @@ class TokenLosses(NamedTuple):
         """Losses and mask of the first term, which stands for the tokens of the step."""
         name = next(iter(self.losses))
         return self.losses[name], self.masks[name]
+
+
+def _summable(x: Tensor) -> Tensor:
+    """In a dtype whose sum can hold as many tokens as there are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str]) -> TokenLosses:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.lossfunc import token_losses
+from megatron_loss_agg.errors import HostError, MaskError
+from megatron_loss_agg.mcore.lossfunc import TokenLoss, token_losses
 
 MASK = torch.tensor([1.0, 0.0, 1.0])
 LOSSES = torch.tensor([1.0, 2.0, 3.0])
@@ -69,3 +69,33 @@ def test_the_bound_mask_is_found(how: str) -> None:
 def test_a_partial_without_a_mask_is_refused(function: Any) -> None:
     with pytest.raises(HostError, match="carries no mask"):
         token_losses(functools.partial(function, MASK), LOSSES, ["loss"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int32])
+def test_without_a_hook_a_mask_of_any_dtype_counts(dtype: torch.dtype) -> None:
+    # fp16 ends at 65504, and bf16 counts to 256 one by one.
+    mask = torch.ones(1, 70001).to(dtype)
+    losses = torch.full((1, 70001), 0.5)
+    total, number, _ = TokenLoss(lambda x: (x, {}), mask)(losses)
+    assert (total.item(), number.item(), number.dtype) == (35000.5, 70001, torch.int)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_without_a_hook_losses_add_up_in_fp32_or_better(dtype: torch.dtype) -> None:
+    losses = torch.full((1, 140002), 0.5, dtype=dtype, requires_grad=True)
+    total, _, _ = TokenLoss(lambda x: (x, {}), torch.ones(1, 140002))(losses)
+    assert (total.item(), total.dtype) == (70001.0, torch.promote_types(dtype, torch.float32))
+    total.backward()
+    assert losses.grad is not None and bool((losses.grad == 1).all())
+
+
+@pytest.mark.parametrize("shapes", [((1, 3), (3,)), ((3,), (1, 3)), ((3, 1), (1, 3))])
+def test_without_a_hook_one_may_be_flat(shapes: tuple[tuple[int, ...], ...]) -> None:
+    mask, losses = MASK.reshape(shapes[0]), LOSSES.reshape(shapes[1])
+    assert TokenLoss(lambda x: (x, {}), mask)(losses)[:2] == (4.0, 2)
+
+
+def test_without_a_hook_a_transposed_mask_is_refused() -> None:
+    loss = TokenLoss(lambda x: (x, {}), torch.ones(2, 3))
+    with pytest.raises(MaskError, match="expected one loss per token"):
+        loss(torch.ones(3, 2))
