@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError
-from megatron_loss_agg.mcore.lossfunc import TokenLoss, token_losses
+from megatron_loss_agg.mcore.lossfunc import TokenLoss, check_is_masked_sum, token_losses
 
 MASK = torch.tensor([1.0, 0.0, 1.0])
 LOSSES = torch.tensor([1.0, 2.0, 3.0])
@@ -69,6 +69,43 @@ def test_the_bound_mask_is_found(how: str) -> None:
 def test_a_partial_without_a_mask_is_refused(function: Any) -> None:
     with pytest.raises(HostError, match="carries no mask"):
         token_losses(functools.partial(function, MASK), LOSSES, ["loss"])
+
+
+def mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    loss, report = plain(loss_mask, output_tensor)
+    return loss / loss_mask.sum(), report
+
+
+def counted(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    loss, report = plain(loss_mask, output_tensor)
+    return loss, loss_mask.sum().int(), report
+
+
+@pytest.mark.parametrize("function", [plain, mean, counted])
+def test_losses_that_cancel_are_a_masked_sum(function: Any) -> None:
+    # As of advantages that are centred in their group: the sum itself is nothing but rounding.
+    mask = torch.ones(1, 4096)
+    for seed in range(20):
+        losses = torch.randn(1, 4096, generator=torch.Generator().manual_seed(seed))
+        losses -= losses.mean()
+        tokens = token_losses(functools.partial(function, mask), losses, ["loss"])
+        check_is_masked_sum(tokens, whole=True)
+
+
+@pytest.mark.parametrize("function", [plain, mean, counted])
+def test_a_term_beside_losses_that_cancel_is_refused(function: Any) -> None:
+    def with_a_term(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+        loss, *rest = function(loss_mask, output_tensor)
+        # A hundredth of what the sizes of the losses add up to, or of their mean.
+        absolute, *_ = function(loss_mask, output_tensor.abs())
+        return (loss + 0.01 * absolute, *rest)
+
+    losses = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    tokens = token_losses(functools.partial(with_a_term, torch.ones(4)), losses, ["loss"])
+    with pytest.raises(HostError, match="expected a masked sum"):
+        check_is_masked_sum(tokens, whole=True)
+    if function is mean:  # of a part of the samples, which may be any
+        check_is_masked_sum(tokens, whole=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int32])
