@@ -51,6 +51,7 @@ class MaskChecks:
         self._packed = False
         # Seen of each mask, and looked at once the step is through.
         self._bad_masks: list[Tensor] = []
+        self._counted_masks: list[Tensor] = []  # by the host; what is wrong with a bad one
         self._mask_sums: list[Tensor] = []
         self._expected_sums: list[Tensor] = []
 
@@ -100,14 +101,14 @@ class MaskChecks:
             MaskError: some mask is not the planned one, or has values that cannot be counted.
         """
         if self._bad_masks and bool(torch.stack(self._bad_masks).any()):
-            if not self._scale.per_token:
+            if self._scale.per_token and not any(map(_is_unusable, self._counted_masks)):
                 raise MaskError(
-                    "the loss function's mask has negative, infinite or NaN values; expected "
-                    "finite values >= 0"
+                    "fractional loss masks with --calculate-per-token-loss, where Megatron counts "
+                    "tokens as integers; expected masks of 0 and 1: drop that flag"
                 )
             raise MaskError(
-                "fractional loss masks with --calculate-per-token-loss, where Megatron counts "
-                "tokens as integers; expected masks of 0 and 1: drop that flag"
+                "the loss function's mask has negative, infinite or NaN values; expected "
+                "finite values >= 0: mend it where it is made"
             )
         if self._mask_sums:
             given, counted = torch.cat(self._mask_sums), torch.cat(self._expected_sums)
@@ -134,10 +135,9 @@ class MaskChecks:
         """Of a step that was not read ahead: nothing is known of its masks but their layout."""
         if self._scale.per_token:
             self._bad_masks.append(((mask != 0) & (mask != 1)).any())
+            self._counted_masks.append(mask.detach())
             return
-        # A finite sum has no NaN or inf in it.
-        finite = mask.sum(dtype=torch.float32).isfinite()
-        self._bad_masks.append((mask < 0).any() | ~finite)
+        self._bad_masks.append(_is_unusable(mask))
         if not self._groups_samples:
             return
         rows = mask.shape[0] if mask.dim() == 2 else self._micro_batch_size
@@ -154,6 +154,12 @@ class MaskChecks:
         rows = mask.reshape(len(part.mask_sums), -1)
         self._mask_sums.append(rows.sum(dim=1, dtype=torch.float32))
         self._expected_sums.append(part.mask_sums)
+
+
+def _is_unusable(mask: Tensor) -> Tensor:
+    """Whether there is something negative, infinite or NaN in it; on its device."""
+    # A finite sum has no NaN or inf in it.
+    return (mask < 0).any() | ~mask.sum(dtype=torch.float32).isfinite()
 
 
 def _groups_samples(term: Term) -> bool:
