@@ -31,9 +31,10 @@ def read_batch(batch: Any) -> Microbatch:
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
     ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``. A data
     loader's collation adds an axis in front of these. Several packs in one batch are one long pack,
-    as Megatron calls its model with them; and offsets that repeat the last one, with which packs of
-    different numbers of samples are stacked, are no samples. A microbatch that only pads a rank has
-    ``cu_seqlens`` [0] and no sample, whatever its ``cu_seqlens_padded`` tell the model.
+    as Megatron calls its model with them; and offsets that repeat the last one (of the padded ones
+    where they are there), with which packs of different numbers of samples are stacked, are no
+    samples. A microbatch that only pads a rank has ``cu_seqlens`` [0] and no sample, whatever its
+    ``cu_seqlens_padded`` tell the model.
 
     Raises:
         MaskError, GroupError: a key is missing or misshapen, and what to provide instead.
@@ -51,8 +52,9 @@ def read_batch(batch: Any) -> Microbatch:
     ids = {name: given[name].reshape(-1) for name in _BY_SAMPLE if name in given}
     numbers = {value.numel() for value in ids.values()}
     mask = batch["loss_mask"]
+    # The padded ones first: if they are misshapen, they cannot say how many the others are.
     offsets = {
-        name: _one_pack(name, given[name], mask, numbers) for name in _OFFSETS if name in given
+        name: _one_pack(name, given, mask, numbers) for name in reversed(_OFFSETS) if name in given
     }
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
@@ -64,8 +66,9 @@ def read_batch(batch: Any) -> Microbatch:
     return Microbatch(mask, **offsets, **ids)
 
 
-def _one_pack(name: str, offsets: Tensor, mask: Tensor, numbers: set[int]) -> Tensor:
-    """``offsets`` [samples + 1] of one pack, out of [samples + 1] or [packs, samples + 1]."""
+def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set[int]) -> Tensor:
+    """Offsets [samples + 1] of one pack, out of [samples + 1] or [packs, samples + 1]."""
+    offsets = given[name]
     if offsets.dim() == 1:
         return offsets
     packs = mask.shape[0] if mask.dim() == 2 else 1
@@ -76,7 +79,9 @@ def _one_pack(name: str, offsets: Tensor, mask: Tensor, numbers: set[int]) -> Te
         )
     if packs == 1 and offsets.shape[1] - 1 in numbers:
         return offsets[0]
-    rows = [row[: int((row < row[-1]).sum()) + 1] for row in offsets]
+    padded = given.get("cu_seqlens_padded", offsets)
+    places = padded if padded.dim() == 2 else offsets
+    rows = [row[: _number(row, place)] for row, place in zip(offsets, places, strict=True)]
     if packs > 1 and any(int(row[-1]) != mask.shape[1] for row in rows):
         raise GroupError(
             f"batch key {name!r} does not end at the length {mask.shape[1]} of every pack, and "
@@ -84,6 +89,14 @@ def _one_pack(name: str, offsets: Tensor, mask: Tensor, numbers: set[int]) -> Te
         )
     shifted = [row[1:] + i * mask.shape[-1] for i, row in enumerate(rows)]
     return torch.cat([rows[0][:1], *shifted])
+
+
+def _number(row: Tensor, place: Tensor) -> int:
+    """How many offsets of ``row`` are no fill; ``place`` are those in the padded pack, if any.
+
+    An empty sample that has a place repeats the last offset of ``row``, but not of ``place``.
+    """
+    return int((place < place[-1]).sum()) + 1 if int(row[-1]) > 0 else 1
 
 
 def read_ahead(

@@ -44,16 +44,39 @@ def test_an_empty_sample_that_has_an_id_counts() -> None:
     assert coefficients(batch) == pytest.approx([1 / 8, 0])
 
 
+def test_an_empty_sample_that_has_a_place_counts() -> None:
+    batch = {
+        "loss_mask": torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 0]]),
+        "cu_seqlens": torch.tensor([[0, 4, 4]]),
+        "cu_seqlens_padded": torch.tensor([[0, 4, 8]]),
+    }
+    assert coefficients(batch) == pytest.approx([1 / 8, 0])
+
+
+@pytest.mark.parametrize("filled", [[0, 3, 6, 6, 6], [0, 3, 6, 10, 10]])
+def test_both_offsets_end_where_the_padded_ones_repeat(filled: list[int]) -> None:
+    # The real ones are filled with their own end, or like the padded ones with the pack's length.
+    batch = {
+        "loss_mask": torch.tensor([[1.0, 1, 1, 0, 1, 1, 1, 0, 0, 0]]),
+        "cu_seqlens": torch.tensor([filled]),
+        "cu_seqlens_padded": torch.tensor([[0, 4, 10, 10, 10]]),
+    }
+    microbatch = read_batch(batch)
+    assert microbatch.cu_seqlens is not None and microbatch.cu_seqlens.tolist() == [0, 3, 6]
+    assert coefficients(batch) == pytest.approx([1 / 6, 1 / 6])
+
+
 def test_padded_offsets_alone_are_the_offsets() -> None:
     batch = {"loss_mask": torch.ones(1, 4), "cu_seqlens_padded": torch.tensor([[0, 3, 4]])}
     assert coefficients(batch) == pytest.approx([1 / 6, 1 / 2])
 
 
-def test_a_microbatch_that_only_pads_a_rank_has_no_sample() -> None:
+@pytest.mark.parametrize("offsets", [[0], [0, 0]])
+def test_a_microbatch_that_only_pads_a_rank_has_no_sample(offsets: list[int]) -> None:
     # The padded offsets tell the model that there is one.
     batch = {
         "loss_mask": torch.zeros(1, 8),
-        "cu_seqlens": torch.tensor([[0]]),
+        "cu_seqlens": torch.tensor([offsets]),
         "cu_seqlens_padded": torch.tensor([[0, 8]]),
     }
     assert read_batch(batch).num_samples == 0
@@ -64,6 +87,11 @@ def test_packs_that_end_early_are_refused() -> None:
     batch = {"loss_mask": torch.ones(2, 4), "cu_seqlens": torch.tensor([[0, 3], [0, 4]])}
     with pytest.raises(GroupError, match="does not end at the length 4 of every pack"):
         read_batch(batch)
+    batch["cu_seqlens"] = torch.tensor([[0, 4], [0, 4]])
+    batch["cu_seqlens_padded"] = torch.tensor([[0, 4]])
+    with pytest.raises(GroupError, match=r"key 'cu_seqlens_padded'.*row for each row of the mask"):
+        read_batch(batch)
+    del batch["cu_seqlens_padded"]
     batch["cu_seqlens"] = torch.tensor([[0, 3]])
     with pytest.raises(GroupError, match="one such row for each row of the mask"):
         read_batch(batch)
