@@ -146,13 +146,15 @@ class _FlagParser(argparse.ArgumentParser):
 
 
 def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
+    if script_flags and Path(script_flags[0]).is_file():
+        # As when it is run: what the flags name may lie beside it.
+        sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
     parser: argparse.ArgumentParser = _FlagParser(add_help=False, allow_abbrev=False)
     try:
         if with_host:
             parser = seams()[0].function(parser)
         args, others = flags.add_arguments(parser).parse_known_args(list(script_flags))
-        aggregation = flags.aggregation_from(args)
-        if aggregation is None:
+        if flags.settings_from(args) is None:
             text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"
             return Finding("WARN", "flags", text)
         check_host_flags(args)

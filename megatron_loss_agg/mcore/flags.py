@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
@@ -67,6 +67,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and print it (without it: once, before the first step)",
     )
     return parser
+
+
+class Settings(NamedTuple):
+    """What the flags ask for."""
+
+    aggregation: LossAggregation
+    read_batch: ReadBatch | None
+    empty_step: str
+    audit: bool
+
+
+def settings_from(args: argparse.Namespace) -> Settings | None:
+    """All that the flags say, checked; None without ``--loss-aggregation``.
+
+    Raises:
+        AggregationError: a flag's value is bad, cannot be loaded, or does not go with the others.
+    """
+    aggregation = aggregation_from(args)
+    if aggregation is None:
+        return None
+    audit = bool(args.loss_aggregation_audit)
+    return Settings(aggregation, read_batch_from(args), empty_step_from(args), audit)
 
 
 def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:

@@ -118,16 +118,16 @@ def hook_from_args(args: Any) -> LossHook | None:
     Raises:
         AggregationError: they do not go together, see `check_host_flags`.
     """
-    aggregation = flags.aggregation_from(args)
-    if aggregation is None:
+    settings = flags.settings_from(args)
+    if settings is None:
         return None
     check_host_flags(args)
     return LossHook(
-        aggregation,
-        flags.read_batch_from(args) or read_batch,
-        audit=args.loss_aggregation_audit,
+        settings.aggregation,
+        settings.read_batch or read_batch,
+        audit=settings.audit,
         evaluates_by_microbatch=getattr(args, "sft", False),
-        empty_step=flags.empty_step_from(args),
+        empty_step=settings.empty_step,
         in_training_loop=True,
     )
 

@@ -26,10 +26,7 @@ def launch(script: str, script_args: list[str], cpu: bool) -> None:
     sys.argv = [script, *script_args]
     sys.path[0] = str(Path(script).resolve().parent)
     ours = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    args = ours.parse_known_args(script_args)[0]
-    flags.aggregation_from(args)
-    flags.read_batch_from(args)
-    flags.empty_step_from(args)
+    flags.settings_from(ours.parse_known_args(script_args)[0])
     prepare_parser = _enable_cpu() if cpu else flags.add_arguments
     from megatron_loss_agg.mcore.install import install
 

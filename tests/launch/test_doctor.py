@@ -75,6 +75,18 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         ("--my-own-flag", *mode): ("WARN", "prompt_mean; Megatron has no --my-own-flag"),
         ("--num-layers", "two", *mode): ("FAIL", "InputError: argument --num-layers: invalid int"),
         ("--loss-aggregation", "constant"): ("FAIL", "DivisorError: mode 'constant' needs a div"),
+        ("--loss-aggregation-batch", "nosuch:fn", *mode): (
+            "FAIL",
+            "FunctionError: --loss-aggregation-batch 'nosuch:fn' cannot be loaded",
+        ),
+        ("--loss-aggregation-empty-step", "foo", *mode): (
+            "FAIL",
+            "ModeError: --loss-aggregation-empty-step foo; expected one of",
+        ),
+        ("tests/launch/test_doctor.py", "--loss-aggregation-batch", "readers:read_batch", *mode): (
+            "OK",
+            "prompt_mean, and no other flag",
+        ),
         ("--cuda-graph-impl", "full_iteration", *mode): (
             "FAIL",
             "HostError: --cuda-graph-impl full_iteration replays",
