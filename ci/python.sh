@@ -5,7 +5,8 @@
 # extras ("mcore" or "mcore,test") installed, and prints the path of its interpreter. Progress goes
 # to stderr.
 #
-#   PYTHON                  the interpreter to build on; by default the first fit one that is found
+#   PYTHON                  the interpreter to build on; by default the first fit one that is found;
+#                           that of a virtual environment stands for the one behind it
 #   MEGATRON_LOSS_AGG_VENV  where the environment lies; by default .venv in the checkout
 #
 # An interpreter that has torch already, as in a GPU container, keeps it: the environment then sees
@@ -18,31 +19,32 @@ venv=${MEGATRON_LOSS_AGG_VENV:-$root/.venv}
 
 say() { echo "ci/python.sh: $*" >&2; }
 
-# Runs the candidate, since a name on the PATH may be a shim that refuses to start. megatron-core
-# has wheels for Python 3.12 and 3.13.
-fits() {
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' \
-        >/dev/null 2>&1
+# The interpreter behind a fit candidate, which is run, since a name on the PATH may be a shim that
+# refuses to start. A virtual environment stands for what it was made from: it may be the one that
+# is made here, and its packages are not seen from another one. megatron-core has wheels for Python
+# 3.12 and 3.13.
+base_of() {
+    "$1" -c 'import sys, venv, ensurepip
+if not (3, 12) <= sys.version_info < (3, 14): sys.exit(1)
+print(sys._base_executable)' 2>/dev/null
 }
 
-# A virtual environment's own packages would not be seen from another one, so it does not count.
 has_torch() {
-    "$1" -c 'import sys, importlib.util as u
-sys.exit(sys.prefix != sys.base_prefix or u.find_spec("torch") is None)' >/dev/null 2>&1
+    "$1" -c 'import sys, importlib.util as u; sys.exit(u.find_spec("torch") is None)' 2>/dev/null
 }
 
 find_python() {
-    local candidate versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    local candidate base versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
     if [[ -n ${PYTHON:-} ]]; then
-        fits "$PYTHON" && echo "$PYTHON" && return
+        base_of "$PYTHON" && return
         say "PYTHON=$PYTHON is not a Python 3.12 or 3.13 with the modules venv and ensurepip."
         return 1
     fi
     for candidate in python3 python; do
-        if fits "$candidate" && has_torch "$candidate"; then echo "$candidate" && return; fi
+        if base=$(base_of "$candidate") && has_torch "$base"; then echo "$base" && return; fi
     done
     for candidate in python3.12 python3.13 python3 python "$versions"/3.1[23]*/bin/python; do
-        if fits "$candidate"; then echo "$candidate" && return; fi
+        base_of "$candidate" && return
     done
     say "found no Python 3.12 or 3.13 with the modules venv and ensurepip." \
         "Install one, or name it: PYTHON=/path/to/python3.12 bash ..."
@@ -66,7 +68,6 @@ PY
 }
 
 base=$(find_python)
-base=$("$base" -c 'import sys; print(sys.executable)')
 site=""
 if has_torch "$base"; then site=--system-site-packages; fi
 
@@ -74,8 +75,8 @@ if has_torch "$base"; then site=--system-site-packages; fi
 mkdir -p "$(dirname "$venv")"
 if command -v flock >/dev/null; then exec 9>"$venv.lock" && flock 9; fi
 
-# What the environment is made of: the interpreter, then what is installed into it.
-foundation="$("$base" -c 'import sys; print(sys.executable, sys.version)') $site"
+# What the environment is made of: the interpreter, by whatever name, then what is installed into it.
+foundation="$("$base" -c 'import sys; print(sys.base_prefix, sys.version)') $site"
 contents="$root "$("$base" -c 'import hashlib, sys
 print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:])).hexdigest())' \
     "$root/setup.py" "$root/pyproject.toml" "$root/ci/constraints.txt")

@@ -1,0 +1,103 @@
+"""`ci/python.sh`: which interpreter it builds on, what it installs again, and what it leaves alone.
+
+pip is a stand-in that notes what it is asked for, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not (3, 12) <= sys.version_info < (3, 14), reason="needs Python 3.12 or 3.13"
+)
+
+ROOT = Path(__file__).parents[1]
+BASE = Path(sys._base_executable)  # type: ignore[attr-defined]
+PIP = """
+import os, sys
+with open(sys.prefix + "/asked", "a") as asked:
+    print(sys.argv[-1], file=asked)
+sys.exit(os.environ.get("FAILS") in sys.argv)
+"""
+
+
+def run(
+    venv: Path, extras: str = "mcore", checkout: Path = ROOT, **changed: str | None
+) -> subprocess.CompletedProcess[str]:
+    """The script on ``BASE``; ``changed`` variables are set, or unset where None."""
+    given = {"PYTHON": str(BASE), "MEGATRON_LOSS_AGG_VENV": str(venv), **changed}
+    variables = {k: v for k, v in {**os.environ, **given}.items() if v is not None}
+    return subprocess.run(
+        ["bash", checkout / "ci/python.sh", extras],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment as the script leaves it, but for what pip would have installed."""
+    venv = tmp_path_factory.mktemp("made") / "venv"
+    assert run(venv, PIP_RETRIES="no number").returncode != 0  # made; then pip refuses
+    (packages,) = venv.glob("lib/*/site-packages")
+    shutil.rmtree(packages)
+    (packages / "pip").mkdir(parents=True)
+    (packages / "pip" / "__main__.py").write_text(PIP)
+    done = run(venv)
+    assert done.returncode == 0, done.stderr
+    return venv
+
+
+@pytest.fixture
+def venv(made: Path, tmp_path: Path) -> Path:
+    """A copy of `made` in which nothing was asked of pip."""
+    copy = shutil.copytree(made, tmp_path / "venv", symlinks=True)
+    (copy / "asked").unlink()
+    return copy
+
+
+def asked(venv: Path) -> list[str]:
+    """What pip was asked to install, since the last call."""
+    try:
+        return (venv / "asked").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    finally:
+        (venv / "asked").unlink(missing_ok=True)
+
+
+def used_again(done: subprocess.CompletedProcess[str], venv: Path) -> bool:
+    """Whether the script succeeded without a word, with nothing made and nothing installed."""
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{venv}/bin/python\n"
+    return done.stderr == "" and asked(venv) == []
+
+
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_the_environment_itself_stands_for_the_interpreter_behind_it(venv: Path, name: str) -> None:
+    assert used_again(run(venv, PYTHON=str(venv / "bin" / name)), venv)
+
+
+def test_an_activated_environment_is_no_other_interpreter(venv: Path, tmp_path: Path) -> None:
+    system = f"{BASE.parent}:{os.defpath}"
+    subprocess.run([BASE, "-m", "venv", "--without-pip", tmp_path / "another"], check=True)
+    for activated in (venv, tmp_path / "another"):
+        path = f"{activated}/bin:{system}"
+        assert used_again(run(venv, PYTHON=None, PATH=path), venv)
+
+
+def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv: Path) -> None:
+    (venv / "foundation").write_text("another interpreter\n")
+    done = run(venv, PYTHON=f"{venv}/bin/python3", PIP_RETRIES="no number")
+    assert f"making {venv} with {BASE.parent}" in done.stderr
+    assert os.access(venv / "bin" / "python", os.X_OK)
+    assert not list(venv.glob("stamp-*"))
