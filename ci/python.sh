@@ -34,7 +34,7 @@ has_torch() {
 }
 
 find_python() {
-    local candidate base versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    local candidate base versions=${PYENV_ROOT:-~/.pyenv}/versions
     if [[ -n ${PYTHON:-} ]]; then
         base_of "$PYTHON" && return
         say "PYTHON=$PYTHON is not a Python 3.12 or 3.13 with the modules venv and ensurepip."

@@ -95,6 +95,10 @@ def test_an_activated_environment_is_no_other_interpreter(venv: Path, tmp_path: 
         assert used_again(run(venv, PYTHON=None, PATH=path), venv)
 
 
+def test_no_home_is_needed(venv: Path) -> None:
+    assert used_again(run(venv, HOME=None), venv)
+
+
 def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv: Path) -> None:
     (venv / "foundation").write_text("another interpreter\n")
     done = run(venv, PYTHON=f"{venv}/bin/python3", PIP_RETRIES="no number")
