@@ -96,7 +96,7 @@ def test_an_activated_environment_is_no_other_interpreter(venv: Path, tmp_path: 
 
 
 def test_no_home_is_needed(venv: Path) -> None:
-    assert used_again(run(venv, HOME=None), venv)
+    assert used_again(run(venv, HOME=None, PYENV_ROOT=None), venv)
 
 
 def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv: Path) -> None:
