@@ -170,6 +170,15 @@ def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return rows.view(-1, row.numel()).cpu()
 
 
+def any_of(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
+    """Which of ``flags`` is set on some rank of ``group``. One collective, and a wait for it."""
+    if dist.get_world_size(group) == 1:
+        return [*flags]
+    told = torch.tensor([*flags], dtype=torch.int, device=communication_device(group))
+    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+    return told.bool().tolist()
+
+
 def communication_device(group: dist.ProcessGroup) -> torch.device:
     """The device that ``group``'s backend carries tensors on."""
     if "gloo" in dist.get_backend(group):

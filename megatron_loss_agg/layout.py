@@ -7,6 +7,7 @@ bshd layout, of every packed sequence in Transformer Engine's thd layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +26,6 @@ class CPLayout:
     Build it by `bshd`, `thd` or `contiguous`.
 
     Attributes:
-        index: int64 [local tokens], positions in the order in which this rank holds them.
         total_len: length of the axis that is split.
     """
 
@@ -36,11 +36,19 @@ class CPLayout:
         self.cp_size = cp_size
         self.cp_rank = cp_rank
         self._index_of = index_of
-        self.index = index_of(cp_rank)
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """int64 [local tokens], positions in the order in which this rank holds them."""
+        return self._index_of(self.cp_rank)
 
     @classmethod
     def bshd(cls, seq_len: int, cp_size: int, cp_rank: int) -> CPLayout:
-        """Zigzag over the whole sequence. ``seq_len`` must be a multiple of ``2 * cp_size``."""
+        """Zigzag over the whole sequence.
+
+        Raises:
+            LayoutError: as `thd` does.
+        """
         _check_length(seq_len)
         return cls.thd(torch.tensor([0, seq_len]), cp_size, cp_rank)
 
@@ -50,11 +58,11 @@ class CPLayout:
 
         Args:
             cu_seqlens_padded: integer offsets [sequences + 1]; every length must be a multiple of
-                ``2 * cp_size``.
+                ``2 * cp_size``, unless one rank holds it all.
 
         Raises:
-            LayoutError: the offsets do not start at 0 or decrease, or a length is not such a
-                multiple.
+            LayoutError: the offsets do not start at 0 or decrease, a length is not such a
+                multiple, or there is no such rank.
         """
         _check_rank(cp_size, cp_rank)
         _check_offsets(cu_seqlens_padded)
@@ -85,7 +93,11 @@ class CPLayout:
 
     @classmethod
     def contiguous(cls, total_len: int, cp_size: int, cp_rank: int) -> CPLayout:
-        """Rank ``r`` holds the ``r``-th of ``cp_size`` equal parts."""
+        """Rank ``r`` holds the ``r``-th of ``cp_size`` equal parts.
+
+        Raises:
+            LayoutError: ``total_len`` is not a multiple of ``cp_size``, or there is no such rank.
+        """
         _check_rank(cp_size, cp_rank)
         _check_length(total_len)
         if total_len % cp_size:
@@ -101,7 +113,11 @@ class CPLayout:
         return cls(index_of, total_len, cp_size, cp_rank)
 
     def shard(self, x: Tensor, dim: int = -1) -> Tensor:
-        """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack)."""
+        """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
+
+        Raises:
+            LayoutError: ``x`` has no such axis, or one of another length than the layout's.
+        """
         _check_axis(x, dim, self.total_len, "the layout's")
         return x.index_select(dim, self.index.to(x.device))
 

@@ -6,23 +6,21 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import HostError, MaskError, ModeError
-from megatron_loss_agg.exchange import communication_device
+from megatron_loss_agg.errors import HostError, MaskError, ModeError, PeerError
+from megatron_loss_agg.exchange import any_of
 from megatron_loss_agg.mcore.audit import Auditor
-from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_ahead, read_batch
+from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_batch
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
+from megatron_loss_agg.mcore.lookahead import LookAhead, replace_iterator
 from megatron_loss_agg.mcore.maskcheck import MaskChecks
-from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.step import Step
-from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights, local_part, shared
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights, local_part
 from megatron_loss_agg.terms import StepTerms, Term, named_terms
 
 ForwardBackward = Callable[..., Any]
@@ -95,10 +93,13 @@ class LossHook:
         self._auditor = Auditor(repeat=audit)
         self.evaluates_by_microbatch = evaluates_by_microbatch
         self._in_training_loop = in_training_loop
+        self._look_ahead = LookAhead(self.terms, read_batch, in_training_loop)
         # What the last look-ahead found, the same on all ranks: whether the microbatches have a
         # fixed number of rows, so that later steps may need none.
         self._fixed_rows = False
         self._verified = False
+        # The kinds of steps, training or not, that the last pipeline stage was once able to plan.
+        self._planned: set[bool] = set()
 
     def wrap(self, forward_backward: ForwardBackward) -> ForwardBackward:
         """The same forward-backward function, computing the aggregation."""
@@ -112,23 +113,48 @@ class LossHook:
                 self._auditor.check(scale, kwargs)
             if kwargs.get("collect_non_loss_data"):
                 return forward_backward(**kwargs)
-            if not ranks.last_stage:
-                result = forward_backward(**kwargs)
-                self._agree_on_emptiness(ranks, trains, False)
-                return result
             step, is_empty = self._begin(ranks, scale, kwargs)
-            kwargs["forward_step_func"] = step.hook_forward_step(kwargs["forward_step_func"])
-            with step.mask_checks.watch(kwargs["model"]):
+            if step is None:
                 result = forward_backward(**kwargs)
-            step.finish()
-            self._verified = self._verified or trains
-            self._agree_on_emptiness(ranks, trains, is_empty)
+            else:
+                kwargs["forward_step_func"] = step.hook_forward_step(kwargs["forward_step_func"])
+                with step.mask_checks.watch(kwargs["model"]):
+                    result = forward_backward(**kwargs)
+                step.finish()
+                self._verified = self._verified or trains
+            if trains and self.empty_step == "skip":
+                self.step_is_empty = is_empty
             return result
 
         return wrapped
 
-    def _begin(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> tuple[Step, bool]:
-        """Weigh the step, and say whether it is empty, where that is known.
+    def _begin(
+        self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]
+    ) -> tuple[Step | None, bool]:
+        """Weigh the step, on the last pipeline stage, and say whether it is empty.
+
+        Raises:
+            PeerError: on the other stages, if that failed.
+        """
+        trains = not kwargs.get("forward_only")
+        step, is_empty, failed = None, False, True
+        try:
+            if ranks.last_stage:
+                step, is_empty = self._weigh(ranks, scale, kwargs)
+            failed = False
+        finally:
+            # To tell the others makes them wait for this stage, so not without a need.
+            if trains not in self._planned or (trains and self.empty_step != "step"):
+                failed, is_empty = any_of([failed, is_empty], ranks.pipeline)
+        if failed:
+            raise PeerError(
+                "the last pipeline stage could not plan the step; expected it to: see its error"
+            )
+        self._planned.add(trains)
+        return step, is_empty
+
+    def _weigh(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> tuple[Step, bool]:
+        """The step with its weights, and whether it is empty, where that is known.
 
         Where this reads ahead, ``kwargs`` gets an iterator that replays what was read.
         """
@@ -137,9 +163,9 @@ class LossHook:
         if not shares and self._needs_no_plan(scale):
             (term,) = self.terms.values()
             rows = RowWeights(term.aggregation, scale, size)
-            _replace_iterator(kwargs, functools.partial(Unread, self._fixed_rows))
+            replace_iterator(kwargs, functools.partial(Unread, self._fixed_rows))
             return self._step(rows, scale, size, shares), False
-        weights, plans = self._look_ahead(ranks, scale, kwargs)
+        weights, plans = self._look_ahead.weigh(ranks, scale, kwargs)
         total = size * scale.num_microbatches * scale.data_parallel_size
         self._fixed_rows = self._in_training_loop and weights.rows == total
         if weights.is_empty and self.empty_step == "error" and not kwargs.get("forward_only"):
@@ -167,68 +193,6 @@ class LossHook:
             return False
         (term,) = self.terms.values()
         return RowWeights.suffice(term.aggregation, scale, self._fixed_rows)
-
-    def _look_ahead(
-        self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]
-    ) -> tuple[PlannedWeights, StepTerms | None]:
-        """The weights, and the plans that they are of on a rank that reads its data."""
-        plans: StepTerms | None = None
-
-        def read() -> PlannedWeights:
-            nonlocal plans
-            plans = self._plan(ranks, scale, kwargs)
-            return PlannedWeights.of(plans, ranks)
-
-        alone = dist.get_world_size(ranks.tensor) == 1
-        weights = read() if alone else shared(read if ranks.reads_data else None, ranks)
-        return weights, plans
-
-    def _plan(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> StepTerms:
-        source = _last_iterator(kwargs)
-        try:
-            microbatches, replay = read_ahead(
-                source, scale.num_microbatches, self.read_batch, self.terms
-            )
-        except Exception:
-            StepPlan.abandon(ranks.data)
-            raise
-        _replace_iterator(kwargs, lambda _: replay)
-        plans = StepPlan.build_terms(self.terms, microbatches, ranks.data)
-        if not kwargs.get("forward_only"):
-            self._fetch_next(source, scale)
-        return plans
-
-    def _fetch_next(self, data_iterator: Any, scale: HostScale) -> None:
-        """Begin to draw the next step's batches, which will be read ahead too."""
-        prefetch = prefetch_of(data_iterator, insert=self._in_training_loop)
-        if prefetch is not None:
-            prefetch.fetch(scale.num_microbatches)
-
-    def _agree_on_emptiness(self, ranks: Ranks, trains: bool, is_empty: bool) -> None:
-        """Tell the other pipeline stages, where somebody wants to know."""
-        if not trains or self.empty_step != "skip":
-            return
-        if dist.get_world_size(ranks.pipeline) > 1:
-            device = communication_device(ranks.pipeline)
-            told = torch.tensor(int(is_empty), dtype=torch.int, device=device)
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=ranks.pipeline)
-            is_empty = bool(told)
-        self.step_is_empty = is_empty
-
-
-def _last_iterator(kwargs: dict[str, Any]) -> Any:
-    """The data iterator of the last model chunk, which computes the loss."""
-    iterators = kwargs["data_iterator"]
-    return iterators[-1] if isinstance(iterators, list) else iterators
-
-
-def _replace_iterator(kwargs: dict[str, Any], wrap: Callable[[Any], Any]) -> None:
-    """Put ``wrap`` around that iterator, where this rank has one."""
-    iterators, last = kwargs["data_iterator"], _last_iterator(kwargs)
-    if last is not None:
-        wrapped = wrap(last)
-        chunks = isinstance(iterators, list)
-        kwargs["data_iterator"] = [*iterators[:-1], wrapped] if chunks else wrapped
 
 
 def _local_mask(plans: StepTerms, ranks: Ranks, name: str, i: int) -> Tensor:

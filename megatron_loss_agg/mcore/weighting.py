@@ -10,7 +10,7 @@ Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +155,12 @@ class RowWeights:
 def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     """This context-parallel rank's tokens of ``x``, which has the shape of the whole mask."""
     return _local(x, _layout(microbatch, ranks))
+
+
+def check_layouts(microbatches: Iterable[Microbatch], ranks: Ranks) -> None:
+    """Raise LayoutError unless context-parallel ranks can split every microbatch."""
+    for microbatch in microbatches:
+        _layout(microbatch, ranks)
 
 
 def _local(x: Tensor, layout: CPLayout | None) -> Tensor:
