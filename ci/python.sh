@@ -96,6 +96,10 @@ if [[ $(cat "$venv/foundation" 2>/dev/null) != "$foundation" ]]; then
 fi
 if [[ $(cat "$stamp" 2>/dev/null) != "$contents" ]]; then
     say "installing megatron-loss-agg[$extras] into $venv (once; torch is a large download)"
+    # Stamps of another checkout or commit cease to be true; those of other extras stay.
+    for other in "$venv"/stamp-*; do
+        if [[ $(cat "$other" 2>/dev/null) != "$contents" ]]; then rm -f "$other"; fi
+    done
     constraints_for "$base" "$site" >"$venv/constraints.txt"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install
         --constraint "$venv/constraints.txt")

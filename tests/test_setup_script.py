@@ -105,3 +105,43 @@ def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv:
     assert f"making {venv} with {BASE.parent}" in done.stderr
     assert os.access(venv / "bin" / "python", os.X_OK)
     assert not list(venv.glob("stamp-*"))
+
+
+def _checkout(folder: Path) -> Path:
+    """Another checkout, as far as the script looks at it."""
+    for name in ("setup.py", "pyproject.toml", "ci/python.sh", "ci/constraints.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def test_sets_of_extras_live_side_by_side(venv: Path) -> None:
+    assert run(venv, "mcore,plot").returncode == 0
+    assert asked(venv) == ["setuptools>=70.1", f"{ROOT}[mcore,plot]"]
+    assert used_again(run(venv, "mcore"), venv)
+    assert used_again(run(venv, "mcore,plot"), venv)
+
+
+def test_checkouts_that_share_an_environment_never_use_each_others_package(
+    venv: Path, tmp_path: Path
+) -> None:
+    other = _checkout(tmp_path / "other")
+    assert run(venv, "mcore,plot", checkout=other).returncode == 0
+    assert asked(venv)[-1] == f"{other}[mcore,plot]"
+    assert run(venv, "mcore").returncode == 0
+    assert asked(venv)[-1] == f"{ROOT}[mcore]"
+
+
+def test_an_install_cut_short_leaves_no_stamp_of_the_commit_before(
+    venv: Path, tmp_path: Path
+) -> None:
+    checkout = _checkout(tmp_path / "checkout")
+    setup = checkout / "setup.py"
+    before = setup.read_text()
+    assert run(venv, checkout=checkout).returncode == 0
+    setup.write_text(before + "# a later commit\n")
+    assert run(venv, checkout=checkout, FAILS=f"{checkout}[mcore]").returncode == 1
+    setup.write_text(before)
+    asked(venv)
+    assert run(venv, checkout=checkout).returncode == 0
+    assert asked(venv)[-1] == f"{checkout}[mcore]"
