@@ -73,7 +73,10 @@ if has_torch "$base"; then site=--system-site-packages; fi
 
 # Two runs at once must not install into the same environment.
 mkdir -p "$(dirname "$venv")"
-if command -v flock >/dev/null; then exec 9>"$venv.lock" && flock 9; fi
+if command -v flock >/dev/null; then
+    exec 9>"$venv.lock"
+    flock -n 9 || { say "waiting for another run that is at work on $venv"; flock 9; }
+fi
 
 # What the environment is made of: the interpreter, by whatever name, then what is installed into it.
 foundation="$("$base" -c 'import sys; print(sys.base_prefix, sys.version)') $site"

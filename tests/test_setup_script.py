@@ -5,11 +5,13 @@ pip is a stand-in that notes what it is asked for, so that nothing is downloaded
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,14 +29,20 @@ sys.exit(os.environ.get("FAILS") in sys.argv)
 """
 
 
-def run(
+def _call(
     venv: Path, extras: str = "mcore", checkout: Path = ROOT, **changed: str | None
-) -> subprocess.CompletedProcess[str]:
-    """The script on ``BASE``; ``changed`` variables are set, or unset where None."""
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a run on ``BASE``, with ``changed`` variables; None unsets one."""
     given = {"PYTHON": str(BASE), "MEGATRON_LOSS_AGG_VENV": str(venv), **changed}
     variables = {k: v for k, v in {**os.environ, **given}.items() if v is not None}
+    return ["bash", str(checkout / "ci/python.sh"), extras], variables
+
+
+def run(*arguments: Any, **changed: Any) -> subprocess.CompletedProcess[str]:
+    """The script, run as `_call` says."""
+    command, variables = _call(*arguments, **changed)
     return subprocess.run(
-        ["bash", checkout / "ci/python.sh", extras],
+        command,
         env=variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -145,3 +153,18 @@ def test_an_install_cut_short_leaves_no_stamp_of_the_commit_before(
     asked(venv)
     assert run(venv, checkout=checkout).returncode == 0
     assert asked(venv)[-1] == f"{checkout}[mcore]"
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+def test_waiting_for_another_run_is_said(venv: Path) -> None:
+    command, variables = _call(venv)
+    with Path(f"{venv}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert waiting.stderr is not None
+        said = waiting.stderr.readline()
+    out, _ = waiting.communicate(timeout=60)
+    assert f"waiting for another run that is at work on {venv}" in said
+    assert out == f"{venv}/bin/python\n"
