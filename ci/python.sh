@@ -71,6 +71,12 @@ base=$(find_python)
 site=""
 if has_torch "$base"; then site=--system-site-packages; fi
 
+# What lies there may be removed, so it must be ours.
+if [[ -n $(ls -A "$venv" 2>/dev/null) && ! -e $venv/foundation ]]; then
+    say "$venv exists and was not made here: remove it, or set MEGATRON_LOSS_AGG_VENV."
+    exit 1
+fi
+
 # Two runs at once must not install into the same environment.
 mkdir -p "$(dirname "$venv")"
 if command -v flock >/dev/null; then
@@ -86,12 +92,8 @@ print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:]))
 stamp=$venv/stamp-${extras//,/-}
 
 if [[ $(cat "$venv/foundation" 2>/dev/null) != "$foundation" ]]; then
-    # What lies there is removed, so it must be ours; the mark of that stays, for a run cut short.
-    if [[ -n $(ls -A "$venv" 2>/dev/null) && ! -e $venv/foundation ]]; then
-        say "$venv exists and was not made here: remove it, or set MEGATRON_LOSS_AGG_VENV."
-        exit 1
-    fi
     say "making $venv with $base ${site:+(and the packages installed there)}"
+    # The mark that it is ours comes first and stays, for a run cut short.
     mkdir -p "$venv" && echo unfinished >"$venv/foundation"
     find "$venv" -mindepth 1 -maxdepth 1 ! -name foundation -exec rm -rf {} +
     "$base" -m venv $site "$venv" >&2
