@@ -86,9 +86,9 @@ def _is_known_finite(total: Tensor) -> bool:
 
     A finite sum has met no NaN and no inf, at positions of weight 0 either.
     """
-    if not total.is_cpu:
+    if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
         return math.isfinite(total.detach().numpy())
-    except RuntimeError:  # no numpy, or a tensor without memory of its own, as under a trace
+    except RuntimeError:  # no numpy, or a tensor without memory of its own, as under `vmap`
         return False

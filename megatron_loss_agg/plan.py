@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megatron_loss_agg.terms import StepTerms, Term
 
 
+_WIDE = (torch.float32, torch.float64, torch.bfloat16)
+
+
 class StepPlan:
     """The weight of every token of this rank's microbatches, exact for the whole step."""
 
@@ -114,6 +117,9 @@ class StepPlan:
         """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in.
 
         fp64 [samples], on the CPU.
+
+        Raises:
+            GroupError: the mode has no need of ``unit``, or a microbatch no ids of it.
         """
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
@@ -124,9 +130,17 @@ class StepPlan:
 
         Summed over all microbatches and data-parallel ranks, ``(w * token_loss).sum()`` is the
         aggregated loss of the step.
+
+        Raises:
+            MaskError: a ``dtype`` that is no floating-point one, or of less range than fp32, in
+                which the weights of a large step vanish.
+            FunctionError: a custom function returned what cannot be weights.
         """
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise MaskError(f"weights in dtype {dtype!r}; expected a floating-point torch.dtype")
+        if not isinstance(dtype, torch.dtype) or dtype not in _WIDE:
+            raise MaskError(
+                f"weights in dtype {dtype!r}; expected a floating-point one of the range of fp32: "
+                "torch.float32, torch.float64 or torch.bfloat16"
+            )
         microbatch = self.microbatches[i]
         if self.aggregation.function is not None:
             weights = checked_custom(self.aggregation.function(self, i), microbatch, dtype)
@@ -158,7 +172,7 @@ class StepPlan:
 
         Raises:
             MaskError: the shapes differ.
-            FunctionError: a custom aggregation has negative weights.
+            FunctionError: a custom aggregation has negative weights, or see `weights`.
         """
         mask = self.microbatches[i].loss_mask
         if not isinstance(advantages, Tensor) or advantages.shape != mask.shape:
@@ -257,6 +271,8 @@ def token_weights(
 
     Returns:
         ``dtype``, shape of ``loss_mask``; counted in fp64.
+
+    Raises: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
     """
     microbatch = Microbatch(
         loss_mask, cu_seqlens, prompt_ids, rollout_ids, cu_seqlens_padded=cu_seqlens_padded
@@ -281,7 +297,8 @@ def checked_custom(weights: object, microbatch: Microbatch, dtype: torch.dtype) 
             f"the aggregation function returned {got}; expected real weights of the mask's shape "
             f"{tuple(mask.shape)}"
         )
-    weights = weights.detach().to(dtype)
+    # A copy, since the function may have returned a tensor of the batch's.
+    weights = weights.detach().to(dtype, copy=True)
     if not bool((weights.isfinite() & ((weights == 0) | (mask != 0))).all()):
         raise FunctionError(
             "the aggregation function returned weights that are not finite, or not 0 where the "

@@ -41,7 +41,11 @@ class Term:
             got = type(aggregation).__name__
             raise ModeError(f"a {got} for the aggregation of a term; expected a LossAggregation")
         number: Any = self.coefficient
-        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+        try:
+            finite = isinstance(number, Real) and math.isfinite(number)
+        except OverflowError:
+            finite = False
+        if not finite or isinstance(number, bool):
             raise ModeError(f"coefficient={number!r}; expected a finite number")
         object.__setattr__(self, "coefficient", float(number))
 

@@ -1,4 +1,4 @@
-"""Masks, groups and counts -> weights. The only file that knows what a mean is.
+"""Masks, groups and counts -> weights. The only file that turns counts into weights.
 
 Every mode is one formula (see `aggregation`), split in the factor that all tokens of a sample
 share and the token's own mask:

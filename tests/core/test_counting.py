@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
+from megatron_loss_agg.errors import MaskError
 from megatron_loss_agg.exchange import Groups
 from megatron_loss_agg.masks import active_tokens
 from tests import oracle
@@ -79,6 +80,14 @@ def test_half_precision_weights_are_rounded_once():
     agg = LossAggregation(mode="sample_mean")
     w = token_weights(agg, mask, dtype=torch.bfloat16)
     assert torch.equal(w, token_weights(agg, mask).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.int64, "float32"])
+def test_weights_in_a_dtype_where_they_would_vanish_are_refused(dtype):
+    # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
+    agg = LossAggregation(mode="token_mean")
+    with pytest.raises(MaskError, match="expected a floating-point one of the range of fp32"):
+        token_weights(agg, torch.ones(1, 3), dtype=dtype)
 
 
 def test_more_active_tokens_than_fp32_can_count():

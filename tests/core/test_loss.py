@@ -124,6 +124,17 @@ def test_against_a_loop(pairs):
     assert weighted_sum(w, loss).item() == pytest.approx(expected, abs=1e-14 * size)
 
 
+@pytest.mark.parametrize("poison", [1.0, math.nan])
+def test_it_compiles_as_one_graph(poison):
+    w = torch.tensor([0.0, 0.5, 2.0])
+    loss = torch.tensor([poison, 2.0, 3.0], requires_grad=True)
+    compiled = torch.compile(weighted_sum, fullgraph=True, backend="aot_eager")
+    total = compiled(w, loss)
+    total.backward()
+    assert total.item() == 7.0
+    assert torch.equal(loss.grad, w)
+
+
 def test_gradcheck():
     w = torch.rand(5, dtype=F64)
     w[2] = 0

@@ -186,6 +186,13 @@ def test_a_custom_function_makes_the_weights_from_the_plan():
     assert plan.weights(1).dtype == torch.float32
 
 
+def test_the_weights_of_a_custom_function_are_no_tensor_of_the_batch():
+    agg = LossAggregation(mode="custom", function=lambda plan, i: plan.microbatches[i].loss_mask)
+    mask = torch.ones(1, 2)
+    token_weights(agg, mask).mul_(2)
+    assert mask.tolist() == [[1.0, 1.0]]
+
+
 def test_a_custom_function_can_read_group_sums():
     def prompt_mean(plan, i):
         mask = plan.microbatches[i].loss_mask.double()
