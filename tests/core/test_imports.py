@@ -17,6 +17,7 @@ CORE = (
     "layout",
     "loss",
     "masks",
+    "metric_rows",
     "microbatch",
     "plan",
     "policy",

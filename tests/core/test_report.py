@@ -1,4 +1,4 @@
-"""Metrics: exact over microbatches and ranks, each with its own denominator."""
+"""Metrics: exact over microbatches, each with its own denominator."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.report import Max, Mean, Min, reduce_reports
-from tests.core.ranks import Collectives
-from tests.distributed import run_ranks
 
 F64 = torch.float64
 
@@ -31,6 +30,50 @@ def test_a_mean_of_flags_under_a_mask_of_integers():
 
 def test_a_mean_keeps_the_precision_of_its_weights():
     assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_add_up_exactly(dtype):
+    # 2**24 + 1 is the first integer that fp32 rounds, to 2**24.
+    n = 2**24 + 1
+    lengths, ones = torch.tensor([n, 0], dtype=dtype), torch.ones(2)
+    assert Mean.of(lengths, ones).pair().tolist() == [n, 2]
+    assert Mean.of(lengths, torch.tensor([1, 1])).pair().tolist() == [n, 2]
+    assert Mean.of(lengths, torch.tensor([True, True])).pair().tolist() == [n, 2]
+    assert Mean.of(ones, lengths).pair().tolist() == [n, n]
+    assert Mean.of(torch.tensor([True, False]), lengths).pair().tolist() == [n, n]
+    assert Max.of(lengths, ones).value().item() == n
+    assert Min.of(lengths[:1], ones[:1]).value().item() == n
+    metrics = {"sum": Mean.of(lengths, ones), "max": Max.of(lengths, ones)}
+    assert reduce_reports([metrics] * 2, None) == {"sum": n / 2, "max": n}
+
+
+def test_metrics_made_by_hand_add_up_in_fp64():
+    one, many = torch.ones(()), torch.tensor(2.0**24)
+    reports = [{"a": Mean(many, one)}, {"a": Mean(one.view(1), one)}]
+    assert reduce_reports(reports, None) == {"a": (2**24 + 1) / 2}
+
+
+class Vectors(TorchDispatchMode):
+    """Dtypes of the tensors of several elements that the calls inside made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel() > 1]
+        self.dtypes.update(x.dtype for x in made)
+        return out
+
+
+@pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
+def test_losses_are_not_copied_to_fp64(values, mask):
+    with Vectors() as made:
+        Mean.of(torch.ones(8, dtype=values), torch.ones(8, dtype=mask))
+    assert F64 not in made.dtypes
 
 
 def test_means_add_up_by_tokens_and_not_by_microbatches():
@@ -78,51 +121,6 @@ def test_a_nan_that_counts_is_shown():
     assert math.isnan(Min.of(values, torch.ones(2)).value())
 
 
-def reduced_on_every_rank() -> tuple[dict[str, float], list[str]]:
-    """Two microbatches a rank; values and tokens differ over both."""
-    rank = dist.get_rank()
-    reports = [
-        {
-            "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
-            "pair": torch.tensor([float(rank), 5.0]),
-            "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
-            "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
-            "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
-        }
-        for n in (1, 1 + 2 * rank)
-    ]
-    with Collectives() as collectives:
-        return reduce_reports(reports, dist.group.WORLD), collectives.names
-
-
-def test_every_metric_is_reduced_by_its_own_kind_and_count_in_one_collective():
-    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3.
-    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
-    expected = {"loss": 3.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
-    for answer, collectives in run_ranks(reduced_on_every_rank, 2):
-        assert answer == pytest.approx(expected)
-        assert len(collectives) == 1
-
-
-def reduced_in_any_order(names: list[str]) -> dict[str, float] | str:
-    rank = dist.get_rank()
-    ordered = names if rank == 0 else names[::-1]
-    mean = {"a": 10.0, "b": 1.0, "c": 5.0}
-    report = {name: Mean.of(torch.tensor([mean[name]]), torch.ones(1)) for name in ordered}
-    if rank == 1 and "c" in report:
-        report["d"] = report.pop("c")
-    try:
-        return reduce_reports([report], dist.group.WORLD)
-    except ReportError as error:
-        return str(error)
-
-
-def test_ranks_may_order_their_metrics_as_they_like_but_must_have_the_same():
-    assert run_ranks(reduced_in_any_order, 2, ["a", "b"]) == [{"a": 10.0, "b": 1.0}] * 2
-    for answer in run_ranks(reduced_in_any_order, 2, ["a", "c"]):
-        assert "another rank other metrics; expected the same names" in answer
-
-
 def test_a_nan_count_is_shown():
     assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
 
@@ -152,3 +150,9 @@ def test_reports_that_differ_are_refused():
             metric.of([1.0], torch.ones(1))
     with pytest.raises(ReportError, match=r"'a' is tensor\(1.\); expected a Mean, Max or Min"):
         reduce_reports([{"a": torch.tensor(1.0)}], None)
+    for bad in (None, {"a": mean}, [None], [{1: mean}], [{"a": Mean(1.0, 2.0)}], [mean]):
+        with pytest.raises(ReportError, match="expected a"):
+            reduce_reports(bad, None)
+    for metric in (Mean, Max, Min):
+        with pytest.raises(ReportError, match=r"of torch.complex64 and torch.float32; expected"):
+            metric.of(torch.ones(2, dtype=torch.complex64), torch.ones(2))
