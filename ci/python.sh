@@ -17,6 +17,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 extras=${1:?usage: bash ci/python.sh EXTRAS}
 venv=${MEGATRON_LOSS_AGG_VENV:-$root/.venv}
 
+unset PYTHONPATH  # the environment would seem to have what only this shell has
+export PIP_USER=0 # pip refuses to install for a user into an environment
+
 say() { echo "ci/python.sh: $*" >&2; }
 
 # The interpreter behind a fit candidate, which is run, since a name on the PATH may be a shim that

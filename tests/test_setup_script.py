@@ -25,7 +25,8 @@ PIP = """
 import os, sys
 with open(sys.prefix + "/asked", "a") as asked:
     print(sys.argv[-1], file=asked)
-sys.exit(os.environ.get("FAILS") in sys.argv)
+for_the_user = os.environ.get("PIP_USER") == "1"  # which pip refuses here
+sys.exit(for_the_user or os.environ.get("FAILS") in sys.argv)
 """
 
 
@@ -33,7 +34,12 @@ def _call(
     venv: Path, extras: str = "mcore", checkout: Path = ROOT, **changed: str | None
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a run on ``BASE``, with ``changed`` variables; None unsets one."""
-    given = {"PYTHON": str(BASE), "MEGATRON_LOSS_AGG_VENV": str(venv), **changed}
+    given = {
+        "PYTHON": str(BASE),
+        "MEGATRON_LOSS_AGG_VENV": str(venv),
+        "PIP_RETRIES": "no number",  # so that pip itself refuses, wherever it is not the stand-in
+        **changed,
+    }
     variables = {k: v for k, v in {**os.environ, **given}.items() if v is not None}
     return ["bash", str(checkout / "ci/python.sh"), extras], variables
 
@@ -55,7 +61,7 @@ def run(*arguments: Any, **changed: Any) -> subprocess.CompletedProcess[str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment as the script leaves it, but for what pip would have installed."""
     venv = tmp_path_factory.mktemp("made") / "venv"
-    assert run(venv, PIP_RETRIES="no number").returncode != 0  # made; then pip refuses
+    assert run(venv).returncode != 0  # made; then pip refuses
     (packages,) = venv.glob("lib/*/site-packages")
     shutil.rmtree(packages)
     (packages / "pip").mkdir(parents=True)
@@ -107,9 +113,20 @@ def test_no_home_is_needed(venv: Path) -> None:
     assert used_again(run(venv, HOME=None, PYENV_ROOT=None), venv)
 
 
+def test_packages_of_the_shell_alone_do_not_count(venv: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    assert used_again(run(venv, PYTHONPATH=str(tmp_path)), venv)
+
+
+def test_pip_installs_into_the_environment_where_it_would_for_the_user(venv: Path) -> None:
+    done = run(venv, "mcore,plot", PIP_USER="1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv: Path) -> None:
     (venv / "foundation").write_text("another interpreter\n")
-    done = run(venv, PYTHON=f"{venv}/bin/python3", PIP_RETRIES="no number")
+    done = run(venv, PYTHON=f"{venv}/bin/python3")
     assert f"making {venv} with {BASE.parent}" in done.stderr
     assert os.access(venv / "bin" / "python", os.X_OK)
     assert not list(venv.glob("stamp-*"))
