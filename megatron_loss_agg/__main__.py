@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from megatron_loss_agg.errors import AggregationError
 
@@ -26,13 +28,21 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE)
         return 0 if args else 2
     try:
-        return _run(args)
+        outcome = _run(args)
     except AggregationError as error:
-        print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        from megatron_loss_agg.mcore import flags
+
+        return flags.refuse(error)
+    if isinstance(outcome, int):
+        return outcome
+    # Outside of the `try`: an error of the training keeps its traceback, since nothing else says
+    # where it came from. Flags that only the script can parse are refused by `launch`.
+    outcome()
+    return 0
 
 
-def _run(args: list[str]) -> int:
+def _run(args: list[str]) -> int | Callable[[], Any]:
+    """The exit code; or, where a script is to be started, what runs it."""
     if args[0] == "doctor":
         from megatron_loss_agg.mcore import doctor
 
@@ -49,10 +59,9 @@ def _run(args: list[str]) -> int:
     if script.startswith("-"):
         print(f"megatron_loss_agg: {script!r} before the script; {USAGE}", file=sys.stderr)
         return 2
-    from megatron_loss_agg.mcore.launch import launch
+    from megatron_loss_agg.mcore import launch
 
-    launch(script, script_args, cpu)
-    return 0
+    return launch.prepare(script, script_args, cpu)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and print it (without it: once, before the first step)",
     )
     return parser
+
+
+def refuse(error: AggregationError) -> int:
+    """Say in one line on stderr what is wrong with a command line; returns its exit code."""
+    print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2
 
 
 class Settings(NamedTuple):

@@ -39,11 +39,32 @@ def seams() -> tuple[Seam, Seam, Seam]:
     )
 
 
+def hook_from_args(args: Any) -> LossHook | None:
+    """What Megatron's parsed flags ask for; None without ``--loss-aggregation``.
+
+    Raises:
+        AggregationError: they do not go together, see `check_host_flags`.
+    """
+    settings = flags.settings_from(args)
+    if settings is None:
+        return None
+    check_host_flags(args)
+    return LossHook(
+        settings.aggregation,
+        settings.read_batch or read_batch,
+        audit=settings.audit,
+        evaluates_by_microbatch=getattr(args, "sft", False),
+        empty_step=settings.empty_step,
+        in_training_loop=True,
+    )
+
+
 _MARK = "adds_loss_aggregation"
 
 
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
+    make_hook: Callable[[Any], LossHook | None] = hook_from_args,
 ) -> Callable[[], None]:
     """Add the flags to Megatron's parser, and the hook to its training and evaluation.
 
@@ -52,6 +73,8 @@ def install(
 
     Args:
         prepare_parser: what to do to Megatron's parser once its own flags are there.
+        make_hook: Megatron's parsed flags -> hook, or None without ``--loss-aggregation``; called
+            once, before the model is built.
 
     Returns:
         ``uninstall``, which restores every function.
@@ -74,7 +97,7 @@ def install(
     def hook() -> LossHook | None:
         from megatron.training import get_args
 
-        return hook_from_args(get_args())
+        return make_hook(get_args())
 
     @functools.wraps(get_forward_backward)
     def get_hooked_forward_backward(*args: Any, **kwargs: Any) -> Any:
@@ -110,26 +133,6 @@ def _step_unless_empty(step: Callable[..., Any], hook: LossHook) -> Callable[...
         return step(*args, **kwargs)
 
     return step_unless_empty
-
-
-def hook_from_args(args: Any) -> LossHook | None:
-    """What Megatron's parsed flags ask for; None without ``--loss-aggregation``.
-
-    Raises:
-        AggregationError: they do not go together, see `check_host_flags`.
-    """
-    settings = flags.settings_from(args)
-    if settings is None:
-        return None
-    check_host_flags(args)
-    return LossHook(
-        settings.aggregation,
-        settings.read_batch or read_batch,
-        audit=settings.audit,
-        evaluates_by_microbatch=getattr(args, "sft", False),
-        empty_step=settings.empty_step,
-        in_training_loop=True,
-    )
 
 
 def check_host_flags(args: Any) -> None:

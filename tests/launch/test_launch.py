@@ -121,21 +121,63 @@ def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
 
 
-def test_without_cpu_nothing_stands_in_for_a_gpu(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch\n"
-        "print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])\n"
-        "print(torch.cuda.current_stream.__module__, sys.argv[1:])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_loss_agg", str(script), "--flag"],
+def launched(script: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The launcher in front of ``script``, which is to be ``text``; on one rank."""
+    script.write_text(text)
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_loss_agg", str(script), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def test_without_cpu_nothing_stands_in_for_a_gpu(tmp_path: Path) -> None:
+    text = (
+        "import sys, torch\n"
+        "print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])\n"
+        "print(torch.cuda.current_stream.__module__, sys.argv[1:])\n"
+    )
+    done = launched(tmp_path / "script.py", text, "--flag")
     assert done.stdout.splitlines() == ["[]", "torch.cuda ['--flag']"], done.stderr[-2000:]
+
+
+def test_an_error_of_the_training_keeps_its_traceback(tmp_path: Path) -> None:
+    text = (
+        "from megatron_loss_agg.errors import MaskError\n"
+        "def train():\n"
+        "    raise MaskError('step 1000')\n"
+        "train()\n"
+    )
+    done = launched(tmp_path / "script.py", text, "--loss-aggregation", "token_mean")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert f'File "{tmp_path / "script.py"}", line 3, in train' in done.stderr
+    assert done.stderr.endswith("MaskError: step 1000\n")
+
+
+# What Megatron's `pretrain` does first.
+PARSES_AND_BUILDS = """
+import argparse
+from megatron.training import arguments, training
+from megatron.training.global_vars import set_args
+
+parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+set_args(parser.parse_known_args()[0])
+training.setup_model_and_optimizer(None, None)
+"""
+
+
+def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(
+    tmp_path: Path,
+) -> None:
+    flags = ("--loss-aggregation", "token_mean", "--cuda-graph-impl", "full_iteration")
+    done = launched(tmp_path / "script.py", PARSES_AND_BUILDS, *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("megatron_loss_agg: "))
+    assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration ")
 
 
 def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
