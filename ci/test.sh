@@ -3,6 +3,7 @@
 # bash ci/test.sh ARGUMENTS   sets up, runs pytest with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
