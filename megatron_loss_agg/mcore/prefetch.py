@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 class Prefetch:
-    """The same batches as ``source`` in the same order, some of them drawn ahead by a thread.
+    """The batches of ``source`` in their order, some of them drawn ahead by a thread.
 
     Whoever reads, and whatever was fetched, nothing is lost or read twice. An exception of
     ``source`` surfaces where the batch is wanted that it came for. The thread does not outlive the
@@ -24,7 +24,10 @@ class Prefetch:
 
     Megatron's own training loop gets one by itself, if it reads a `torch.utils.data.DataLoader`. In
     a loop of your own, give the schedule a ``Prefetch(batches)``, the same in every step;
-    ``source`` must not use collectives or the current device, since it runs in a thread.
+    ``source`` must not use collectives or the current device, since it runs in a thread. Nor may it
+    draw from the process's global random generators, if others do: the order in which both draw
+    would be left to chance (give it a `torch.Generator` of its own; a ``DataLoader`` draws in its
+    workers, except with ``num_workers=0``).
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
