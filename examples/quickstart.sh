@@ -12,8 +12,8 @@ python=$(bash ci/python.sh mcore)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it
 export PYTHONWARNINGS=ignore
-# Standalone: the rendezvous takes a free port.
-torchrun=("$python" -m torch.distributed.run --standalone --nproc-per-node 4)
+# Standalone: the rendezvous takes a free port. One node, whatever PET_NNODES of a cluster says.
+torchrun=("$python" -m torch.distributed.run --standalone --nnodes 1 --nproc-per-node 4)
 
 flags=(
     --num-layers 2
