@@ -7,6 +7,28 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from examples.grpo import task
+from megatron_loss_agg import aggregation
+
+# Those that need no more than the prompts' ids and a divisor.
+MODES = [mode for mode in aggregation.MODES if mode not in ("rollout_mean", "custom")]
+
+_LEAST = {
+    "steps": 1,
+    "save_every": 1,
+    "prompts": 1,
+    "answers": 2,  # one alone has no advantage
+    "updates": 1,
+    "warmup": 0,
+    "context_parallel": 1,
+    "hidden": 1,
+    "layers": 1,
+}
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
 
 def _flag(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -14,7 +36,11 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One training run. Sizes are those of the whole step, over all ranks."""
+    """One training run. Sizes are those of the whole step, over all ranks.
+
+    Raises:
+        ValueError: a value that no run can have, by its flag.
+    """
 
     cpu: bool = _flag(False, "run on CPUs over gloo")
     output: Path = _flag(Path("build/grpo/run"), "folder of all that is written")  # noqa: RUF009
@@ -39,11 +65,27 @@ class Options:
     entropy: float = _flag(0.003, "coefficient of the entropy, which is raised")
 
     def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"--mode {self.mode}; expected one of {', '.join(MODES)}")
+        for name, least in _LEAST.items():
+            self._check(name, getattr(self, name) >= least, f"at least {least}")
+        self._check("largest", 0 <= self.largest <= 9, "one digit")
+        sums = (self.largest + 1) ** 2
+        self._check("prompts", self.prompts <= sums, f"at most the {sums} of --largest")
         if self.prompts % self.updates:
             raise ValueError(
                 f"--prompts {self.prompts} cannot be dealt to --updates {self.updates} optimizer "
                 "steps; expected a multiple"
             )
+        # A sample is padded to what can be split over the context-parallel ranks.
+        multiple = 2 * self.context_parallel
+        longest = -(-(task.PROMPT + task.MAX_ANSWER) // multiple) * multiple
+        text = f"at least {longest}, the longest sample"
+        self._check("token_budget", self.token_budget >= longest, text)
+
+    def _check(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"{_flag_of(name)} {getattr(self, name)}; expected {expected}")
 
     def training(self) -> dict[str, Any]:
         """The flags that a run's numbers depend on."""
@@ -56,10 +98,14 @@ def parse(arguments: list[str] | None = None) -> Options:
         prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for entry in fields(Options):
-        flag, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
+        flag, text = _flag_of(entry.name), entry.metadata["help"]
         if isinstance(entry.default, bool):
             parser.add_argument(flag, action="store_true", help=text)
         else:
             kind = type(entry.default) if entry.name != "output" else Path
             parser.add_argument(flag, type=kind, default=entry.default, help=text)
-    return Options(**vars(parser.parse_args(arguments)))
+    given = parser.parse_args(arguments)
+    try:
+        return Options(**vars(given))
+    except ValueError as error:
+        parser.error(str(error))

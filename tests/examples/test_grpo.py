@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.grpo import packing, task
-from examples.grpo.options import Options, parse
+from examples.grpo.options import MODES, Options, parse
 from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
 from megatron_loss_agg.mcore.batches import read_batch
 
@@ -137,3 +137,39 @@ def test_flags_are_the_options() -> None:
     assert (given.cpu, given.mode, given.lr, given.output) == (True, "token_mean", 0.5, Path("x"))
     with pytest.raises(ValueError, match="--prompts 3 cannot be dealt to --updates 2"):
         Options(prompts=3, updates=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mode nope", "--mode nope; expected one of token_mean, sample_mean, prompt_mean,"),
+        ("--mode custom", "--mode custom; expected one of"),
+        ("--steps 0", "--steps 0; expected at least 1"),
+        ("--save-every 0", "--save-every 0; expected at least 1"),
+        ("--answers 1", "--answers 1; expected at least 2"),
+        ("--updates 0", "--updates 0; expected at least 1"),
+        ("--context-parallel 0", "--context-parallel 0; expected at least 1"),
+        ("--largest 10", "--largest 10; expected one digit"),
+        ("--largest 2 --prompts 10", "--prompts 10; expected at most the 9 of --largest"),
+        ("--prompts 3", "--prompts 3 cannot be dealt to --updates 2"),
+        ("--context-parallel 4 --token-budget 15", "--token-budget 15; expected at least 16"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_by_its_flag(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(flags.split())
+    assert stopped.value.code == 2
+    assert f"train.py: error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_that_is_offered_can_be_built(mode: str) -> None:
+    assert parse(["--mode", mode]).mode == mode
+    divisor = 9.0 if mode == "constant" else None
+    plan = StepPlan.build(
+        LossAggregation(mode=mode, divisor=divisor),
+        [read_batch(packing.pack(*rows(6, seed=1), MULTIPLE))],
+    )
+    assert plan.weights(0).any()
