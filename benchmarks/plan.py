@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from benchmarks.shapes import (
     many_microbatches,
     rows_of_rank,
 )
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, exchange, tally
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, exchange, gather, tally
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.weighting import PlannedWeights
@@ -56,8 +57,9 @@ def _large_step(results: Results) -> None:
     samples, prompts, ranks = LARGE_PLAN
     aggregation = LossAggregation(mode="prompt_mean")
     tallies = [_tally(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
-    header = exchange.Header(failed=False, terms=1, tag=0)
-    totals = torch.stack([exchange.row_of(header, [(t.totals, t.columns)]) for t in tallies])
+    header = gather.Header(failed=False, units=1, tag=0)
+    rows = [exchange.rows_of([(t.totals, t.columns)]) for t in tallies]
+    totals = torch.stack([gather.row_of(header, row, exchange.TERMS_A_ROW) for row in rows])
     width = max(t.groups["prompt"].ids.numel() for t in tallies)
     payload = torch.stack([exchange.packed([t.groups["prompt"]], width) for t in tallies])
 
@@ -65,7 +67,9 @@ def _large_step(results: Results) -> None:
         return totals if row.numel() == totals.shape[1] else payload
 
     mine = rows_of_rank(0)
-    with mock.patch.object(exchange, "gather_rows", gathered):
+    with contextlib.ExitStack() as stack:
+        for module in (gather, exchange):
+            stack.enter_context(mock.patch.object(module, "gather_rows", gathered))
         plan = StepPlan.build(aggregation, mine)
         (taken,) = least_seconds([lambda: StepPlan.build(aggregation, mine)], 5)
     assert plan.counts.samples == samples // ranks * ranks

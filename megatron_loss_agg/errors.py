@@ -52,4 +52,4 @@ class DependencyError(AggregationError):
 
 
 class ReportError(AggregationError):
-    """Metrics that cannot be reduced over microbatches."""
+    """Metrics that cannot be reduced over microbatches, or over ranks."""

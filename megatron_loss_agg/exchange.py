@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.errors import ModeError, PeerError
+from megatron_loss_agg.errors import ModeError
+from megatron_loss_agg.gather import Header, abandon_units, gather_rows, gather_units
 
 
 class Groups(NamedTuple):
@@ -56,21 +57,12 @@ COLUMNS = 6
 """Integers of a term beside its totals: see `Tally.columns`."""
 
 
-class Header(NamedTuple):
-    """What every row begins with, so that ranks which disagree can tell."""
-
-    failed: bool  # the rank could not count its step
-    terms: int
-    tag: int  # differs between different terms
-
-
 def exchange_totals(
     mine: Sequence[tuple[Totals, list[int]]], tag: int, group: dist.ProcessGroup | None
 ) -> list[tuple[Totals, list[list[int]]]]:
     """Sum totals over ``group``, and collect everybody's columns.
 
-    One collective for every `TERMS_A_ROW` terms. Its size is the same whatever the terms: a
-    collective of different sizes hangs or ends the process.
+    One collective for up to `TERMS_A_ROW` terms, and a second for all further ones.
 
     Args:
         mine: for every term, this rank's totals, and columns of integers.
@@ -83,49 +75,37 @@ def exchange_totals(
         PeerError: some rank failed.
         ModeError: ranks have different terms.
     """
-    header = Header(False, len(mine), tag)
-    answers = []
-    for start in range(0, len(mine), TERMS_A_ROW):
-        terms = mine[start : start + TERMS_A_ROW]
-        rows = gather_rows(row_of(header, terms), group)
-        _check_headers(rows[:, : len(Header._fields)])
-        cells = rows[:, len(Header._fields) :].unflatten(1, (TERMS_A_ROW, -1))
-        for term in cells.unbind(dim=1)[: len(terms)]:
-            totals, columns = term.split([len(Totals._fields), COLUMNS], dim=1)
-            answers.append((Totals.sum(totals), columns.long().tolist()))
-    return answers
+    terms = gather_units(
+        rows_of(mine),
+        TERMS_A_ROW,
+        group,
+        tag=tag,
+        failure="bad microbatches on rank(s) {} of the data-parallel group",
+        difference=_different_terms,
+    )
+    halves = (term.split([len(Totals._fields), COLUMNS], dim=1) for term in terms.unbind(dim=1))
+    return [(Totals.sum(totals), columns.long().tolist()) for totals, columns in halves]
 
 
 def abandon(group: dist.ProcessGroup | None) -> None:
     """Stand in for `exchange_totals` on a rank that could not count its step."""
-    gather_rows(row_of(Header(True, 0, 0), []), group)
+    abandon_units(TERMS_A_ROW, len(Totals._fields) + COLUMNS, group)
 
 
-def row_of(header: Header, terms: Sequence[tuple[Totals, list[int]]]) -> Tensor:
-    """What a rank sends of its totals: fp64."""
-    cells = [*header, *(x for totals, columns in terms for x in (*totals, *columns))]
-    row = torch.zeros(len(header) + TERMS_A_ROW * (len(Totals._fields) + COLUMNS)).double()
-    row[: len(cells)] = torch.tensor(cells, dtype=torch.float64)
-    return row
+def rows_of(mine: Sequence[tuple[Totals, list[int]]]) -> Tensor:
+    """fp64 [terms, width]."""
+    rows = [[*totals, *columns] for totals, columns in mine]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
-def _check_headers(rows: Tensor) -> None:
-    """Raise, on every rank that has not failed itself, unless all are well and agree."""
-    headers = [Header(*row) for row in rows.tolist()]
-    failures = [rank for rank, header in enumerate(headers) if header.failed]
-    if failures:
-        raise PeerError(
-            f"bad microbatches on rank(s) {failures} of the data-parallel group; "
-            "expected every rank's to be valid: see the error of those ranks"
-        )
-    numbers = sorted({round(header.terms) for header in headers})
+def _different_terms(headers: Sequence[Header]) -> ModeError:
+    numbers = sorted({round(header.units) for header in headers})
     if len(numbers) > 1:
-        raise ModeError(f"the ranks have {numbers} terms; expected the same on every rank")
-    if len({header.tag for header in headers}) > 1:
-        raise ModeError(
-            "the ranks have different aggregations, or terms in another order; expected the same "
-            "on every rank"
-        )
+        return ModeError(f"the ranks have {numbers} terms; expected the same on every rank")
+    return ModeError(
+        "the ranks have different aggregations, or terms in another order; expected the same "
+        "on every rank"
+    )
 
 
 def exchange_groups(
@@ -158,29 +138,3 @@ def packed(mine: Sequence[Groups], width: int) -> Tensor:
     flat = torch.cat([part for g in mine for part in (g.ids, g.sums.view(torch.int64))])
     payload[: flat.numel()] = flat
     return payload
-
-
-def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[ranks, n] out of everybody's [n], in rank order; on the CPU on both ends."""
-    if group is None or dist.get_world_size(group) == 1:
-        return row.unsqueeze(0)
-    sent = row.to(communication_device(group))
-    rows = sent.new_empty(dist.get_world_size(group) * row.numel())
-    dist.all_gather_into_tensor(rows, sent, group=group)
-    return rows.view(-1, row.numel()).cpu()
-
-
-def any_of(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
-    """Which of ``flags`` is set on some rank of ``group``. One collective, and a wait for it."""
-    if dist.get_world_size(group) == 1:
-        return [*flags]
-    told = torch.tensor([*flags], dtype=torch.int, device=communication_device(group))
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return told.bool().tolist()
-
-
-def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """The device that ``group``'s backend carries tensors on."""
-    if "gloo" in dist.get_backend(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -82,7 +82,7 @@ class StepPlan:
     ) -> StepTerms:
         """`build` for a loss of several terms, each with a denominator of its own.
 
-        Still at most two collectives, for up to eight terms; one more for every further eight.
+        Still at most two collectives, for up to eight terms; three for any number.
 
         Args:
             terms: by name, the same in the same order on every rank; an aggregation alone has the

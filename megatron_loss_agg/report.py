@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import ReportError
+from megatron_loss_agg.gather import Header, abandon_units, gather_units
 from megatron_loss_agg.loss import weighted_sum
-from megatron_loss_agg.metric_rows import COLUMNS, abandon_metrics, exchange_metrics
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class Min:
 
 Metric = Mean | Max | Min
 
+METRICS_A_ROW = 32
+COLUMNS = 3
+"""Numbers of a metric: what adds up twice, and what the greatest is taken of."""
+
 
 def reduce_reports(
     reports: Iterable[Mapping[str, Metric | Tensor]], group: dist.ProcessGroup | None
@@ -146,10 +151,26 @@ def reduce_reports(
         parts = [part for metric in total.values() for part in _columns(metric)]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
     except Exception:
-        abandon_metrics(group)
+        abandon_units(METRICS_A_ROW, COLUMNS, group)
         raise
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
-    rows = exchange_metrics(kinds, mine.view(-1, COLUMNS), group)
+    tag = crc32(repr(kinds).encode())
+
+    def difference(headers: Sequence[Header]) -> ReportError:
+        others = [rank for rank, header in enumerate(headers) if header.tag != tag]
+        return ReportError(
+            f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
+            "other metrics; expected the same names and kinds on every rank"
+        )
+
+    rows = gather_units(
+        mine.view(-1, COLUMNS),
+        METRICS_A_ROW,
+        group,
+        tag=tag,
+        failure="bad metrics on rank(s) {} of the group",
+        difference=difference,
+    )
     reduced = zip(rows[..., 0].sum(0), rows[..., 1].sum(0), rows[..., 2].amax(0), strict=True)
     return {
         name: _value(metric, *columns)

@@ -186,7 +186,7 @@ class Tally:
 def exchange(tallies: Mapping[str, Tally], group: dist.ProcessGroup | None) -> list[StepSums]:
     """Add up every term's tally with the other ranks' of ``group``.
 
-    In two collectives at most for up to `TERMS_A_ROW` terms.
+    In two collectives at most for up to `TERMS_A_ROW` terms, and three for any number.
 
     Raises:
         MaskError, GroupError: this rank's input is bad.

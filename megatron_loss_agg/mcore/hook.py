@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import HostError, MaskError, ModeError, PeerError
-from megatron_loss_agg.exchange import any_of
+from megatron_loss_agg.gather import any_of
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_batch
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
@@ -52,8 +52,8 @@ class LossHook:
             and those of ``lm loss``, are the first one's.
         read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or one for each
             term, where their masks differ.
-        audit: measure the host's averaging again, and print it, whenever the number of microbatches
-            changes; without it, it is measured once, before the first step.
+        audit: measure the host's averaging before the first step of each number of microbatches,
+            and print it; without it, it is measured once, before the first step.
         evaluates_by_microbatch: the host's evaluation divides every microbatch's report before it
             averages (Megatron's training loop under ``--sft``); reports are made exact all the
             same.

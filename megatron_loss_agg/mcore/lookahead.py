@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_loss_agg.errors import HostError, PeerError
-from megatron_loss_agg.exchange import any_of
+from megatron_loss_agg.gather import any_of
 from megatron_loss_agg.mcore.batches import ReadBatch, read_ahead
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks

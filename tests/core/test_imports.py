@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +11,17 @@ from pathlib import Path
 import megatron_loss_agg
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = "megatron_loss_agg"
 CORE = (
     "aggregation",
     "elementwise",
     "errors",
     "exchange",
+    "explain",
+    "gather",
     "layout",
     "loss",
     "masks",
-    "metric_rows",
     "microbatch",
     "plan",
     "policy",
@@ -86,10 +90,33 @@ def test_the_core_imports_and_works_without_megatron():
 
 
 def test_every_module_beside_the_adapter_is_known_to_be_core():
-    """A new module is listed in CORE, or is one of the command-line front ends."""
-    front_ends = {"__init__", "__main__", "cli"}
-    found = {path.stem for path in (ROOT / "megatron_loss_agg").glob("*.py")}
-    assert found - front_ends == set(CORE)
+    modules = {path.stem for path in (ROOT / "megatron_loss_agg").glob("[!_]*")}
+    assert modules - {"mcore", "py"} == set(CORE)
+
+
+def imported_by(path: Path) -> set[Path]:
+    """The package's files that a file needs before it can be used itself."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            module = ROOT / node.module.replace(".", "/")
+            places = [module / alias.name for alias in node.names] + [module]
+            found |= {place.with_suffix(".py") for place in places}
+    return found
+
+
+def test_a_file_of_the_guide_imports_only_what_stands_above_it():
+    guide = (ROOT / "docs/derivation.md").read_text().partition("| file | holds |")[2]
+    above: set[Path] = set()
+    package = ROOT / PACKAGE
+    everything = {*package.rglob("*.py")}
+    for name in re.findall(r"`([a-z_/]+(?:\.py|/))`", guide):
+        files = {*(package / name).glob("*.py")} if name.endswith("/") else {package / name}
+        above |= files
+        for file in files:
+            unknown = imported_by(file) & everything - above
+            assert not unknown, f"{file} imports {unknown}"
+    assert {path.name for path in everything - above} == {"__init__.py", "__main__.py"}
 
 
 def test_public_names_are_frozen():

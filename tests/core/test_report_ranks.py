@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.errors import PeerError, ReportError
-from megatron_loss_agg.metric_rows import METRICS_A_ROW
-from megatron_loss_agg.report import Max, Mean, Min, reduce_reports
+from megatron_loss_agg.report import METRICS_A_ROW, Max, Mean, Min, reduce_reports
 from tests.core.ranks import Collectives
 from tests.distributed import run_ranks
 
