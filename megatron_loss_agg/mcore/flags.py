@@ -111,7 +111,7 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     if mode is None:
         for name in _OPTIONS:
             value = getattr(args, f"loss_aggregation_{name}", None)
-            if value:
+            if value is not None and value is not False:
                 shown = "" if value is True else f" {value}"
                 flag = f"{FLAG}-{name.replace('_', '-')}"
                 raise ModeError(f"{flag}{shown} without {FLAG}; give a mode, or drop it")
@@ -122,6 +122,8 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     options["rejected"] = getattr(args, "loss_aggregation_rejected", None)
     if function is not None:
         options["function"] = _load(f"{FLAG}-function", function)
+    elif mode == "custom":
+        raise FunctionError(f"{FLAG} custom without {FLAG}-function; expected module:name there")
     if "/" in mode and "function" in options:
         raise FunctionError(f"{FLAG}-function with preset {mode!r}; only 'custom' takes one")
     try:
@@ -148,7 +150,9 @@ def empty_step_from(args: argparse.Namespace) -> str:
     Raises:
         ModeError: another value.
     """
-    value = getattr(args, "loss_aggregation_empty_step", None) or "step"
+    value = getattr(args, "loss_aggregation_empty_step", None)
+    if value is None:
+        return "step"
     if value not in EMPTY_STEPS:
         raise ModeError(f"{FLAG}-empty-step {value}; expected one of {', '.join(EMPTY_STEPS)}")
     return str(value)

@@ -126,7 +126,7 @@ BAD_FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("divisor=3.0 with mode 'token_mean'", "drop it"),
     ),
     f"{FLAG} verl/token-mean {FLAG}-divisor 3": ("DivisorError", ("takes none", "drop it")),
-    f"{FLAG} custom": ("FunctionError", ("needs a callable function",)),
+    f"{FLAG} custom": ("FunctionError", (f"custom without {FLAG}-function;", "module:name")),
     f"{FLAG} custom {FLAG}-function json": ("FunctionError", ("'json'", "module:name")),
     f"{FLAG} custom {FLAG}-function :dumps": ("FunctionError", ("':dumps'", "module:name")),
     f"{FLAG} custom {FLAG}-function no_module:f": (
@@ -149,6 +149,8 @@ BAD_FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
         (f"{FLAG}-batch 'no_module:f'", "cannot be loaded", "PYTHONPATH"),
     ),
     f"{FLAG} sum {FLAG}-batch json:__name__": ("FunctionError", ("is not callable",)),
+    f"{FLAG}-divisor=": ("ModeError", (f"-divisor  without {FLAG};", "give a mode, or drop")),
+    f"{FLAG} sum {FLAG}-empty-step=": ("ModeError", ("expected one of error, skip, step",)),
     f"{FLAG}-divisor 3": ("ModeError", (f"-divisor 3 without {FLAG};", "give a mode, or drop")),
     f"{FLAG}-empty skip": ("ModeError", (f"-empty skip without {FLAG};", "give a mode, or drop")),
     f"{FLAG}-function json:dumps": ("ModeError", (f"without {FLAG};", "give a mode, or drop")),
