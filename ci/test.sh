@@ -17,6 +17,7 @@ if [[ $# -eq 0 ]]; then
     if [[ $status -ne 0 ]]; then
         echo "ci/test.sh: ruff, mypy or mkdocs failed, see above; this run will fail after the tests" >&2
     fi
+    rm -f build/verified/newest.xml # of a run before this one
     set -- --junitxml build/verified/newest.xml
 fi
 # A hang in a collective ends in a traceback instead of a silent job.

@@ -94,8 +94,8 @@ def abandon(group: dist.ProcessGroup | None) -> None:
 
 def rows_of(mine: Sequence[tuple[Totals, list[int]]]) -> Tensor:
     """fp64 [terms, width]."""
-    rows = [[*totals, *columns] for totals, columns in mine]
-    return torch.tensor(rows, dtype=torch.float64)
+    cells = [x for totals, columns in mine for x in (*totals, *columns)]
+    return torch.tensor(cells, dtype=torch.float64).view(len(mine), len(Totals._fields) + COLUMNS)
 
 
 def _different_terms(headers: Sequence[Header]) -> ModeError:

@@ -7,7 +7,6 @@ bshd layout, of every packed sequence in Transformer Engine's thd layout.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +25,7 @@ class CPLayout:
     Build it by `bshd`, `thd` or `contiguous`.
 
     Attributes:
+        index: int64 [local tokens], positions in the order in which this rank holds them.
         total_len: length of the axis that is split.
     """
 
@@ -36,11 +36,7 @@ class CPLayout:
         self.cp_size = cp_size
         self.cp_rank = cp_rank
         self._index_of = index_of
-
-    @functools.cached_property
-    def index(self) -> Tensor:
-        """int64 [local tokens], positions in the order in which this rank holds them."""
-        return self._index_of(self.cp_rank)
+        self.index = index_of(cp_rank)
 
     @classmethod
     def bshd(cls, seq_len: int, cp_size: int, cp_rank: int) -> CPLayout:
@@ -66,7 +62,8 @@ class CPLayout:
         """
         _check_rank(cp_size, cp_rank)
         _check_offsets(cu_seqlens_padded)
-        starts = cu_seqlens_padded[:-1].to(torch.int64)
+        # Of its own, since `unshard` makes the other ranks' maps when it is called.
+        starts = cu_seqlens_padded[:-1].to(torch.int64, copy=True)
         lengths = cu_seqlens_padded.diff().to(torch.int64)
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
         if cp_size > 1 and uneven.numel():

@@ -19,7 +19,12 @@ from megatron_loss_agg.loss import where_weighted
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.tally import StepCounts, StepSums, Tally, exchange
-from megatron_loss_agg.weights import sample_coefficients, spread
+from megatron_loss_agg.weights import (
+    check_rejected,
+    checked_custom,
+    sample_coefficients,
+    spread,
+)
 
 if TYPE_CHECKING:
     from megatron_loss_agg.terms import StepTerms, Term
@@ -143,10 +148,12 @@ class StepPlan:
             )
         microbatch = self.microbatches[i]
         if self.aggregation.function is not None:
-            weights = checked_custom(self.aggregation.function(self, i), microbatch, dtype)
+            weights = checked_custom(
+                self.aggregation.function(self, i), microbatch.loss_mask, dtype
+            )
             if microbatch.rejected is not None:
                 kept = self._spread((~microbatch.rejected).double(), microbatch, dtype)
-                _check_rejected(weights, kept)
+                check_rejected(weights, kept)
             return weights
         return self._spread(self._coefficients[i], microbatch, dtype)
 
@@ -278,30 +285,3 @@ def token_weights(
         loss_mask, cu_seqlens, prompt_ids, rollout_ids, cu_seqlens_padded=cu_seqlens_padded
     )
     return StepPlan.build(agg, [microbatch]).weights(0, dtype)
-
-
-def _check_rejected(weights: Tensor, kept: Tensor) -> None:
-    if bool(((weights != 0) & (kept == 0)).any()):
-        raise FunctionError(
-            "the aggregation function returned weights for rejected samples; expected 0 on their "
-            "tokens: see plan.microbatches[i].rejected"
-        )
-
-
-def checked_custom(weights: object, microbatch: Microbatch, dtype: torch.dtype) -> Tensor:
-    """``weights`` of a custom function in ``dtype``, if they are usable for ``microbatch``."""
-    mask = microbatch.loss_mask
-    if not isinstance(weights, Tensor) or weights.shape != mask.shape or weights.is_complex():
-        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise FunctionError(
-            f"the aggregation function returned {got}; expected real weights of the mask's shape "
-            f"{tuple(mask.shape)}"
-        )
-    # A copy, since the function may have returned a tensor of the batch's.
-    weights = weights.detach().to(dtype, copy=True)
-    if not bool((weights.isfinite() & ((weights == 0) | (mask != 0))).all()):
-        raise FunctionError(
-            "the aggregation function returned weights that are not finite, or not 0 where the "
-            "mask is 0; expected finite weights, and 0 on masked tokens"
-        )
-    return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,28 +155,32 @@ def reduce_reports(
         abandon_units(METRICS_A_ROW, COLUMNS, group)
         raise
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
-    tag = crc32(repr(kinds).encode())
-
-    def difference(headers: Sequence[Header]) -> ReportError:
-        others = [rank for rank, header in enumerate(headers) if header.tag != tag]
-        return ReportError(
-            f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
-            "other metrics; expected the same names and kinds on every rank"
-        )
-
     rows = gather_units(
         mine.view(-1, COLUMNS),
         METRICS_A_ROW,
         group,
-        tag=tag,
+        tag=_tag(kinds),
         failure="bad metrics on rank(s) {} of the group",
-        difference=difference,
+        difference=functools.partial(_different_metrics, kinds),
     )
     reduced = zip(rows[..., 0].sum(0), rows[..., 1].sum(0), rows[..., 2].amax(0), strict=True)
     return {
         name: _value(metric, *columns)
         for (name, metric), columns in zip(total.items(), reduced, strict=True)
     }
+
+
+def _tag(kinds: list[str]) -> int:
+    """A number that differs between different metrics."""
+    return crc32(repr(kinds).encode())
+
+
+def _different_metrics(kinds: list[str], headers: Sequence[Header]) -> ReportError:
+    others = [rank for rank, header in enumerate(headers) if header.tag != _tag(kinds)]
+    return ReportError(
+        f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
+        "other metrics; expected the same names and kinds on every rank"
+    )
 
 
 def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict[str, Metric]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.errors import FunctionError
+
 
 def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor:
     """``c_s = scale / (M_within(s) * N_across)``; groups without tokens weigh nothing.
@@ -66,3 +68,34 @@ def _repeated(x_S: Tensor, length_S: Tensor, tokens: int) -> Tensor:
     with_none = torch.cat([x_S, x_S.new_zeros(1)])
     lengths = torch.cat([length_S, rest])
     return with_none.repeat_interleave(lengths, output_size=tokens)
+
+
+def check_rejected(weights: Tensor, kept: Tensor) -> None:
+    """Raise FunctionError if a custom function weighs tokens where ``kept`` is 0."""
+    if bool(((weights != 0) & (kept == 0)).any()):
+        raise FunctionError(
+            "the aggregation function returned weights for rejected samples; expected 0 on their "
+            "tokens: see plan.microbatches[i].rejected"
+        )
+
+
+def checked_custom(weights: object, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weights`` of a custom function in ``dtype``, if they are usable for ``mask``.
+
+    Raises:
+        FunctionError: they are not.
+    """
+    if not isinstance(weights, Tensor) or weights.shape != mask.shape or weights.is_complex():
+        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise FunctionError(
+            f"the aggregation function returned {got}; expected real weights of the mask's shape "
+            f"{tuple(mask.shape)}"
+        )
+    # A copy, since the function may have returned a tensor of the batch's.
+    weights = weights.detach().to(dtype, copy=True)
+    if not bool((weights.isfinite() & ((weights == 0) | (mask != 0))).all()):
+        raise FunctionError(
+            "the aggregation function returned weights that are not finite, or not 0 where the "
+            "mask is 0; expected finite weights, and 0 on masked tokens"
+        )
+    return weights

@@ -9,7 +9,8 @@ factor is caught before it trains anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +94,12 @@ def measured_scale(model: Any, scale: HostScale, pg_collection: Any = None) -> f
         _reduced(buffer) / (number * scale.num_microbatches)
         for buffer, number in zip(buffers, [ranks, *experts], strict=True)
     ]
-    return max(measured, key=lambda factor: abs(factor - 1))
+    return farthest_from_one(measured)
+
+
+def farthest_from_one(factors: Sequence[float]) -> float:
+    """NaN is farther than any number."""
+    return max(factors, key=lambda factor: math.inf if math.isnan(factor) else abs(factor - 1))
 
 
 def _reduced(buffer: Any) -> float:

@@ -98,7 +98,7 @@ class LossHook:
         # fixed number of rows, so that later steps may need none.
         self._fixed_rows = False
         self._verified = False
-        # The kinds of steps, training or not, that the last pipeline stage was once able to plan.
+        # The kinds of steps, training or not, that could be planned once.
         self._planned: set[bool] = set()
 
     def wrap(self, forward_backward: ForwardBackward) -> ForwardBackward:
@@ -123,7 +123,7 @@ class LossHook:
                 step.finish()
                 self._verified = self._verified or trains
             if trains and self.empty_step == "skip":
-                self.step_is_empty = is_empty
+                (self.step_is_empty,) = any_of([is_empty], ranks.pipeline)
             return result
 
         return wrapped
@@ -134,7 +134,7 @@ class LossHook:
         """Weigh the step, on the last pipeline stage, and say whether it is empty.
 
         Raises:
-            PeerError: on the other stages, if that failed.
+            PeerError: that failed on the last stage, or on another context-parallel rank of it.
         """
         trains = not kwargs.get("forward_only")
         step, is_empty, failed = None, False, True
@@ -143,12 +143,14 @@ class LossHook:
                 step, is_empty = self._weigh(ranks, scale, kwargs)
             failed = False
         finally:
-            # To tell the others makes them wait for this stage, so not without a need.
-            if trains not in self._planned or (trains and self.empty_step != "step"):
-                failed, is_empty = any_of([failed, is_empty], ranks.pipeline)
+            # To tell the others makes them wait for this rank, so not without a need.
+            if trains not in self._planned or (trains and self.empty_step == "error"):
+                for group in (ranks.context, ranks.pipeline):
+                    (failed,) = any_of([failed], group)
         if failed:
             raise PeerError(
-                "the last pipeline stage could not plan the step; expected it to: see its error"
+                "the last pipeline stage, or another context-parallel rank of it, could not plan "
+                "the step; expected it to: see its error"
             )
         self._planned.add(trains)
         return step, is_empty

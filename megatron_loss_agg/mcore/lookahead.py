@@ -15,7 +15,7 @@ from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.mcore.weighting import PlannedWeights, check_layouts, shared
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.terms import StepTerms, Term
+from megatron_loss_agg.terms import StepTerms, Term, of_term
 
 
 class LookAhead:
@@ -65,9 +65,8 @@ class LookAhead:
             microbatches, replay = read_ahead(
                 source, scale.num_microbatches, self._read_batch, self._terms
             )
-            for of_terms in microbatches:
-                each = of_terms.values() if isinstance(of_terms, Mapping) else [of_terms]
-                check_layouts(each, ranks)
+            for_terms = (of_term(name, m) for m in microbatches for name in self._terms)
+            check_layouts([*{id(m): m for m in for_terms}.values()], ranks)
         except Exception:
             StepPlan.abandon(ranks.data)
             raise

@@ -145,7 +145,9 @@ def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
 
 
 _TOLERANCE = 1e-3
-"""Of what a loss function returns, relative to the same of the absolute losses."""
+"""Of what a loss function returns, relative."""
+_ROUNDING = 16
+"""Units of its rounding, by which a sum may be off, relative to the sizes of what it adds up."""
 
 
 def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
@@ -158,15 +160,17 @@ def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
     """
     if tokens.reduced is None or (len(tokens.reduced) != 3 and not whole):
         return
-    loss = tokens.reduced[0].detach().double()
+    returned = tokens.reduced[0].detach()
+    loss, unit = returned.double(), torch.finfo(returned.dtype).eps
     losses, mask = (x.detach().reshape(-1).double() for x in tokens.first)
     total, absolute = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
     divisors = [torch.ones_like(total)]
     if len(tokens.reduced) != 3:
         divisors.append(mask.sum().clamp(min=1))
     divisor = torch.stack(divisors)
-    # Losses may cancel: a sum of them is no more exact than the sum of their sizes.
-    fits = (loss - total / divisor).abs() <= _TOLERANCE * absolute / divisor
+    # Losses may cancel, and then nothing but the rounding of their sum is left.
+    allowed = _TOLERANCE * total.abs() + _ROUNDING * unit * absolute
+    fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
     if bool(loss.isfinite() & ~fits.any()):  # one look at the device
         raise HostError(
             f"the loss function returned {loss.item():.6g}, and the masked sum of the model's "

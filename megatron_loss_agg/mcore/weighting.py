@@ -10,7 +10,7 @@ Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import active_tokens
+from megatron_loss_agg.masks import active_tokens, on_cpu
 from megatron_loss_agg.mcore.ranks import Ranks
 from megatron_loss_agg.mcore.scaling import HostScale
 from megatron_loss_agg.microbatch import Microbatch
@@ -157,10 +157,18 @@ def local_part(x: Tensor, microbatch: Microbatch, ranks: Ranks) -> Tensor:
     return _local(x, _layout(microbatch, ranks))
 
 
-def check_layouts(microbatches: Iterable[Microbatch], ranks: Ranks) -> None:
-    """Raise LayoutError unless context-parallel ranks can split every microbatch."""
-    for microbatch in microbatches:
-        _layout(microbatch, ranks)
+def check_layouts(microbatches: Sequence[Microbatch], ranks: Ranks) -> None:
+    """Raise LayoutError unless context-parallel ranks can split every microbatch.
+
+    All of them are looked at as one; only a bad one is laid out, which says what is wrong with it.
+    """
+    size = dist.get_world_size(ranks.context)
+    starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
+    lengths = [m.loss_mask.shape[-1] for m in microbatches]
+    ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
+    if size > 1 and bool((ends % (2 * size)).any()):
+        for microbatch in microbatches:
+            _layout(microbatch, ranks)
 
 
 def _local(x: Tensor, layout: CPLayout | None) -> Tensor:

@@ -181,6 +181,15 @@ def test_thd_checks_the_offsets(bad):
         CPLayout.thd(bad, 2, 0)
 
 
+def test_offsets_may_be_overwritten_once_the_layout_is_made():
+    offsets = torch.tensor([0, 8, 16])
+    layouts = [CPLayout.thd(offsets, 2, rank) for rank in range(2)]
+    whole = torch.arange(16)
+    parts = [layout.shard(whole) for layout in layouts]
+    offsets.copy_(torch.tensor([0, 4, 16]))
+    assert torch.equal(layouts[0].unshard(parts), whole)
+
+
 def test_shard_needs_the_whole_axis():
     layout = CPLayout.bshd(8, 2, 0)
     with pytest.raises(LayoutError, match="8"):

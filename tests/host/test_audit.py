@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from megatron_loss_agg.mcore.audit import farthest_from_one
 from tests.host.ranks import run_host_ranks
 
 pytestmark = pytest.mark.host
@@ -129,3 +131,8 @@ def test_experts_are_measured_too(use_distributed_optimizer: bool) -> None:
     options = {"use_distributed_optimizer": use_distributed_optimizer}
     for rank in run_host_ranks(measure_experts, 4, options):
         assert rank == pytest.approx([1.0, 2.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("factors", [[1.0, math.nan], [math.nan, 3.0]])
+def test_no_number_hides_a_factor_that_is_none(factors: list[float]) -> None:
+    assert math.isnan(farthest_from_one(factors))

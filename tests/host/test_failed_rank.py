@@ -20,6 +20,7 @@ pytestmark = pytest.mark.host
 
 TOPOLOGIES = {
     "dp2": Topology(2),
+    "cp2": Topology(2, {"cp": 2}),
     "dp2 cp2": Topology(4, {"cp": 2}),
     "pp2": Topology(2, {"pipeline_model_parallel_size": 2}),
 }
@@ -45,7 +46,7 @@ def odd_packs() -> Iterator[Any]:
 
 
 def answers(topology: Topology, defect: str) -> list[str]:
-    """Every rank: what it hears of a step that is defective on the last rank; then of good ones."""
+    """Every rank: what it hears of a step that is defective on the last ranks; then of a good."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -54,14 +55,20 @@ def answers(topology: Topology, defect: str) -> list[str]:
 
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-    last = parallel_state.get_data_parallel_world_size() - 1
-    fails = parallel_state.get_data_parallel_rank() == last
+    with_context = defect == "reader of one context-parallel rank"
+    last = parallel_state.get_data_parallel_world_size(with_context_parallel=with_context) - 1
+    fails = parallel_state.get_data_parallel_rank(with_context_parallel=with_context) == last
     terms: Any = rl.TERMS
     if defect == "function":
         custom = functools.partial(mean_or_nan, fails)
         terms = {**terms, "kl": LossAggregation(mode="custom", function=custom)}
     good = functools.partial(rl.packs, sequences(fractional=False), [[0, 1]])
-    data = {"reader": failing_reader, "split": odd_packs, "no iterator": lambda: None}
+    data = {
+        "reader": failing_reader,
+        "reader of one context-parallel rank": failing_reader,
+        "split": odd_packs,
+        "no iterator": lambda: None,
+    }
     empty = functools.partial(rl.packs, sequences(fractional=False), [[]])
     hook = LossHook(terms, empty_step="error" if defect == "empty" else "step")
 
@@ -100,6 +107,7 @@ def heard_by(topology: str, defect: str) -> list[list[str]]:
         ("dp2", "reader", [1], "OSError: disk"),
         ("dp2", "no iterator", [1], "HostError: no data_iterator on a rank that reads data"),
         ("dp2", "function", [1], "FunctionError: the aggregation function returned weights that"),
+        ("cp2", "reader of one context-parallel rank", [1], "OSError: disk"),
         ("dp2 cp2", "split", [2, 3], "LayoutError: sequence 0 has (padded) length"),
         ("pp2", "reader", [1], "OSError: disk"),
         ("pp2", "function", [1], "FunctionError: the aggregation function returned weights that"),
@@ -117,4 +125,4 @@ def test_every_pipeline_stage_hears_of_an_empty_step() -> None:
     first, last = heard_by("pp2", "empty")
     assert first[0] == last[0] == first[2] == last[2] == "nothing"
     assert last[1].startswith("MaskError: no token of the whole step weighs anything")
-    assert first[1].startswith("PeerError: the last pipeline stage could not plan the step")
+    assert first[1].startswith("PeerError: the last pipeline stage, or another")

@@ -92,20 +92,32 @@ def test_losses_that_cancel_are_a_masked_sum(function: Any) -> None:
         check_is_masked_sum(tokens, whole=True)
 
 
+@pytest.mark.parametrize("repeats", [1, 1024])
 @pytest.mark.parametrize("function", [plain, mean, counted])
-def test_a_term_beside_losses_that_cancel_is_refused(function: Any) -> None:
+def test_a_term_beside_losses_that_cancel_is_refused(function: Any, repeats: int) -> None:
     def with_a_term(loss_mask: Tensor, output_tensor: Tensor) -> Any:
         loss, *rest = function(loss_mask, output_tensor)
         # A hundredth of what the sizes of the losses add up to, or of their mean.
         absolute, *_ = function(loss_mask, output_tensor.abs())
         return (loss + 0.01 * absolute, *rest)
 
-    losses = torch.tensor([1.0, -1.0, 2.0, -2.0])
-    tokens = token_losses(functools.partial(with_a_term, torch.ones(4)), losses, ["loss"])
+    losses = torch.tensor([1.0, -1.0, 2.0, -2.0]).repeat(repeats)
+    mask = torch.ones_like(losses)
+    tokens = token_losses(functools.partial(with_a_term, mask), losses, ["loss"])
     with pytest.raises(HostError, match="expected a masked sum"):
         check_is_masked_sum(tokens, whole=True)
     if function is mean:  # of a part of the samples, which may be any
         check_is_masked_sum(tokens, whole=False)
+
+
+def test_a_function_that_leaves_infinite_losses_out_is_refused() -> None:
+    def finite(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+        return plain(loss_mask, output_tensor.nan_to_num(posinf=0.0))
+
+    losses = torch.tensor([1.0, torch.inf, 2.0])
+    tokens = token_losses(functools.partial(finite, torch.ones(3)), losses, ["loss"])
+    with pytest.raises(HostError, match="expected a masked sum"):
+        check_is_masked_sum(tokens, whole=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int32])
