@@ -66,7 +66,7 @@ def exchange_totals(
 
     Args:
         mine: for every term, this rank's totals, and columns of integers.
-        tag: a number that differs between different terms.
+        tag: `tag_of` the terms.
 
     Returns:
         for every term the totals of the step, and the columns of every rank in order.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ def gather_units(
 
     Args:
         mine: fp64 [units, width], on the CPU.
-        tag: a number that differs between different units, below 2**53.
+        tag: see `tag_of`.
         failure: what to say of ranks that failed, with a place for them.
         difference: the error to raise, on every rank, where these headers are not all the same.
 
@@ -60,6 +62,11 @@ def gather_units(
         rest = gather_rows(mine[room:].reshape(-1), group)
         units = torch.cat([units, rest.unflatten(1, (-1, mine.shape[1]))], dim=1)
     return units
+
+
+def tag_of(units: Iterable[object]) -> int:
+    """A number that differs between different units, and orders of them; below 2**53."""
+    return crc32(repr(list(units)).encode())
 
 
 def abandon_units(room: int, width: int, group: dist.ProcessGroup | None) -> None:
@@ -85,13 +92,31 @@ def gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return rows.view(-1, row.numel()).cpu()
 
 
-def any_of(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
-    """Which of ``flags`` is set on some rank of ``group``. One collective, and a wait for it."""
+@contextlib.contextmanager
+def failing_together(groups: Iterable[dist.ProcessGroup], elsewhere: str) -> Iterator[None]:
+    """Let the ranks of ``groups`` hear if the body fails on one of them; see `any_of`.
+
+    Raises:
+        PeerError: ``elsewhere``, where the body succeeds and another rank's fails.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for group in groups:
+            failed = any_of(failed, group)
+    if failed:
+        raise PeerError(elsewhere)
+
+
+def any_of(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Whether some rank of ``group`` sets ``flag``. One collective, and a wait for it."""
     if dist.get_world_size(group) == 1:
-        return [*flags]
-    told = torch.tensor([*flags], dtype=torch.int, device=communication_device(group))
+        return flag
+    told = torch.tensor(int(flag), dtype=torch.int, device=communication_device(group))
     dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return told.bool().tolist()
+    return bool(told)
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:

@@ -6,14 +6,13 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.gather import Header, abandon_units, gather_units
+from megatron_loss_agg.gather import Header, abandon_units, gather_units, tag_of
 from megatron_loss_agg.loss import weighted_sum
 
 
@@ -159,7 +158,7 @@ def reduce_reports(
         mine.view(-1, COLUMNS),
         METRICS_A_ROW,
         group,
-        tag=_tag(kinds),
+        tag=tag_of(kinds),
         failure="bad metrics on rank(s) {} of the group",
         difference=functools.partial(_different_metrics, kinds),
     )
@@ -170,13 +169,8 @@ def reduce_reports(
     }
 
 
-def _tag(kinds: list[str]) -> int:
-    """A number that differs between different metrics."""
-    return crc32(repr(kinds).encode())
-
-
 def _different_metrics(kinds: list[str], headers: Sequence[Header]) -> ReportError:
-    others = [rank for rank, header in enumerate(headers) if header.tag != _tag(kinds)]
+    others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(kinds)]
     return ReportError(
         f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
         "other metrics; expected the same names and kinds on every rank"

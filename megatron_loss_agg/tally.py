@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.exchange import Groups, Totals, abandon, exchange_groups, exchange_totals
+from megatron_loss_agg.exchange import Groups, Totals, exchange_groups, exchange_totals
+from megatron_loss_agg.gather import tag_of
 from megatron_loss_agg.masks import MaskSums, on_cpu
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -63,7 +63,11 @@ class StepSums:
 
 
 class Tally:
-    """This rank's counts of a step, for one term of its loss."""
+    """This rank's counts of a step, for one term of its loss.
+
+    Raises:
+        MaskError, GroupError: its masks, offsets or ids are bad.
+    """
 
     def __init__(
         self,
@@ -74,10 +78,11 @@ class Tally:
     ) -> None:
         self.agg = agg
         self.microbatches = microbatches
-        self.error = masks.error
+        if masks.error is not None:
+            raise masks.error
         self.rejected_S = _rejected(microbatches)
         if agg.rejected is None and self.rejected_S is not None:
-            self.error = self.error or GroupError(UNDECIDED)
+            raise GroupError(UNDECIDED)
         self._counted_S: Tensor | None = None  # all of them
         self.sums_S = masks.by_sample
         if self.rejected_S is not None and agg.rejected == "skip":
@@ -87,7 +92,7 @@ class Tally:
         self._by_microbatch = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         )
-        self.error = self.error or _unfit_for_fp32(agg, self.sums_S, self._by_microbatch)
+        _check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Ranks that share samples are named by the first of them, and only that one counts them.
         self.owner: int | None = None
         if sharded_over is not None:
@@ -176,7 +181,7 @@ class Tally:
         if not any(ids is None for ids in given):
             return on_cpu(given, torch.int64)
         if self.agg.mode != "custom":
-            self.error = self.error or GroupError(
+            raise GroupError(
                 f"mode {self.agg.mode!r} groups by {unit} and a microbatch has no {_IDS[unit]}; "
                 f"give {_IDS[unit]}=, int64 [samples]"
             )
@@ -189,17 +194,13 @@ def exchange(tallies: Mapping[str, Tally], group: dist.ProcessGroup | None) -> l
     In two collectives at most for up to `TERMS_A_ROW` terms, and three for any number.
 
     Raises:
-        MaskError, GroupError: this rank's input is bad.
-        PeerError: another rank's is.
+        PeerError: another rank has no tallies, since its input is bad (see `abandon`).
         ModeError: the ranks have different terms.
     """
     of_terms = list(tallies.values())
-    error = next((tally.error for tally in of_terms if tally.error is not None), None)
-    if error is not None:
-        abandon(group)
-        raise error
     mine = [(tally.totals, tally.columns) for tally in of_terms]
-    answers = exchange_totals(mine, _tag(tallies), group)
+    tag = tag_of((name, _fields(tally.agg)) for name, tally in tallies.items())
+    answers = exchange_totals(mine, tag, group)
     units: list[tuple[int, Unit]] = []
     sizes: list[list[int]] = [[] for _ in answers[0][1]]
     for t, (_, rows) in enumerate(answers):
@@ -227,13 +228,9 @@ def _shared_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
     return [unit for unit in shared if unit in (agg.within, agg.across)]
 
 
-def _tag(tallies: Mapping[str, Tally]) -> int:
-    """A number that differs between different terms, and orders of them."""
-    terms = [
-        (name, agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
-        for name, agg in ((name, tally.agg) for name, tally in tallies.items())
-    ]
-    return crc32(repr(terms).encode())
+def _fields(agg: LossAggregation) -> tuple[object, ...]:
+    """What must be the same on every rank."""
+    return agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale
 
 
 def _rejected(microbatches: Sequence[Microbatch]) -> Tensor | None:
@@ -247,26 +244,23 @@ def _rejected(microbatches: Sequence[Microbatch]) -> Tensor | None:
     return on_cpu(flags, torch.bool)
 
 
-def _unfit_for_fp32(
-    agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor
-) -> MaskError | None:
-    """What weights in fp32 could not hold; before the exchange, so that every rank hears of it."""
+def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:
+    """Raise MaskError if weights in fp32 could not hold what the masks ask for."""
     greatest = torch.finfo(torch.float32).max
     totals = by_microbatch * max(agg.scale, 1.0)
     large = (totals > greatest).nonzero().view(-1).tolist()
     if large:
         over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
-        return MaskError(
+        raise MaskError(
             f"microbatch {large[0]}: loss_mask{over} sums to {float(totals[large[0]]):g}, beyond "
             f"fp32; expected smaller values{', or a larger divisor' if over else ''}"
         )
     small = sums_S[(sums_S > 0) & (sums_S < 1 / greatest)].tolist()
     if small and agg.within is not None:
-        return MaskError(
+        raise MaskError(
             f"the loss_mask of a sample sums to {small[0]:g}, whose inverse overflows fp32; "
             "expected 0, or larger values"
         )
-    return None
 
 
 def _check_shared_samples(rows: list[list[int]]) -> None:

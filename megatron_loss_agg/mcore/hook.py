@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import HostError, MaskError, ModeError, PeerError
-from megatron_loss_agg.gather import any_of
+from megatron_loss_agg.errors import HostError, MaskError, ModeError
+from megatron_loss_agg.gather import any_of, failing_together
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_batch
 from megatron_loss_agg.mcore.flags import EMPTY_STEPS
@@ -24,6 +24,11 @@ from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights, local_
 from megatron_loss_agg.terms import StepTerms, Term, named_terms
 
 ForwardBackward = Callable[..., Any]
+
+_FAILED = (
+    "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
+    "expected it to: see its error"
+)
 
 
 class LossHook:
@@ -123,7 +128,7 @@ class LossHook:
                 step.finish()
                 self._verified = self._verified or trains
             if trains and self.empty_step == "skip":
-                (self.step_is_empty,) = any_of([is_empty], ranks.pipeline)
+                self.step_is_empty = any_of(is_empty, ranks.pipeline)
             return result
 
         return wrapped
@@ -137,21 +142,13 @@ class LossHook:
             PeerError: that failed on the last stage, or on another context-parallel rank of it.
         """
         trains = not kwargs.get("forward_only")
-        step, is_empty, failed = None, False, True
-        try:
+        # To tell the others makes them wait for this rank, so not without a need.
+        tells = trains not in self._planned or (trains and self.empty_step == "error")
+        step: Step | None = None
+        is_empty = False
+        with failing_together([ranks.context, ranks.pipeline] if tells else [], _FAILED):
             if ranks.last_stage:
                 step, is_empty = self._weigh(ranks, scale, kwargs)
-            failed = False
-        finally:
-            # To tell the others makes them wait for this rank, so not without a need.
-            if trains not in self._planned or (trains and self.empty_step == "error"):
-                for group in (ranks.context, ranks.pipeline):
-                    (failed,) = any_of([failed], group)
-        if failed:
-            raise PeerError(
-                "the last pipeline stage, or another context-parallel rank of it, could not plan "
-                "the step; expected it to: see its error"
-            )
         self._planned.add(trains)
         return step, is_empty
 

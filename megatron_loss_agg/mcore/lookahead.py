@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_loss_agg.errors import HostError, PeerError
-from megatron_loss_agg.gather import any_of
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.gather import failing_together
 from megatron_loss_agg.mcore.batches import ReadBatch, read_ahead
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.ranks import Ranks
@@ -87,18 +87,12 @@ def _weights_of(plans: StepTerms, ranks: Ranks) -> PlannedWeights:
     """Of a custom function, which may fail on one rank: then on every data-parallel rank."""
     if all(plan.aggregation.function is None for plan in plans.values()):
         return PlannedWeights.of(plans, ranks)
-    failed = True
-    try:
-        weights = PlannedWeights.of(plans, ranks)
-        failed = False
-    finally:
-        (some_failed,) = any_of([failed], ranks.data)
-    if some_failed:
-        raise PeerError(
-            "the aggregation function failed on another rank of the data-parallel group; "
-            "expected it to succeed on every rank: see the error of that rank"
-        )
-    return weights
+    elsewhere = (
+        "the aggregation function failed on another rank of the data-parallel group; "
+        "expected it to succeed on every rank: see the error of that rank"
+    )
+    with failing_together([ranks.data], elsewhere):
+        return PlannedWeights.of(plans, ranks)
 
 
 def _last_iterator(kwargs: dict[str, Any]) -> Any:

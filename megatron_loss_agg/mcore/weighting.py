@@ -163,10 +163,12 @@ def check_layouts(microbatches: Sequence[Microbatch], ranks: Ranks) -> None:
     All of them are looked at as one; only a bad one is laid out, which says what is wrong with it.
     """
     size = dist.get_world_size(ranks.context)
+    if size == 1:
+        return
     starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
     lengths = [m.loss_mask.shape[-1] for m in microbatches]
     ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
-    if size > 1 and bool((ends % (2 * size)).any()):
+    if bool((ends % (2 * size)).any()):
         for microbatch in microbatches:
             _layout(microbatch, ranks)
 
