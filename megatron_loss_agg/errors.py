@@ -39,6 +39,10 @@ class HostError(AggregationError):
     """An installed Megatron, or a combination of its flags, that the plugin cannot undo exactly."""
 
 
+class StepError(AggregationError):
+    """An optimizer step of several calls that does not add up."""
+
+
 class PeerError(AggregationError):
     """Another rank found bad input; this rank stops with it instead of waiting for it."""
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import LayoutError
-from megatron_loss_agg.masks import MaskSums
-from megatron_loss_agg.microbatch import Microbatch, are_offsets
+from megatron_loss_agg.microbatch import are_offsets
 
 
 class CPLayout:
@@ -192,34 +191,3 @@ def _check_offsets(offsets: Tensor) -> None:
             f"cu_seqlens_padded={offsets.tolist()}; expected offsets that start at 0 and do not "
             "decrease"
         )
-
-
-def predicting_mask(
-    loss_mask: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None
-) -> Tensor:
-    """Move a mask over tokens to the positions whose logits predict them.
-
-    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position. RL data masks the
-    tokens of the response; a causal model's loss for token ``t + 1`` lies at position ``t``. The
-    mask of a sequence's first token, which nothing predicts, is dropped.
-
-    Args:
-        loss_mask: [samples, seq]; or [tokens] or [1, tokens] with ``cu_seqlens``.
-        cu_seqlens, cu_seqlens_padded: as in `Microbatch`.
-
-    Raises:
-        MaskError, GroupError: as `StepPlan.build` does.
-    """
-    microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
-    defect = MaskSums.read([microbatch]).error
-    if defect is not None:
-        raise defect
-    moved = torch.zeros_like(loss_mask)
-    moved[..., :-1] = loss_mask[..., 1:]
-    sample_T = microbatch.sample_index()
-    if sample_T is None:
-        return moved
-    # The next position is of the same sample; padding may lie between two.
-    continues = torch.zeros_like(sample_T, dtype=torch.bool)
-    continues[:-1] = sample_T[1:] == sample_T[:-1]
-    return moved.masked_fill(~continues.view(moved.shape), 0)

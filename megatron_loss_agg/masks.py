@@ -1,10 +1,7 @@
-"""Reading the masks of a step: the sum of every sample, and whether masks and offsets are usable.
+"""Reading the masks of a step, once: sums by sample, active tokens, and whether they are usable.
 
-Microbatches of one kind are read as one long one, so that many small ones take few operations more
-than a large one. Their masks are read a chunk at a time: one of many tokens would leave the
-processor's cache.
-
-Suffix: ``_B`` microbatches.
+Microbatches of one kind are read as one long one, so that many small ones take hardly more
+operations than one large one. They are read in chunks that fit into the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,29 +24,27 @@ _CHUNK = 2**16
 
 @dataclass(frozen=True)
 class MaskSums:
-    """What the masks of some microbatches hold; on the CPU."""
+    """What the masks of some microbatches hold; tensors are on the CPU."""
 
     by_sample: Tensor  # fp64 [samples of all of them]
-    active_tokens: int  # positions with a mask other than 0
+    active_tokens: list[int]  # of each microbatch: positions with a mask other than 0
     error: AggregationError | None  # the first defect of the values
 
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """One device synchronisation, if they are all on one device and none has a defect."""
-        runs = [list(run) for _, run in groupby(microbatches, _read_alike)]
+        """Waits for the device once, if all masks are on one device and none has a defect."""
+        runs = [list(run) for _, run in groupby(microbatches, _read_together)]
         readings = [_read(run) for run in runs]
         found = on_cpu(readings, torch.float64).split([reading.numel() for reading in readings])
         sums: list[Tensor] = []
-        active, place = 0, 0
+        active: list[int] = []
         error: AggregationError | None = None
         for run, reading in zip(runs, found, strict=True):
-            entries, of_run, defects = _unpacked(reading)
-            sums.append(_samples(run, entries))
-            if not bool(defects.any()):
-                active += int(of_run)
-            elif error is None:
-                error = _first_defect(run, place)
-            place += len(run)
+            entries, counts, defects = _unpacked(reading, run)
+            if error is None and bool(defects.any()):
+                error = _first_defect(run, len(active))
+            sums.append(_of_samples(run, entries))
+            active += counts.long().tolist() if error is None else [0] * len(run)
         return cls(on_cpu(sums, torch.float64), active, error)
 
 
@@ -62,24 +57,55 @@ def sample_sums(microbatch: Microbatch) -> Tensor:
     return _segment_sums(mask.reshape(-1).double(), bounds)[0:-2:2]
 
 
-def active_tokens(mask: Tensor) -> Tensor:
-    """Positions with a mask above 0; a scalar. Faster on a CPU than `torch.count_nonzero`."""
-    # In fp32, which is several times as fast again, numbers up to 2**24 are exact.
+def active_tokens(mask: Tensor) -> int:
+    """Positions with a mask above 0. Faster on a CPU than `torch.count_nonzero`."""
+    # fp32 is several times as fast again, and exact up to 2**24.
     computed = torch.float32 if mask.numel() <= 2**24 else torch.float64
-    return mask.detach().sign().sum(dtype=computed)
+    return int(mask.detach().sign().sum(dtype=computed))
 
 
 def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` as one vector on the CPU, of ``dtype`` also when there is none.
+    """``parts`` as one vector on the CPU, of ``dtype`` also if there is none.
 
-    One copy, and so one device synchronisation, if they are all on one device.
+    One copy, and so one wait for the device, if they are all on one device.
     """
     if len({part.device for part in parts}) > 1:
         parts = [part.cpu() for part in parts]
     return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def _read_alike(microbatch: Microbatch) -> tuple[object, ...]:
+def predicting_mask(
+    loss_mask: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None
+) -> Tensor:
+    """Move a mask over tokens to the positions whose logits predict them.
+
+    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position. RL data masks the
+    tokens of the response; a causal model's loss for token ``t + 1`` lies at position ``t``. The
+    mask of a sequence's first token, which nothing predicts, is dropped.
+
+    Args:
+        loss_mask: [samples, seq]; or [tokens] or [1, tokens] with ``cu_seqlens``.
+        cu_seqlens, cu_seqlens_padded: as in `Microbatch`.
+
+    Raises:
+        MaskError, GroupError: as `StepPlan.build` does.
+    """
+    microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
+    error = MaskSums.read([microbatch]).error
+    if error is not None:
+        raise error
+    moved = torch.zeros_like(loss_mask)
+    moved[..., :-1] = loss_mask[..., 1:]
+    sample_T = microbatch.sample_index()
+    if sample_T is None:
+        return moved
+    # Keep only moves inside one sample; padding may lie between two.
+    same_sample = torch.zeros_like(sample_T, dtype=torch.bool)
+    same_sample[:-1] = sample_T[1:] == sample_T[:-1]
+    return moved.masked_fill(~same_sample.view(moved.shape), 0)
+
+
+def _read_together(microbatch: Microbatch) -> tuple[object, ...]:
     """What microbatches that are read as one have in common."""
     starts = microbatch.sample_starts
     if microbatch.cu_seqlens is None or starts is None:
@@ -87,7 +113,7 @@ def _read_alike(microbatch: Microbatch) -> tuple[object, ...]:
     return microbatch.loss_mask.device, microbatch.cu_seqlens.device, starts.device
 
 
-# The first is one of the values alone, the others are of the offsets.
+# The first is of the values alone, the others involve the offsets.
 _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
     (
         MaskError,
@@ -113,8 +139,12 @@ _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
 
 
 def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
-    """Of a run that has one; ``place`` is that of its first microbatch in the step."""
-    defects = [_unpacked(_read([microbatch]))[2] for microbatch in run]
+    """The first defect of a run that has one.
+
+    Args:
+        place: index in the step of the run's first microbatch.
+    """
+    defects = [_unpacked(_read([microbatch]), [microbatch])[2] for microbatch in run]
     i, which = torch.stack(defects).nonzero()[0].tolist()
     kind, text = _DEFECTS[which]
     microbatch = run[i]
@@ -128,17 +158,16 @@ def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
 
 
 def _read(run: Sequence[Microbatch]) -> Tensor:
-    """fp64: sums, the number of active tokens, and which of `_DEFECTS` there are.
-
-    The sums are those of the samples, and after the samples of each pack a 0: see `_samples`.
-    """
+    """fp64: sums (see `_of_samples`), active tokens of each microbatch, and which of `_DEFECTS`."""
     segments = None if run[0].cu_seqlens is None else _Segments.of(run)
     sums: list[Tensor] = []
     least: list[Tensor] = []
     active: list[Tensor] = []
     masks = [m.loss_mask.detach() for m in run]
+    pieces = [1] * len(masks)
     if segments is None:
-        masks = [rows for mask in masks for rows in _few_rows(mask)]
+        of_masks = [_few_rows(mask) for mask in masks]
+        masks, pieces = [rows for of_mask in of_masks for rows in of_mask], [*map(len, of_masks)]
     for chunk, values, parts in _chunks(masks):
         if segments is None:
             shapes = [masks[i].shape for i in chunk]
@@ -147,7 +176,11 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
             sums.append(_segment_sums(values, segments.of_packs(chunk)))
         if values.numel():
             least.append(values.amin())
-        active.append(values.sign_().sum())
+        values.sign_()
+        active += [part.sum() for part in parts]
+    active_by_mask = torch.stack(active)
+    if len(masks) > len(run):
+        active_by_mask = torch.stack([x.sum() for x in active_by_mask.split(pieces)])
     by_segment = torch.cat(sums)
     good, entries = [by_segment.new_ones((), dtype=torch.bool)], by_segment
     if least:
@@ -158,23 +191,24 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
         entries, outside = by_segment.view(-1, 2).unbind(1)
         good += [*segments.good, (outside == 0).all()]
     defects = pad(torch.stack(good).logical_not().double(), (0, len(_DEFECTS) - len(good)))
-    return torch.cat([entries, torch.stack(active).sum().view(1), defects])
+    return torch.cat([entries, active_by_mask, defects])
 
 
-def _unpacked(reading: Tensor) -> tuple[Tensor, ...]:
-    """The three things that `_read` returns as one, lest each wait for the device."""
-    return reading.tensor_split([-1 - len(_DEFECTS), -len(_DEFECTS)])
+def _unpacked(reading: Tensor, run: Sequence[Microbatch]) -> tuple[Tensor, ...]:
+    """The three things that `_read` returns as one tensor, so that one copy brings all."""
+    end = len(reading) - len(_DEFECTS)
+    return reading.tensor_split([end - len(run), end])
 
 
 def _few_rows(mask: Tensor) -> tuple[Tensor, ...]:
-    """``mask`` [samples, seq] in parts of `_CHUNK` tokens at most, or of a row."""
+    """``mask`` [samples, seq] in pieces of `_CHUNK` tokens at most, or of one row."""
     return mask.split(max(1, _CHUNK // max(1, mask.shape[1])))
 
 
 def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[Tensor]]]:
     """Which masks, of `_CHUNK` tokens at most or one alone; their values in fp64, joined and apart.
 
-    All chunks use the same memory: to get some from the system costs more than a sum over it.
+    All chunks use the same memory: allocating some costs more than a sum over it.
     """
     sizes = [mask.numel() for mask in masks]
     memory = masks[0].new_empty(max(min(_CHUNK, sum(sizes)), *sizes), dtype=torch.float64)
@@ -192,15 +226,15 @@ def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[T
 
 
 class _Segments(NamedTuple):
-    """Of packs, joined to one: two for each of their offsets, a sample and the padding after it.
+    """Packs joined to one, cut in two segments per offset: a sample, and the padding after it.
 
-    At a pack's last offset the sample is empty, and the padding what follows the pack's samples.
+    At a pack's last offset the sample is empty, and the padding is the rest of the pack.
     """
 
     bounds: Tensor  # int64 [2 * offsets + 1], on the masks' device; not decreasing
-    good: list[Tensor]  # bool: the real offsets, the padded ones, and whether they fit
-    first: list[int]  # offset of each pack, and the number of all
-    tokens: list[int]  # before each pack, and in all
+    good: list[Tensor]  # bool: whether real offsets, padded ones, and both together are valid
+    first: list[int]  # index of each pack's first offset, and their number
+    tokens: list[int]  # number before each pack, and in all
 
     @classmethod
     def of(cls, packs: Sequence[Microbatch]) -> _Segments:
@@ -245,8 +279,8 @@ def _segment_sums(values: Tensor, bounds: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
 
 
-def _samples(run: Sequence[Microbatch], sums: Tensor) -> Tensor:
-    """Those of the sums that `_read` returns that are a sample's."""
+def _of_samples(run: Sequence[Microbatch], sums: Tensor) -> Tensor:
+    """The samples' own: in a pack, `_read` adds a 0 after its last sample."""
     if run[0].cu_seqlens is None:
         return sums
     return torch.cat([of_pack[:-1] for of_pack in sums.split([m.num_samples + 1 for m in run])])

@@ -1,16 +1,22 @@
-"""What a microbatch tells about its loss: mask, sequence bounds, groups.
+"""What a microbatch says about its loss: mask, sequence bounds, groups.
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import GroupError, MaskError
+
+Ids = Tensor | Sequence[str]
+"""One id per sample: int64 [samples], or strings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,18 +24,20 @@ class Microbatch:
     """The loss mask of one microbatch of this rank, and how its tokens group into samples.
 
     Rows (bshd): ``loss_mask`` is [samples, seq]. Packed (thd): it is [tokens] or [1, tokens], and
-    ``cu_seqlens`` [samples + 1] cuts it. Where sequences are padded inside the pack, sample ``s``
-    starts at ``cu_seqlens_padded[s]`` and is ``cu_seqlens[s + 1] - cu_seqlens[s]`` long; mask
-    outside of all samples must be 0.
+    ``cu_seqlens`` [samples + 1] cuts it. If sequences are padded inside the pack, sample ``s``
+    starts at ``cu_seqlens_padded[s]`` and is ``cu_seqlens[s + 1] - cu_seqlens[s]`` long; the mask
+    must be 0 outside of all samples.
 
     Args:
         loss_mask: non-negative and finite; may be fractional.
         cu_seqlens: integer offsets from 0, non-decreasing.
         cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent.
-        prompt_ids: int64 [samples]; equal ids are one prompt, over all microbatches and ranks.
-        rollout_ids: int64 [samples]; likewise for samples cut from one rollout.
-        rejected: bool [samples]; samples that weigh nothing. Whether they are counted all the same
-            is `LossAggregation.rejected`.
+        prompt_ids: one per sample; equal ids are one prompt, over all microbatches and ranks. int64
+            [samples]; or strings, which become int64 by a hash (BLAKE2b) that is the same on every
+            rank and machine. Two of a million distinct strings collide with probability 3e-8.
+        rollout_ids: likewise for samples cut from one rollout.
+        rejected: bool [samples]; samples that weigh nothing. Whether they still count in the
+            denominators is `LossAggregation.rejected`.
 
     Raises:
         MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -37,8 +45,8 @@ class Microbatch:
 
     loss_mask: Tensor
     cu_seqlens: Tensor | None = None
-    prompt_ids: Tensor | None = None
-    rollout_ids: Tensor | None = None
+    prompt_ids: Any = None  # int64 [samples] once constructed, or None
+    rollout_ids: Any = None
     _: KW_ONLY
     cu_seqlens_padded: Tensor | None = None
     rejected: Tensor | None = None
@@ -50,15 +58,17 @@ class Microbatch:
         if self.cu_seqlens is None:
             if self.cu_seqlens_padded is not None:
                 raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
-            if self.loss_mask.dim() != 2:
+            if mask.dim() != 2:
                 raise MaskError(
-                    f"loss_mask has shape {tuple(self.loss_mask.shape)}; expected [samples, seq], "
+                    f"loss_mask has shape {tuple(mask.shape)}; expected [samples, seq], "
                     "or [tokens] with cu_seqlens"
                 )
         else:
             self._check_packed(self.cu_seqlens)
-        for name, dtype in _BY_SAMPLE.items():
-            self._check_by_sample(name, dtype)
+        for name in ("prompt_ids", "rollout_ids"):
+            ids = checked_ids(name, getattr(self, name), self.num_samples)
+            object.__setattr__(self, name, ids)
+        check_by_sample("rejected", self.rejected, torch.bool, self.num_samples)
 
     @property
     def num_samples(self) -> int:
@@ -73,10 +83,10 @@ class Microbatch:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def sample_index(self, position: Tensor | None = None) -> Tensor | None:
-        """The sample that each token belongs to, or ``num_samples`` for none; None for rows.
+        """The sample of each token, ``num_samples`` for a token of none; None for rows.
 
         Args:
-            position: int64 positions in the pack; all of them in order when absent.
+            position: int64 positions in the pack; when absent all of them, in order.
         """
         if self.cu_seqlens is None or self.sample_starts is None:
             return None
@@ -86,7 +96,7 @@ class Microbatch:
         sample_T = torch.searchsorted(starts_S[1:].contiguous(), position, right=True)
         if self.cu_seqlens_padded is None or self.num_samples == 0:
             return sample_T
-        # Past the last start there is no sample; clamp only to read a harmless length there.
+        # Past the last start there is no sample: clamp to read a length there, and ignore it.
         nearest_T = sample_T.clamp(max=self.num_samples - 1)
         length_S = self.cu_seqlens.diff().to(position)
         inside = position - starts_S[nearest_T] < length_S[nearest_T]
@@ -114,28 +124,63 @@ class Microbatch:
                     f"{cu_seqlens.numel()}; expected the same number"
                 )
 
-    def _check_by_sample(self, name: str, dtype: torch.dtype) -> None:
-        given = getattr(self, name)
-        if given is None:
-            return
-        expected = f"{dtype}".removeprefix("torch.")
-        if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
-            raise GroupError(
-                f"{name} is {_kind(given)}; expected {_ARTICLE[dtype]} {expected} tensor [samples]"
-            )
-        if given.shape != (self.num_samples,):
-            raise GroupError(
-                f"{name} has shape {tuple(given.shape)}; expected one for each of the "
-                f"{self.num_samples} samples"
-            )
+
+MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
+"""One for all terms of the loss, or one for each by name, where their masks differ."""
 
 
-_BY_SAMPLE = {"prompt_ids": torch.int64, "rollout_ids": torch.int64, "rejected": torch.bool}
-_ARTICLE = {torch.int64: "an", torch.bool: "a"}
+def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
+    """The microbatch of one term."""
+    if not isinstance(microbatch, Mapping):
+        return microbatch
+    if name not in microbatch:
+        raise MaskError(
+            f"a microbatch with masks for {sorted(microbatch)} has none for the term {name!r}; "
+            "expected one Microbatch for each term"
+        )
+    return microbatch[name]
+
+
+def checked_ids(name: str, given: Any, number: int) -> Tensor | None:
+    """``given`` as int64 [samples]; strings are hashed.
+
+    Raises:
+        GroupError: neither int64 nor strings, or not ``number`` of them.
+    """
+    if given is not None and not isinstance(given, Tensor):
+        given = hashed(name, given)
+    check_by_sample(name, given, torch.int64, number)
+    return given
+
+
+def hashed(name: str, strings: Any) -> Tensor:
+    """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
+    values = list(strings) if isinstance(strings, Iterable) else [strings]
+    if isinstance(strings, (str, bytes)) or not all(isinstance(x, str) for x in values):
+        raise GroupError(
+            f"{name} is {_kind(strings)}; expected an int64 tensor [samples], or a sequence of "
+            "strings"
+        )
+    digests = (hashlib.blake2b(x.encode(), digest_size=8).digest() for x in values)
+    numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:
+    """Raise GroupError unless ``given`` is None, or ``dtype`` [samples]."""
+    if given is None:
+        return
+    if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
+        expected = "an int64" if dtype == torch.int64 else "a bool"
+        raise GroupError(f"{name} is {_kind(given)}; expected {expected} tensor [samples]")
+    if given.shape != (number,):
+        raise GroupError(
+            f"{name} has shape {tuple(given.shape)}; expected one for each of the {number} samples"
+        )
 
 
 def are_offsets(x: object) -> bool:
-    """Whether ``x`` is a vector of integers, and has a first one; its values are not looked at."""
+    """Whether ``x`` is a non-empty vector of integers; its values are not looked at."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         return False
     return _is_dense(x) and x.dim() == 1 and x.numel() >= 1

@@ -1,50 +1,68 @@
-"""The plan of one optimizer step: counts over all of it, exchanged once, and every weight.
-
-Suffixes: ``_S`` samples of all this rank's microbatches, in order.
-"""
+"""The plan of one optimizer step: counts over all of it, exchanged once, and every weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
+from megatron_loss_agg.counts import LocalCounts, StepCounts, abandon, count_step
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
-from megatron_loss_agg.exchange import abandon
-from megatron_loss_agg.loss import where_weighted
 from megatron_loss_agg.masks import MaskSums
-from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.tally import StepCounts, StepSums, Tally, exchange
+from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
+from megatron_loss_agg.samples import Samples
+from megatron_loss_agg.terms import Term, named_terms
 from megatron_loss_agg.weights import (
-    check_rejected,
-    checked_custom,
+    custom_weights,
     sample_coefficients,
-    spread,
+    times_coefficient,
+    token_weights_of,
+    weighted_sum,
+    where_weighted,
 )
 
-if TYPE_CHECKING:
-    from megatron_loss_agg.terms import StepTerms, Term
-
-
-_WIDE = (torch.float32, torch.float64, torch.bfloat16)
+_WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class StepPlan:
-    """The weight of every token of this rank's microbatches, exact for the whole step."""
+    """The weight of every token of this rank's microbatches, exact for the whole step.
+
+    Made by `build`, `build_terms` (a loss of several terms) or `from_mask_sums` (without tokens).
+    It keeps the microbatches, and a few numbers per sample; weights are made when asked for.
+
+    Attributes:
+        aggregation: what it computes.
+        microbatches: this rank's, in order; none in a plan from mask sums.
+        counts: `StepCounts`, over all microbatches of all ranks.
+    """
 
     def __init__(
-        self, aggregation: LossAggregation, microbatches: Sequence[Microbatch], step: StepSums
+        self,
+        samples: Samples,
+        microbatches: Sequence[Microbatch],
+        active_tokens: Sequence[int],
+        local: LocalCounts,
+        of_step: tuple[StepCounts, dict[Unit, Tensor]],
     ) -> None:
-        self.aggregation = aggregation
+        agg = local.agg
+        self.aggregation = agg
         self.microbatches = list(microbatches)
-        self.counts: StepCounts = step.counts
-        self._sizes = [microbatch.num_samples for microbatch in self.microbatches]
-        self._group_sums = step.sums
-        self._coefficients = _coefficients(aggregation, step).split(self._sizes)
+        self.counts, self._group_sums = of_step
+        self.active_tokens = list(active_tokens)
+        self._sizes = samples.sizes
+        self._mask_sums = samples.sums_S.split(self._sizes)
+        sums_S = self._group_sums["sample"]
+        within_S = torch.ones_like(sums_S) if agg.within is None else self._group_sums[agg.within]
+        across = 1 if agg.across is None else self.counts.number(agg.across, agg.empty)
+        coefficient_S = sample_coefficients(within_S, across, agg.scale)
+        weightless_S = samples.sums_S == 0
+        if samples.rejected_S is not None:
+            weightless_S |= samples.rejected_S
+        self._coefficients = coefficient_S.masked_fill(weightless_S, 0.0).split(self._sizes)
 
     @classmethod
     def build(
@@ -57,7 +75,7 @@ class StepPlan:
     ) -> StepPlan:
         """Count the step and exchange the counts, in at most two collectives.
 
-        Masks come whole or sharded, and the difference is explicit:
+        Masks come whole or sharded, and the caller says which:
 
         - whole (every context-parallel rank has the same full mask): ``group`` is the
           data-parallel group *without* context parallelism;
@@ -67,20 +85,20 @@ class StepPlan:
         Args:
             agg: what to compute.
             microbatches: this rank's, all of the step. Numbers may differ between ranks.
-            group: who shares the step; None for one process.
+            group: the ranks that share the step; None for one process.
 
         Raises:
-            MaskError, GroupError: bad values or missing ids here; before the first use.
+            MaskError, GroupError: bad values or missing ids on this rank.
             ModeError: no aggregation, or another one on another rank.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        (plan,) = build_plans({"": agg}, [microbatches], group, sharded_over)
+        (plan,) = _build({"": agg}, lambda: [microbatches], group, sharded_over)
         return plan
 
     @staticmethod
     def build_terms(
         terms: Mapping[str, Term | LossAggregation],
-        microbatches: Sequence[Microbatch | Mapping[str, Microbatch]],
+        microbatches: Sequence[MicrobatchOfTerms],
         group: dist.ProcessGroup | None = None,
         *,
         sharded_over: dist.ProcessGroup | None = None,
@@ -95,15 +113,67 @@ class StepPlan:
             microbatches: each one for all terms, or one for each where their masks differ.
             group, sharded_over: as for `build`.
 
-        Raises: as `build`, of terms too.
+        Raises: as `build`, also for bad terms.
         """
-        from megatron_loss_agg.terms import StepTerms
+        try:
+            named = named_terms(terms)
+        except ModeError:
+            abandon(group)
+            raise
 
-        return StepTerms.build(terms, microbatches, group, sharded_over)
+        def by_term() -> list[list[Microbatch]]:
+            of_step = _listed(microbatches)
+            return [[of_term(name, m) for m in of_step] for name in named]
+
+        aggregations = {name: term.aggregation for name, term in named.items()}
+        plans = _build(aggregations, by_term, group, sharded_over)
+        return StepTerms(named, dict(zip(named, plans, strict=True)))
+
+    @classmethod
+    def from_mask_sums(
+        cls,
+        agg: LossAggregation,
+        mask_sums: Any,
+        *,
+        prompt_ids: Ids | Sequence[Ids] | None = None,
+        rollout_ids: Ids | Sequence[Ids] | None = None,
+        rejected: Tensor | Sequence[Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> StepPlan:
+        """A plan without tokens, for `coefficients`: where a loop keeps its own scaling.
+
+        A controller process that knows the samples of all ranks makes it with ``group=None`` and
+        hands every rank its slice.
+
+        Args:
+            agg: any mode but ``custom``, whose function needs masks.
+            mask_sums: the mask sum of each sample, [samples], of anything that converts to fp64;
+                or a list of such vectors, one for each microbatch.
+            prompt_ids, rollout_ids, rejected: as in `Microbatch`, for all samples in their order;
+                or a list of them, one for each microbatch.
+            group: the data-parallel ranks that share the step; None if all samples are here.
+
+        Raises:
+            MaskError: sums that are not vectors of finite numbers >= 0.
+            FunctionError: mode ``custom``.
+            GroupError, ModeError, PeerError: as `build`.
+        """
+        try:
+            samples = Samples.of_sums(mask_sums, prompt_ids, rollout_ids, rejected)
+            local = LocalCounts(_checked_aggregation(agg), samples, None)
+            if agg.mode == "custom":
+                raise FunctionError(
+                    "mode 'custom' with mask sums alone; expected masks, which its function reads: "
+                    "use StepPlan.build"
+                )
+        except Exception:
+            abandon(group)
+            raise
+        return cls(samples, [], [], local, count_step({"": local}, group)[0])
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
-        """Stand in for `build` or `build_terms` on a rank that could not read its step.
+        """Stand in for `build`, or its likes, on a rank that could not read its step.
 
         No rank waits for it then: the others raise PeerError, and this one its own error.
         """
@@ -111,12 +181,19 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token of the whole step weighs anything, by its mask and rejection."""
+        """Whether no token of the whole step weighs anything: masked, or of a rejected sample."""
         return self.counts.kept_tokens == 0
 
     def coefficients(self, i: int) -> Tensor:
-        """``c_s`` of each sample of microbatch ``i``: fp64 [samples]; ``w_t = m_t * c_s``."""
+        """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
+
+        0 for a sample without tokens, or rejected.
+        """
         return self._coefficients[i]
+
+    def mask_sums(self, i: int) -> Tensor:
+        """Mask sum of each sample of microbatch ``i``, rejected or not: fp64 [samples]."""
+        return self._mask_sums[i]
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in.
@@ -124,7 +201,7 @@ class StepPlan:
         fp64 [samples], on the CPU.
 
         Raises:
-            GroupError: the mode has no need of ``unit``, or a microbatch no ids of it.
+            GroupError: the mode does not need ``unit``, or a microbatch has no ids of it.
         """
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
@@ -137,34 +214,30 @@ class StepPlan:
         aggregated loss of the step.
 
         Raises:
-            MaskError: a ``dtype`` that is no floating-point one, or of less range than fp32, in
-                which the weights of a large step vanish.
-            FunctionError: a custom function returned what cannot be weights.
+            MaskError: a ``dtype`` that is not floating, or has less range than fp32, in which the
+                weights of a large step vanish; or a plan from mask sums.
+            FunctionError: a custom function returned something that cannot be weights.
         """
-        if not isinstance(dtype, torch.dtype) or dtype not in _WIDE:
+        if not isinstance(dtype, torch.dtype) or dtype not in _WEIGHT_DTYPES:
             raise MaskError(
-                f"weights in dtype {dtype!r}; expected a floating-point one of the range of fp32: "
+                f"weights in dtype {dtype!r}; expected a floating dtype with the range of fp32: "
                 "torch.float32, torch.float64 or torch.bfloat16"
             )
-        microbatch = self.microbatches[i]
-        if self.aggregation.function is not None:
-            weights = checked_custom(
-                self.aggregation.function(self, i), microbatch.loss_mask, dtype
+        if not self.microbatches and self._sizes:
+            raise MaskError(
+                "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
+                "multiply your mask by coefficients(i)"
             )
-            if microbatch.rejected is not None:
-                kept = self._spread((~microbatch.rejected).double(), microbatch, dtype)
-                check_rejected(weights, kept)
-            return weights
-        return self._spread(self._coefficients[i], microbatch, dtype)
-
-    @staticmethod
-    def _spread(coefficient: Tensor, microbatch: Microbatch, dtype: torch.dtype) -> Tensor:
-        mask = microbatch.loss_mask
-        coefficient = coefficient.to(mask.device, non_blocking=True)
-        length_S = None
-        if microbatch.sample_starts is not None:
-            length_S = microbatch.sample_starts.diff().to(mask.device, non_blocking=True)
-        return spread(coefficient, mask, length_S, dtype)
+        microbatch = self.microbatches[i]
+        mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
+        length_S = None if starts is None else starts.diff()
+        function = self.aggregation.function
+        if function is None:
+            return token_weights_of(self._coefficients[i], mask, length_S, dtype)
+        kept = None
+        if rejected is not None:
+            kept = token_weights_of((~rejected).double(), mask, length_S, dtype)
+        return custom_weights(function(self, i), mask, kept, dtype)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
@@ -175,7 +248,7 @@ class StepPlan:
         non-negative, as those of all modes are, since a clip looks at the advantage's sign.
 
         Args:
-            advantages: of the shape of the mask; whatever is at masked positions becomes 0.
+            advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
             MaskError: the shapes differ.
@@ -192,77 +265,63 @@ class StepPlan:
         w = self.weights(i, dtype)
         if self.aggregation.function is not None and bool((w < 0).any()):
             raise FunctionError(
-                "the aggregation function returned negative weights, which turn the sign of an "
+                "the aggregation function returned negative weights, which flip the sign of an "
                 "advantage; expected non-negative ones to scale advantages with"
             )
         return where_weighted(w, advantages.to(w)) * w
 
 
-def build_plans(
-    aggregations: Mapping[str, LossAggregation],
-    microbatches: Sequence[Sequence[Microbatch]],
-    group: dist.ProcessGroup | None,
-    sharded_over: dist.ProcessGroup | None,
-) -> list[StepPlan]:
-    """A plan for each term, by its aggregation over its microbatches, in one exchange."""
-    if sharded_over is not None and group is None:
-        raise GroupError(
-            "sharded_over without group; expected the combined data-and-context-parallel group"
+class StepTerms(Mapping[str, StepPlan]):
+    """The plans of one step's terms, by name. Made by `StepPlan.build_terms`.
+
+    The loss of the step is the sum over terms, microbatches and ranks of ``coefficient * w_t *
+    loss_t``; `weighted_sum` is one microbatch's part of it.
+    """
+
+    def __init__(self, terms: Mapping[str, Term], plans: Mapping[str, StepPlan]) -> None:
+        self.terms = dict(terms)
+        self._plans = dict(plans)
+
+    def __getitem__(self, name: str) -> StepPlan:
+        return self._plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of the whole step weighs anything in the loss."""
+        return all(
+            plan.is_empty for name, plan in self._plans.items() if self.terms[name].coefficient != 0
         )
-    try:
-        lists = [_checked_microbatches(of_one) for of_one in microbatches]
-        # Terms with the same masks read them once.
-        masks = {mbs: MaskSums.read(mbs) for mbs in dict.fromkeys(lists)}
-        tallies = {
-            name: Tally(_checked_aggregation(agg), mbs, masks[mbs], sharded_over)
-            for (name, agg), mbs in zip(aggregations.items(), lists, strict=True)
-        }
-    except Exception:
-        abandon(group)
-        raise
-    steps = exchange(tallies, group)
-    return [
-        StepPlan(tally.agg, tally.microbatches, step)
-        for tally, step in zip(tallies.values(), steps, strict=True)
-    ]
 
+    def weighted_sum(self, i: int, losses: Mapping[str, Tensor]) -> Tensor:
+        """``sum over terms of coefficient * sum_t w_t * loss_t`` of microbatch ``i``; a scalar.
 
-def _checked_aggregation(agg: object) -> LossAggregation:
-    if not isinstance(agg, LossAggregation):
-        raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
-    return agg
+        Args:
+            losses: for every term its token losses, in the shape of the microbatch's mask.
 
-
-def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
-    found = as_list(microbatches)
-    for microbatch in found:
-        if not isinstance(microbatch, Microbatch):
-            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
-    return tuple(found)
-
-
-def as_list(microbatches: Any) -> list[Any]:
-    """An iterator gives its elements once, and every term of a loss needs them."""
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, Tensor):
-        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
-    return list(microbatches)
-
-
-def _coefficients(agg: LossAggregation, step: StepSums) -> Tensor:
-    """``c_s`` of every sample; fp64."""
-    across = 1 if agg.across is None else step.number(agg.across, agg.empty == "skip")
-    coefficient_S = sample_coefficients(step.within(agg.within), across, agg.scale)
-    if step.rejected_S is None:
-        return coefficient_S
-    return coefficient_S.masked_fill(step.rejected_S, 0.0)
+        Raises:
+            MaskError: a term has no losses, or losses have no term.
+        """
+        _check_losses(losses, self.terms)
+        parts = []
+        for name, plan in self._plans.items():
+            w = plan.weights(i, torch.promote_types(losses[name].dtype, torch.float32))
+            term, part = self.terms[name], weighted_sum(w, losses[name])
+            parts.append(times_coefficient(term.coefficient, part, losses[name]))
+        return torch.stack(parts).sum()
 
 
 def token_weights(
     agg: LossAggregation,
     loss_mask: Tensor,
     cu_seqlens: Tensor | None = None,
-    prompt_ids: Tensor | None = None,
-    rollout_ids: Tensor | None = None,
+    prompt_ids: Ids | None = None,
+    rollout_ids: Ids | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     cu_seqlens_padded: Tensor | None = None,
@@ -285,3 +344,65 @@ def token_weights(
         loss_mask, cu_seqlens, prompt_ids, rollout_ids, cu_seqlens_padded=cu_seqlens_padded
     )
     return StepPlan.build(agg, [microbatch]).weights(0, dtype)
+
+
+def _build(
+    aggregations: Mapping[str, LossAggregation],
+    by_term: Any,
+    group: dist.ProcessGroup | None,
+    sharded_over: dist.ProcessGroup | None,
+) -> list[StepPlan]:
+    """A plan for each aggregation, in the collectives of one.
+
+    Args:
+        by_term: function that returns the microbatches of each aggregation.
+    """
+    try:
+        # Terms with the same microbatches share one reading of their masks.
+        lists = [_checked_microbatches(microbatches) for microbatches in by_term()]
+        masks = {of_term: MaskSums.read(of_term) for of_term in dict.fromkeys(lists)}
+        samples = [Samples.of_microbatches(of_term, masks[of_term]) for of_term in lists]
+        local = {
+            name: LocalCounts(_checked_aggregation(agg), of_term, sharded_over)
+            for (name, agg), of_term in zip(aggregations.items(), samples, strict=True)
+        }
+    except Exception:
+        abandon(group)
+        raise
+    return [
+        StepPlan(of_term, microbatches, masks[microbatches].active_tokens, counts, of_step)
+        for of_term, microbatches, counts, of_step in zip(
+            samples, lists, local.values(), count_step(local, group), strict=True
+        )
+    ]
+
+
+def _checked_aggregation(agg: object) -> LossAggregation:
+    if not isinstance(agg, LossAggregation):
+        raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
+    return agg
+
+
+def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
+    found = _listed(microbatches)
+    for microbatch in found:
+        if not isinstance(microbatch, Microbatch):
+            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
+    return tuple(found)
+
+
+def _listed(microbatches: Any) -> list[Any]:
+    """A list, since every term iterates over the microbatches."""
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, Tensor):
+        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
+    return list(microbatches)
+
+
+def _check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None:
+    """Raise MaskError unless ``losses`` are tensors of ``terms``."""
+    if not isinstance(losses, Mapping) or losses.keys() != terms.keys():
+        got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
+        raise MaskError(f"losses {got} for the terms {sorted(terms)}; expected one for each term")
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor):
+            raise MaskError(f"losses of {name!r} are a {type(loss).__name__}; expected a tensor")

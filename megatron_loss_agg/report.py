@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.collectives import Header, abandon_records, gather_records, tag_of
 from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.gather import Header, abandon_units, gather_units, tag_of
-from megatron_loss_agg.loss import weighted_sum
+from megatron_loss_agg.weights import weighted_sum
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def reduce_reports(
         parts = [part for metric in total.values() for part in _columns(metric)]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
     except Exception:
-        abandon_units(METRICS_A_ROW, COLUMNS, group)
+        abandon_records(METRICS_A_ROW, COLUMNS, group)
         raise
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
-    rows = gather_units(
+    rows = gather_records(
         mine.view(-1, COLUMNS),
         METRICS_A_ROW,
         group,

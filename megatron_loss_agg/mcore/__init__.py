@@ -1,7 +1,7 @@
 """The adapter: everything that knows Megatron."""
 
 from megatron_loss_agg.mcore.hook import LossHook
-from megatron_loss_agg.mcore.lossfunc import TokenLoss
+from megatron_loss_agg.mcore.host_loss import TokenLoss
 from megatron_loss_agg.mcore.prefetch import Prefetch
 
 __all__ = ["LossHook", "Prefetch", "TokenLoss"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.scaling import HostScale
+from megatron_loss_agg.mcore.host import HostScale
 
 TOLERANCE = 1e-4
 """Of a factor measured in fp32 (or, with gradients communicated in bf16, in that)."""
@@ -159,7 +159,7 @@ def _mismatch(measured: float, undone: float, scale: HostScale) -> str:
 
 def _tokens(scale: HostScale) -> int:
     """Tokens of the probe's step: one for each microbatch and rank."""
-    return scale.reports_per_step
+    return scale.reports
 
 
 def _forward_step(scale: HostScale) -> Callable[..., Any]:

@@ -1,20 +1,24 @@
-"""Batches of a data iterator -> microbatches, read ahead of the step."""
+"""Batches of a data iterator -> microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.counts import UNDECIDED
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.tally import UNDECIDED
-from megatron_loss_agg.terms import Term, of_term
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
+from megatron_loss_agg.terms import Term
 
-ReadBatch = Callable[[Any], Microbatch | Mapping[str, Microbatch]]
+ReadBatch = Callable[[Any], MicrobatchOfTerms]
+"""One batch -> its microbatch."""
+ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
+"""The schedule's data iterator and number of microbatches -> all microbatches of the call."""
 
 HOW_TO_READ = (
     "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
@@ -30,11 +34,10 @@ def read_batch(batch: Any) -> Microbatch:
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
     ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``. A data
-    loader's collation adds an axis in front of these. Several packs in one batch are one long pack,
-    as Megatron calls its model with them; and offsets that repeat the last one (of the padded ones
-    where they are there), with which packs of different numbers of samples are stacked, are no
-    samples. A microbatch that only pads a rank has ``cu_seqlens`` [0] and no sample, whatever its
-    ``cu_seqlens_padded`` tell the model.
+    loader's collation may have added an axis in front. Several packs in one batch are joined to one
+    long pack, as Megatron joins them to call its model; offsets that repeat the last one (the last
+    padded one, if those are given) only fill up packs of fewer samples. A microbatch that pads a
+    rank has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
 
     Raises:
         MaskError, GroupError: a key is missing or misshapen, and what to provide instead.
@@ -46,13 +49,18 @@ def read_batch(batch: Any) -> Microbatch:
             f"that key to the batch, or {HOW_TO_READ}"
         )
     given = {name: batch[name] for name in (*_OFFSETS, *_BY_SAMPLE) if batch.get(name) is not None}
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            raise GroupError(f"batch key {name!r} is a {type(value).__name__}; expected a tensor")
-    ids = {name: given[name].reshape(-1) for name in _BY_SAMPLE if name in given}
-    numbers = {value.numel() for value in ids.values()}
+    for name in (*_OFFSETS, "rejected"):
+        if not isinstance(given.get(name, batch["loss_mask"]), Tensor):
+            kind = type(given[name]).__name__
+            raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
+    ids = {
+        name: given[name].reshape(-1) if isinstance(given[name], Tensor) else given[name]
+        for name in _BY_SAMPLE
+        if name in given
+    }
+    numbers = {len(value) for value in ids.values()}
     mask = batch["loss_mask"]
-    # The padded ones first: if they are misshapen, they cannot say how many the others are.
+    # The padded ones first: if they are misshapen, they cannot tell how many the others are.
     offsets = {
         name: _one_pack(name, given, mask, numbers) for name in reversed(_OFFSETS) if name in given
     }
@@ -85,7 +93,7 @@ def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set
     if packs > 1 and any(int(row[-1]) != mask.shape[1] for row in rows):
         raise GroupError(
             f"batch key {name!r} does not end at the length {mask.shape[1]} of every pack, and "
-            "several packs are one here; expected the last sample to reach to the pack's end"
+            "several packs are joined to one; expected the last sample to reach to the pack's end"
         )
     shifted = [row[1:] + i * mask.shape[-1] for i, row in enumerate(rows)]
     return torch.cat([rows[0][:1], *shifted])
@@ -99,21 +107,60 @@ def _number(row: Tensor, place: Tensor) -> int:
     return int((place < place[-1]).sum()) + 1 if int(row[-1]) > 0 else 1
 
 
-def read_ahead(
-    data_iterator: Iterator[Any], number: int, read: ReadBatch, terms: Mapping[str, Term]
-) -> tuple[list[Microbatch | Mapping[str, Microbatch]], Iterator[Any]]:
-    """Draw a step's ``number`` batches, and hand back an iterator that yields them again.
+class LookAhead:
+    """An iterator whose next ``number`` elements can be seen before they are drawn.
+
+    Megatron's own data iterators have ``__next__`` alone, and so ``source`` needs nothing else.
+    """
+
+    def __init__(self, source: Iterator[Any], number: int) -> None:
+        self._source = source
+        self._number = number  # that were not drawn from the source
+        self._seen: list[Any] = []
+        self._served: deque[Any] = deque()
+
+    def batches(self) -> list[Any]:
+        """All ``number`` of them, those that were served included. To be called once."""
+        while self._number:
+            self._served.append(self._draw())
+        seen, self._seen = self._seen, []
+        return seen
+
+    def __iter__(self) -> LookAhead:
+        return self
+
+    def __next__(self) -> Any:
+        if self._served:
+            return self._served.popleft()
+        return self._draw() if self._number else next(self._source)
+
+    def _draw(self) -> Any:
+        batch = next(self._source)
+        self._number -= 1
+        self._seen.append(batch)
+        return batch
+
+
+def checked_microbatches(
+    microbatches: Any, number: int, terms: Mapping[str, Term]
+) -> list[MicrobatchOfTerms]:
+    """``microbatches``, if they are ``number`` that the terms can be computed of.
 
     Raises:
-        FunctionError: ``read`` returned something else than a `Microbatch`, or several by term.
-        GroupError: a mode groups by ids that a microbatch has not.
+        FunctionError: they are not so many, or not `Microbatch`, or mappings of them by term.
+        GroupError: a mode groups by ids that a microbatch does not have, or samples are rejected
+            without a decision.
     """
-    drawn = [next(data_iterator) for _ in range(number)]
-    microbatches = [read(batch) for batch in drawn]
+    found = list(microbatches)
+    if len(found) != number:
+        raise FunctionError(
+            f"{len(found)} microbatches for a call of the schedule with num_microbatches={number}; "
+            "expected as many: see the function that reads the step"
+        )
     for name, term in terms.items():
-        for microbatch in microbatches:
+        for microbatch in found:
             _check_readable(of_term(name, microbatch), term.aggregation)
-    return microbatches, Replay(drawn, data_iterator)
+    return found
 
 
 def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
@@ -129,52 +176,5 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
                 f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
             )
-
-
-class Unread:
-    """What ``source`` yields, where nobody looks at rejected samples and offsets.
-
-    Args:
-        rows: whether each sample must be a row.
-
-    Raises:
-        GroupError: a batch has what would have to be looked at.
-    """
-
-    def __init__(self, rows: bool, source: Iterator[Any]) -> None:
-        self._rows = rows
-        self._source = source
-
-    def __iter__(self) -> Unread:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._source)
-        if isinstance(batch, Mapping):
-            if batch.get("rejected") is not None:
-                raise GroupError(UNDECIDED)
-            if self._rows and any(batch.get(name) is not None for name in _OFFSETS):
-                raise GroupError(
-                    "a batch with sequence offsets after a first step of rows; expected the same "
-                    "layout in every step: build a LossHook for each"
-                )
-        return batch
-
-
-class Replay:
-    """Yields ``drawn``, and then what ``rest`` yields.
-
-    Megatron's own data iterators have ``__next__`` alone.
-    """
-
-    def __init__(self, drawn: Iterable[Any], rest: Iterator[Any]) -> None:
-        self._drawn = iter(drawn)
-        self._rest = rest
-
-    def __iter__(self) -> Replay:
-        return self
-
-    def __next__(self) -> Any:
-        for batch in self._drawn:
-            return batch
-        return next(self._rest)
+    if microbatch.rejected is not None and aggregation.rejected is None:
+        raise GroupError(f"{UNDECIDED} (--loss-aggregation-rejected)")

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.batches import ReadBatch
+from megatron_loss_agg.mcore.hook import EMPTY_STEPS
 
 FLAG = "--loss-aggregation"
 _OPTIONS = ("divisor", "empty", "rejected", "function", "batch", "empty_step", "audit")
-EMPTY_STEPS = ("error", "skip", "step")
-"""What can be done about a step without any token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

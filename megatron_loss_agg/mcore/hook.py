@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import HostError, MaskError, ModeError
-from megatron_loss_agg.gather import any_of, failing_together
+from megatron_loss_agg.collectives import any_rank, failing_together
+from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.audit import Auditor
-from megatron_loss_agg.mcore.batches import ReadBatch, Unread, read_batch
-from megatron_loss_agg.mcore.flags import EMPTY_STEPS
-from megatron_loss_agg.mcore.lookahead import LookAhead, replace_iterator
-from megatron_loss_agg.mcore.maskcheck import MaskChecks
-from megatron_loss_agg.mcore.ranks import Ranks
-from megatron_loss_agg.mcore.scaling import HostScale
-from megatron_loss_agg.mcore.step import Step
-from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights, local_part
-from megatron_loss_agg.terms import StepTerms, Term, named_terms
+from megatron_loss_agg.mcore.batches import (
+    LookAhead,
+    ReadBatch,
+    ReadStep,
+    checked_microbatches,
+    read_batch,
+)
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.local_weights import StepWeights
+from megatron_loss_agg.mcore.prefetch import prefetch_of
+from megatron_loss_agg.mcore.step import Options, Step
+from megatron_loss_agg.microbatch import MicrobatchOfTerms
+from megatron_loss_agg.terms import Term, named_terms
 
 ForwardBackward = Callable[..., Any]
+
+EMPTY_STEPS = ("error", "skip", "step")
+"""What can be done about a step without any token."""
 
 _FAILED = (
     "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
@@ -39,10 +44,11 @@ class LossHook:
         hook = LossHook(LossAggregation(mode="prompt_mean"))
         forward_backward = hook.wrap(get_forward_backward_func())
 
-    Every call of ``forward_backward`` is one optimizer step (or one evaluation). Its forward step
-    returns what Megatron's own does: per-token losses with ``partial(loss_func, loss_mask)``; or a
-    `TokenLoss`. Reports keep ``lm loss`` as the mean over tokens, and get ``"<mode> loss"``, the
-    aggregated loss of the step; both as (sum, count) pairs.
+    Every call of ``forward_backward`` is one optimizer step, or one evaluation; for a step of
+    several calls see `step`. Its forward step returns what Megatron's own does: per-token losses
+    with ``partial(loss_func, loss_mask)``; or a `TokenLoss`. Reports keep ``lm loss`` as the mean
+    over tokens, and get ``"<mode> loss"``, the aggregated loss of the step; both as (sum, count)
+    pairs.
 
     A loss of several terms, each with a denominator of its own::
 
@@ -56,18 +62,25 @@ class LossHook:
         aggregation: what to compute; or several terms, by name. The tokens that the host counts,
             and those of ``lm loss``, are the first one's.
         read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or one for each
-            term, where their masks differ.
+            term, where their masks differ. The hook draws the step's batches before its first
+            forward pass and hands them on.
+        read_step: (data iterator of the last model chunk, number of microbatches) -> list of that
+            many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
+            iterator must not be drawn ahead. The hook then draws nothing.
         audit: measure the host's averaging before the first step of each number of microbatches,
             and print it; without it, it is measured once, before the first step.
         evaluates_by_microbatch: the host's evaluation divides every microbatch's report before it
-            averages (Megatron's training loop under ``--sft``); reports are made exact all the
-            same.
+            averages (Megatron's training loop under ``--sft``); reports stay exact.
         empty_step: what to do about a step without any token: raise an error (``error``); say so in
             `step_is_empty`, by which the caller leaves the optimizer alone (``skip``); or nothing,
             so that momentum and weight decay still move the model (``step``).
-        in_training_loop: of Megatron, where every microbatch has as many rows as the schedule is
-            told, and the iterators are Megatron's own. Steps may then need no look-ahead, and
-            batches are drawn behind the compute of the step before (`Prefetch`).
+        in_training_loop: called by Megatron's own training loop. The next step's batches are then
+            drawn behind the compute of this one (`Prefetch`), and evaluation is aggregated as
+            training is. In a custom loop, a call with ``forward_only=True`` whose loss functions
+            carry no mask is left alone.
+
+    Raises:
+        ModeError: an unknown ``empty_step``, or terms that are none.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class LossHook:
         aggregation: LossAggregation | Mapping[str, Term | LossAggregation],
         read_batch: ReadBatch = read_batch,
         *,
+        read_step: ReadStep | None = None,
         audit: bool = False,
         evaluates_by_microbatch: bool = False,
         empty_step: str = "step",
@@ -82,7 +96,7 @@ class LossHook:
     ) -> None:
         if empty_step not in EMPTY_STEPS:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
-        self._reports_sum = not isinstance(aggregation, LossAggregation)
+        self._reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.mode: aggregation}
         self.terms = named_terms(aggregation)
@@ -91,127 +105,214 @@ class LossHook:
                 "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
             )
         self.read_batch = read_batch
+        self.read_step = read_step
         self.empty_step = empty_step
         self.step_is_empty = False
         """Whether the last training step held no token; the same on every rank. Known only with
         ``empty_step="skip"``."""
-        self._auditor = Auditor(repeat=audit)
         self.evaluates_by_microbatch = evaluates_by_microbatch
         self._in_training_loop = in_training_loop
-        self._look_ahead = LookAhead(self.terms, read_batch, in_training_loop)
-        # What the last look-ahead found, the same on all ranks: whether the microbatches have a
-        # fixed number of rows, so that later steps may need none.
-        self._fixed_rows = False
+        self._auditor = Auditor(repeat=audit)
         self._verified = False
-        # The kinds of steps, training or not, that could be planned once.
-        self._planned: set[bool] = set()
+        self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
+        self._open_step: _OptimizerStep | None = None
 
     def wrap(self, forward_backward: ForwardBackward) -> ForwardBackward:
-        """The same forward-backward function, computing the aggregation."""
+        """The same forward-backward function, computing the aggregation.
+
+        It takes what the schedule takes, by keyword, and holds nothing of a call once it returns.
+
+        Raises (when called, on every rank that the failure concerns):
+            MaskError, GroupError, LayoutError, FunctionError: batches, masks or ids are bad, or a
+                loss function's mask is not the planned one.
+            HostError: the host does not average as planned, or calls its loss functions otherwise.
+            StepError: see `step`.
+            PeerError: another rank failed.
+        """
 
         @functools.wraps(forward_backward)
-        def wrapped(**kwargs: Any) -> Any:
-            ranks = Ranks.of(kwargs.get("pg_collection"))
-            scale = _scale_of(ranks, kwargs)
-            trains = not kwargs.get("forward_only")
-            if trains:
-                self._auditor.check(scale, kwargs)
-            if kwargs.get("collect_non_loss_data"):
-                return forward_backward(**kwargs)
-            step, is_empty = self._begin(ranks, scale, kwargs)
-            if step is None:
-                result = forward_backward(**kwargs)
-            else:
-                kwargs["forward_step_func"] = step.hook_forward_step(kwargs["forward_step_func"])
-                with step.mask_checks.watch(kwargs["model"]):
-                    result = forward_backward(**kwargs)
-                step.finish()
-                self._verified = self._verified or trains
-            if trains and self.empty_step == "skip":
-                self.step_is_empty = any_of(is_empty, ranks.pipeline)
-            return result
+        def wrapped(**arguments: Any) -> Any:
+            call = Call.of(arguments)
+            if not call.forward_only:
+                self._auditor.check(call.scale, dict(arguments))
+            if call.collects_other_data:
+                return forward_backward(**arguments)
+            if self._open_step is not None and not call.forward_only:
+                return self._run(forward_backward, call, self._open_step, call.data_iterator)
+            step, iterator = self._read_ahead(call)
+            return self._run(forward_backward, call, step, iterator)
 
         return wrapped
 
-    def _begin(
-        self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]
-    ) -> tuple[Step | None, bool]:
-        """Weigh the step, on the last pipeline stage, and say whether it is empty.
+    @contextlib.contextmanager
+    def step(self, microbatches: Sequence[MicrobatchOfTerms]) -> Iterator[None]:
+        """One optimizer step of several forward-backward calls::
+
+            with hook.step(microbatches):
+                forward_backward(num_microbatches=2, **the_rest)
+                forward_backward(num_microbatches=6, **the_rest)
+            optimizer.step()
+
+        Every training call inside takes its next ``num_microbatches``, and nothing is read from its
+        iterator. The step is counted once, by the first call. Gradients add up over the calls; the
+        host reduces and scales them in the last one alone, whatever it is set to do in each.
+        Reports are parts of the step's: add up both halves of the pairs over all calls, and divide.
+
+        Args:
+            microbatches: this data-parallel rank's whole optimizer step, in the order of the calls;
+                `Microbatch`, or mappings of them by term. As many on every rank of its model.
+
+        Raises:
+            StepError: the block ends with microbatches left, a call asks for more than are left, or
+                a step is open already.
+        """
+        if self._open_step is not None:
+            raise StepError("hook.step inside of hook.step; expected one step at a time")
+        given = list(microbatches)
+        self._open_step = step = _OptimizerStep(len(given), lambda: given)
+        try:
+            yield
+            if step.left:
+                raise StepError(
+                    f"hook.step ends with {step.left} of {len(given)} microbatches left; expected "
+                    "calls that take all of them: see their num_microbatches"
+                )
+        finally:
+            self._open_step = None
+
+    def _read_ahead(self, call: Call) -> tuple[_OptimizerStep, Any]:
+        """The step that a call is by itself, and the iterator to give to the schedule."""
+        number, iterator = call.scale.num_microbatches, call.data_iterator
+        if self.read_step is not None:
+            read_step = self.read_step
+            return _OptimizerStep(number, lambda: read_step(iterator, number)), iterator
+        reads = call.groups.last_stage and call.groups.reads_data
+        if iterator is None or not reads:
+            return _OptimizerStep(number, _no_iterator), iterator
+        ahead = LookAhead(iterator, number)
+
+        def read() -> list[MicrobatchOfTerms]:
+            return [self.read_batch(batch) for batch in ahead.batches()]
+
+        return _OptimizerStep(number, read), ahead
+
+    def _run(
+        self, forward_backward: ForwardBackward, call: Call, step: _OptimizerStep, iterator: Any
+    ) -> Any:
+        """One call of the schedule, which is ``step`` or a part of it."""
+        first = step.take(call.scale.num_microbatches)
+        # Megatron's loop evaluates with masks; others take log-probabilities so, without any.
+        lazily = call.forward_only and not self._in_training_loop
+        is_empty = False if lazily else self._plan_together(step, call)
+        with contextlib.ExitStack() as stack:
+            if step.left:
+                stack.enter_context(call.accumulating())
+            if call.groups.last_stage:
+                hooked = self._step(call, step, first, lazily)
+                stack.enter_context(hooked.watch())
+                result = call.run(forward_backward, hooked.forward_step(), iterator)
+                hooked.finish()
+                self._verified = self._verified or not call.forward_only
+            else:
+                result = call.run(forward_backward, call.forward_step, iterator)
+        if self.empty_step == "skip" and not call.forward_only:
+            self.step_is_empty = any_rank(is_empty, call.groups.pp)
+        return result
+
+    def _step(self, call: Call, step: _OptimizerStep, first: int, lazily: bool) -> Step:
+        options = Options(
+            verify=not self._verified,
+            reports_total=self._reports_total,
+            reports_quotients=self.evaluates_by_microbatch and call.forward_only,
+            passes_unmasked=lazily,
+        )
+
+        @functools.cache
+        def weights() -> StepWeights:
+            with failing_together([call.groups.cp] if lazily else [], _FAILED):
+                return step.weights(functools.partial(self._plan, call))
+
+        return Step(call, self.terms, weights, options, first, step.carried_tokens(first))
+
+    def _plan_together(self, step: _OptimizerStep, call: Call) -> bool:
+        """Plan the step on the last pipeline stage; return whether it is known to be empty.
 
         Raises:
             PeerError: that failed on the last stage, or on another context-parallel rank of it.
         """
-        trains = not kwargs.get("forward_only")
-        # To tell the others makes them wait for this rank, so not without a need.
+        trains, groups = not call.forward_only, call.groups
+        # Telling the others makes them wait for this rank, so only where a failure is likely.
         tells = trains not in self._planned or (trains and self.empty_step == "error")
-        step: Step | None = None
         is_empty = False
-        with failing_together([ranks.context, ranks.pipeline] if tells else [], _FAILED):
-            if ranks.last_stage:
-                step, is_empty = self._weigh(ranks, scale, kwargs)
+        with failing_together([groups.cp, groups.pp] if tells else [], _FAILED):
+            if groups.last_stage:
+                is_empty = step.weights(functools.partial(self._plan, call)).is_empty
+                if is_empty and trains and self.empty_step == "error":
+                    raise MaskError(
+                        "no token of the whole step weighs anything: every loss mask is 0, or its "
+                        "sample rejected; expected some: give the step data, or choose "
+                        "--loss-aggregation-empty-step skip or step"
+                    )
         self._planned.add(trains)
-        return step, is_empty
+        return is_empty
 
-    def _weigh(self, ranks: Ranks, scale: HostScale, kwargs: dict[str, Any]) -> tuple[Step, bool]:
-        """The step with its weights, and whether it is empty, where that is known.
+    def _plan(self, call: Call, read: Callable[[], Any], number: int) -> StepWeights:
+        """The weights of ``number`` microbatches; on every rank of the last stage."""
 
-        Where this reads ahead, ``kwargs`` gets an iterator that replays what was read.
+        def checked() -> list[MicrobatchOfTerms]:
+            return checked_microbatches(read(), number, self.terms)
+
+        weights = StepWeights.plan(checked, self.terms, call.groups, not self._verified)
+        reads = call.groups.reads_data and not call.forward_only and self._open_step is None
+        if reads and self.read_step is None:
+            prefetch = prefetch_of(call.data_iterator, insert=self._in_training_loop)
+            if prefetch is not None:
+                prefetch.fetch(number)
+        return weights
+
+
+class _OptimizerStep:
+    """Microbatches that are counted together, and taken by one call of the schedule or several."""
+
+    def __init__(self, number: int, read: Callable[[], Any]) -> None:
+        self.number = number
+        self.left = number
+        self._read = read
+        self._weights: StepWeights | None = None
+
+    def take(self, number: int) -> int:
+        """Take the next ``number`` microbatches; returns the index of the first.
+
+        Raises:
+            StepError: there are not so many.
         """
-        size = kwargs["micro_batch_size"]
-        shares = self.evaluates_by_microbatch and bool(kwargs.get("forward_only"))
-        if not shares and self._needs_no_plan(scale):
-            (term,) = self.terms.values()
-            rows = RowWeights(term.aggregation, scale, size)
-            replace_iterator(kwargs, functools.partial(Unread, self._fixed_rows))
-            return self._step(rows, scale, size, shares), False
-        weights, plans = self._look_ahead.weigh(ranks, scale, kwargs)
-        total = size * scale.num_microbatches * scale.data_parallel_size
-        self._fixed_rows = self._in_training_loop and weights.rows == total
-        if weights.is_empty and self.empty_step == "error" and not kwargs.get("forward_only"):
-            raise MaskError(
-                "no token of the whole step weighs anything: every loss mask is 0, or its sample "
-                "rejected; expected some: give the step data, or choose "
-                "--loss-aggregation-empty-step skip or step"
+        if number > self.left:
+            raise StepError(
+                f"a call with num_microbatches={number} in a hook.step with {self.left} of "
+                f"{self.number} microbatches left; expected at most as many"
             )
-        step = self._step(weights, scale, size, shares)
-        if plans is not None and step.verify:  # only then are the plans kept
-            step.mask_checks.expected_mask = functools.partial(_local_mask, plans, ranks)
-        return step, weights.is_empty
+        self.left -= number
+        return self.number - self.left - number
 
-    def _step(
-        self, weights: PlannedWeights | RowWeights, scale: HostScale, size: int, shares: bool
-    ) -> Step:
-        checks = MaskChecks(self.terms, weights, scale, size)
-        step = Step(self.terms, weights, scale, checks, shares)
-        step.verify = not self._verified
-        step.reports_sum = self._reports_sum
-        return step
+    def weights(self, plan: Callable[[Callable[[], Any], int], StepWeights]) -> StepWeights:
+        """The weights of all of them, planned when first asked for."""
+        if self._weights is None:
+            self._weights = plan(self._read, self.number)
+        return self._weights
 
-    def _needs_no_plan(self, scale: HostScale) -> bool:
-        if len(self.terms) > 1 or self.empty_step != "step" or self.read_batch is not read_batch:
-            return False
-        (term,) = self.terms.values()
-        return RowWeights.suffice(term.aggregation, scale, self._fixed_rows)
-
-
-def _local_mask(plans: StepTerms, ranks: Ranks, name: str, i: int) -> Tensor:
-    microbatch = plans[name].microbatches[i]
-    return local_part(microbatch.loss_mask, microbatch, ranks)
+    def carried_tokens(self, first: int) -> int:
+        """What the last call, which begins with ``first``, counts of earlier calls: the host scales
+        the gradients of all calls by the active tokens of the last one.
+        """
+        if self.left or not first:
+            return 0
+        assert self._weights is not None
+        by_microbatch = next(iter(self._weights.terms.values()))
+        return sum(weights.mask.active_tokens for weights in by_microbatch[:first])
 
 
-def _scale_of(ranks: Ranks, kwargs: dict[str, Any]) -> HostScale:
-    from megatron.core.utils import get_model_config
-
-    model = kwargs["model"]
-    config = get_model_config(model[0] if isinstance(model, list) else model)
-    if getattr(config, "hybrid_context_parallel", False):
-        raise HostError(
-            "the model's hybrid_context_parallel gives samples context-parallel groups of their "
-            "own; expected one group for all: turn it off"
-        )
-    return HostScale(
-        num_microbatches=kwargs["num_microbatches"],
-        data_parallel_size=dist.get_world_size(ranks.data),
-        context_parallel_size=dist.get_world_size(ranks.context),
-        per_token=config.calculate_per_token_loss,
+def _no_iterator() -> Any:
+    raise HostError(
+        "no data_iterator on a rank that reads data; expected one on tensor-parallel "
+        "rank 0 of the last pipeline stage"
     )

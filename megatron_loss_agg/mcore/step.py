@@ -1,57 +1,81 @@
-"""One step of the host: its loss functions get weights, and its reports exact numbers."""
+"""One call of the host's schedule: its loss functions get weights, and its reports exact numbers.
+
+The call is weighed by the masks that were planned, and the script masks its losses by those that it
+hands to its loss functions. A loss is what was asked for only where both are the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError, ReportError
-from megatron_loss_agg.loss import weighted_sum
-from megatron_loss_agg.mcore.lossfunc import TokenLosses, check_is_masked_sum, token_losses
-from megatron_loss_agg.mcore.maskcheck import MaskChecks
-from megatron_loss_agg.mcore.scaling import HostScale
-from megatron_loss_agg.mcore.weighting import PlannedWeights, RowWeights
-from megatron_loss_agg.report import Mean
+from megatron_loss_agg.errors import GroupError, HostError, MaskError, ReportError
+from megatron_loss_agg.mcore.batches import HOW_TO_READ
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host_loss import (
+    TokenLosses,
+    carries_mask,
+    check_is_masked_sum,
+    token_losses,
+)
+from megatron_loss_agg.mcore.local_weights import LocalMask, StepWeights
 from megatron_loss_agg.terms import Term
+from megatron_loss_agg.weights import times_coefficient, weighted_sum
+
+_CHANGED_MASK = (
+    "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
+    "expected the script to split it as CPLayout.thd (packed) or CPLayout.bshd does "
+    f"and to leave it unchanged: otherwise {HOW_TO_READ} with the final mask"
+)
+
+
+class Options(NamedTuple):
+    """What a `Step` does beside weighing losses."""
+
+    verify: bool  # that stock loss functions return masked sums, which waits for the device
+    reports_total: bool  # report the loss of all terms, beside each of them
+    reports_quotients: bool  # the host averages each report's quotient, and does not add up pairs
+    passes_unmasked: bool  # leave loss functions alone that carry no mask
 
 
 class Step:
-    """Gives each loss function of a step, in order, the weights of its microbatch.
+    """Gives each loss function of a call, in order, the weights of its microbatch.
 
     Args:
         terms: of the loss, by name.
-        mask_checks: compare how the model is called, and with what masks, with the plan.
-        reports_shares: report parts of the step's mean, and not sums and counts.
-
-    Attributes:
-        reports_sum: report the loss of several terms, beside each of them.
-        verify: compare what the script's loss functions return with what is assumed of them,
-            which costs device synchronisations.
+        weights: the weights of the whole step; called when a loss needs them.
+        first: index in them of the call's first microbatch.
+        carried_tokens: active tokens of this rank in earlier calls of the step, which this call has
+            to count for the host.
     """
 
     def __init__(
         self,
+        call: Call,
         terms: Mapping[str, Term],
-        weights: PlannedWeights | RowWeights,
-        scale: HostScale,
-        mask_checks: MaskChecks,
-        reports_shares: bool,
+        weights: Callable[[], StepWeights],
+        options: Options,
+        first: int = 0,
+        carried_tokens: int = 0,
     ) -> None:
+        self._call = call
         self._terms = terms
         self._weights = weights
-        self._scale = scale
-        self.mask_checks = mask_checks
-        self._reports_shares = reports_shares
-        self.reports_sum = False
-        self.verify = False
+        self._options = options
+        self._first = first
+        self._carried_tokens = carried_tokens
+        self._checks = _Checks(call, any(map(_groups_samples, terms.values())))
         self._next = 0
 
-    def hook_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward_step``, returning a loss function of ours in place of its own."""
+    def forward_step(self) -> Callable[..., Any]:
+        """The script's forward step, returning a loss function of ours in place of its own."""
+        forward_step = self._call.forward_step
 
         @functools.wraps(forward_step)
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -60,80 +84,84 @@ class Step:
 
         return hooked
 
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """See how the script calls its model while the body runs."""
+        return self._checks.watch()
+
     def finish(self) -> None:
         """Checks that are due once all microbatches are through, before the optimizer's step.
 
         Raises:
             HostError: the schedule has not computed one loss for each microbatch.
-            MaskError: see `MaskChecks.finish`.
+            MaskError: some mask is not the planned one.
         """
-        if self._next != self._scale.num_microbatches:
+        expected = self._call.scale.num_microbatches
+        if self._next != expected and (self._next or not self._options.passes_unmasked):
             raise HostError(
-                f"the schedule computed {self._next} losses for {self._scale.num_microbatches} "
+                f"the schedule computed {self._next} losses for {expected} "
                 "microbatches; expected one each"
             )
-        self.mask_checks.finish()
+        self._checks.finish()
 
-    def _loss(self, loss_func: Callable[..., Any], output: Any) -> tuple[Any, ...]:
+    def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
+        if self._options.passes_unmasked and not carries_mask(loss_func):
+            return loss_func(output)
         i, self._next = self._next, self._next + 1
-        if i >= self._scale.num_microbatches:
-            raise HostError(f"a loss beyond the step's {i} microbatches; expected one each")
+        if i >= self._call.scale.num_microbatches:
+            raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
         tokens = token_losses(loss_func, output, list(self._terms))
-        alike = self._alike(i, tokens.masks)
-        self.mask_checks.check(i, {first: tokens.masks[first] for first in alike.values()})
-        if self.verify:
-            check_is_masked_sum(tokens, whole=self._scale.context_parallel_size == 1)
-        parts = self._aggregated(i, tokens, alike)
+        weights = self._weights()
+        parts = self._weighted_sums(self._first + i, tokens, weights)
+        if self._options.verify:
+            check_is_masked_sum(tokens, whole=self._call.scale.context_parallel_size == 1)
         scaled = [
-            self._terms[name].scaled(part, tokens.losses[name]) for name, part in parts.items()
+            times_coefficient(self._terms[name].coefficient, part, tokens.losses[name])
+            for name, part in parts.items()
         ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
+        mask = next(iter(weights.terms.values()))[self._first + i].mask
         with torch.no_grad():
-            report = self._report(i, tokens, parts, loss)
-        num_tokens, total_tokens = self._counts(i, tokens)
-        return self._scale.returned(loss, num_tokens, total_tokens, report)
+            report = self._report(tokens, parts, loss, mask, weights)
+        active = mask.active_tokens + (0 if i else self._carried_tokens)
+        num_tokens = torch.full((), active, dtype=torch.int, device=loss.device)
+        return self._call.scale.returned(loss, num_tokens, weights.active_tokens, report)
 
-    def _alike(self, i: int, masks: Mapping[str, Tensor]) -> dict[str, str]:
-        """For each term the first one that has the same mask and the same weights."""
-        weights, alike = self._weights, {}
-        first: dict[tuple[int, int], str] = {}
-        for name, mask in masks.items():
-            made_by = weights.parts[name][i] if isinstance(weights, PlannedWeights) else weights
-            alike[name] = first.setdefault((id(made_by), id(mask)), name)
-        return alike
-
-    def _aggregated(
-        self, i: int, tokens: TokenLosses, alike: Mapping[str, str]
+    def _weighted_sums(
+        self, i: int, tokens: TokenLosses, weights: StepWeights
     ) -> dict[str, Tensor]:
         """This rank's part of the aggregated loss of each term; scalars."""
-        weights: dict[tuple[str, torch.dtype], Tensor] = {}
+        made: dict[tuple[int, int, torch.dtype], Tensor] = {}
         parts = {}
         for name, losses in tokens.losses.items():
-            first, dtype = alike[name], torch.promote_types(losses.dtype, torch.float32)
-            if (first, dtype) not in weights:
-                mask = tokens.masks[first]
-                weights[first, dtype] = self._weights.weights(first, i, mask, dtype)
-            parts[name] = weighted_sum(weights[first, dtype], losses)
+            local, mask = weights.terms[name][i], tokens.masks[name]
+            dtype = torch.promote_types(losses.dtype, torch.float32)
+            key = id(local), id(mask), dtype  # terms that weigh alike share weights and checks
+            if key not in made:
+                self._checks.check(mask, local.mask)
+                made[key] = local.made_for(mask, dtype)
+            parts[name] = weighted_sum(made[key], losses)
         return parts
 
-    def _counts(self, i: int, tokens: TokenLosses) -> tuple[Tensor, float]:
-        """Active tokens of this rank's microbatch, on its device, and of the whole step."""
-        losses, mask = tokens.first
-        if isinstance(self._weights, RowWeights):
-            # The host alone counts here, and only masks of 0 and 1.
-            return mask.sum(dtype=torch.float32).to(torch.int), 0
-        active = next(iter(self._weights.parts.values()))[i].active_tokens
-        number = torch.full((), active, dtype=torch.int, device=losses.device)
-        return number, self._weights.total_tokens
-
     def _report(
-        self, i: int, tokens: TokenLosses, parts: Mapping[str, Tensor], loss: Tensor
+        self,
+        tokens: TokenLosses,
+        parts: Mapping[str, Tensor],
+        loss: Tensor,
+        local: LocalMask,
+        weights: StepWeights,
     ) -> dict[str, Any]:
         """The script's report, its ``lm loss`` made exact, and the aggregated losses beside it."""
+        scale, by_term = self._call.scale, next(iter(weights.terms.values()))
+        number = len(by_term) * scale.data_parallel_size * scale.context_parallel_size
+
+        def summed(part: Tensor) -> Tensor:
+            """The host adds up both halves of all ``number`` reports, or averages quotients."""
+            return _pair(part * number, 1.0)
+
         report = tokens.report
-        ours = {f"{name} loss": self._share(part) for name, part in parts.items()}
-        if self.reports_sum:
-            ours["loss"] = self._share(loss)
+        ours = {f"{name} loss": summed(part) for name, part in parts.items()}
+        if self._options.reports_total:
+            ours["loss"] = summed(loss)
         taken = sorted(ours.keys() & report.keys())
         if taken:
             raise ReportError(
@@ -141,38 +169,113 @@ class Step:
                 "expected other names"
             )
         report.update(ours)
-        # Of `token_mean` left to the host, the loss is a sum still, which the host will divide.
-        undivided = isinstance(self._weights, RowWeights) and self._scale.per_token
-        if "lm loss" in report or undivided:
-            mean = self._token_mean(i, tokens).to(loss.dtype)
-            if "lm loss" in report:
-                report["lm loss"] = mean
-            if undivided:
-                report.update({f"{name} loss": mean for name in parts})
+        if "lm loss" in report:
+            losses, mask = tokens.first
+            mask = mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
+            total = weighted_sum(mask, losses)
+            if self._options.reports_quotients:
+                mean = summed(total / (next(iter(weights.tokens.values())) or 1.0))
+            else:
+                mean = _pair(total, local.total)
+            report["lm loss"] = mean.to(loss.dtype)
         return report
-
-    def _token_mean(self, i: int, tokens: TokenLosses) -> Tensor:
-        """This rank's part of the report of the mean over the step's tokens."""
-        losses, mask = tokens.first
-        mask = mask.reshape(-1)
-        if isinstance(self._weights, RowWeights):
-            return Mean.of(losses, mask).pair()
-        dtype = torch.promote_types(mask.dtype, torch.float32)
-        total = weighted_sum(mask.to(dtype), losses)
-        if self._reports_shares:
-            of_step = next(iter(self._weights.mask_sums.values()))
-            return self._share(total / (of_step or 1.0))
-        # The mask itself is compared with that of the plan, so its sum needs no second pass.
-        return _pair(total, next(iter(self._weights.parts.values()))[i].mask_sum)
-
-    def _share(self, part: Tensor) -> Tensor:
-        """A report that the host turns into the sum of all parts.
-
-        It adds up both halves over all reports and divides, or averages all quotients.
-        """
-        return _pair(part * self._scale.reports_per_step, 1.0)
 
 
 def _pair(total: Tensor, count: float) -> Tensor:
     """[total, count], as Megatron's training loop takes a report."""
     return torch.stack([total, total.new_full((), count)])
+
+
+def _groups_samples(term: Term) -> bool:
+    """Whether the weights of a term depend on which sample a token is in."""
+    aggregation = term.aggregation
+    return not {aggregation.within, aggregation.across} <= {"step", "microbatch", None}
+
+
+class _Checks:
+    """Compares a call's model calls and masks with what was planned.
+
+    What takes a tensor's values is collected and read once, by `finish`: reading it in each
+    microbatch would wait for the device in each.
+    """
+
+    def __init__(self, call: Call, groups_samples: bool) -> None:
+        self._call = call
+        self._groups_samples = groups_samples
+        self._packed_sequences: int | None = None  # of the last model call; None: rows
+        self._sums: list[Tensor] = []
+        self._expected_sums: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """See how the script calls the last model chunk, which computes the loss."""
+        handle = self._call.chunks[-1].register_forward_pre_hook(self._see_call, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check(self, mask: Tensor, planned: LocalMask) -> None:
+        """Check what is known of a loss function's mask at once, and collect the rest.
+
+        Raises:
+            MaskError: another shape, or known to have other values, than planned.
+            GroupError: samples are packed, and the plan took them for rows.
+        """
+        one_sequence = self._packed_sequences == planned.sums.numel() == 1
+        rows = not planned.packed and not one_sequence
+        if self._packed_sequences is not None and rows and self._groups_samples:
+            raise GroupError(
+                "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
+                f"expected that key: add it, or {HOW_TO_READ}"
+            )
+        if mask.shape != planned.shape:
+            _check_shape(mask, planned.shape)
+        if planned.values is not None:
+            given = mask.detach().reshape(-1).to(planned.values)
+            if not torch.equal(given, planned.values.reshape(-1)):
+                raise MaskError(_CHANGED_MASK)
+        sums = mask.detach().reshape(planned.shape).sum(dim=-1, dtype=torch.float32)
+        self._sums.append(sums.view(-1))
+        self._expected_sums.append(planned.sums)
+
+    def finish(self) -> None:
+        """Raise MaskError if some mask's sums are not the planned ones."""
+        if not self._sums:
+            return
+        given, expected = torch.cat(self._sums).cpu(), torch.cat(self._expected_sums)
+        # `torch.allclose` takes twice as long, which is much of a small step.
+        excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
+        if not bool((excess <= 0).all()):  # NaN, too
+            raise MaskError(_CHANGED_MASK)
+
+    def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        packing = next((x for x in given if hasattr(x, "qkv_format")), None)
+        self._packed_sequences = None
+        if getattr(packing, "qkv_format", None) == "thd":
+            starts = getattr(packing, "cu_seqlens_q", None)
+            self._packed_sequences = 0 if starts is None else starts.numel() - 1
+        own_size = getattr(packing, "local_cp_size", None)
+        cp = self._call.scale.context_parallel_size
+        if own_size not in (None, cp):
+            raise HostError(
+                f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
+                f"expected one group of {cp} for all: drop --hybrid-context-parallel"
+            )
+
+
+def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise unless ``mask`` has the elements of ``expected`` in their order."""
+    if mask.numel() != math.prod(expected):
+        raise MaskError(
+            f"{mask.numel()} local losses for {math.prod(expected)} local weights; "
+            "expected the script to split sequences over context-parallel ranks as "
+            "CPLayout.thd (packed) or CPLayout.bshd does"
+        )
+    long = [[n for n in shape if n > 1] for shape in (mask.shape, expected)]
+    if long[0] != long[1] and min(map(len, long)) > 1:
+        raise MaskError(
+            f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's "
+            f"is {expected}; expected [samples, seq], for losses too: transpose both"
+        )

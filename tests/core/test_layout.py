@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_loss_agg import AggregationError, CPLayout
 from megatron_loss_agg.errors import GroupError, LayoutError
-from megatron_loss_agg.layout import predicting_mask
+from megatron_loss_agg import predicting_mask
 
 F64 = torch.float64
 

@@ -1,4 +1,4 @@
-"""The host's loss function, with its reduction replaced."""
+"""The loss function that a forward step returns, with its reduction left to the hook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError
-from megatron_loss_agg.loss import weighted_sum
+from megatron_loss_agg.weights import weighted_sum
 
 
 class TokenLoss:
@@ -22,18 +22,23 @@ class TokenLoss:
 
         return output, TokenLoss(lambda output: (token_losses(output), report), loss_mask)
 
-    For a loss of several terms, the token losses are a mapping of the terms' names, and so is the
-    mask where they differ in it.
+    For a loss of several terms, the token losses are a mapping by term, and so is the mask where
+    the terms' masks differ. It holds what it is given until the schedule drops it; ``compute`` is
+    called once, with gradients.
 
-    Without a hook a loss of one term is a stock Megatron loss function: sum over the mask, token
-    count, report. Both add up in fp32, or in fp64 where that is given.
+    Without a hook a loss of one term is a stock Megatron loss function: it returns (sum over the
+    mask, number of tokens, report). Both add up in fp32, or in fp64 if that is given.
 
     Args:
         compute: model output -> (per-token losses, report); the losses in the shape of
             ``loss_mask``. The report is a mapping of names to (sum, count) pairs, as Megatron's
             training loop takes it, or to the metrics of `megatron_loss_agg.report`, which
             `reduce_reports` takes.
-        loss_mask: of this rank's tokens.
+        loss_mask: of this rank's tokens: its context-parallel part of the batch's mask.
+
+    Raises (when called):
+        HostError: several terms without a hook, or a report that is no mapping.
+        MaskError: not one loss per element of the mask, or other terms than the hook's.
     """
 
     def __init__(
@@ -52,7 +57,11 @@ class TokenLoss:
                 "wrapped by LossHook"
             )
         _check_one_loss_per_token(losses, self.loss_mask)
-        losses, mask = (_summable(x.reshape(-1)) for x in (losses, self.loss_mask))
+        # In a dtype whose sum can hold as many tokens as there are.
+        losses, mask = (
+            x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+            for x in (losses, self.loss_mask)
+        )
         return weighted_sum(mask, losses), mask.sum().to(torch.int), report
 
 
@@ -62,18 +71,18 @@ class TokenLosses(NamedTuple):
     losses: dict[str, Tensor]  # [tokens]
     masks: dict[str, Tensor]
     report: dict[str, Any]
-    reduced: tuple[Any, ...] | None  # what a stock loss function made of it
+    reduced: tuple[Any, ...] | None  # what a stock loss function returned
 
     @property
     def first(self) -> tuple[Tensor, Tensor]:
-        """Losses and mask of the first term, which stands for the tokens of the step."""
+        """Losses and mask of the first term, whose tokens the host counts and ``lm loss`` means."""
         name = next(iter(self.losses))
         return self.losses[name], self.masks[name]
 
 
-def _summable(x: Tensor) -> Tensor:
-    """In a dtype whose sum can hold as many tokens as there are."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def carries_mask(loss_func: Callable[..., Any]) -> bool:
+    """Whether this is a `TokenLoss`, or a `functools.partial` that binds ``loss_mask``."""
+    return isinstance(loss_func, TokenLoss) or _bound_mask(loss_func) is not None
 
 
 def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str]) -> TokenLosses:
@@ -87,10 +96,11 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
         names: of the terms; a loss of one term need not name it.
 
     Raises:
-        HostError: no mask can be found.
+        HostError: there is no mask, or the report is no mapping.
         MaskError: the output is not one loss per element of the mask, or losses and terms differ.
     """
     losses: Any = output
+    mask: Any
     if isinstance(loss_func, TokenLoss):
         losses, report = loss_func.compute(output)
         mask, reduced = loss_func.loss_mask, None
@@ -101,6 +111,12 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
         )
     else:
         mask = _bound_mask(loss_func)
+        if mask is None:
+            raise HostError(
+                f"the forward step returned the loss function {_name(loss_func)}, which carries no "
+                "mask; expected functools.partial(loss_func, loss_mask) with a parameter named "
+                "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
+            )
         with torch.no_grad():
             reduced = loss_func(output)
         report = reduced[-1]
@@ -108,11 +124,11 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
         raise HostError(
             f"the loss function reports a {type(report).__name__}; expected a mapping of names"
         )
-    by_term = _by_term("losses", losses, names)
+    losses_by_term = _by_term("losses", losses, names)
     masks = _by_term("masks", mask, names, shared=True)
     for name in names:
-        _check_one_loss_per_token(by_term[name], masks[name])
-    flat = {name: of_term.reshape(-1) for name, of_term in by_term.items()}
+        _check_one_loss_per_token(losses_by_term[name], masks[name])
+    flat = {name: of_term.reshape(-1) for name, of_term in losses_by_term.items()}
     return TokenLosses(flat, masks, dict(report), reduced)
 
 
@@ -128,7 +144,7 @@ def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) 
 
 
 def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
-    """One may be flat, and axes of length 1 are no matter; a transposed pair would be wrong."""
+    """Axes of length 1 do not matter, and one may be flat; a transposed pair is refused."""
     if not isinstance(mask, Tensor):
         raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
     if isinstance(losses, Tensor) and losses.shape == mask.shape:
@@ -145,15 +161,15 @@ def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
 
 
 _TOLERANCE = 1e-3
-"""Of what a loss function returns, relative."""
+"""Relative, of what a loss function returns."""
 _ROUNDING = 16
-"""Units of its rounding, by which a sum may be off, relative to the sizes of what it adds up."""
+"""Machine epsilons that a sum may be off by, relative to the sum of absolute values."""
 
 
 def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
-    """Raise if a stock loss function computed something else than a masked sum or mean.
+    """Raise HostError if a stock loss function computed something else than a masked sum or mean.
 
-    Its reduction is about to be replaced: a term that it adds would be lost.
+    Its reduction is replaced, so a term that it adds would be lost.
 
     Args:
         whole: this rank holds whole samples, so that a mean over them can be recognised.
@@ -161,17 +177,17 @@ def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
     if tokens.reduced is None or (len(tokens.reduced) != 3 and not whole):
         return
     returned = tokens.reduced[0].detach()
-    loss, unit = returned.double(), torch.finfo(returned.dtype).eps
+    loss, epsilon = returned.double(), torch.finfo(returned.dtype).eps
     losses, mask = (x.detach().reshape(-1).double() for x in tokens.first)
     total, absolute = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
     divisors = [torch.ones_like(total)]
     if len(tokens.reduced) != 3:
         divisors.append(mask.sum().clamp(min=1))
     divisor = torch.stack(divisors)
-    # Losses may cancel, and then nothing but the rounding of their sum is left.
-    allowed = _TOLERANCE * total.abs() + _ROUNDING * unit * absolute
+    # Where losses cancel, only the rounding error of their sum is left.
+    allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * absolute
     fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
-    if bool(loss.isfinite() & ~fits.any()):  # one look at the device
+    if bool(loss.isfinite() & ~fits.any()):  # waits for the device once
         raise HostError(
             f"the loss function returned {loss.item():.6g}, and the masked sum of the model's "
             f"losses is {total.item():.6g}; expected a masked sum, since its reduction is "
@@ -179,24 +195,18 @@ def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
         )
 
 
-def _bound_mask(loss_func: Callable[..., Any]) -> Tensor:
-    """The ``loss_mask`` that a `functools.partial` carries."""
-    if isinstance(loss_func, functools.partial):
-        mask = _bound(loss_func).get("loss_mask")
-        if isinstance(mask, Tensor):
-            return mask
-    raise HostError(
-        f"the forward step returned the loss function {_name(loss_func)}, which carries no mask; "
-        "expected functools.partial(loss_func, loss_mask) with a parameter named loss_mask, or "
-        "megatron_loss_agg.mcore.TokenLoss"
-    )
+def _bound_mask(loss_func: Callable[..., Any]) -> Tensor | None:
+    """The ``loss_mask`` that a `functools.partial` binds, by position or name."""
+    if not isinstance(loss_func, functools.partial):
+        return None
+    mask = _bound_arguments(loss_func).get("loss_mask")
+    return mask if isinstance(mask, Tensor) else None
 
 
-def _bound(call: functools.partial[Any]) -> Mapping[str, Any]:
-    """What ``call`` gives its function, by parameter."""
+def _bound_arguments(call: functools.partial[Any]) -> Mapping[str, Any]:
     function = call.func
     if isinstance(function, FunctionType) and not vars(function):
-        # It wraps nothing, so that its code has the names; a signature takes much longer to make.
+        # It wraps nothing, so its code has the names; making a signature takes much longer.
         code = function.__code__
         names = code.co_varnames[: code.co_argcount]
         return {**call.keywords, **dict(zip(names, call.args, strict=False))}
@@ -207,7 +217,7 @@ def _bound(call: functools.partial[Any]) -> Mapping[str, Any]:
 
 
 def _name(loss_func: Callable[..., Any]) -> str:
-    """Of a function or `functools.partial`, without the tensors that it is bound to."""
+    """Of a function or `functools.partial`, without the tensors that it binds."""
     if isinstance(loss_func, functools.partial):
         try:
             return f"partial({_name(loss_func.func)}) of {inspect.signature(loss_func.func)}"

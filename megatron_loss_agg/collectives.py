@@ -1,0 +1,132 @@
+"""Collectives in which every rank learns that another one failed, or has other data.
+
+No rank waits for one that failed. All tensors are on the CPU on both ends, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.errors import AggregationError, PeerError
+
+
+class Header(NamedTuple):
+    """The first columns of every rank's row."""
+
+    failed: bool
+    records: int
+    tag: int  # differs where ranks send other records, or in another order
+
+
+def gather_records(
+    mine: Tensor,
+    capacity: int,
+    group: dist.ProcessGroup | None,
+    *,
+    tag: int,
+    failure: str,
+    difference: Callable[[Sequence[Header]], AggregationError],
+) -> Tensor:
+    """Gather records that every rank has, such as one per term or per metric.
+
+    One all-gather for up to ``capacity`` records, a second one for all further ones. The first has
+    a fixed size, since ranks that disagree on a size hang or crash; before the second, all ranks
+    are known to agree.
+
+    Args:
+        mine: fp64 [records, width].
+        tag: see `tag_of`.
+        failure: message for ranks that failed, with ``{}`` for their list.
+        difference: makes the error to raise, on every rank, if the headers differ.
+
+    Returns:
+        fp64 [ranks, records, width].
+
+    Raises:
+        PeerError: some rank called `abandon_records`.
+    """
+    header = Header(False, len(mine), tag)
+    rows = all_gather(padded_row(header, mine[:capacity], capacity), group)
+    headers = [Header(*row) for row in rows[:, : len(header)].tolist()]
+    failed = [rank for rank, other in enumerate(headers) if other.failed]
+    if failed:
+        raise PeerError(
+            f"{failure.format(failed)}; expected valid input on every rank: see the error of "
+            "those ranks"
+        )
+    if len(set(headers)) > 1:
+        raise difference(headers)
+    records = rows[:, len(header) :].unflatten(1, (capacity, -1))[:, : len(mine)]
+    if len(mine) > capacity:
+        rest = all_gather(mine[capacity:].reshape(-1), group)
+        records = torch.cat([records, rest.unflatten(1, (-1, mine.shape[1]))], dim=1)
+    return records
+
+
+def abandon_records(capacity: int, width: int, group: dist.ProcessGroup | None) -> None:
+    """Stand in for `gather_records` on a rank that failed."""
+    all_gather(padded_row(Header(True, 0, 0), torch.zeros(0, width), capacity), group)
+
+
+def tag_of(names: Iterable[object]) -> int:
+    """A checksum of the names and their order; below 2**53, so that fp64 holds it."""
+    return crc32(repr(list(names)).encode())
+
+
+def padded_row(header: Header, records: Tensor, capacity: int) -> Tensor:
+    """fp64 [len(header) + capacity * width]: the header, the records, then zeros."""
+    row = torch.zeros(len(header) + capacity * records.shape[1], dtype=torch.float64)
+    row[: len(header)] = torch.tensor(header, dtype=torch.float64)
+    row[len(header) :][: records.numel()] = records.reshape(-1)
+    return row
+
+
+def all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[ranks, n] from each rank's [n], in rank order."""
+    if group is None or dist.get_world_size(group) == 1:
+        return row.unsqueeze(0)
+    sent = row.to(communication_device(group))
+    rows = sent.new_empty(dist.get_world_size(group) * row.numel())
+    dist.all_gather_into_tensor(rows, sent, group=group)
+    return rows.view(-1, row.numel()).cpu()
+
+
+@contextlib.contextmanager
+def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
+    """Make the body fail on every rank of ``groups`` if it fails on one of them.
+
+    Raises:
+        PeerError: with ``message``, where the body succeeded and another rank's failed.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for group in groups:
+            failed = any_rank(failed, group)
+    if failed:
+        raise PeerError(message)
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Whether ``flag`` is set on some rank of ``group``. One collective; waits for the device."""
+    if dist.get_world_size(group) == 1:
+        return flag
+    value = torch.tensor(int(flag), dtype=torch.int, device=communication_device(group))
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value)
+
+
+def communication_device(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors ``group``'s backend takes."""
+    if "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

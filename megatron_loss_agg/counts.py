@@ -1,0 +1,347 @@
+"""Counting a step: this rank's samples first, then the exchange with all other ranks.
+
+Suffix: ``_S`` samples of all this rank's microbatches, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation, Unit
+from megatron_loss_agg.collectives import (
+    Header,
+    abandon_records,
+    all_gather,
+    gather_records,
+    tag_of,
+)
+from megatron_loss_agg.errors import GroupError, MaskError, ModeError
+from megatron_loss_agg.samples import Samples
+
+CROSS_RANK_UNITS: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
+"""Units whose groups may lie on several ranks: the last two only where masks are sharded."""
+TERMS_CAPACITY = 8
+"""Terms whose counts go into the first collective."""
+UNDECIDED = (
+    "some samples are rejected, and the aggregation does not say whether rejected samples count; "
+    "expected LossAggregation(rejected='count') or rejected='skip'"
+)
+
+
+class GroupSums(NamedTuple):
+    """Mask sums by group: ``ids`` int64 [groups], sorted and distinct; ``sums`` fp64 [groups]."""
+
+    ids: Tensor
+    sums: Tensor
+
+    @classmethod
+    def merge(cls, ids: Tensor, sums: Tensor) -> GroupSums:
+        """Add up the ``sums`` of equal ``ids``."""
+        distinct, inverse = ids.unique(return_inverse=True)
+        return cls(distinct, sums.new_zeros(distinct.numel()).index_add_(0, inverse, sums))
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """The sum of each of ``ids``; 0 for an id that is not here."""
+        padded = torch.cat([self.ids, self.ids.new_zeros(1)])
+        place = torch.searchsorted(self.ids, ids)
+        found = (place < self.ids.numel()) & (padded[place] == ids)
+        return torch.cat([self.sums, self.sums.new_zeros(1)])[place].where(found, 0.0)
+
+
+class Totals(NamedTuple):
+    """One rank's totals for one term of the loss. Over ranks, all of them add up."""
+
+    tokens: float
+    kept_tokens: float
+    active_tokens: float  # NaN where masks are unknown
+    microbatches: float
+    active_microbatches: float
+    samples: float
+    active_samples: float
+
+
+_WIDTH = len(Totals._fields) + 2 + len(CROSS_RANK_UNITS)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
+
+    tokens: float  # sum of the masks
+    kept_tokens: float  # without those of rejected samples
+    active_tokens: int | None  # positions with a mask other than 0; None where masks are unknown
+    microbatches: int
+    samples: int
+    rollouts: int | None  # None: the mode does not need it, or some rank has no ids
+    prompts: int | None
+    nonempty: Mapping[Unit, int]  # number of groups with tokens
+
+    def number(self, unit: Unit, empty: str) -> int:
+        """Number of groups; without empty ones if ``empty`` is ``skip``."""
+        if empty == "skip":
+            return self.nonempty[unit]
+        names = {"microbatch": "microbatches"}
+        return int(getattr(self, names.get(unit, f"{unit}s")))
+
+
+class LocalCounts:
+    """This rank's counts of a step for one term of the loss.
+
+    Raises:
+        MaskError, GroupError: sums that weights in fp32 cannot hold; ids that are missing; rejected
+            samples without a decision.
+    """
+
+    def __init__(
+        self, agg: LossAggregation, samples: Samples, sharded_over: dist.ProcessGroup | None
+    ) -> None:
+        if agg.rejected is None and samples.rejected_S is not None:
+            raise GroupError(UNDECIDED)
+        self.agg = agg
+        self.samples = samples
+        self._counted_S: Tensor | None = None  # None: all of them
+        self.sums_S = samples.sums_S
+        if samples.rejected_S is not None and agg.rejected == "skip":
+            self._counted_S = ~samples.rejected_S
+            self.sums_S = self.sums_S.where(self._counted_S, 0.0)
+        self._sizes = torch.tensor(samples.sizes, dtype=torch.int64)
+        self._by_microbatch = torch.segment_reduce(
+            self.sums_S, "sum", lengths=self._sizes, unsafe=True
+        )
+        _check_fits_fp32(agg, self.sums_S, self._by_microbatch)
+        # Ranks that hold parts of the same samples name them by the first such rank, and only that
+        # rank counts them.
+        self._owner: int | None = None
+        if sharded_over is not None:
+            self._owner = min(dist.get_process_group_ranks(sharded_over))
+        # For every unit the distinct ids, and the place of each sample's id among them.
+        self._ids = {
+            unit: ids.unique(return_inverse=True)
+            for unit in _cross_rank_units(agg, sharded_over is not None)
+            if (ids := self._ids_of(unit)) is not None
+        }
+        self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
+
+    def record(self) -> list[float]:
+        """What this rank tells the others: totals, owner and number of samples, group sizes."""
+        sizes = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
+        owner = -1 if self._owner is None else self._owner
+        return [*self._totals(), owner, self.sums_S.numel(), *sizes]
+
+    def of_step(
+        self, totals: Totals, groups: Mapping[Unit, GroupSums]
+    ) -> tuple[StepCounts, dict[Unit, Tensor]]:
+        """Counts of the whole step, and by unit the mask sum of each sample's group (fp64)."""
+        sums: dict[Unit, Tensor] = {
+            "step": self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S),
+            "microbatch": self._by_microbatch.repeat_interleave(self._sizes),
+            "sample": self.sums_S,
+        }
+        nonempty: dict[Unit, int] = {
+            "sample": round(totals.active_samples),
+            "microbatch": round(totals.active_microbatches),
+        }
+        for unit, of_unit in groups.items():
+            nonempty[unit] = int((of_unit.sums > 0).sum())
+            distinct, inverse = self._ids[unit]
+            sums[unit] = of_unit.lookup(distinct)[inverse]
+        unknown = totals.active_tokens != totals.active_tokens
+        counts = StepCounts(
+            tokens=totals.tokens,
+            kept_tokens=totals.kept_tokens,
+            active_tokens=None if unknown else round(totals.active_tokens),
+            microbatches=round(totals.microbatches),
+            samples=round(totals.samples),
+            rollouts=groups["rollout"].ids.numel() if "rollout" in groups else None,
+            prompts=groups["prompt"].ids.numel() if "prompt" in groups else None,
+            nonempty=nonempty,
+        )
+        return counts, sums
+
+    def _totals(self) -> Totals:
+        counts_samples = self._owner is None or self._owner == dist.get_rank()
+        kept_S, rejected_S = self.samples.sums_S, self.samples.rejected_S
+        if rejected_S is not None:
+            kept_S = kept_S.where(~rejected_S, 0.0)
+        samples = self.sums_S.numel() if self._counted_S is None else int(self._counted_S.sum())
+        active = self.samples.active_tokens
+        return Totals(
+            tokens=float(self.sums_S.sum()),
+            kept_tokens=float(kept_S.sum()),
+            active_tokens=float("nan") if active is None else active,
+            microbatches=len(self._sizes) * counts_samples,
+            active_microbatches=int((self._by_microbatch > 0).sum()) * counts_samples,
+            samples=samples * counts_samples,
+            active_samples=int((self.sums_S > 0).sum()) * counts_samples,
+        )
+
+    def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:
+        """Of the groups that count."""
+        sums = self.sums_S.new_zeros(distinct.numel()).index_add_(0, inverse, self.sums_S)
+        if self._counted_S is None:
+            return GroupSums(distinct, sums)
+        counted = torch.zeros_like(distinct, dtype=torch.bool)
+        counted[inverse[self._counted_S]] = True
+        return GroupSums(distinct[counted], sums[counted])
+
+    def _ids_of(self, unit: Unit) -> Tensor | None:
+        """Ids of each sample's group that mean the same on every rank; None if there are none."""
+        if unit in ("sample", "microbatch"):  # named by the rank that counts them
+            assert self._owner is not None
+            ordinal = torch.arange(len(self.sums_S))
+            if unit == "microbatch":
+                ordinal = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
+            return (self._owner << 32) + ordinal
+        ids = self.samples.ids.get(unit)
+        if ids is None and self.agg.mode != "custom":
+            raise GroupError(
+                f"mode {self.agg.mode!r} groups by {unit} and a microbatch has no {unit}_ids; "
+                f"give {unit}_ids=, one for each sample"
+            )
+        return ids
+
+
+def count_step(
+    terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
+) -> list[tuple[StepCounts, dict[Unit, Tensor]]]:
+    """Add up every term's counts over ``group``; see `LocalCounts.of_step`.
+
+    At most two collectives for up to `TERMS_CAPACITY` terms, three for any number.
+
+    Raises:
+        PeerError: another rank has no counts, since its input is bad (see `abandon`).
+        ModeError: ranks have different terms.
+    """
+    local = list(terms.values())
+    records = gather_records(
+        torch.tensor([counts.record() for counts in local], dtype=torch.float64),
+        TERMS_CAPACITY,
+        group,
+        tag=tag_of((name, _compared(counts.agg)) for name, counts in terms.items()),
+        failure="bad microbatches on rank(s) {} of the data-parallel group",
+        difference=_different_terms,
+    )
+    by_term = [
+        (Totals(*totals.sum(dim=0).tolist()), columns.long().tolist())
+        for totals, columns in (
+            of_term.tensor_split([len(Totals._fields)], dim=1) for of_term in records.unbind(dim=1)
+        )
+    ]
+    for _, rows in by_term:
+        _check_sharded_samples(rows)
+    # The groups of a unit are exchanged only if every rank has ids for it.
+    exchanged = [
+        (t, unit, column)
+        for t, (_, rows) in enumerate(by_term)
+        for column, unit in enumerate(CROSS_RANK_UNITS, start=2)
+        if all(row[column] >= 0 for row in rows)
+    ]
+    sizes = [
+        [by_term[t][1][rank][column] for t, _, column in exchanged]
+        for rank in range(records.shape[0])
+    ]
+    mine = [local[t].groups[unit] for t, unit, _ in exchanged]
+    groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
+    for (t, unit, _), merged in zip(exchanged, _exchange_groups(mine, sizes, group), strict=True):
+        groups[t][unit] = merged
+    return [
+        counts.of_step(totals, of_term)
+        for counts, (totals, _), of_term in zip(local, by_term, groups, strict=True)
+    ]
+
+
+def abandon(group: dist.ProcessGroup | None) -> None:
+    """Stand in for `count_step` on a rank that could not count."""
+    abandon_records(TERMS_CAPACITY, _WIDTH, group)
+
+
+def _exchange_groups(
+    mine: list[GroupSums], sizes: list[list[int]], group: dist.ProcessGroup | None
+) -> list[GroupSums]:
+    """Merge each of ``mine`` with the other ranks' groups, in one collective for all.
+
+    Args:
+        sizes: for every rank, the number of groups in each entry.
+    """
+    if len(sizes) == 1 or not any(map(sum, sizes)):
+        return mine
+    payload = packed_groups(mine, max(map(sum, sizes)))
+    entries: list[list[GroupSums]] = [[] for _ in mine]
+    for row, row_sizes in zip(all_gather(payload, group), sizes, strict=True):
+        # Each entry is its ids, then as many sums.
+        parts = row[: 2 * sum(row_sizes)].split([n for n in row_sizes for _ in range(2)])
+        for entry, ids, sums in zip(entries, parts[::2], parts[1::2], strict=True):
+            entry.append(GroupSums(ids, sums.view(torch.float64)))
+    return [
+        GroupSums.merge(torch.cat([g.ids for g in entry]), torch.cat([g.sums for g in entry]))
+        for entry in entries
+    ]
+
+
+def packed_groups(groups: Sequence[GroupSums], width: int) -> Tensor:
+    """int64 [2 * width]: every entry's ids, then its sums' bits; zeros up to the end."""
+    payload = torch.zeros(2 * width, dtype=torch.int64)
+    flat = torch.cat([part for g in groups for part in (g.ids, g.sums.view(torch.int64))])
+    payload[: flat.numel()] = flat
+    return payload
+
+
+def _cross_rank_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
+    """Units that ``agg`` needs and whose groups may lie on several ranks, in a fixed order."""
+    units = CROSS_RANK_UNITS if sharded else CROSS_RANK_UNITS[:2]
+    return [unit for unit in units if agg.mode == "custom" or unit in (agg.within, agg.across)]
+
+
+def _compared(agg: LossAggregation) -> tuple[object, ...]:
+    """What must be the same on every rank."""
+    return agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale
+
+
+def _different_terms(headers: Sequence[Header]) -> ModeError:
+    numbers = sorted({round(header.records) for header in headers})
+    if len(numbers) > 1:
+        return ModeError(f"ranks have {numbers} terms; expected the same number on every rank")
+    return ModeError(
+        "ranks have different aggregations, or terms in another order; expected the same on every "
+        "rank"
+    )
+
+
+def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:
+    """Raise MaskError if weights in fp32 cannot hold what the masks ask for."""
+    largest = torch.finfo(torch.float32).max
+    totals = by_microbatch * max(agg.scale, 1.0)
+    large = (totals > largest).nonzero().view(-1).tolist()
+    if large:
+        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+        raise MaskError(
+            f"microbatch {large[0]}: loss_mask{over} sums to {float(totals[large[0]]):g}, beyond "
+            f"fp32; expected smaller values{', or a larger divisor' if over else ''}"
+        )
+    small = sums_S[(sums_S > 0) & (sums_S < 1 / largest)].tolist()
+    if small and agg.within is not None:
+        raise MaskError(
+            f"the loss_mask of a sample sums to {small[0]:g}, whose reciprocal overflows fp32; "
+            "expected 0, or larger values"
+        )
+
+
+def _check_sharded_samples(rows: list[list[int]]) -> None:
+    """Raise, on every rank alike, if ranks that hold parts of the same samples disagree.
+
+    Args:
+        rows: for every rank, the owner of its samples (-1 for none) and their number.
+    """
+    samples: dict[int, int] = {}
+    for owner, number, *_ in rows:
+        if owner >= 0 and samples.setdefault(owner, number) != number:
+            raise GroupError(
+                f"ranks that share samples have {samples[owner]} and {number} of them; expected "
+                "parts of the same samples on every rank of sharded_over"
+            )

@@ -1,0 +1,184 @@
+"""The host's contract: a call of its schedule, its process groups, and what it does to a loss.
+
+With ``n_mb`` microbatches, ``d`` data-parallel and ``c`` context-parallel ranks, Megatron-Core 0.13
+to 0.19 multiplies the gradient of what a loss function returns, summed over ranks, by:
+
+=================== ========= ================================================================
+loss function gives per token factor
+=================== ========= ================================================================
+(loss, report)      off       ``c / n_mb`` in the schedule, ``1 / (d c)`` in DDP
+(loss, n, report)   off       ``1 / (max(n, 1) n_mb)``, ``1 / (d c)``: not used here
+(loss, n, report)   on        ``1 / max(sum of n over microbatches and ranks, 1)`` in finalize
+(loss, report)      on        the token total stays 0: not used here
+=================== ========= ================================================================
+
+This is the only file that undoes the division by the number of microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.errors import HostError
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups that a step's loss concerns, under Megatron's names."""
+
+    dp: dist.ProcessGroup  # without context parallelism
+    cp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
+
+    @classmethod
+    def of(cls, pg_collection: Any = None) -> ParallelGroups:
+        """From the schedule's own collection if it got one, else from Megatron's globals."""
+        from megatron.core import parallel_state
+
+        if pg_collection is not None:
+            try:
+                dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
+            except AttributeError as error:
+                raise HostError(
+                    f"the schedule's {type(pg_collection).__name__} lacks a group ({error}); "
+                    "expected dp, cp, tp and pp"
+                ) from error
+            return cls(dp, cp, tp, pp, dist.get_rank(pp) == dist.get_world_size(pp) - 1)
+        if not parallel_state.model_parallel_is_initialized():
+            raise HostError(
+                "Megatron's model parallel groups do not exist yet; "
+                "call parallel_state.initialize_model_parallel first"
+            )
+        return cls(
+            dp=parallel_state.get_data_parallel_group(with_context_parallel=False),
+            cp=parallel_state.get_context_parallel_group(),
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        )
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank reads the step's batches for its tensor-parallel group."""
+        return dist.get_rank(self.tp) == 0
+
+
+@dataclass(frozen=True)
+class HostScale:
+    """The host's own averaging in one call of its schedule on this rank."""
+
+    num_microbatches: int  # of this rank
+    data_parallel_size: int  # without context parallelism
+    context_parallel_size: int
+    per_token: bool  # config.calculate_per_token_loss
+
+    @property
+    def reports(self) -> int:
+        """Number of reports over all microbatches and ranks, which the host adds up."""
+        return self.num_microbatches * self.data_parallel_size * self.context_parallel_size
+
+    def returned(
+        self, loss: Tensor, num_tokens: Tensor, total_tokens: float, report: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """What to return so that the host's gradient is that of ``loss`` summed over the step.
+
+        Args:
+            loss: this rank's ``sum w * loss`` of one microbatch.
+            num_tokens: int32, this rank's active tokens of the microbatch. The host scales MoE and
+                MTP losses by their total, so it stays the true count.
+            total_tokens: sum of ``num_tokens`` over microbatches, data- and context-parallel ranks.
+        """
+        loss = loss * self.multiplier(total_tokens)
+        return (loss, num_tokens, report) if self.per_token else (loss, report)
+
+    def multiplier(self, total_tokens: float) -> float:
+        """The inverse of what the host does to the sum over ranks and microbatches."""
+        if self.per_token:
+            return max(total_tokens, 1)
+        return self.num_microbatches * self.data_parallel_size
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the schedule. Only `of` reads its arguments."""
+
+    arguments: Mapping[str, Any]  # all of them, by name
+    groups: ParallelGroups
+    scale: HostScale
+    config: Any  # of the model
+    chunks: tuple[Any, ...]  # model chunks of this rank, in their order
+    forward_step: Callable[..., Any]
+    data_iterator: Any  # of the last chunk, which computes the loss; None on ranks without data
+    forward_only: bool
+    collects_other_data: bool  # and no loss
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Call:
+        """From the schedule's keyword arguments.
+
+        Raises:
+            HostError: groups are missing, or the model has context-parallel groups per sample.
+        """
+        from megatron.core.utils import get_model_config
+
+        groups = ParallelGroups.of(arguments.get("pg_collection"))
+        model, iterators = arguments["model"], arguments["data_iterator"]
+        chunks = tuple(model) if isinstance(model, list) else (model,)
+        config = get_model_config(chunks[0])
+        if getattr(config, "hybrid_context_parallel", False):
+            raise HostError(
+                "the model's hybrid_context_parallel gives samples context-parallel groups of "
+                "their own; expected one group for all: turn it off"
+            )
+        return cls(
+            arguments=arguments,
+            groups=groups,
+            scale=HostScale(
+                num_microbatches=arguments["num_microbatches"],
+                data_parallel_size=dist.get_world_size(groups.dp),
+                context_parallel_size=dist.get_world_size(groups.cp),
+                per_token=config.calculate_per_token_loss,
+            ),
+            config=config,
+            chunks=chunks,
+            forward_step=arguments["forward_step_func"],
+            data_iterator=iterators[-1] if isinstance(iterators, list) else iterators,
+            forward_only=bool(arguments.get("forward_only")),
+            collects_other_data=bool(arguments.get("collect_non_loss_data")),
+        )
+
+    def run(
+        self, schedule: Callable[..., Any], forward_step: Callable[..., Any], data_iterator: Any
+    ) -> Any:
+        """The schedule's result, with these two in place of its own."""
+        iterators = self.arguments["data_iterator"]
+        if isinstance(iterators, list):
+            data_iterator = [*iterators[:-1], data_iterator]
+        replaced = {"forward_step_func": forward_step, "data_iterator": data_iterator}
+        return schedule(**{**self.arguments, **replaced})
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep the host from reducing and scaling gradients, which a later call of the step does.
+
+        Done in every call, it would reduce again what an earlier call has reduced.
+        """
+        names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
+        saved = {name: getattr(self.config, name) for name in names}
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                if hasattr(chunk, "no_sync"):
+                    stack.enter_context(chunk.no_sync())
+            try:
+                vars(self.config).update(dict.fromkeys(names))
+                yield
+            finally:
+                vars(self.config).update(saved)

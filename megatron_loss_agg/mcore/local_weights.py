@@ -1,0 +1,223 @@
+"""The weights of this rank's own tokens, microbatch by microbatch.
+
+Weights of rows are made when their microbatch has its turn, from one coefficient per row and this
+rank's part of the mask, which the forward step hands to its loss function. Weights of packs, of
+short rows and of custom functions are made before the step: finding every token's sample then takes
+longer than summing its loss.
+
+Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.collectives import failing_together
+from megatron_loss_agg.errors import PeerError
+from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.masks import active_tokens, on_cpu
+from megatron_loss_agg.mcore.host import ParallelGroups
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
+from megatron_loss_agg.plan import StepPlan, StepTerms
+from megatron_loss_agg.terms import Term
+from megatron_loss_agg.weights import token_weights_of
+
+_SHORT_ROW = 32
+"""Local tokens of a row, below which its weights are made before the step."""
+
+
+@dataclass(frozen=True)
+class LocalMask:
+    """What a microbatch's mask holds on this rank; tensors are on the CPU."""
+
+    shape: tuple[int, ...]
+    packed: bool
+    active_tokens: int
+    sums: Tensor  # fp64: of each row; of a pack, in all
+    total: float
+    values: Tensor | None  # a copy, where the loss function's mask is to be compared by value
+
+    @classmethod
+    def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, keeps_values: bool) -> LocalMask:
+        microbatch = plan.microbatches[i]
+        packed = microbatch.cu_seqlens is not None
+        mask, sums, active = microbatch.loss_mask.detach(), plan.mask_sums(i), plan.active_tokens[i]
+        if layout is not None:
+            mask = layout.shard(mask)
+            sums, active = mask.sum(dim=-1, dtype=torch.float64).cpu(), active_tokens(mask)
+        total = sums.sum()
+        values = mask.to("cpu", copy=True) if keeps_values else None
+        sums = total.view(1) if packed else sums.clone()
+        return cls(tuple(mask.shape), packed, active, sums, float(total), values)
+
+
+@dataclass(frozen=True)
+class LocalWeights:
+    """Weights of one microbatch on this rank, for one term or for several that weigh it alike."""
+
+    mask: LocalMask
+    coefficient_S: Tensor | None  # fp64, of rows
+    weight_T: Tensor | None  # of packs, of short rows, or of a custom function; on the CPU
+
+    @classmethod
+    def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask) -> LocalWeights:
+        short = mask.shape[-1] < _SHORT_ROW
+        if plan.aggregation.function is None and not mask.packed and not short:
+            return cls(mask, plan.coefficients(i).clone(), None)
+        whole = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
+        return cls(mask, None, (whole if layout is None else layout.shard(whole)).cpu())
+
+    def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens], on the device of ``mask``, which is this rank's part of the mask."""
+        if self.weight_T is not None:
+            return self.weight_T.to(mask.device, dtype, non_blocking=True).reshape(-1)
+        assert self.coefficient_S is not None
+        rows = mask.reshape(self.mask.shape)
+        return token_weights_of(self.coefficient_S, rows, None, dtype).reshape(-1)
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """Of all microbatches that were planned together."""
+
+    terms: Mapping[str, Sequence[LocalWeights]]  # one for each microbatch
+    tokens: Mapping[str, float]  # mask sum of the whole step
+    active_tokens: int  # of the whole step, as the host counts: by the first term's masks
+    is_empty: bool  # no token of the whole step weighs anything
+
+    @classmethod
+    def plan(
+        cls,
+        read: Callable[[], Sequence[MicrobatchOfTerms]],
+        terms: Mapping[str, Term],
+        groups: ParallelGroups,
+        keeps_masks: bool,
+    ) -> StepWeights:
+        """Plan a step on every rank of the last pipeline stage; all of them must call.
+
+        Args:
+            read: this data-parallel rank's microbatches; called on the ranks that read data.
+            keeps_masks: for the loss functions' masks to be compared by value.
+
+        Raises:
+            PeerError: another rank failed; this one's own error is raised as it is.
+        """
+
+        def plan_here() -> StepWeights:
+            try:
+                microbatches = list(read())
+                check_layouts([of_term(name, m) for m in microbatches for name in terms], groups)
+            except Exception:
+                StepPlan.abandon(groups.dp)
+                raise
+            return cls._of(
+                StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks
+            )
+
+        if dist.get_world_size(groups.tp) == 1:
+            return plan_here()
+        return _broadcast(plan_here if groups.reads_data else None, groups.tp)
+
+    @classmethod
+    def _of(cls, plans: StepTerms, groups: ParallelGroups, keeps_masks: bool) -> StepWeights:
+        # A custom function may fail on one data-parallel rank, and then the others have to know.
+        custom = any(plan.aggregation.function is not None for plan in plans.values())
+        elsewhere = (
+            "the aggregation function failed on another rank of the data-parallel group; "
+            "expected it to succeed on every rank: see the error of that rank"
+        )
+        with failing_together([groups.dp] if custom else [], elsewhere):
+            weights = _by_term(plans, groups, keeps_masks)
+        active_tokens = next(iter(plans.values())).counts.active_tokens
+        assert active_tokens is not None
+        tokens = {name: plan.counts.tokens for name, plan in plans.items()}
+        return cls(weights, tokens, active_tokens, plans.is_empty)
+
+
+def _by_term(
+    plans: StepTerms, groups: ParallelGroups, keeps_masks: bool
+) -> dict[str, list[LocalWeights]]:
+    """By term and microbatch; terms that weigh a microbatch alike share its weights."""
+    weights: dict[str, list[LocalWeights]] = {name: [] for name in plans}
+    for i in range(len(next(iter(plans.values())).microbatches)):
+        # A layout takes more memory than what is made by it, so it goes with its microbatch.
+        masks: dict[int, tuple[CPLayout | None, LocalMask]] = {}
+        made: list[tuple[StepPlan, LocalWeights]] = []
+        for name, plan in plans.items():
+            found = next((w for other, w in made if _weigh_alike(plan, other, i)), None)
+            if found is None:
+                microbatch = plan.microbatches[i]
+                if id(microbatch) not in masks:
+                    layout = layout_of(microbatch, groups)
+                    masks[id(microbatch)] = layout, LocalMask.of(plan, i, layout, keeps_masks)
+                found = LocalWeights.of(plan, i, *masks[id(microbatch)])
+                made.append((plan, found))
+            weights[name].append(found)
+    return weights
+
+
+def _weigh_alike(plan: StepPlan, other: StepPlan, i: int) -> bool:
+    """Whether both give microbatch ``i`` the same weights.
+
+    Equal aggregations need not: the denominators count the masks of other microbatches and ranks
+    too, which may differ between terms.
+    """
+    custom = plan.aggregation.function is not None or other.aggregation.function is not None
+    same_mask = plan.microbatches[i] is other.microbatches[i]
+    return not custom and same_mask and torch.equal(plan.coefficients(i), other.coefficients(i))
+
+
+def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGroup) -> StepWeights:
+    """The weights that the first rank of a tensor-parallel group made; every rank must call.
+
+    Raises:
+        PeerError: that rank failed (and raises its own error).
+    """
+    answer: list[Any] = [None]
+    try:
+        if plan_here is not None:
+            answer = [plan_here()]
+    finally:
+        dist.broadcast_object_list(answer, src=dist.get_global_rank(tp, 0), group=tp)
+    if answer[0] is None:
+        raise PeerError(
+            "the rank that reads the data of this tensor-parallel group failed; "
+            "expected it to succeed: see its error"
+        )
+    return answer[0]
+
+
+def check_layouts(microbatches: Sequence[Microbatch], groups: ParallelGroups) -> None:
+    """Raise LayoutError unless context-parallel ranks can split every microbatch.
+
+    All of them are looked at together; only a bad one is laid out, which says what is wrong.
+    """
+    size = dist.get_world_size(groups.cp)
+    if size == 1:
+        return
+    starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
+    lengths = [m.loss_mask.shape[-1] for m in microbatches]
+    ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
+    if bool((ends % (2 * size)).any()):
+        for microbatch in microbatches:
+            layout_of(microbatch, groups)
+
+
+def layout_of(microbatch: Microbatch, groups: ParallelGroups) -> CPLayout | None:
+    """The tokens that this context-parallel rank holds; None if it holds all."""
+    size, rank = dist.get_world_size(groups.cp), dist.get_rank(groups.cp)
+    if size == 1:
+        return None
+    starts, length = microbatch.sample_starts, microbatch.loss_mask.shape[-1]
+    if starts is None:
+        return CPLayout.bshd(length, size, rank)
+    if int(starts[-1]) < length:
+        # Tokens after the last sample are padding, which is split like a sequence of its own.
+        starts = torch.cat([starts, starts.new_tensor([length])])
+    return CPLayout.thd(starts, size, rank)

@@ -1,0 +1,111 @@
+"""This rank's samples of a step: read from microbatches, or given by their mask sums.
+
+Suffix: ``_S`` samples of all this rank's microbatches, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import Unit
+from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.masks import MaskSums, on_cpu
+from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All that the counts of a step are made of, for one term of the loss; on the CPU."""
+
+    sums_S: Tensor  # fp64, the mask sum of each
+    sizes: list[int]  # samples of each microbatch
+    ids: Mapping[Unit, Tensor]  # int64 [samples], by "prompt" and "rollout" where given
+    rejected_S: Tensor | None  # bool
+    active_tokens: int | None  # positions with a mask other than 0; None where masks are unknown
+
+    @classmethod
+    def of_microbatches(cls, microbatches: Sequence[Microbatch], masks: MaskSums) -> Samples:
+        """Raises ``masks.error``, if there is one."""
+        if masks.error is not None:
+            raise masks.error
+        ids: dict[Unit, Tensor] = {}
+        for unit in ("prompt", "rollout"):
+            given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
+            if not any(of_microbatch is None for of_microbatch in given):
+                ids[unit] = on_cpu(given, torch.int64)
+        rejected_S = None
+        if any(m.rejected is not None for m in microbatches):
+            flags = [
+                torch.zeros(m.num_samples, dtype=torch.bool) if m.rejected is None else m.rejected
+                for m in microbatches
+            ]
+            rejected_S = on_cpu(flags, torch.bool)
+        sizes = [m.num_samples for m in microbatches]
+        return cls(masks.by_sample, sizes, ids, rejected_S, sum(masks.active_tokens))
+
+    @classmethod
+    def of_sums(cls, mask_sums: Any, prompt_ids: Any, rollout_ids: Any, rejected: Any) -> Samples:
+        """See `StepPlan.from_mask_sums`.
+
+        Raises:
+            MaskError, GroupError: a wrong shape or dtype, or sums that are not finite and >= 0.
+        """
+        by_microbatch = isinstance(mask_sums, (list, tuple)) and not all(map(_is_number, mask_sums))
+        sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
+        sizes = [x.numel() for x in sums]
+        ids: dict[Unit, Tensor] = {}
+        if prompt_ids is not None:
+            ids["prompt"] = _joined_ids("prompt_ids", prompt_ids, sizes)
+        if rollout_ids is not None:
+            ids["rollout"] = _joined_ids("rollout_ids", rollout_ids, sizes)
+        rejected_S = None
+        if rejected is not None:
+            parts = _by_microbatch("rejected", rejected, sizes)
+            for part, size in parts:
+                check_by_sample("rejected", part, torch.bool, size)
+            rejected_S = on_cpu([part for part, _ in parts], torch.bool)
+        return cls(on_cpu(sums, torch.float64), sizes, ids, rejected_S, None)
+
+
+def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:
+    found = [checked_ids(name, ids, size) for ids, size in _by_microbatch(name, given, sizes)]
+    return on_cpu([ids for ids in found if ids is not None], torch.int64)
+
+
+def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:
+    """``given`` with its number of samples: one part for each microbatch, or one for all."""
+    if not isinstance(given, (list, tuple)) or any(isinstance(x, str) for x in given):
+        return [(given, sum(sizes))]
+    if len(given) != len(sizes):
+        raise GroupError(
+            f"{name} for {len(given)} microbatches and mask_sums for {len(sizes)}; expected one "
+            "entry for each microbatch, or one vector for all samples"
+        )
+    return list(zip(given, sizes, strict=True))
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) or getattr(x, "ndim", 1) == 0
+
+
+def _checked_sums(given: Any) -> Tensor:
+    """fp64 [samples]."""
+    try:
+        sums = torch.as_tensor(given).detach()
+        sums_S = sums.to("cpu", torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MaskError(
+            f"mask_sums cannot be read ({error}); expected a vector of numbers"
+        ) from error
+    valid = sums_S.dim() == 1 and not sums.is_complex()
+    if not valid or not bool((sums_S.isfinite() & (sums_S >= 0)).all()):
+        raise MaskError(
+            f"mask_sums of shape {tuple(sums.shape)} and dtype {sums.dtype}; expected a vector of "
+            "finite numbers >= 0, one for each sample"
+        )
+    return sums_S
