@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.hook import floor, hook, part_of
-from benchmarks.ranks import fake_ranks
+from benchmarks.fake_groups import fake_groups
+from benchmarks.hook import floor, hook, local_weights_of
 from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import weighted_sum
-from megatron_loss_agg.mcore.ranks import Ranks
+from megatron_loss_agg.mcore.host import ParallelGroups
 
 
 def measure(results: Results) -> None:
     """Every shape and layout; needs no process group to exist."""
     torch.cuda.set_device(0)
-    with fake_ranks(1) as (alone,):
+    with fake_groups(1) as (alone,):
         for layout in LAYOUTS:
             for samples, length in MICROBATCHES:
                 _one_shape(results, Shape(samples, length, layout), alone)
 
 
-def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
+def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     """A data loader's masks are on the CPU, and so is the plan; a script's mask is on the GPU."""
     whole = shape.microbatch()
-    part = part_of(AGGREGATIONS["prompt_mean"], whole, ranks)
+    weights = local_weights_of(AGGREGATIONS["prompt_mean"], whole, groups)
     mask = whole.loss_mask.cuda()
     losses = torch.randn(mask.shape, device="cuda", requires_grad=True)
-    w = part.weights(mask, torch.float32).view(mask.shape)
+    w = weights.made_for(mask, torch.float32).view(mask.shape)
     least = functools.partial(floor, w, losses)
-    work = functools.partial(hook, part, mask, losses)
+    work = functools.partial(hook, weights, mask, losses)
     where = f"{shape.samples} x {shape.length} {shape.layout}"
     base, taken = microseconds(least), microseconds(work)
     results.add("floor", where, base, "us")

@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks import fake_ranks
+from benchmarks.fake_groups import fake_groups
 from benchmarks.results import Results, ratios
 from benchmarks.shapes import AGGREGATIONS, CONTEXT_PARALLEL, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
-from megatron_loss_agg.mcore.maskcheck import MaskChecks
-from megatron_loss_agg.mcore.ranks import Ranks
-from megatron_loss_agg.mcore.scaling import HostScale
-from megatron_loss_agg.mcore.step import Step
-from megatron_loss_agg.mcore.weighting import Part, PlannedWeights, local_part
+from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
+from megatron_loss_agg.mcore.local_weights import LocalWeights, StepWeights, layout_of
+from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.report import Mean
 
 Work = Callable[[], object]
@@ -27,25 +25,26 @@ Work = Callable[[], object]
 
 def measure(results: Results) -> None:
     """Every shape, layout and number of context-parallel ranks; needs no process group to exist."""
-    with fake_ranks(*CONTEXT_PARALLEL) as by_size:
-        for ranks in by_size:
+    with fake_groups(*CONTEXT_PARALLEL) as by_size:
+        for groups in by_size:
             for layout in LAYOUTS:
                 for samples, length in MICROBATCHES:
-                    _one_shape(results, Shape(samples, length, layout), ranks)
-    with fake_ranks(1) as (alone,):
+                    _one_shape(results, Shape(samples, length, layout), groups)
+    with fake_groups(1) as (alone,):
         _whole_loss_function(results, alone)
 
 
-def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
-    cp = dist.get_world_size(ranks.context)
+def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
+    cp = dist.get_world_size(groups.cp)
     whole = shape.microbatch()
-    mask = local_part(whole.loss_mask, whole, ranks)
+    layout = layout_of(whole, groups)
+    mask = whole.loss_mask if layout is None else layout.shard(whole.loss_mask)
     losses = torch.randn(mask.shape, requires_grad=True)
-    parts = {name: part_of(agg, whole, ranks) for name, agg in AGGREGATIONS.items()}
-    w = parts["token_mean"].weights(mask, torch.float32).view(mask.shape)
-    works = {name: functools.partial(hook, part, mask, losses) for name, part in parts.items()}
+    weights = {name: local_weights_of(agg, whole, groups) for name, agg in AGGREGATIONS.items()}
+    w = weights["token_mean"].made_for(mask, torch.float32).view(mask.shape)
+    works = {name: functools.partial(hook, of, mask, losses) for name, of in weights.items()}
     poisoned = losses.detach().masked_fill(mask == 0, math.nan).requires_grad_()
-    works["NaN where masked"] = functools.partial(hook, parts["token_mean"], mask, poisoned)
+    works["NaN where masked"] = functools.partial(hook, weights["token_mean"], mask, poisoned)
     works["metric"] = functools.partial(Mean.of, losses, w)
     rounds = 25 if mask.numel() > 100_000 else 60
     least = functools.partial(floor, w, losses)
@@ -63,9 +62,11 @@ def _one_shape(results: Results, shape: Shape, ranks: Ranks) -> None:
             results.add(name, where, ratio, "x floor")
 
 
-def part_of(aggregation: object, whole: Microbatch, ranks: Ranks) -> Part:
+def local_weights_of(
+    aggregation: object, whole: Microbatch, groups: ParallelGroups
+) -> LocalWeights:
     plans = StepPlan.build_terms({"loss": aggregation}, [whole])  # type: ignore[dict-item]
-    return PlannedWeights.of(plans, ranks).parts["loss"][0]
+    return StepWeights.of(plans, groups, keeps_masks=False).terms["loss"][0]
 
 
 def floor(w: Tensor, losses: Tensor) -> None:
@@ -74,10 +75,10 @@ def floor(w: Tensor, losses: Tensor) -> None:
     (losses * w).sum().backward()
 
 
-def hook(part: Part, mask: Tensor, losses: Tensor) -> None:
+def hook(weights: LocalWeights, mask: Tensor, losses: Tensor) -> None:
     """What `Step` does of a microbatch's loss: weights, NaN-safe sum, and its gradient."""
     losses.grad = None
-    w = part.weights(mask, torch.float32)
+    w = weights.made_for(mask, torch.float32)
     weighted_sum(w, losses.reshape(-1)).backward()
 
 
@@ -107,13 +108,23 @@ def padded(whole: Microbatch, losses: Tensor) -> None:
     ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean().backward()
 
 
-def _whole_loss_function(results: Results, ranks: Ranks) -> None:
+def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
     """All that a microbatch's loss costs in the hook, the script's own loss function included."""
     whole = Shape(64, 1024, "bshd").microbatch()
     losses = torch.randn(whole.loss_mask.shape, requires_grad=True)
     plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, [whole])
-    planned = PlannedWeights.of(plans, ranks)
-    scale = HostScale(1, 1, 1, per_token=False)
+    weights = StepWeights.of(plans, groups, keeps_masks=False)
+    call = Call(
+        arguments={},
+        groups=groups,
+        scale=HostScale(1, 1, 1, per_token=False),
+        config=None,
+        chunks=(),
+        forward_step=lambda: (losses, functools.partial(loss_func, whole.loss_mask)),
+        data_iterator=None,
+        forward_only=False,
+        collects_other_data=False,
+    )
     w = plans["loss"].weights(0)
 
     def stock() -> None:
@@ -122,11 +133,8 @@ def _whole_loss_function(results: Results, ranks: Ranks) -> None:
 
     def hooked() -> None:
         losses.grad = None
-        checks = MaskChecks(plans.terms, planned, scale, micro_batch_size=64)
-        step = Step(plans.terms, planned, scale, checks, reports_shares=False)
-        _, loss = step.hook_forward_step(
-            lambda: (losses, functools.partial(loss_func, whole.loss_mask))
-        )()
+        step = Step(call, plans.terms, lambda: weights, Options(False, False, False, False))
+        _, loss = step.forward_step()()
         loss(losses)[0].backward()
         step.finish()
 

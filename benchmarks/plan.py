@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.ranks import fake_ranks
+from benchmarks.fake_groups import fake_groups
 from benchmarks.results import Results, least_seconds
 from benchmarks.shapes import (
     AGGREGATIONS,
@@ -22,17 +22,18 @@ from benchmarks.shapes import (
     many_microbatches,
     rows_of_rank,
 )
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, exchange, gather, tally
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives, counts
 from megatron_loss_agg.masks import MaskSums
-from megatron_loss_agg.mcore.ranks import Ranks
-from megatron_loss_agg.mcore.weighting import PlannedWeights
+from megatron_loss_agg.mcore.host import ParallelGroups
+from megatron_loss_agg.mcore.local_weights import StepWeights
+from megatron_loss_agg.samples import Samples
 
 
 def measure(results: Results) -> None:
     """Plans, their exchange and their memory; needs no process group to exist."""
     _plans(results)
     _large_step(results)
-    with fake_ranks(1) as (alone,):
+    with fake_groups(1) as (alone,):
         for layout in LAYOUTS:
             _memory(results, layout, alone)
 
@@ -56,20 +57,21 @@ def _large_step(results: Results) -> None:
     """One rank's own work: the other ranks' rows are made beforehand, and not gathered."""
     samples, prompts, ranks = LARGE_PLAN
     aggregation = LossAggregation(mode="prompt_mean")
-    tallies = [_tally(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
-    header = gather.Header(failed=False, units=1, tag=0)
-    rows = [exchange.rows_of([(t.totals, t.columns)]) for t in tallies]
-    totals = torch.stack([gather.row_of(header, row, exchange.TERMS_A_ROW) for row in rows])
-    width = max(t.groups["prompt"].ids.numel() for t in tallies)
-    payload = torch.stack([exchange.packed([t.groups["prompt"]], width) for t in tallies])
+    local = [_local_counts(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
+    header = collectives.Header(failed=False, records=1, tag=0)
+    records = [torch.tensor([c.record()], dtype=torch.float64) for c in local]
+    capacity = counts.TERMS_CAPACITY
+    totals = torch.stack([collectives.padded_row(header, r, capacity) for r in records])
+    width = max(c.groups["prompt"].ids.numel() for c in local)
+    payload = torch.stack([counts.packed_groups([c.groups["prompt"]], width) for c in local])
 
     def gathered(row: Tensor, group: object) -> Tensor:
         return totals if row.numel() == totals.shape[1] else payload
 
     mine = rows_of_rank(0)
     with contextlib.ExitStack() as stack:
-        for module in (gather, exchange):
-            stack.enter_context(mock.patch.object(module, "gather_rows", gathered))
+        for module in (collectives, counts):
+            stack.enter_context(mock.patch.object(module, "all_gather", gathered))
         plan = StepPlan.build(aggregation, mine)
         (taken,) = least_seconds([lambda: StepPlan.build(aggregation, mine)], 5)
     assert plan.counts.samples == samples // ranks * ranks
@@ -82,11 +84,14 @@ def _large_step(results: Results) -> None:
     results.add("sent by one rank", where, sent, "MiB", "payload_mb")
 
 
-def _tally(aggregation: LossAggregation, microbatches: list[Microbatch]) -> tally.Tally:
-    return tally.Tally(aggregation, microbatches, MaskSums.read(microbatches), None)
+def _local_counts(
+    aggregation: LossAggregation, microbatches: list[Microbatch]
+) -> counts.LocalCounts:
+    samples = Samples.of_microbatches(microbatches, MaskSums.read(microbatches))
+    return counts.LocalCounts(aggregation, samples, None)
 
 
-def _memory(results: Results, layout: str, alone: Ranks) -> None:
+def _memory(results: Results, layout: str, alone: ParallelGroups) -> None:
     """Beyond the masks and ids that came in, of a rank that holds the whole sequences."""
     samples, length, number = PLAN
     terms = {name: {"loss": AGGREGATIONS[name]} for name in ("prompt_mean", "custom")}
@@ -96,11 +101,11 @@ def _memory(results: Results, layout: str, alone: Ranks) -> None:
     vector = 4 * sum(m.loss_mask.numel() for m in step)
     for name, aggregations in terms.items():
         plans = StepPlan.build_terms(aggregations, step)
-        planned = PlannedWeights.of(plans, alone)
+        weights = StepWeights.of(plans, alone, keeps_masks=False)
         where = f"{samples} x {length} {layout}, {name}"
-        (made,) = least_seconds([functools.partial(PlannedWeights.of, plans, alone)], 5)
+        (made,) = least_seconds([functools.partial(StepWeights.of, plans, alone, False)], 5)
         results.add("weights before the step", where, 1e3 * made, "ms")
-        kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([planned, step])}
+        kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([weights, step])}
         for what, number_of in kept.items():
             vectors = (number_of - kept_bytes(step)) / vector
             results.add(f"kept by the {what}", where, vectors, "fp32 vectors", "kept_vectors")

@@ -116,7 +116,7 @@ class StepWeights:
             except Exception:
                 StepPlan.abandon(groups.dp)
                 raise
-            return cls._of(
+            return cls.of(
                 StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks
             )
 
@@ -125,7 +125,8 @@ class StepWeights:
         return _broadcast(plan_here if groups.reads_data else None, groups.tp)
 
     @classmethod
-    def _of(cls, plans: StepTerms, groups: ParallelGroups, keeps_masks: bool) -> StepWeights:
+    def of(cls, plans: StepTerms, groups: ParallelGroups, keeps_masks: bool) -> StepWeights:
+        """On a rank that reads data, once every data-parallel rank has its plans."""
         # A custom function may fail on one data-parallel rank, and then the others have to know.
         custom = any(plan.aggregation.function is not None for plan in plans.values())
         elsewhere = (

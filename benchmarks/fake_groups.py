@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_loss_agg.mcore.ranks import Ranks
+from megatron_loss_agg.mcore.host import ParallelGroups
 
 
 @contextlib.contextmanager
-def fake_ranks(*context_parallel: int) -> Iterator[list[Ranks]]:
+def fake_groups(*context_parallel: int) -> Iterator[list[ParallelGroups]]:
     """Rank 0 of as many context-parallel ranks as each number says, and of no others."""
     world = max(context_parallel)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         one = dist.new_group([0])
         groups = [dist.new_group(list(range(size))) for size in context_parallel]
-        yield [Ranks(one, context, one, one, last_stage=True) for context in groups]
+        yield [ParallelGroups(one, context, one, one, last_stage=True) for context in groups]
     finally:
         dist.destroy_process_group()
