@@ -14,7 +14,8 @@ from benchmarks.megatron import Batch
 from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LOADER_DELAY, LOADER_STEP, MODEL
 
-NAMES = ("stock", "prefetch", "no prefetch")
+SAVED = "prefetch, position saved"
+NAMES = ("stock", "prefetch", SAVED, "no prefetch")
 ROUNDS = 5
 
 
@@ -51,7 +52,7 @@ def _times(results: Results, where: str, no_delay: Steps, kinds: list[Steps]) ->
         found.append([stock / no_delay.run()[0], *(other / stock for other in others)])
     for name, ratios in zip(NAMES, zip(*found, strict=True), strict=True):
         unit = "x no delay" if name == "stock" else "x stock"
-        goal = "slow_loader" if name == "prefetch" else ""
+        goal = "slow_loader" if name in ("prefetch", SAVED) else ""
         what = f"{name}, delay in the process"
         results.add(what, where, statistics.median(ratios), unit, goal)
 
@@ -61,7 +62,7 @@ def _waits(results: Results, where: str, compute: float, kinds: list[Steps]) -> 
     for steps in kinds:
         steps.run()
         waited = [steps.run()[1] for _ in range(ROUNDS)]
-        goal = "loader_wait" if steps.name == "prefetch" else ""
+        goal = "loader_wait" if steps.name in ("prefetch", SAVED) else ""
         what = f"{steps.name} waits for a worker"
         results.add(what, where, statistics.median(waited) / compute, "of a step", goal)
 
@@ -70,8 +71,8 @@ class Steps:
     """Training steps of one kind, over a loader that goes on where the step before left it.
 
     Args:
-        name: ``stock``; or the hook, as the flags install it (``prefetch``) or without drawing
-            ahead of the step (``no prefetch``).
+        name: ``stock``; or the hook, as the flags install it (``prefetch``), also over a loader that
+            saves its position (`SAVED`), or without drawing ahead of the step (``no prefetch``).
         workers: processes that the loader draws in, each two batches ahead; 0: none.
     """
 
@@ -83,13 +84,16 @@ class Steps:
         self.name = name
         self._schedule = get_forward_backward_func()
         if name != "stock":
-            aggregation = AGGREGATIONS["prompt_mean"]  # always looks ahead
-            hook = LossHook(aggregation, in_training_loop=name == "prefetch")
+            in_training_loop = name != "no prefetch"
+            hook = LossHook(AGGREGATIONS["prompt_mean"], in_training_loop=in_training_loop)
             self._schedule = hook.wrap(self._schedule)
         loader = DataLoader(dataset, batch_size=None)
         # The stand-in for a GPU refuses workers to a loader that is being made.
         loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
-        self._data_iterator = _timed(iter(loader))
+        iterator: Any = iter(loader)
+        if name == SAVED:
+            iterator.state_dict = lambda: {"position": iterator._num_yielded}
+        self._data_iterator = _timed(iterator)
         self._ddp = ddp
 
     def run(self) -> tuple[float, float]:
