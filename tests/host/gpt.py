@@ -1,7 +1,11 @@
-"""A tiny GPT on the real Megatron-Core: its parameters, its forward step and its gradient."""
+"""A tiny GPT on the real Megatron-Core, its forward step, and one step of the schedule.
+
+For the ranks alone: the import needs the stand-ins for a GPU that `tests.host.preload` enables.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,18 +25,39 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron_loss_agg import CPLayout
-from tests.host import shards
+from megatron_loss_agg.mcore import LossHook
+from tests.host import gradients
 from tests.host.steps import VOCAB, Sequence
 
-Gradient = dict[str, Tensor]
+Model = DistributedDataParallel | list[DistributedDataParallel]  # its chunks under interleaving
+
+
+class KeepDouble(TorchFunctionMode):
+    """Keeps fp64 where Megatron casts to fp32: in its router's softmax and its cross entropy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.softmax and args[0].dtype == torch.float64:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        if func is torch.Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def precision(config: TransformerConfig) -> contextlib.AbstractContextManager[Any]:
+    """`KeepDouble` for the models that need it; without it, a cast of the plugin's shows too."""
+    casts = config.num_moe_experts or config.mtp_num_layers
+    return KeepDouble() if casts else contextlib.nullcontext()
 
 
 def initialize(cp: int = 1, **sizes: int) -> None:
@@ -44,7 +69,10 @@ def initialize(cp: int = 1, **sizes: int) -> None:
 
 
 def build(
-    dtype: torch.dtype, per_token: bool, vp_stage: int | None = None, **config: Any
+    dtype: torch.dtype = torch.float64,
+    per_token: bool = False,
+    vp_stage: int | None = None,
+    **config: Any,
 ) -> GPTModel:
     """This rank's part of the model, or one chunk of it.
 
@@ -89,8 +117,8 @@ def build(
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
-    for name, parameter in shards.parts(model):
-        parameter.data = shards.initial_value(name, parameter).to(dtype)
+    for name, parameter in gradients.parts(model):
+        parameter.data = gradients.initial_value(name, parameter).to(dtype)
     return model
 
 
@@ -114,21 +142,9 @@ def data_parallel(model: GPTModel, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(**settings), model)
 
 
-def gradient(ddp: DistributedDataParallel) -> Gradient:
-    """Of this rank's parameters, by their names in the undivided model."""
-    shards.gather_gradients(ddp)
-    return {name: p.main_grad.clone() for name, p in shards.parts(ddp.module)}
-
-
-def gradient_error(chunks: list[DistributedDataParallel], whole: Gradient) -> float:
-    """`relative_error` over this rank's parameters, of the gradients in ``chunks``."""
-    got = {name: g for ddp in chunks for name, g in gradient(ddp).items()}
-    expected = {
-        name: shards.part_of(whole[name], p)
-        for ddp in chunks
-        for name, p in shards.parts(ddp.module)
-    }
-    return relative_error(got, expected)
+def ddp_model(per_token: bool = False, dtype: torch.dtype = torch.float64) -> Any:
+    """The model of a test that does not divide it: `build` in `data_parallel`."""
+    return data_parallel(build(dtype, per_token))
 
 
 def stock_loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -154,6 +170,17 @@ def forward_step(
     logits = gather_from_tensor_model_parallel_region(output)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return losses.view_as(tokens), loss_func
+
+
+def forward_step_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Callable[..., Any]:
+    """`forward_step`, its loss function replaced by ``change(stock_loss_func, mask)``."""
+
+    def changed(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
+        losses, loss_func = forward_step(data_iterator, model)
+        (mask,) = loss_func.args
+        return losses, change(loss_func.func, mask)
+
+    return changed
 
 
 def local_batch(
@@ -188,17 +215,21 @@ def positions_like(tokens: Tensor) -> Tensor:
 
 
 def run_step(
-    forward_backward: Callable[..., Any],
-    model: DistributedDataParallel | list[DistributedDataParallel],
+    hook: LossHook | None,
+    model: Model,
     data_iterator: Any,
     num_microbatches: int,
     micro_batch_size: int = 1,
     **options: Any,
 ) -> list[dict[str, Tensor]]:
-    """One step of ``forward_backward``; the gradients are left in ``model``."""
+    """One step of Megatron's schedule, or of the option ``schedule``; gradients are left in
+    ``model``.
+    """
     chunks = model if isinstance(model, list) else [model]
-    for ddp in chunks:
-        ddp.zero_grad_buffer()
+    if options.pop("zero_grad", True):
+        for ddp in chunks:
+            ddp.zero_grad_buffer()
+    schedule = options.pop("schedule", None) or get_forward_backward_func()
     arguments = {
         "forward_step_func": forward_step,
         "data_iterator": data_iterator,
@@ -209,28 +240,13 @@ def run_step(
         "forward_only": False,
         **options,
     }
-    return forward_backward(**arguments)
+    with precision(chunks[0].config):
+        return (schedule if hook is None else hook.wrap(schedule))(**arguments)
 
 
 def plain_losses(model: GPTModel, sequence: Sequence) -> Tensor:
     """[tokens], the sequence alone and unpadded."""
     positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
-    logits = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
+    with precision(model.config):
+        logits = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
     return F.cross_entropy(logits, sequence.labels, reduction="none")
-
-
-def plain_gradient(model: GPTModel, chosen: list[Sequence], weights: list[list[float]]) -> Gradient:
-    """Gradient of ``sum w * loss``, by this process alone."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    total = sum(
-        (torch.tensor(w) * plain_losses(model, s)).sum()
-        for s, w in zip(chosen, weights, strict=True)
-    )
-    return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
-
-
-def relative_error(got: Gradient, expected: Gradient) -> float:
-    """Norm-wise over all parameters, in fp64."""
-    difference = sum((got[n].double() - g.double()).square().sum() for n, g in expected.items())
-    norm = sum(g.double().square().sum() for g in expected.values())
-    return float((difference / norm).sqrt())

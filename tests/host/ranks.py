@@ -1,9 +1,5 @@
-"""Run a function on several ranks that have the real Megatron-Core imported, on the CPU."""
+"""Where other test folders find `run_host_ranks`."""
 
-from __future__ import annotations
+from tests.host.harness import run_host_ranks
 
-import functools
-
-from tests.distributed import run_ranks
-
-run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
+__all__ = ["run_host_ranks"]

@@ -25,7 +25,7 @@ from megatron_loss_agg.policy import (
 from megatron_loss_agg.report import Max, Mean, Min
 from tests import oracle
 from tests.host import gpt
-from tests.host.steps import Sequence, batch_of
+from tests.host.steps import Sequence, batch_of, sequences
 
 TERMS = {
     "policy": Term(LossAggregation(mode="prompt_mean")),
@@ -107,10 +107,10 @@ def plain_terms(model: Any, sequence: Sequence) -> tuple[dict[str, Tensor], Tens
     return losses, ratio.detach(), (data.old - new).detach()
 
 
-def reference(chosen: list[Sequence], model_config: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+def reference() -> tuple[Any, dict[str, float]]:
     """One process: the gradient of the whole loss, and every number that is reported."""
     gpt.initialize()
-    model = gpt.build(torch.float64, per_token=False, **model_config)
+    model, chosen = gpt.build(), sequences()
     weights = {}
     for name, term in TERMS.items():
         mode = term.aggregation.mode
@@ -158,8 +158,9 @@ def padding_microbatch() -> dict[str, Any]:
     }
 
 
-def packs(chosen: list[Sequence], places: list[list[int]]) -> Iterator[dict[str, Any]]:
+def packs(*places: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """A data iterator over one rank's packed microbatches; an empty place is padding."""
+    chosen = sequences()
     return iter(
         [
             batch_of([chosen[i] for i in place], "thd") if place else padding_microbatch()

@@ -1,7 +1,8 @@
-"""One optimizer step of token sequences, for the real host and for a single-process reference."""
+"""One optimizer step of token sequences, for the real host and for the fp64 reference."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,16 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_loss_agg import LossAggregation
+from tests import oracle
 from tests.oracle import Sample
 
 VOCAB = 32
 LONE_ROW = 24  # length of a row alone in its microbatch (bshd), and of the longest sequence
-ROW = 72  # of several; a rank's half of it is no short row, which the hook weighs in another way
+ROW = 72  # length of several rows
 MULTIPLE = 4  # sequences are padded to 2 * cp for the largest cp here
 LENGTHS = (24, 3, 9, 1, 17, 6, 12, 2, 20, 5)
 PROMPTS = (7, 7, -3, 2**60, 7, -3, 2**60, 5, 5, -3)
 ROLLOUTS = (0, 0, 1, 2, 3, 1, 2, 4, 5, 6)
 EMPTY = 5  # a sample whose mask is all 0
+SINGLE = (0, 4, 5)  # samples with one active token under the masks "single"
+
+Places = tuple[tuple[tuple[int, ...], ...], ...]
+"""Samples, by data-parallel rank and microbatch."""
+Weights = list[tuple[int, list[float]]]
+"""A sample of the step, and the weights of its tokens."""
+
+# One step for each number of data-parallel ranks. The empty sample is a microbatch of its own.
+PLACES: dict[int, Places] = {
+    1: (((0, 1), (5,), (2, 3), (4, 6, 7, 8, 9)),),
+    2: (((5,), (0, 1), (2,), (3,)), ((4,), (6, 7), (8,), (9,))),
+}
+N_MB = 4
+# A few aggregations, and their options: `test_gradients` has them all.
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {},
+    "prompt_mean": {},
+    "constant": {"divisor": 7.0},
+}
 
 
 @dataclass(frozen=True)
@@ -31,31 +54,66 @@ class Sequence:
     sample: Sample
 
 
-def sequences(fractional: bool) -> list[Sequence]:
-    """The samples of the step, heavy-tailed in length; some of their tokens are masked."""
-    generator = torch.Generator().manual_seed(1)
+@functools.cache
+def sequences(masks: str = "01") -> tuple[Sequence, ...]:
+    """The samples of the step, heavy-tailed in length.
+
+    Args:
+        masks: "01", "fractional", or "single": the last token of the samples `SINGLE`.
+    """
+    # The text is the same whatever the masks.
+    generator, fractions = (torch.Generator().manual_seed(seed) for seed in (1, 2))
     result = []
     for i, (length, prompt, rollout) in enumerate(zip(LENGTHS, PROMPTS, ROLLOUTS, strict=True)):
         text = torch.randint(0, VOCAB, (length + 1,), generator=generator)
         # Of a fixed dtype: the same draw whatever the default dtype is.
         mask = (torch.rand(length, generator=generator, dtype=torch.float64) < 0.6).double()
         mask[-1] = 1
-        if fractional:
-            mask = mask * (torch.randint(1, 16, (length,), generator=generator) / 8)
+        if masks == "fractional":
+            mask = mask * (torch.randint(1, 16, (length,), generator=fractions) / 8)
         if i == EMPTY:
             mask = torch.zeros(length)
+        if masks == "single":
+            mask = torch.zeros(length)
+            mask[-1] = float(i in SINGLE)
         sample = Sample(tuple(mask.tolist()), prompt, rollout)
         result.append(Sequence(text[:-1], text[1:], sample))
-    return result
+    return tuple(result)
 
 
-def deal(number: int, ranks: int, microbatches: int) -> list[list[list[int]]]:
-    """Indices of ``number`` samples by rank and microbatch, in unequal parts."""
+def deal(ranks: int, microbatches: int) -> Places:
+    """All samples in unequal parts: the first ones are of one sample each."""
     parts = ranks * microbatches
-    # The first parts are one sample each, so that counts differ over ranks and microbatches.
-    cuts = [*range(parts), number]
-    places = [list(range(a, b)) for a, b in pairwise(cuts)]
-    return [places[r * microbatches : (r + 1) * microbatches] for r in range(ranks)]
+    cuts = [*range(parts), len(LENGTHS)]
+    places = [tuple(range(a, b)) for a, b in pairwise(cuts)]
+    return tuple(tuple(places[r * microbatches : (r + 1) * microbatches]) for r in range(ranks))
+
+
+def square_mask(plan: Any, i: int) -> Tensor:
+    """A custom aggregation: ``m^2 / samples``, which no other mode computes for fractions."""
+    return plan.microbatches[i].loss_mask ** 2 / plan.counts.samples
+
+
+def aggregation(mode: str, **options: Any) -> LossAggregation:
+    if mode == "custom":
+        options.setdefault("function", square_mask)
+    if mode == "constant":
+        options.setdefault("divisor", 7.0)
+    return LossAggregation(mode=mode, **options)
+
+
+def weights_of(mode: str, places: Places, masks: str = "01", **options: Any) -> Weights:
+    """The oracle's weights of ``aggregation(mode)`` over the step ``places``."""
+    chosen = sequences(masks)
+    order = [i for rank in places for microbatch in rank for i in microbatch]
+    if mode == "custom":
+        return [(i, [m * m / len(order) for m in chosen[i].sample.mask]) for i in order]
+    if mode == "constant":
+        options.setdefault("divisor", 7.0)
+    step = [[[chosen[i].sample for i in place] for place in rank] for rank in places]
+    nested = oracle.step_weights(mode, step, **options)
+    flat = [sample for rank in nested for microbatch in rank for sample in microbatch]
+    return list(zip(order, flat, strict=True))
 
 
 def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:
@@ -86,7 +144,44 @@ def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:
 
 
 def batches(
-    chosen: list[Sequence], places: list[list[int]], layout: str
+    places: tuple[tuple[int, ...], ...], layout: str, masks: str = "01"
 ) -> Iterator[dict[str, Any]]:
     """A data iterator over one rank's microbatches."""
+    chosen = sequences(masks)
     return iter([batch_of([chosen[i] for i in place], layout) for place in places])
+
+
+class Counted:
+    """A data iterator like Megatron's own, with ``__next__`` alone; counts what it gave.
+
+    Every step has the same `Counted.N_MB` batches of `Counted.ROWS` samples, so that the gradient
+    of the first step is also that of later ones.
+
+    Args:
+        active: data-parallel ranks with active tokens.
+        without: keys that the batches lack.
+    """
+
+    N_MB, ROWS = 2, 2
+
+    def __init__(
+        self,
+        data_rank: int,
+        layout: str = "bshd",
+        *,
+        masks: str = "01",
+        active: tuple[int, ...] = (0, 1),
+        without: tuple[str, ...] = (),
+    ) -> None:
+        self.given = 0
+        first = range(data_rank * self.N_MB * self.ROWS, (data_rank + 1) * self.N_MB * self.ROWS, 2)
+        self._batches = list(batches(tuple((i, i + 1) for i in first), layout, masks))
+        for batch in self._batches:
+            if data_rank not in active:
+                batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+            for key in without:
+                del batch[key]
+
+    def __next__(self) -> dict[str, Any]:
+        self.given += 1
+        return {**self._batches[(self.given - 1) % self.N_MB], "number": self.given - 1}

@@ -15,17 +15,23 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.host.ranks import run_host_ranks
-from tests.host.topology import KeepDouble, Topology, build_chunks, data_for
+from tests.host.harness import (
+    CP2,
+    EP2,
+    PP2,
+    SP,
+    TP2,
+    Topology,
+    build_chunks,
+    data_for,
+    run_host_ranks,
+)
+from tests.host.steps import N_MB, PLACES, aggregation
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
-PLACES = {
-    1: [[[0, 1], [5], [2, 3], [4, 6, 7, 8, 9]]],
-    2: [[[5], [0, 1], [2], [3]], [[4], [6, 7], [8], [9]]],
-}
-N_MB = 4
+# Of a difference of two gradients, each exact to 1e-14; the loss is a tenth of it or more.
+ROUNDING = 1e-13
 # What turns each loss on, and what turns it off in a model of the same parameters.
 ON_OFF: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "balance": ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}, {}),
@@ -35,11 +41,6 @@ ON_OFF: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0},
     ),
 }
-CP2 = {"cp": 2}
-EP2 = {"expert_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-TP2 = {"tensor_model_parallel_size": 2}
-SP = {"sequence_parallel": True}
 TOPOLOGIES = {
     ("balance", "ep2"): Topology(2, EP2, model="moe"),
     ("balance", "cp2"): Topology(2, CP2, model="moe"),
@@ -64,21 +65,14 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Call
 
 def gradient(topology: Topology, per_token: bool, layout: str, hooked: bool) -> Any:
     """Of this rank's parameters, for one step."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_loss_agg import LossAggregation
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
+    from tests.host import gpt, gradients
 
-    forward_backward = get_forward_backward_func()
-    if hooked:
-        forward_backward = LossHook(LossAggregation(mode="prompt_mean")).wrap(forward_backward)
-    (ddp,) = build_chunks(topology, per_token)
-    data = data_for(topology, PLACES[parallel_state.get_data_parallel_world_size()], layout)
-    with KeepDouble():
-        gpt.run_step(forward_backward, ddp, data, N_MB, forward_step_func=forward_step)
-    return gpt.gradient(ddp)
+    hook = LossHook(aggregation("prompt_mean")) if hooked else None
+    chunks = build_chunks(topology, per_token)
+    data = data_for(topology, PLACES[topology.data_parallel_size], layout)
+    gpt.run_step(hook, chunks, data, N_MB, forward_step_func=forward_step)
+    return gradients.of(chunks)
 
 
 def compare(topology: Topology, loss: str) -> dict[Any, tuple[float, float]]:
@@ -86,6 +80,7 @@ def compare(topology: Topology, loss: str) -> dict[Any, tuple[float, float]]:
     gradient, and how much it adds, relative to all the rest.
     """
     from tests.host import gpt
+    from tests.host.reference import relative_error
 
     gpt.initialize(**topology.sizes)
     on, off = (
@@ -98,8 +93,8 @@ def compare(topology: Topology, loss: str) -> dict[Any, tuple[float, float]]:
         for hooked in (False, True):
             with_it, without = (gradient(t, per_token, layout, hooked) for t in (on, off))
             added.append({name: with_it[name] - g for name, g in without.items()})
-        share = gpt.relative_error(with_it, without)
-        result[layout, per_token] = (gpt.relative_error(added[1], added[0]), share)
+        share = relative_error(with_it, without)
+        result[layout, per_token] = (relative_error(added[1], added[0]), share)
     return result
 
 
@@ -109,5 +104,5 @@ def test_plugin_leaves_the_loss_its_weight(loss: str, name: str) -> None:
     for rank in run_host_ranks(compare, topology.world_size, topology, loss, timeout=300):
         assert len(rank) == 4
         for error, share in rank.values():
-            assert error <= EXACT
+            assert error <= ROUNDING
             assert share > 0.1

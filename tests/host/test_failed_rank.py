@@ -10,19 +10,34 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron_loss_agg import AggregationError, LossAggregation
-from tests.host import rl
-from tests.host.ranks import run_host_ranks
-from tests.host.steps import sequences
-from tests.host.topology import Topology, build_chunks
+from tests.host.harness import CP2, PP2, TP2, Topology, build_chunks, error_of, run_host_ranks
+from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
 
 TOPOLOGIES = {
     "dp2": Topology(2),
-    "cp2": Topology(2, {"cp": 2}),
-    "dp2 cp2": Topology(4, {"cp": 2}),
-    "pp2": Topology(2, {"pipeline_model_parallel_size": 2}),
+    "cp2": Topology(2, CP2),
+    "dp2-cp2": Topology(4, CP2),
+    "pp2": Topology(2, PP2),
+    "tp2": Topology(2, TP2),
+}
+PLACES = ((0, 1), (2,))
+READER, FUNCTION = "OSError: disk", "FunctionError: the aggregation function returned weights that"
+EMPTY = "MaskError: no token of the whole step weighs anything"
+# What happens, on which ranks, and what these say: all others raise a PeerError.
+DEFECTS = {
+    ("dp2", "reader"): ([1], READER),
+    ("dp2", "short reader"): ([1], "StopIteration: "),
+    ("dp2", "no iterator"): ([1], "HostError: no data_iterator on a rank that reads data"),
+    ("dp2", "function"): ([1], FUNCTION),
+    ("cp2", "reader"): ([1], READER),
+    ("dp2-cp2", "split"): ([2, 3], "LayoutError: sequence 0 has (padded) length"),
+    ("pp2", "reader"): ([1], READER),
+    ("pp2", "function"): ([1], FUNCTION),
+    ("pp2", "empty step"): ([1], EMPTY),
+    ("tp2", "reader"): ([0], READER),
+    ("tp2", "function"): ([0], FUNCTION),
 }
 
 
@@ -32,97 +47,83 @@ def mean_or_nan(fails: bool, plan: Any, i: int) -> Tensor:
     return mask * math.nan if fails else mask / plan.counts.tokens
 
 
-def failing_reader() -> Iterator[Any]:
+def failing_reader(good: Iterator[Any]) -> Iterator[Any]:
+    """Fails at the second batch of the step."""
+    yield next(good)
     raise OSError("disk")
-    yield
 
 
-def odd_packs() -> Iterator[Any]:
-    """A pack that two context-parallel ranks cannot split."""
-    for batch in rl.packs(sequences(fractional=False), [[0, 1]]):
+def odd_packs(good: Iterator[Any]) -> Iterator[Any]:
+    """Packs that two context-parallel ranks cannot split."""
+    for batch in good:
         mask = batch["loss_mask"][..., :-2]
         offsets = batch["cu_seqlens"].new_tensor([0, mask.shape[-1]])
         yield {"loss_mask": mask, "cu_seqlens": offsets, "prompt_ids": batch["prompt_ids"][:1]}
 
 
-def answers(topology: Topology, defect: str) -> list[str]:
-    """Every rank: what it hears of a step that is defective on the last ranks; then of a good."""
+BAD_DATA = {
+    "reader": failing_reader,
+    "short reader": lambda good: iter([next(good)]),
+    "split": odd_packs,
+    "no iterator": lambda good: None,
+}
+
+
+def heard_on_host(name: str) -> dict[str, tuple[str | None, str | None]]:
+    """Every rank, for each defect: what it hears of the step, and of a good one after it."""
+    import torch.distributed as dist
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
+    from tests.host import gpt, rl
 
+    topology = TOPOLOGIES[name]
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-    with_context = defect == "reader of one context-parallel rank"
-    last = parallel_state.get_data_parallel_world_size(with_context_parallel=with_context) - 1
-    fails = parallel_state.get_data_parallel_rank(with_context_parallel=with_context) == last
-    terms: Any = rl.TERMS
-    if defect == "function":
-        custom = functools.partial(mean_or_nan, fails)
-        terms = {**terms, "kl": LossAggregation(mode="custom", function=custom)}
-    good = functools.partial(rl.packs, sequences(fractional=False), [[0, 1]])
-    data = {
-        "reader": failing_reader,
-        "reader of one context-parallel rank": failing_reader,
-        "split": odd_packs,
-        "no iterator": lambda: None,
-    }
-    empty = functools.partial(rl.packs, sequences(fractional=False), [[]])
-    hook = LossHook(terms, empty_step="error" if defect == "empty" else "step")
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def heard(hook: LossHook, batches: Any) -> str:
-        try:
-            gpt.run_step(
-                hook.wrap(get_forward_backward_func()),
-                chunks,
-                batches,
-                1,
-                forward_step_func=rl.forward_step,
-            )
-        except (AggregationError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+    def heard(hook: LossHook, data: Any) -> str | None:
+        options = {"forward_step_func": rl.forward_step}
+        return error_of(gpt.run_step, hook, chunks, data, len(PLACES), **options)
 
-    found = []
-    if defect == "empty":
-        found.append(heard(hook, good()))
-        found.append(heard(hook, empty()))
-    else:
-        found.append(heard(hook, data.get(defect, good)() if fails else good()))
-    found.append(heard(LossHook(rl.TERMS), good()))
+    def good() -> Any:
+        return rl.packs(*PLACES) if reads else None
+
+    found = {}
+    for _, defect in (case for case in DEFECTS if case[0] == name):
+        fails = dist.get_rank() in DEFECTS[name, defect][0]
+        terms: Any = rl.TERMS
+        if defect == "function":
+            custom = functools.partial(mean_or_nan, fails)
+            terms = {**terms, "kl": aggregation("custom", function=custom)}
+        hook = LossHook(terms, empty_step="error" if defect == "empty step" else "step")
+        data = good()
+        if defect == "empty step":
+            assert heard(hook, data) is None  # every stage hears of the first step in any case
+            data = rl.packs((), ())
+        elif fails and defect in BAD_DATA:
+            data = BAD_DATA[defect](data)
+        found[defect] = heard(hook, data), heard(LossHook(rl.TERMS), good())
     return found
 
 
 @functools.cache
-def heard_by(topology: str, defect: str) -> list[list[str]]:
-    world = TOPOLOGIES[topology].world_size
-    return run_host_ranks(answers, world, TOPOLOGIES[topology], defect, timeout=90)
+def heard(topology: str) -> list[dict[str, tuple[str | None, str | None]]]:
+    world_size = TOPOLOGIES[topology].world_size
+    return run_host_ranks(heard_on_host, world_size, topology, timeout=90)
 
 
-@pytest.mark.parametrize(
-    "topology, defect, failed, error",
-    [
-        ("dp2", "reader", [1], "OSError: disk"),
-        ("dp2", "no iterator", [1], "HostError: no data_iterator on a rank that reads data"),
-        ("dp2", "function", [1], "FunctionError: the aggregation function returned weights that"),
-        ("cp2", "reader of one context-parallel rank", [1], "OSError: disk"),
-        ("dp2 cp2", "split", [2, 3], "LayoutError: sequence 0 has (padded) length"),
-        ("pp2", "reader", [1], "OSError: disk"),
-        ("pp2", "function", [1], "FunctionError: the aggregation function returned weights that"),
-    ],
-)
-def test_no_rank_waits_for_one_that_failed(
-    topology: str, defect: str, failed: list[int], error: str
-) -> None:
-    for rank, (said, afterwards) in enumerate(heard_by(topology, defect)):
-        assert said.startswith(error if rank in failed else "PeerError: ")
-        assert afterwards == "nothing"
+@pytest.mark.parametrize("topology, defect", DEFECTS)
+def test_no_rank_waits_for_one_that_failed(topology: str, defect: str) -> None:
+    failed, error = DEFECTS[topology, defect]
+    for rank, found in enumerate(heard(topology)):
+        said, afterwards = found[defect]
+        assert said is not None and said.startswith(error if rank in failed else "PeerError: ")
+        assert afterwards is None
 
 
-def test_every_pipeline_stage_hears_of_an_empty_step() -> None:
-    first, last = heard_by("pp2", "empty")
-    assert first[0] == last[0] == first[2] == last[2] == "nothing"
-    assert last[1].startswith("MaskError: no token of the whole step weighs anything")
-    assert first[1].startswith("PeerError: the last pipeline stage, or another")
+def test_the_others_hear_which_rank_failed_and_on_which_stage() -> None:
+    assert "rank(s) [1]" in str(heard("dp2")[0]["reader"][0])
+    first, _ = heard("pp2")[0]["empty step"]
+    assert first is not None
+    assert first.startswith("PeerError: the last pipeline stage, or another")

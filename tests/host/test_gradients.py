@@ -6,34 +6,25 @@ runs every sample alone through the same model and takes its weights from the or
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from tests import oracle
-from tests.host.ranks import run_host_ranks
-from tests.host.steps import LENGTHS, batches, deal, sequences
+from tests.host.cases import Case, gradient_errors
+from tests.host.harness import EXACT, Topology, run_host_ranks
+from tests.host.reference import reference, relative_error
+from tests.host.steps import Weights, deal, sequences
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
 TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # (data parallel, context parallel)
 MICROBATCHES = (1, 3)
-
-
-class Case(NamedTuple):
-    """One aggregation of one kind of mask."""
-
-    mode: str
-    options: tuple[tuple[str, Any], ...] = ()
-    fractional: bool = False
-
-
-CASES = [
+LOSSES = [
     Case("token_mean"),
     Case("sample_mean"),
     Case("sample_mean", (("empty", "skip"),)),
@@ -46,132 +37,69 @@ CASES = [
     Case("sum", (("divisor", 7.0),)),
     Case("microbatch_mean"),
     Case("custom"),
-    Case("token_mean", fractional=True),
-    Case("prompt_mean", fractional=True),
+    Case("token_mean", masks="fractional"),
+    Case("prompt_mean", masks="fractional"),
 ]
 
 
-class Run(NamedTuple):
-    """How the host runs a case."""
-
-    case: Case
-    dtype: torch.dtype
-    layout: str
-    num_microbatches: int
-    per_token: bool
-
-    @property
-    def refused(self) -> bool:
-        """Megatron counts tokens as integers here, and the plugin leaves the count to it."""
-        return self.per_token and self.case == Case("token_mean", fractional=True)
-
-
-RUNS = [
-    run
-    for run in (
-        Run(*values)
-        for values in product(
-            CASES, (torch.float64, torch.float32), ("thd", "bshd"), MICROBATCHES, (False, True)
-        )
-    )
-    if not run.refused
-]
-
-
-def square_mask(plan: Any, i: int) -> torch.Tensor:
-    """A custom aggregation: ``m^2 / samples``, which no other mode computes for fractions."""
-    return plan.microbatches[i].loss_mask ** 2 / plan.counts.samples
-
-
-def weights_of(case: Case, dp: int, num_microbatches: int) -> list[list[float]]:
-    """The oracle's weights, in the order of the samples."""
-    chosen = sequences(case.fractional)
-    if case.mode == "custom":
-        return [[m * m / len(chosen) for m in s.sample.mask] for s in chosen]
-    places = deal(len(chosen), dp, num_microbatches)
-    step = [[[chosen[i].sample for i in mb] for mb in rank] for rank in places]
-    nested = oracle.step_weights(case.mode, step, **dict(case.options))
-    return [sample for rank in nested for microbatch in rank for sample in microbatch]
-
-
-def reference_gradients(wanted: list[tuple[Case, int, int]], dtype: torch.dtype) -> list[Any]:
-    """One process: the gradient of each (case, dp, microbatches)."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    model = gpt.build(dtype, per_token=False)
+def runs(dp: int) -> list[Case]:
+    """Every loss in every way that the host may compute it on ``dp`` data-parallel ranks."""
     return [
-        gpt.plain_gradient(model, sequences(case.fractional), weights_of(case, dp, number))
-        for case, dp, number in wanted
+        dataclasses.replace(
+            loss, dtype=dtype, layout=layout, places=deal(dp, number), per_token=per_token
+        )
+        for loss, dtype, layout, number, per_token in product(
+            LOSSES, (torch.float64, torch.float32), ("thd", "bshd"), MICROBATCHES, (False, True)
+        )
+        # Megatron counts tokens as integers under the flag, and the plugin leaves the count to it.
+        if not (per_token and (loss.mode, loss.masks) == ("token_mean", "fractional"))
     ]
 
 
-def host_gradients(dp: int, cp: int, references: dict[Any, Any]) -> dict[Run, float]:
-    """Every rank: each run's error against its reference."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+@functools.cache
+def errors(dp: int, cp: int) -> dict[Case, float]:
+    return gradient_errors(Topology(dp * cp, {"cp": cp}), runs(dp))
 
-    from megatron_loss_agg import LossAggregation
-    from megatron_loss_agg.mcore import LossHook
+
+def unsplit_gradients(wanted: list[tuple[str, Weights]]) -> list[Any]:
+    """One fp32 process: the gradients of whole steps, each of (masks, weights)."""
     from tests.host import gpt
 
-    gpt.initialize(cp)
-    errors = {}
-    for dtype, per_token in product((torch.float64, torch.float32), (False, True)):
-        ddp = gpt.data_parallel(gpt.build(dtype, per_token))
-        for run in (r for r in RUNS if (r.dtype, r.per_token) == (dtype, per_token)):
-            function = square_mask if run.case.mode == "custom" else None
-            aggregation = LossAggregation(
-                mode=run.case.mode, function=function, **dict(run.case.options)
-            )
-            hook = LossHook(aggregation)
-            places = deal(len(LENGTHS), dp, run.num_microbatches)
-            data = batches(
-                sequences(run.case.fractional),
-                places[parallel_state.get_data_parallel_rank()],
-                run.layout,
-            )
-            forward_backward = hook.wrap(get_forward_backward_func())
-            gpt.run_step(forward_backward, ddp, data, run.num_microbatches)
-            expected = references[run.case, dp, run.num_microbatches]
-            errors[run] = gpt.relative_error(gpt.gradient(ddp), expected)
-    return errors
+    gpt.initialize()
+    model = gpt.build(torch.float32)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = []
+    for masks, weights in wanted:
+        total = sum(
+            (torch.tensor(w) * gpt.plain_losses(model, sequences(masks)[i])).sum()
+            for i, w in weights
+        )
+        found.append(dict(zip(names, torch.autograd.grad(total, parameters), strict=True)))
+    return found
 
 
 @functools.cache
-def references(dtype: torch.dtype) -> dict[Any, Any]:
-    wanted = list(product(CASES, (1, 2), MICROBATCHES))
-    (gradients,) = run_host_ranks(reference_gradients, 1, wanted, dtype)
-    return dict(zip(wanted, gradients, strict=True))
-
-
-@functools.cache
-def errors(dp: int, cp: int) -> dict[Run, float]:
-    exact = references(torch.float64)
-    return run_host_ranks(host_gradients, dp * cp, dp, cp, exact, timeout=600)[0]
-
-
-@functools.cache
-def unsplit_fp32_error(case: Case, dp: int, num_microbatches: int) -> float:
+def unsplit_fp32_errors() -> dict[tuple[Any, ...], float]:
     """What one fp32 process that holds the whole step cannot avoid."""
-    key = (case, dp, num_microbatches)
-    got, expected = references(torch.float32)[key], references(torch.float64)[key]
-    difference = sum((got[n].double() - g).square().sum() for n, g in expected.items())
-    return float((difference / sum(g.square().sum() for g in expected.values())).sqrt())
+    steps = {case.loss: case for dp in (1, 2) for case in runs(dp)}
+    wanted = [(case.masks, case.weights) for case in steps.values()]
+    (found,) = run_host_ranks(unsplit_gradients, 1, wanted)
+    return {
+        loss: relative_error(got, reference().gradient(case.weights))
+        for (loss, case), got in zip(steps.items(), found, strict=True)
+    }
 
 
-def name_of(run: Run) -> str:
-    options = "-".join(str(value) for _, value in run.case.options)
-    kind = "fractional" if run.case.fractional else "01"
-    flag = "per_token" if run.per_token else "default"
-    dtype = str(run.dtype).removeprefix("torch.")
-    return f"{run.case.mode}{options}-{kind}-{dtype}-{run.layout}-{run.num_microbatches}mb-{flag}"
-
-
-@pytest.mark.parametrize("dp, cp", TOPOLOGIES)
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
+@pytest.mark.parametrize(
+    "dp, cp, run",
+    [
+        pytest.param(dp, cp, run, id=f"{run.name}-{dp}-{cp}")
+        for dp, cp in TOPOLOGIES
+        for run in runs(dp)
+    ],
+)
 def test_gradient_is_that_of_the_whole_step(
-    run: Run, dp: int, cp: int, record_property: Callable[[str, object], None]
+    dp: int, cp: int, run: Case, record_property: Callable[[str, object], None]
 ) -> None:
     error = errors(dp, cp)[run]
     record_property("dtype", run.dtype)
@@ -181,4 +109,4 @@ def test_gradient_is_that_of_the_whole_step(
     if run.dtype == torch.float64:
         assert error <= EXACT
     else:
-        assert error <= 2 * unsplit_fp32_error(run.case, dp, run.num_microbatches)
+        assert error <= 2 * unsplit_fp32_errors()[run.loss]

@@ -1,13 +1,13 @@
 """What is logged: reduced over microbatches and ranks as Megatron's training loop does it.
 
 ``lm loss`` is the mean over the step's tokens in every mode, ``<mode> loss`` the aggregated loss;
-both as the single-process losses and the oracle's weights give them.
+both as the losses of the fp64 reference and the oracle's weights give them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,34 +16,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.host.ranks import run_host_ranks
-from tests.host.steps import LENGTHS, batches, deal, sequences
-from tests.host.test_gradients import CASES, Case, square_mask, weights_of
+from tests.host.cases import Case
+from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
+from tests.host.reference import reference
+from tests.host.steps import deal, weights_of
+from tests.host.test_gradients import LOSSES
 
 pytestmark = pytest.mark.host
 
-D, C, N_MB = 2, 2, 3
+TOPOLOGY = Topology(4, {"cp": 2})
+N_MB = 3
 
 
 class Run(NamedTuple):
     """How the host runs a case."""
 
     case: Case
-    per_token: bool
-    loop: str  # train, eval, or "sft eval": an evaluation under --sft
+    loop: str  # train, eval, or "sft_eval": an evaluation under --sft
 
     @property
     def forward_only(self) -> bool:
         return self.loop != "train"
 
+    @property
+    def refused(self) -> bool:
+        """Under the flag, fractions of `token_mean`: see test_refusals."""
+        case = self.case
+        fractions = (case.mode, case.masks, case.per_token) == ("token_mean", "fractional", True)
+        return fractions and self.loop != "sft_eval"
 
-LOOPS = ("train", "eval", "sft eval")
-# Under the flag, fractions of `token_mean` are refused: see test_hook.
+
+PLACES = deal(TOPOLOGY.data_parallel_size, N_MB)
 RUNS = [
     run
-    for run in (Run(*values) for values in product(CASES, (False, True), LOOPS))
-    if not (run.per_token and run.case == Case("token_mean", fractional=True))
-    or run.loop == "sft eval"
+    for loss, per_token, loop in product(LOSSES, (False, True), ("train", "eval", "sft_eval"))
+    if not (run := Run(dataclasses.replace(loss, places=PLACES, per_token=per_token), loop)).refused
 ]
 
 
@@ -62,19 +69,6 @@ def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:
     return float(mean / dist.get_world_size())
 
 
-def token_losses() -> dict[bool, list[list[float]]]:
-    """One process: the loss of every token by sample, without and with fractional masks."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    model = gpt.build(torch.float64, per_token=False)
-    with torch.no_grad():
-        return {
-            fractional: [gpt.plain_losses(model, s).tolist() for s in sequences(fractional)]
-            for fractional in (False, True)
-        }
-
-
 class Logged(NamedTuple):
     """What one run logs."""
 
@@ -84,93 +78,64 @@ class Logged(NamedTuple):
     gradient_touched: bool
 
 
+def with_another_key(stock: Any, mask: Tensor) -> Any:
+    def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+        loss, num_tokens, report = stock(loss_mask, output_tensor)
+        return loss, num_tokens, {**report, "other": torch.tensor([3.0, 4.0])}
+
+    return functools.partial(loss_func, mask)
+
+
 def logged_by_host() -> dict[Run, Logged]:
     """Every rank: what each run logs."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_loss_agg import LossAggregation
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
+    from tests.host import gpt, gradients
 
-    gpt.initialize(C)
-    rank = parallel_state.get_data_parallel_rank()
-
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        losses, loss_func = gpt.forward_step(data_iterator, model)
-
-        def with_another_key(loss_mask: Tensor, output_tensor: Tensor) -> Any:
-            loss, num_tokens, report = loss_func.func(loss_mask, output_tensor)
-            return loss, num_tokens, {**report, "other": torch.tensor([3.0, 4.0])}
-
-        return losses, functools.partial(with_another_key, *loss_func.args)
-
+    gpt.initialize(**TOPOLOGY.sizes)
+    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
     logged = {}
-    for per_token in (False, True):
-        ddp = gpt.data_parallel(gpt.build(torch.float64, per_token))
-        schedule = get_forward_backward_func()
-        for run in (r for r in RUNS if r.per_token == per_token):
-            case = run.case
-            function = square_mask if case.mode == "custom" else None
-            hook = LossHook(
-                LossAggregation(mode=case.mode, function=function, **dict(case.options)),
-                evaluates_by_microbatch=run.loop == "sft eval",
+    for run in RUNS:
+        case, ddp = run.case, models[run.case.per_token]
+        by_microbatch = run.loop == "sft_eval"
+        for buffer in ddp.buffers:
+            buffer.grad_data.fill_(1.0)
+        with torch.set_grad_enabled(not run.forward_only):
+            reports = gpt.run_step(
+                LossHook(case.aggregation, evaluates_by_microbatch=by_microbatch),
+                ddp,
+                data_for(TOPOLOGY, PLACES, case.layout, case.masks),
+                N_MB,
+                forward_step_func=gpt.forward_step_with(with_another_key),
+                forward_only=run.forward_only,
+                zero_grad=False,
             )
-            mean = mean_of_means if run.loop == "sft eval" else step_mean
-            data = batches(sequences(case.fractional), deal(len(LENGTHS), D, N_MB)[rank], "thd")
-            for buffer in ddp.buffers:
-                buffer.grad_data.fill_(1.0)
-            with torch.set_grad_enabled(not run.forward_only):
-                reports = hook.wrap(schedule)(
-                    forward_step_func=forward_step,
-                    data_iterator=data,
-                    model=[ddp],
-                    num_microbatches=N_MB,
-                    seq_length=1,
-                    micro_batch_size=1,
-                    forward_only=run.forward_only,
-                )
-            logged[run] = Logged(
-                mean(reports, "lm loss"),
-                mean(reports, f"{case.mode} loss"),
-                [report["other"].tolist() for report in reports],
-                any(bool((g != 1).any()) for g in gpt.gradient(ddp).values()),
-            )
+        mean = mean_of_means if by_microbatch else step_mean
+        logged[run] = Logged(
+            mean(reports, "lm loss"),
+            mean(reports, f"{case.mode} loss"),
+            [report["other"].tolist() for report in reports],
+            bool((gradients.flat(ddp) != 1).any()),
+        )
     return logged
 
 
 @functools.cache
-def expected_losses() -> dict[bool, list[list[float]]]:
-    return run_host_ranks(token_losses, 1)[0]
-
-
-@functools.cache
 def by_rank() -> list[dict[Run, Logged]]:
-    return run_host_ranks(logged_by_host, D * C)
-
-
-def weighted(weights: list[Any], fractional: bool) -> float:
-    """``sum w * loss`` over the step."""
-    pairs = zip(weights, expected_losses()[fractional], strict=True)
-    return math.fsum(w * x for ws, xs in pairs for w, x in zip(ws, xs, strict=True))
+    return run_host_ranks(logged_by_host, TOPOLOGY.world_size)
 
 
 def name_of(run: Run) -> str:
-    options = "-".join(str(value) for _, value in run.case.options)
-    kind = "fractional" if run.case.fractional else "01"
-    flag = "per_token" if run.per_token else "default"
-    return f"{run.case.mode}{options}-{kind}-{flag}-{run.loop.replace(' ', '_')}"
+    return f"{run.case.name}-{run.loop}"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_reports_are_those_of_the_whole_step(run: Run) -> None:
-    masks = [s.sample.mask for s in sequences(run.case.fractional)]
-    token_mean = weighted(masks, run.case.fractional) / math.fsum(m for mask in masks for m in mask)
-    aggregated = weighted(weights_of(run.case, D, N_MB), run.case.fractional)
+    token_mean = reference().loss(weights_of("token_mean", PLACES, run.case.masks))
+    aggregated = reference().loss(run.case.weights)
     for rank in by_rank():
         logged = rank[run]
-        assert logged.lm_loss == pytest.approx(token_mean, rel=1e-12)
-        assert logged.mode_loss == pytest.approx(aggregated, rel=1e-12)
+        assert logged.lm_loss == pytest.approx(token_mean, rel=EXACT, abs=0)
+        assert logged.mode_loss == pytest.approx(aggregated, rel=EXACT, abs=0)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)

@@ -1,4 +1,4 @@
-"""Batches in the shape of Megatron's SFT data, through the real host, against one process in fp64.
+"""Batches in the shape of Megatron's SFT data, through the real host, against the fp64 reference.
 
 Its loader stacks packs of one length; their offsets are filled up with that length, and the last
 sample reaches to the pack's end.
@@ -6,7 +6,6 @@ sample reaches to the pack's end.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import oracle
-from tests.host.ranks import run_host_ranks
-from tests.host.steps import MULTIPLE, sequences
+from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import reference
+from tests.host.steps import MULTIPLE, aggregation, sequences, weights_of
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
 LENGTH = 40
 PACKS = ((0, 1), (2, 3, 4), (5, 6, 7), (8, 9))
 MODES = ("token_mean", "sample_mean")
@@ -28,7 +26,7 @@ MODES = ("token_mean", "sample_mean")
 
 def pack(places: tuple[int, ...]) -> dict[str, Tensor]:
     """One item of the data set: samples one after another, padded for context parallelism."""
-    chosen = [sequences(fractional=False)[i] for i in places]
+    chosen = [sequences()[i] for i in places]
     widths = [-(-len(s.tokens) // MULTIPLE) * MULTIPLE for s in chosen]
     widths[-1] += LENGTH - sum(widths)
 
@@ -60,29 +58,13 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
     return gpt.forward_step(iter([merged(next(iterator))]), model)
 
 
-def references() -> dict[str, Any]:
-    """One process: each mode's gradient over all samples of the step."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    model = gpt.build(torch.float64, per_token=False)
-    chosen = sequences(fractional=False)
-    step = [[[s.sample for s in chosen]]]
-    return {
-        mode: gpt.plain_gradient(model, chosen, oracle.step_weights(mode, step)[0][0])
-        for mode in MODES
-    }
-
-
 def errors_on_host(cp: int, packs_per_batch: int, expected: dict[str, Any]) -> dict[Any, float]:
-    """Every rank: each run's error."""
+    """Every rank: the gradient error of each (per-token flag, mode)."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from torch.utils.data import default_collate
 
-    from megatron_loss_agg import LossAggregation
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
+    from tests.host import gpt, gradients
 
     gpt.initialize(cp)
     size = parallel_state.get_data_parallel_world_size()
@@ -90,23 +72,19 @@ def errors_on_host(cp: int, packs_per_batch: int, expected: dict[str, Any]) -> d
     groups = [mine[i : i + packs_per_batch] for i in range(0, len(mine), packs_per_batch)]
     errors = {}
     for per_token in (False, True):
-        ddp = gpt.data_parallel(gpt.build(torch.float64, per_token))
+        ddp = gpt.ddp_model(per_token)
         for mode in MODES:
             data = iter([default_collate([pack(places) for places in group]) for group in groups])
-            run = LossHook(LossAggregation(mode=mode)).wrap(get_forward_backward_func())
             options = {"forward_step_func": forward_step}
-            gpt.run_step(run, ddp, data, len(groups), packs_per_batch, **options)
-            errors[per_token, mode] = gpt.relative_error(gpt.gradient(ddp), expected[mode])
+            hook = LossHook(aggregation(mode))
+            gpt.run_step(hook, ddp, data, len(groups), packs_per_batch, **options)
+            errors[per_token, mode] = gradients.error(ddp, expected[mode])
     return errors
-
-
-@functools.cache
-def expected() -> dict[str, Any]:
-    return run_host_ranks(references, 1)[0]
 
 
 @pytest.mark.parametrize("cp, packs_per_batch", [(1, 1), (1, 2), (2, 2)])
 def test_stacked_packs_are_exact(cp: int, packs_per_batch: int) -> None:
-    for rank in run_host_ranks(errors_on_host, 2, cp, packs_per_batch, expected()):
+    expected = {mode: reference().gradient(weights_of(mode, (PACKS,))) for mode in MODES}
+    for rank in run_host_ranks(errors_on_host, 2, cp, packs_per_batch, expected):
         assert len(rank) == 2 * len(MODES)
         assert max(rank.values()) <= EXACT, rank

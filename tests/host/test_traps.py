@@ -2,36 +2,34 @@
 
 Each has a small loss function that has the defect. It runs on Megatron's own schedule, DDP and
 gradient finalization, and its gradient is off by the factor that is derived beside it; the hook's,
-on the same data, is that of one process. Numbers are those of the trap list in docs.
+on the same data, is that of one process.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import oracle
-from tests.host.ranks import run_host_ranks
-from tests.host.steps import Sequence, batches, sequences
+from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import reference
+from tests.host.steps import LENGTHS, Places, aggregation, batches, sequences, weights_of
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
 N_MB = 3
 DIVISOR = 7.0
-# Samples by rank and microbatch. Sample 5, which has no loss token, is a microbatch of its own.
-PLACES = {
-    2: [[[5], [0, 1], [2]], [[3], [4, 6], [7, 8, 9]]],
-    1: [[[5], [0, 1, 2, 3], [4, 6, 7, 8, 9]]],
+# Sample 5, which has no loss token, is a microbatch of its own.
+PLACES: dict[int, Places] = {
+    2: (((5,), (0, 1), (2,)), ((3,), (4, 6), (7, 8, 9))),
+    1: (((5,), (0, 1, 2, 3), (4, 6, 7, 8, 9)),),
 }
-SAMPLES = 10
+SAMPLES = len(LENGTHS)
 
 
 class Local(NamedTuple):
@@ -50,13 +48,13 @@ Returned = tuple[Tensor, ...]
 class Trap(NamedTuple):
     """A defective loss function, and the factor by which its gradient is off."""
 
-    mode: str  # what it means to compute
     defective: Callable[[Local], Returned]  # Megatron's tuple, without the report
-    factor: Callable[[], float]
+    mode: str  # what it means to compute
+    factor: float
     d: int = 2
     c: int = 1
     per_token: bool = False
-    kind: str = "01"  # of mask: 01, fractional, or one token a microbatch
+    masks: str = "01"
 
 
 def count(x: Tensor) -> Tensor:
@@ -70,37 +68,37 @@ def count(x: Tensor) -> Tensor:
 
 
 def phantom_tokens(x: Local) -> Returned:
-    """Trap 1. Right: S / T. The empty microbatch counts as a token: S / (T + 1)."""
+    """Right: S / T. The empty microbatch counts as a token: S / (T + 1)."""
     return x.sum, count(x.tokens.clamp(min=1))
 
 
 def dp_squared(x: Local) -> Returned:
-    """Trap 2. Right: S / N, so S d / N before the average over d. Got: S / (N d) / d."""
+    """Right: S / N, so S d / N before the average over d. Got: S / (N d) / d."""
     return (x.sum / (SAMPLES * x.d) * N_MB,)
 
 
 def averaged_over_dp(x: Local) -> Returned:
-    """Trap 3. Right: S / (N D). The average over d ranks is not undone: S / (N D) / d."""
+    """Right: S / (N D). The average over d ranks is not undone: S / (N D) / d."""
     return (x.sum / (SAMPLES * DIVISOR) * N_MB,)
 
 
 def scaled_for_another_route(x: Local) -> Returned:
-    """Trap 7. Right: S / T. The factor n_mb d / N of the other route stays: S / T * n_mb d / N."""
+    """Right: S / T. The factor n_mb d / N of the other route stays: S / T * n_mb d / N."""
     return x.sum * (N_MB * x.d / SAMPLES), count(x.tokens)
 
 
 def missing_cp_factor(x: Local) -> Returned:
-    """Trap 7. Right: S / T. A 3-tuple gets no c from the host: (S / T) n_mb d / (n_mb d c)."""
+    """Right: S / T. A 3-tuple gets no c from the host: (S / T) n_mb d / (n_mb d c)."""
     return x.sum / x.step_tokens * N_MB * x.d, count(torch.ones(()))
 
 
 def cp_factor_twice(x: Local) -> Returned:
-    """Trap 8. Right: S / T. A 2-tuple gets c from the host: (S / T) n_mb d c * c / (n_mb d c)."""
+    """Right: S / T. A 2-tuple gets c from the host: (S / T) n_mb d c * c / (n_mb d c)."""
     return (x.sum / x.step_tokens * N_MB * x.d * x.c,)
 
 
 def local_count(x: Local) -> Returned:
-    """Trap 12. Right: the mean over microbatches of one token's loss l.
+    """Right: the mean over microbatches of one token's loss l.
 
     The rank that holds the token returns (l, 1), the other one (0, 0): l / (n_mb d c) a microbatch.
     """
@@ -108,87 +106,46 @@ def local_count(x: Local) -> Returned:
 
 
 def sum_of_means(x: Local) -> Returned:
-    """Trap 13. Right: the mean over n_mb d microbatches. Their sum, averaged over d: n_mb of it."""
+    """Right: the mean over n_mb d microbatches. Their sum, averaged over d: n_mb of it."""
     return (x.sum / x.tokens.clamp(min=1) * N_MB,)
 
 
 def divided_by_steps(x: Local) -> Returned:
-    """Trap 16. Right: S / T, which the host divides by alone. Divided once more: S / T / n_mb."""
+    """Right: S / T, which the host divides by alone. Divided once more: S / T / n_mb."""
     return x.sum / N_MB, count(x.tokens)
 
 
 def not_times_microbatches(x: Local) -> Returned:
-    """Trap 17. Right: S / T. The host divides it by n_mb, and by d, which alone is undone."""
+    """Right: S / T. The host divides it by n_mb, and by d, which alone is undone."""
     return (x.sum / x.step_tokens * x.d,)
 
 
 def fraction_lost(x: Local) -> Returned:
-    """Trap 26. Right: S / T. The count of every microbatch is cut to an integer: S / sum(int)."""
+    """Right: S / T. The count of every microbatch is cut to an integer: S / sum(int)."""
     return x.sum, count(x.tokens)
 
 
-def tokens(kind: str) -> float:
-    return math.fsum(m for s in samples_of_kind(kind) for m in s.sample.mask)
+def tokens(masks: str, places: tuple[int, ...] = tuple(range(SAMPLES))) -> float:
+    return math.fsum(m for i in places for m in sequences(masks)[i].sample.mask)
 
 
-def whole_tokens(d: int) -> int:
-    """Sum of the tokens of every microbatch, each rounded down."""
-    chosen = samples_of_kind("fractional")
-    parts = [[chosen[i].sample.mask for i in place] for rank in PLACES[d] for place in rank]
-    return sum(int(math.fsum(m for mask in part for m in mask)) for part in parts)
-
-
-TRAPS = {
-    "1": Trap(
-        "token_mean", phantom_tokens, lambda: tokens("01") / (tokens("01") + 1), per_token=True
-    ),
-    "2": Trap("sample_sum", dp_squared, lambda: 1 / 2**2),
-    "3": Trap("constant", averaged_over_dp, lambda: 1 / 2),
-    "7": Trap("token_mean", scaled_for_another_route, lambda: N_MB * 2 / SAMPLES, per_token=True),
-    "7-cp": Trap("token_mean", missing_cp_factor, lambda: 1 / 2, d=1, c=2),
-    "8": Trap("token_mean", cp_factor_twice, lambda: 2, d=1, c=2),
-    "12": Trap("microbatch_mean", local_count, lambda: 1 / 2, d=1, c=2, kind="one"),
-    "13": Trap("microbatch_mean", sum_of_means, lambda: N_MB),
-    "16": Trap("token_mean", divided_by_steps, lambda: 1 / N_MB, per_token=True),
-    "17": Trap("token_mean", not_times_microbatches, lambda: 1 / N_MB),
-    # `custom` here is m / T: under the flag, `token_mean` refuses fractions, see test_hook.
-    "26": Trap(
-        "custom",
-        fraction_lost,
-        lambda: tokens("fractional") / whole_tokens(2),
-        per_token=True,
-        kind="fractional",
-    ),
-}
-
-
-def samples_of_kind(kind: str) -> list[Sequence]:
-    if kind != "one":
-        return sequences(fractional=kind == "fractional")
-    # The last token of the first sample of every microbatch, and no other.
-    active = {place[0] for rank in PLACES[1] for place in rank}
-    return [
-        dataclasses.replace(
-            s,
-            sample=oracle.Sample((*[0.0] * (len(s.tokens) - 1), float(i in active))),
-        )
-        for i, s in enumerate(sequences(fractional=False))
-    ]
-
-
-def weights_of(trap: Trap) -> list[list[float]]:
-    """The oracle's weights, in the order of the samples."""
-    chosen = samples_of_kind(trap.kind)
-    step = [[[chosen[i].sample for i in place] for place in rank] for rank in PLACES[trap.d]]
-    mode = "token_mean" if trap.mode == "custom" else trap.mode
-    divisor = DIVISOR if trap.mode == "constant" else None
-    nested = oracle.step_weights(mode, step, divisor=divisor)
-    in_order: list[list[float]] = [[]] * SAMPLES
-    for r, rank in enumerate(PLACES[trap.d]):
-        for k, place in enumerate(rank):
-            for s, i in enumerate(place):
-                in_order[i] = nested[r][k][s]
-    return in_order
+T = tokens("01")
+# Tokens of every microbatch, each number rounded down.
+WHOLE = sum(int(tokens("fractional", place)) for rank in PLACES[2] for place in rank)
+TRAPS = [
+    Trap(phantom_tokens, "token_mean", T / (T + 1), per_token=True),
+    Trap(dp_squared, "sample_sum", 1 / 2**2),
+    Trap(averaged_over_dp, "constant", 1 / 2),
+    Trap(scaled_for_another_route, "token_mean", N_MB * 2 / SAMPLES, per_token=True),
+    Trap(missing_cp_factor, "token_mean", 1 / 2, d=1, c=2),
+    Trap(cp_factor_twice, "token_mean", 2, d=1, c=2),
+    Trap(local_count, "microbatch_mean", 1 / 2, d=1, c=2, masks="single"),
+    Trap(sum_of_means, "microbatch_mean", N_MB),
+    Trap(divided_by_steps, "token_mean", 1 / N_MB, per_token=True),
+    Trap(not_times_microbatches, "token_mean", 1 / N_MB),
+    # `custom` here is m / T: under the flag, `token_mean` refuses fractions.
+    Trap(fraction_lost, "custom", tokens("fractional") / WHOLE, per_token=True, masks="fractional"),
+]
 
 
 def token_share(plan: Any, i: int) -> Tensor:
@@ -196,85 +153,54 @@ def token_share(plan: Any, i: int) -> Tensor:
     return plan.microbatches[i].loss_mask / plan.counts.tokens
 
 
-def reference_gradients() -> dict[str, Any]:
-    """One process: what each trap's loss means."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    model = gpt.build(torch.float64, per_token=False)
-    return {
-        name: gpt.plain_gradient(model, samples_of_kind(trap.kind), weights_of(trap))
-        for name, trap in TRAPS.items()
-    }
+def wanted(trap: Trap) -> Any:
+    """The gradient of what the trap's loss means."""
+    mode = "token_mean" if trap.mode == "custom" else trap.mode
+    return reference().gradient(weights_of(mode, PLACES[trap.d], trap.masks))
 
 
-def host_gradients(d: int, c: int, references: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def errors_on_host(d: int, c: int, expected: dict[Trap, Any]) -> dict[Trap, tuple[float, float]]:
     """Every rank, for each trap: the defective gradient's error against the factor times the
     reference, and the hook's error against the reference.
     """
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_loss_agg import LossAggregation
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
+    from tests.host import gpt, gradients
 
     gpt.initialize(c)
-    rank = parallel_state.get_data_parallel_rank()
+    place = PLACES[d][parallel_state.get_data_parallel_rank()]
 
-    def forward_step(
-        trap: Trap, data_iterator: Iterator[Any], model: Any
-    ) -> tuple[Tensor, Callable[..., Any]]:
-        losses, loss_func = gpt.forward_step(data_iterator, model)
-        (mask,) = loss_func.args
-
-        def defective(output: Tensor) -> tuple[Any, ...]:
+    def defective(trap: Trap, _: Any, mask: Tensor) -> Callable[..., Any]:
+        def loss_func(output: Tensor) -> tuple[Any, ...]:
             total = (output * mask).sum()
-            local = Local(total, mask.sum(), tokens(trap.kind), trap.d, trap.c)
-            return *trap.defective(local), {}
+            return *trap.defective(Local(total, mask.sum(), tokens(trap.masks), d, c)), {}
 
-        return losses, defective
+        return loss_func
 
     errors = {}
-    for name, trap in TRAPS.items():
-        if (trap.d, trap.c) != (d, c):
-            continue
-        ddp = gpt.data_parallel(gpt.build(torch.float64, trap.per_token))
-        hook = LossHook(
-            LossAggregation(
-                mode=trap.mode,
-                divisor=DIVISOR if trap.mode == "constant" else None,
-                function=token_share if trap.mode == "custom" else None,
-            )
-        )
-        schedule = get_forward_backward_func()
-        wrong = functools.partial(forward_step, trap)
-        found = []
-        for run, step in ((schedule, wrong), (hook.wrap(schedule), gpt.forward_step)):
-            data = batches(samples_of_kind(trap.kind), PLACES[d][rank], "thd")
-            gpt.run_step(run, ddp, data, N_MB, forward_step_func=step)
-            found.append(gpt.gradient(ddp))
-        scaled = {key: g * trap.factor() for key, g in references[name].items()}
-        errors[name] = (
-            gpt.relative_error(found[0], scaled),
-            gpt.relative_error(found[1], references[name]),
-        )
+    for trap, right in expected.items():
+        ddp = gpt.ddp_model(trap.per_token)
+        options = {"function": token_share} if trap.mode == "custom" else {}
+        hook = LossHook(aggregation(trap.mode, **options))
+        wrong_step = gpt.forward_step_with(functools.partial(defective, trap))
+        data = functools.partial(batches, place, "thd", trap.masks)
+        gpt.run_step(None, ddp, data(), N_MB, forward_step_func=wrong_step)
+        off = gradients.error(ddp, {name: g * trap.factor for name, g in right.items()})
+        gpt.run_step(hook, ddp, data(), N_MB)
+        errors[trap] = off, gradients.error(ddp, right)
     return errors
 
 
 @functools.cache
-def errors() -> dict[str, tuple[float, float]]:
-    (references,) = run_host_ranks(reference_gradients, 1)
-    return {
-        name: error
-        for d, c in ((2, 1), (1, 2))
-        for name, error in run_host_ranks(host_gradients, 2, d, c, references)[0].items()
-    }
+def errors(d: int, c: int) -> dict[Trap, tuple[float, float]]:
+    expected = {trap: wanted(trap) for trap in TRAPS if (trap.d, trap.c) == (d, c)}
+    return run_host_ranks(errors_on_host, 2, d, c, expected)[0]
 
 
-@pytest.mark.parametrize("name", TRAPS)
-def test_the_defect_is_off_by_its_factor_and_the_hook_is_exact(name: str) -> None:
-    defective, hooked = errors()[name]
-    assert abs(TRAPS[name].factor() - 1) > 1e-3
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.defective.__name__)
+def test_the_defect_is_off_by_its_factor_and_the_hook_is_exact(trap: Trap) -> None:
+    defective, hooked = errors(trap.d, trap.c)[trap]
+    assert abs(trap.factor - 1) > 1e-3
     assert defective <= EXACT
     assert hooked <= EXACT

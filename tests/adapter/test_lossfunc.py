@@ -1,4 +1,4 @@
-"""How the mask is found in whatever a forward step returns; no host is needed."""
+"""How the mask is found in whatever a forward step returns."""
 
 from __future__ import annotations
 

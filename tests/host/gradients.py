@@ -1,4 +1,4 @@
-"""Which part of the whole model a parameter of one rank is: its global name, and its slice."""
+"""The gradient of one rank's parameters, and which part of the undivided model these are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import Parameter
+
+from tests.host.reference import Gradient, relative_error
 
 
 def parts(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -47,7 +49,38 @@ def part_of(whole: Tensor, parameter: Parameter) -> Tensor:
     return pieces[dist.get_rank(group)]
 
 
-def gather_gradients(ddp: Any) -> None:
+def of(model: Any) -> Gradient:
+    """Gradients of this rank's parameters, by their names in the undivided model.
+
+    Args:
+        model: in DDP, or a list of its chunks.
+    """
+    found = {}
+    for ddp in _chunks(model):
+        _gather_shards(ddp)
+        found.update({name: p.main_grad.clone() for name, p in parts(ddp.module)})
+    return found
+
+
+def flat(model: Any) -> Tensor:
+    return torch.cat([g.view(-1) for g in of(model).values()])
+
+
+def error(model: Any, whole: Gradient) -> float:
+    """`relative_error` of the gradient in ``model``, over this rank's parameters."""
+    expected = {
+        name: part_of(whole[name], p)
+        for ddp in _chunks(model)
+        for name, p in parts(ddp.module)
+    }
+    return relative_error(of(model), expected)
+
+
+def _chunks(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
+
+
+def _gather_shards(ddp: Any) -> None:
     """Fill the gradient buffers, of which a distributed optimizer's ranks reduce a shard each."""
     if not ddp.ddp_config.use_distributed_optimizer:
         return

@@ -1,0 +1,109 @@
+"""Run the host on several ranks: its topologies, its steps, and what becomes of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.distributed import run_ranks
+from tests.host.steps import Places, batches
+
+run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
+"""`run_ranks` on ranks that have the real Megatron-Core imported, on the CPU."""
+
+EXACT = 1e-14
+"""Bound of a gradient's error in fp64, norm-wise and relative to the fp64 reference."""
+
+# What decides the parameters of each model.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "deep": {"num_layers": 4},  # two chunks on each of two pipeline stages
+    "moe": {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_dtype": "fp64",
+        "moe_router_load_balancing_type": "none",
+        "add_bias_linear": False,
+    },
+}
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"cp": 2}
+EP2 = {"expert_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks run which model, and how it is divided over them."""
+
+    world_size: int
+    sizes: dict[str, int] = field(default_factory=dict)  # of the groups, under Megatron's names
+    config: dict[str, Any] = field(default_factory=dict)  # of the model, apart from its parameters
+    ddp: dict[str, Any] = field(default_factory=dict)
+    model: str = "dense"
+    aligned: bool = True  # overlapped reductions start where the schedule says
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a rank, under interleaved pipelining."""
+        return self.sizes.get("virtual_pipeline_model_parallel_size", 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks with samples of their own: experts are divided over these."""
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "cp")
+        return self.world_size // math.prod(self.sizes.get(name, 1) for name in names)
+
+    @property
+    def per_token_flags(self) -> tuple[bool, ...]:
+        """Megatron refuses to average in the collective what it must divide by tokens."""
+        return (False,) if self.ddp.get("average_in_collective") else (False, True)
+
+
+def build_chunks(
+    topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64
+) -> list[Any]:
+    """This rank's model chunks in DDP, connected as `megatron.training` connects them."""
+    from tests.host import gpt
+
+    stages = range(topology.chunks) if topology.chunks > 1 else [None]
+    config = {**MODELS[topology.model], **topology.config}
+    models = [gpt.build(dtype, per_token, stage, **config) for stage in stages]
+    chunks = [gpt.data_parallel(model, **topology.ddp) for model in models]
+    if topology.ddp.get("overlap_grad_reduce"):
+        for model in models:
+            model.config.no_sync_func = _one_or_all([ddp.no_sync for ddp in chunks])
+            if topology.aligned:
+                model.config.grad_sync_func = _one_or_all([ddp.start_grad_sync for ddp in chunks])
+    return chunks
+
+
+def data_for(topology: Topology, places: Places, layout: str, masks: str = "01") -> Any:
+    """What stock scripts give the schedule: data on the first tensor-parallel rank alone."""
+    from megatron.core import parallel_state
+
+    place = places[parallel_state.get_data_parallel_rank()]
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    return _one_or_all(
+        [batches(place, layout, masks) if reads else None for _ in range(topology.chunks)]
+    )
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """What the call raised, as "Name: text"; None if nothing."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values if len(values) > 1 else values[0]

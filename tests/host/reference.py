@@ -1,0 +1,72 @@
+"""What every aggregation is compared with: one fp64 process that runs every sample alone.
+
+A loss is linear in the token losses, so the gradient of every token's loss says everything: the
+gradient of ``sum w * loss`` is ``sum w * gradient`` for any weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.host.harness import MODELS, run_host_ranks
+from tests.host.steps import Weights, sequences
+
+Gradient = dict[str, Tensor]
+
+
+class Reference(NamedTuple):
+    """Of every sample: the losses of its tokens, and their gradients."""
+
+    losses: list[Tensor]  # fp64 [tokens]
+    gradients: list[Gradient]  # fp64 [tokens, *shape of the parameter]
+
+    def loss(self, weights: Weights) -> float:
+        """``sum w * loss``."""
+        parts = [torch.tensor(w, dtype=torch.float64) * self.losses[i] for i, w in weights]
+        return float(torch.cat(parts).sum())
+
+    def gradient(self, weights: Weights) -> Gradient:
+        """Of ``sum w * loss``, by parameter."""
+        return {
+            name: sum(
+                torch.tensordot(torch.tensor(w, dtype=torch.float64), self.gradients[i][name], 1)
+                for i, w in weights
+            )
+            for name in self.gradients[0]
+        }
+
+
+@functools.cache
+def reference(model: str = "dense") -> Reference:
+    return Reference(*run_host_ranks(_tokens, 1, MODELS[model])[0])
+
+
+def relative_error(got: Gradient, expected: Gradient) -> float:
+    """Norm-wise over all parameters, in fp64."""
+    difference = sum((got[n].double() - g.double()).square().sum() for n, g in expected.items())
+    norm = sum(g.double().square().sum() for g in expected.values())
+    return float((difference / norm).sqrt())
+
+
+def _tokens(config: dict[str, Any]) -> tuple[list[Tensor], list[Gradient]]:
+    """One process: the two fields of `Reference`."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.build(**config)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    losses, gradients = [], []
+    for sequence in sequences():
+        of_sample = gpt.plain_losses(model, sequence)
+        rows = [
+            torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+            for loss in of_sample
+        ]
+        losses.append(of_sample.detach())
+        columns = zip(*rows, strict=True)
+        gradients.append({n: torch.stack(c) for n, c in zip(names, columns, strict=True)})
+    return losses, gradients
