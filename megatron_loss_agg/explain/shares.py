@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import MODES, PRESETS, LossAggregation
+from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import DivisorError, FunctionError, InputError, ModeError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.presets import PRESETS
 
 ALL_MODES = tuple(mode for mode in MODES if mode != "custom")
 
@@ -97,7 +98,7 @@ def _aggregation(name: str, divisor: float | None, empty: str | None) -> LossAgg
         raise FunctionError("mode 'custom' has no table: its weights are what your function says")
     options: dict[str, Any] = {} if empty is None else {"empty": empty}
     preset = name in PRESETS
-    mode = PRESETS[name]["mode"] if preset else name
+    mode = PRESETS[name].mode if preset else name
     if mode not in MODES:
         raise ModeError(
             f"unknown mode {name!r}; expected one of {', '.join(ALL_MODES)}; "

@@ -25,6 +25,7 @@ CORE = (
     "microbatch",
     "plan",
     "policy",
+    "presets",
     "report",
     "sequences",
     "tally",
