@@ -1,4 +1,4 @@
-"""The one sum."""
+"""The only reduction: a weighted sum."""
 
 from __future__ import annotations
 
@@ -7,53 +7,63 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import MaskError
+from megatron_loss_agg.errors import AggregationError, MaskError
+
+_SUM_DTYPES = (torch.float32, torch.float64)
+_BLOCK = 2**18
 
 
 def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     """``sum_t w_t * loss_t`` over the tokens with ``w_t != 0``.
 
-    A token of weight 0 is left out rather than multiplied by 0: NaN or inf there reaches neither
-    the value nor the gradient of ``token_loss``. Without any token, the sum is 0 and keeps its path
-    in the autograd graph, so that collectives in the backward pass are reached on every rank.
+    Tokens of weight 0 are skipped, not multiplied by 0: NaN or inf there reaches neither the value
+    nor the gradient of ``token_loss``. With no tokens the sum is 0 and stays attached to the
+    autograd graph, so that every rank still runs the collectives of the backward pass.
 
     Args:
-        w: weights, from `StepPlan.weights`; constants of the step, so no gradient reaches them.
+        w: weights, from `StepPlan.weights`; treated as constants, without gradient.
         token_loss: per-token losses, of the same shape.
 
     Returns:
-        scalar, in the wider of the two dtypes; fp32 if neither is floating.
+        scalar, in the wider of the two dtypes; fp32 if neither is floating-point.
 
     Raises:
-        MaskError: the shapes differ; nothing is broadcast.
+        MaskError: not two real tensors of the same shape; nothing is broadcast.
     """
-    if not isinstance(w, Tensor) or not isinstance(token_loss, Tensor):
-        raise MaskError(
-            f"weights are a {type(w).__name__} and losses a {type(token_loss).__name__}; expected "
-            "two tensors"
-        )
-    if w.is_complex() or token_loss.is_complex():
-        raise MaskError(
-            f"weights of {w.dtype} for losses of {token_loss.dtype}; expected real tensors"
-        )
-    if w.shape != token_loss.shape:
-        raise MaskError(
-            f"weights of shape {tuple(w.shape)} for losses of shape {tuple(token_loss.shape)}; "
-            "expected the same shape"
-        )
-    if token_loss.dim() != 1:  # another view would be another step of the backward pass
+    check_pair(MaskError, w=w, token_loss=token_loss)
+    if token_loss.dim() != 1:  # a view of a vector would only add a backward node
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
-    if w.dtype == token_loss.dtype and w.dtype in _SUMMED:
+    if w.dtype == token_loss.dtype and w.dtype in _SUM_DTYPES:
         return _weighted_sum(w.detach(), token_loss)
     wider = torch.promote_types(w.dtype, token_loss.dtype)
-    computed = torch.promote_types(wider, torch.float32)
-    total = _weighted_sum(w.detach().to(computed), token_loss.to(computed))
+    dtype = torch.promote_types(wider, torch.float32)
+    total = _weighted_sum(w.detach().to(dtype), token_loss.to(dtype))
     return total.to(wider) if wider.is_floating_point else total
 
 
+def where_weighted(w: Tensor, x: Tensor) -> Tensor:
+    """``x`` where ``w != 0``, else 0 (also for NaN and inf); same shape and dtype.
+
+    One vectorized pass: `torch.where` is several times slower on CPU.
+    """
+    return torch.ops.aten.hardshrink_backward(x, w, 0)
+
+
+def check_pair(error: type[AggregationError], /, **pair: object) -> None:
+    """Raise ``error`` unless both arguments are real tensors of the same shape."""
+    (a, x), (b, y) = pair.items()
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        got = f"{a} is a {type(x).__name__} and {b} a {type(y).__name__}"
+        raise error(f"{got}; expected two tensors")
+    if x.is_complex() or y.is_complex():
+        raise error(f"{a} is {x.dtype} and {b} {y.dtype}; expected real tensors")
+    if x.shape != y.shape:
+        got = f"{a} has shape {tuple(x.shape)} and {b} {tuple(y.shape)}"
+        raise error(f"{got}; expected the same shape (nothing is broadcast)")
+
+
 def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
-    """Of vectors of one of the dtypes that are `_SUMMED`."""
-    # The gradient is w itself, whatever the losses are; it is the value that NaN would spoil.
+    # The gradient of the dot product is w, whatever the losses are: only the value needs a repair.
     total = _dot(token_loss, w)
     if not _is_known_finite(total):
         with torch.no_grad():
@@ -62,33 +72,18 @@ def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, w: Tensor) -> Tensor:
-    """In blocks on a CPU, whose dot product adds up in sequence, with errors that grow so."""
+    """In blocks on CPU, where the rounding error of `torch.dot` grows with the length."""
     if x.numel() <= _BLOCK or not x.is_cpu:
         return torch.dot(x, w)
     blocks = zip(x.split(_BLOCK), w.split(_BLOCK), strict=True)
     return torch.stack([torch.dot(*block) for block in blocks]).sum()
 
 
-_SUMMED = (torch.float32, torch.float64)
-_BLOCK = 2**18
-
-
-def where_weighted(w: Tensor, x: Tensor) -> Tensor:
-    """``x`` where ``w != 0``, and 0 elsewhere whatever ``x`` is there; same shape and dtype.
-
-    A select in one vectorised pass: `torch.where` takes several times as long on a CPU.
-    """
-    return torch.ops.aten.hardshrink_backward(x, w, 0)
-
-
 def _is_known_finite(total: Tensor) -> bool:
-    """Whether a scalar is finite; False where that cannot be read without waiting for a device.
-
-    A finite sum has met no NaN and no inf, at positions of weight 0 either.
-    """
+    """Whether no NaN or inf entered the sum; False if that is unknown without a device sync."""
     if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
         return math.isfinite(total.detach().numpy())
-    except RuntimeError:  # no numpy, or a tensor without memory of its own, as under `vmap`
+    except RuntimeError:  # no numpy, or a tensor without storage, as under `vmap`
         return False
