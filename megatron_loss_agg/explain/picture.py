@@ -1,4 +1,4 @@
-"""The picture: weight of a token against the length of its sample, a line or cloud per mode."""
+"""The plot: token weight against sample length, a line or a set of points per mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_loss_agg.errors import DependencyError, InputError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import Shares, relative_to_token_mean
 
-# Colours that colour-blind readers can tell apart too (Okabe and Ito).
+# The colour-blind safe palette of Okabe and Ito.
 _COLORS = {
     "token_mean": "#000000",
     "sample_mean": "#D55E00",
@@ -20,19 +20,19 @@ _COLORS = {
     "sum": "#7F7F7F",
     "microbatch_mean": "#E69F00",
 }
-# Hollow and of different sizes, so that points in one place are all seen.
+# Hollow and of different sizes, so that overlapping points stay visible.
 _MARKERS = {"rollout_mean": ("s", 10.0), "prompt_mean": ("D", 7.0), "microbatch_mean": ("o", 4.0)}
-# For presets of one mode beside each other; of points, all but the first are filled.
+# For several presets of one mode. Of their points, all but the first are filled.
 _LINES = ("-", "--", ":", "-.")
-# Up to this many samples, a line also shows where they lie.
+# Up to this many samples, lines also have markers.
 _FEW = 12
 
 
 def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> None:
-    """Write the picture to ``path``, in the format of its suffix.
+    """Save the plot to ``path``, in the format of its suffix.
 
     Raises:
-        DependencyError: matplotlib is missing.
+        DependencyError: matplotlib is not installed.
         InputError: no sample has tokens, or ``path`` cannot be written.
     """
     try:
@@ -54,13 +54,13 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
         )
         for name, shares in shown.items()
     }
-    # The legend from top to bottom as the picture is at its right end.
+    # Order the legend like the right end of the plot, from top to bottom.
     for name in sorted(points, key=lambda name: -points[name][-1][1]):
         style = _style(name, shown, len(lengths))
         axes.plot(*zip(*points[name], strict=True), label=name, **style)
-    _number(axes.xaxis, lengths)
-    _number(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
-    _dress(axes, lengths, len(samples))
+    _label_ticks(axes.xaxis, lengths)
+    _label_ticks(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
+    _decorate(axes, lengths, len(samples))
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -70,7 +70,7 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
 
 
 def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, Any]:
-    """A line where length alone decides the weight, and otherwise hollow points."""
+    """A line if the weight depends on the length alone, else points."""
     mode = shown[name].aggregation.mode
     few = samples <= _FEW
     same = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
@@ -94,8 +94,8 @@ def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, An
     }
 
 
-def _number(axis: Any, values: Sequence[float]) -> None:
-    """Plain numbers at powers of ten, and between them where the range is short."""
+def _label_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Label powers of ten, and numbers between them if the range is short."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if max(values) < 50 * min(values):
@@ -104,7 +104,7 @@ def _number(axis: Any, values: Sequence[float]) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
 
 
-def _dress(axes: Any, lengths: Sequence[float], samples: int) -> None:
+def _decorate(axes: Any, lengths: Sequence[float], samples: int) -> None:
     axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
     axes.set_ylabel("weight of one token, as a multiple of token_mean")
     axes.set_title(

@@ -1,4 +1,4 @@
-"""The shares as aligned text and as JSON."""
+"""Shares and weights as text tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDEST_ID = 16
 def as_text(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
-    """Two tables, shares and weights, with a row for each sample."""
+    """Two tables, of shares and of weights, with one row per sample."""
     fixed = [["sample", *map(str, range(len(samples)))]]
     fixed.append(["tokens", *(f"{sample.tokens:.10g}" for sample in samples)])
     for name in COLUMNS:
@@ -43,7 +43,7 @@ def as_text(
 def as_json(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The same with full precision; shares are fractions, and weights also absolute."""
+    """The same in full precision, with shares as fractions and weights also as absolute numbers."""
     return {
         "samples": [
             {"tokens": s.tokens, **{name: getattr(s, name) for name in COLUMNS}} for s in samples
@@ -66,7 +66,7 @@ def _percent(fractions: Tensor) -> list[str]:
 
 
 def _times(relative: Tensor, samples: Sequence[Sample]) -> list[str]:
-    """``-`` for a sample that has no token to weigh."""
+    """``-`` for samples without tokens."""
     pairs = zip(relative.tolist(), samples, strict=True)
     return [f"{times:.4g}" if sample.tokens else "-" for times, sample in pairs]
 
