@@ -40,7 +40,7 @@ class HostScale:
     def returned(
         self, loss: Tensor, num_tokens: Tensor, total_tokens: float, report: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """What a loss function must return for the gradient of ``loss`` summed over the step.
+        """What to return so that the host computes the gradient of ``loss`` summed over the step.
 
         Args:
             loss: this rank's ``sum w * loss`` of one microbatch.
