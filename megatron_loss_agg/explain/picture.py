@@ -48,16 +48,13 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
     figure = Figure(figsize=(8.6, 5.0), dpi=160, layout="constrained")
     axes = figure.subplots(subplot_kw={"xscale": "log", "yscale": "log"})
     lengths = [samples[s].tokens for s in with_tokens]
-    points = {
-        name: sorted(
-            zip(lengths, relative_to_token_mean(shares, samples)[with_tokens].tolist(), strict=True)
-        )
-        for name, shares in shown.items()
-    }
+    points = {}
+    for name, shares in shown.items():
+        weights = relative_to_token_mean(shares, samples)[with_tokens]
+        points[name] = sorted(zip(lengths, weights.tolist(), strict=True))
     # Order the legend like the right end of the plot, from top to bottom.
     for name in sorted(points, key=lambda name: -points[name][-1][1]):
-        style = _style(name, shown, len(lengths))
-        axes.plot(*zip(*points[name], strict=True), label=name, **style)
+        axes.plot(*zip(*points[name], strict=True), label=name, **_style(name, shown, len(lengths)))
     _label_ticks(axes.xaxis, lengths)
     _label_ticks(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
     _decorate(axes, lengths, len(samples))
@@ -72,23 +69,19 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
 def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, Any]:
     """A line if the weight depends on the length alone, else points."""
     mode = shown[name].aggregation.mode
-    few = samples <= _FEW
-    same = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
+    few, color = samples <= _FEW, _COLORS[mode]
+    same_mode = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
+    position = same_mode.index(name)
     if shown[name].depends_on_length_alone:
-        return {
-            "color": _COLORS[mode],
-            "linestyle": _LINES[same.index(name) % len(_LINES)],
-            "linewidth": 1.8,
-            "marker": "o" if few else None,
-            "markersize": 5,
-        }
+        line = {"linestyle": _LINES[position % len(_LINES)], "linewidth": 1.8}
+        return {**line, "color": color, "marker": "o" if few else None, "markersize": 5}
     marker, size = _MARKERS[mode]
     return {
-        "color": _COLORS[mode],
+        "color": color,
         "linestyle": "none",
         "marker": marker,
         "markersize": size if few else 0.6 * size,
-        "markerfacecolor": _COLORS[mode] if same.index(name) else "none",
+        "markerfacecolor": color if position else "none",
         "markeredgewidth": 1.6 if few else 1.1,
         "zorder": 3,
     }
@@ -107,28 +100,14 @@ def _label_ticks(axis: Any, values: Sequence[float]) -> None:
 def _decorate(axes: Any, lengths: Sequence[float], samples: int) -> None:
     axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
     axes.set_ylabel("weight of one token, as a multiple of token_mean")
-    axes.set_title(
-        f"What one token weighs in a step of {samples:,} samples "
-        f"and {sum(lengths):,.10g} loss tokens\n",
-        loc="left",
-        fontsize=12,
+    title = (
+        f"Weight of one token in a step of {samples:,} samples and {sum(lengths):,.10g} loss tokens"
     )
-    axes.text(
-        0,
-        1.025,
-        "lines: the sample's length decides; points: its group decides",
-        transform=axes.transAxes,
-        fontsize=9,
-        color="#555555",
-    )
-    axes.plot(
-        lengths,
-        [0.012] * len(lengths),
-        linestyle="none",
-        marker="|",
-        color="#777777",
-        transform=axes.get_xaxis_transform(),
-    )
+    axes.set_title(f"{title}\n", loc="left", fontsize=12)
+    note = "lines: the sample's length decides; points: its group decides"
+    axes.text(0, 1.025, note, transform=axes.transAxes, fontsize=9, color="#555555")
+    rug = {"linestyle": "none", "marker": "|", "color": "#777777"}
+    axes.plot(lengths, [0.012] * len(lengths), transform=axes.get_xaxis_transform(), **rug)
     axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -40,21 +40,22 @@ def from_lists(
         InputError: a list cannot be parsed, or differs in length from ``lengths``.
     """
     tokens = _integers("--lengths", lengths)
-    columns: dict[str, Sequence[Any] | None] = {
-        "prompt": None if prompts is None else _items(prompts),
-        "rollout": None if rollouts is None else _items(rollouts),
-        "microbatch": None if microbatches is None else _integers("--microbatches", microbatches),
-    }
+    columns: dict[str, Sequence[Any]] = {}
+    if prompts is not None:
+        columns["prompt"] = _items(prompts)
+    if rollouts is not None:
+        columns["rollout"] = _items(rollouts)
+    if microbatches is not None:
+        columns["microbatch"] = _integers("--microbatches", microbatches)
     for name, column in columns.items():
-        if column is not None and len(column) != len(tokens):
+        if len(column) != len(tokens):
             suffix = "es" if name == "microbatch" else "s"
             raise InputError(
                 f"--{name}{suffix} has {len(column)} values and --lengths has {len(tokens)}; "
                 "expected one for each sample"
             )
-    given = {name: column for name, column in columns.items() if column is not None}
     return [
-        Sample(float(count), **{name: column[s] for name, column in given.items()})
+        Sample(float(count), **{name: column[s] for name, column in columns.items()})
         for s, count in enumerate(tokens)
     ]
 
@@ -78,7 +79,12 @@ def from_jsonl(path: str) -> list[Sample]:
         raise InputError(f"--jsonl {path}: no line; expected one JSON object for each sample")
     samples = [_sample(where, line) for where, line in numbered]
     for name in COLUMNS:
-        _check_complete(name, samples, [where for where, _ in numbered])
+        known = [getattr(sample, name) is not None for sample in samples]
+        if any(known) and not all(known):
+            without, with_it = (numbered[known.index(known_)][0] for known_ in (False, True))
+            raise GroupError(
+                f"{without} has no {name!r} and {with_it} has; expected it on every line or on none"
+            )
     return samples
 
 
@@ -95,12 +101,11 @@ def _sample(where: str, line: str) -> Sample:
         tokens = float(_count(where, "length", row["length"]))
     else:
         tokens = _mask_sum(where, row["loss_mask"])
-    places = {
-        name: _count(where, name, row[name])
+    microbatch, rank = (
+        None if row.get(name) is None else _count(where, name, row[name])
         for name in ("microbatch", "rank")
-        if row.get(name) is not None
-    }
-    return Sample(tokens, row.get("prompt"), row.get("rollout"), **places)
+    )
+    return Sample(tokens, row.get("prompt"), row.get("rollout"), microbatch, rank)
 
 
 def _mask_sum(where: str, mask: Any) -> float:
@@ -117,15 +122,6 @@ def _count(where: str, name: str, value: Any) -> int:
         shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
         raise InputError(f"{where}: {name!r} is {shown}; expected an integer >= 0, up to 2**53")
     return value
-
-
-def _check_complete(name: str, samples: Sequence[Sample], places: Sequence[str]) -> None:
-    known = [getattr(sample, name) is not None for sample in samples]
-    if any(known) and not all(known):
-        raise GroupError(
-            f"{places[known.index(False)]} has no {name!r} and {places[known.index(True)]} has; "
-            "expected it on every line or on none"
-        )
 
 
 def _items(text: str) -> list[str]:

@@ -18,13 +18,17 @@ def as_text(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
     """Two tables, of shares and of weights, with one row per sample."""
-    fixed = [["sample", *map(str, range(len(samples)))]]
-    fixed.append(["tokens", *(f"{sample.tokens:.10g}" for sample in samples)])
+    fixed = [
+        ["sample", *map(str, range(len(samples)))],
+        ["tokens", *(f"{sample.tokens:.10g}" for sample in samples)],
+    ]
     for name in COLUMNS:
         values = [getattr(sample, name) for sample in samples]
         if values[0] is not None:
             fixed.append([name, *map(_short, values)])
-    shares = [[name, *_percent(s.fractions)] for name, s in shown.items()]
+    shares = [
+        [name, *(f"{100 * x:.3g}" for x in s.fractions.tolist())] for name, s in shown.items()
+    ]
     weights = [
         [name, *_times(relative_to_token_mean(s, samples), samples)] for name, s in shown.items()
     ]
@@ -59,10 +63,6 @@ def as_json(
         },
         "left_out": dict(left_out),
     }
-
-
-def _percent(fractions: Tensor) -> list[str]:
-    return [f"{100 * fraction:.3g}" for fraction in fractions.tolist()]
 
 
 def _times(relative: Tensor, samples: Sequence[Sample]) -> list[str]:

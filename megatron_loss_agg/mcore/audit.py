@@ -206,6 +206,7 @@ def _probe(config: Any, ranks: list[int], device: torch.device) -> Any:
 
 
 def _with(config: Any, changes: dict[str, Any]) -> Any:
+    """A copy with those ``changes`` that apply to this release's configuration."""
     changed = copy.copy(config)
     for name, value in changes.items():
         if hasattr(changed, name):

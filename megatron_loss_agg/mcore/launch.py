@@ -36,8 +36,11 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]
     sys.path[0] = str(Path(script).resolve().parent)
     ours = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     flags.settings_from(ours.parse_known_args(script_args)[0])
-    prepare_parser = _enable_cpu() if cpu else flags.add_arguments
-    install(prepare_parser, _hook_or_exit)
+    if cpu:
+        from megatron_loss_agg.mcore.cpu import enable
+
+        enable()
+    install(_add_cpu_arguments if cpu else flags.add_arguments, _hook_or_exit)
     return functools.partial(runpy.run_path, script, run_name="__main__")
 
 
@@ -52,12 +55,7 @@ def _hook_or_exit(args: Any) -> LossHook | None:
         sys.exit(flags.refuse(error))
 
 
-def _enable_cpu() -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    from megatron_loss_agg.mcore import cpu
+def _add_cpu_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron_loss_agg.mcore.cpu import set_default_flags
 
-    cpu.enable()
-
-    def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return flags.add_arguments(cpu.set_default_flags(parser))
-
-    return prepare_parser
+    return flags.add_arguments(set_default_flags(parser))

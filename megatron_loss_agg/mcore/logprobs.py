@@ -51,8 +51,7 @@ def vocab_parallel_log_probs(
         PolicyError: mismatched shapes or dtypes, a temperature that is not > 0, or logits that an
             earlier call has overwritten.
     """
-    log_probs, _ = _apply(logits, labels, temperature, False, group)
-    return log_probs
+    return _apply(logits, labels, temperature, False, group)[0]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -68,8 +67,7 @@ def vocab_parallel_log_probs_and_entropy(
     Returns:
         (log-probabilities, entropy), fp32 [...] each.
     """
-    log_probs, entropy = _apply(logits, labels, temperature, True, group)
-    return log_probs, entropy
+    return _apply(logits, labels, temperature, True, group)
 
 
 def vocab_parallel_entropy(

@@ -23,13 +23,11 @@ from megatron_loss_agg.mcore.cpu import streams
 
 def install() -> None:
     """Replace the GPU functions of ``torch`` for the rest of the process."""
-    _replace_presence()
+    _replace_properties()
     _replace_random_state()
     streams.install()
-    _replace_memory()
     _replace_accelerator()
     _replace_compiler()
-    _replace_tensor_types()
     _replace_data_loader()
     _replace_placement()
 
@@ -41,9 +39,6 @@ def _answer(value: Any) -> Callable[..., Any]:
 def _replace(module: ModuleType, **stand_ins: Any) -> None:
     for name, stand_in in stand_ins.items():
         setattr(module, name, stand_in)
-
-
-# --- Placement: CUDA devices become the CPU ------------------------------------------------------
 
 
 def _is_gpu(device: object) -> bool:
@@ -103,18 +98,11 @@ def _replace_placement() -> None:
     torch.autograd._engine_run_backward = run_backward_placed  # type: ignore[attr-defined]
 
 
-# --- Presence: a device exists and is new enough --------------------------------------------------
-
-
-def _replace_presence() -> None:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _replace_properties() -> None:
+    """A device exists, is new enough, and has the host's memory, of which none is used."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(
-        name="cpu",
-        major=8,
-        minor=0,
-        multi_processor_count=1,
-        total_memory=_host_memory(),
-        gcnArchName="",
+        name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=memory, gcnArchName=""
     )
     _replace(
         torch.cuda,
@@ -123,7 +111,7 @@ def _replace_presence() -> None:
         init=_answer(None),
         _lazy_init=_answer(None),
         # One device per local rank, since Megatron selects one by local rank.
-        device_count=_answer(local_ranks),
+        device_count=_answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         current_device=_answer(0),
         set_device=_answer(None),
         device=lambda *args: contextlib.nullcontext(),
@@ -132,11 +120,17 @@ def _replace_presence() -> None:
         get_device_capability=_answer((properties.major, properties.minor)),
         is_bf16_supported=_answer(True),
         is_current_stream_capturing=_answer(False),
+        mem_get_info=_answer((memory, memory)),
+        memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
+        empty_cache=_answer(None),
+        reset_peak_memory_stats=_answer(None),
+        device_memory_used=_answer(0),
     )
+    for name in ("memory_allocated", "memory_reserved"):
+        _replace(torch.cuda, **{name: _answer(0), f"max_{name}": _answer(0)})
+    for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte"):
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
-
-
-# --- Random state: the CPU's generator ------------------------------------------------------------
 
 
 def _replace_random_state() -> None:
@@ -158,35 +152,6 @@ def _replace_random_state() -> None:
     _replace(torch.cuda, default_generators=(generator,) * torch.cuda.device_count())
 
 
-# --- Memory: no GPU memory in use -----------------------------------------------------------------
-
-
-def _host_memory() -> int:
-    """Physical memory of this host, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _replace_memory() -> None:
-    functions = (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "device_memory_used",
-    )
-    _replace(torch.cuda, **{name: _answer(0) for name in functions})
-    _replace(
-        torch.cuda,
-        memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
-        mem_get_info=_answer((_host_memory(), _host_memory())),
-        empty_cache=_answer(None),
-        reset_peak_memory_stats=_answer(None),
-    )
-
-
-# --- The rest ------------------------------------------------------------------------------------
-
-
 def _replace_accelerator() -> None:
     """Hide the accelerator of a CUDA build of torch, which torch itself would use."""
     _replace(
@@ -204,11 +169,6 @@ def _replace_compiler() -> None:
         return (lambda decorated: decorated) if model is None else model
 
     torch.compile = compile_nothing
-
-
-def _replace_tensor_types() -> None:
-    for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte"):
-        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
 
 def _replace_data_loader() -> None:

@@ -57,8 +57,8 @@ def _packed_index(offsets: Tensor | None, total: int, cp_size: int, cp_rank: int
     if offsets is None:
         raise HostError(
             "this Megatron splits packs over context-parallel ranks by 'cu_seqlens_padded', which "
-            "its batches lack (as --sft up to 0.17); expected that key: use "
-            "--context-parallel-size 1"
+            "its batches lack (as --sft up to 0.17); expected that key: leave "
+            "--context-parallel-size at 1"
         )
     return CPLayout.thd(offsets, cp_size, cp_rank).index
 
