@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import AggregationError, PolicyError
+from megatron_loss_agg.checks import check_tensors
+from megatron_loss_agg.errors import PolicyError
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to this magnitude before exp (e^20 = 4.9e8); no gradient beyond it."""
@@ -35,23 +36,9 @@ def prepare(**inputs: Tensor) -> list[Tensor]:
     Raises:
         PolicyError: an input is not a floating-point tensor of the first one's shape.
     """
-    check(PolicyError, **inputs)
+    check_tensors(PolicyError, "floating-point", **inputs)
     dtype = torch.float32
     for x in inputs.values():
         dtype = torch.promote_types(dtype, x.dtype)
     first, *data = inputs.values()
     return [first.to(dtype), *(x.detach().to(dtype) for x in data)]
-
-
-def check(error: type[AggregationError], /, **inputs: Tensor) -> None:
-    """Raise ``error`` unless all are floating-point tensors of the first one's shape."""
-    (name, first), *_ = inputs.items()
-    for other, x in inputs.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise error(f"{other} is {kind}; expected a floating-point tensor")
-        if x.shape != first.shape:
-            raise error(
-                f"{other} has shape {tuple(x.shape)} and {name} {tuple(first.shape)}; expected the "
-                "same shape (nothing is broadcast)"
-            )

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import AggregationError, MaskError
+from megatron_loss_agg.checks import check_tensors
+from megatron_loss_agg.errors import MaskError
 
 _SUM_DTYPES = (torch.float32, torch.float64)
 _BLOCK = 2**18
@@ -30,7 +31,7 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     Raises:
         MaskError: not two real tensors of the same shape; nothing is broadcast.
     """
-    check_pair(MaskError, w=w, token_loss=token_loss)
+    check_tensors(MaskError, "real", w=w, token_loss=token_loss)
     if token_loss.dim() != 1:  # a view of a vector would only add a backward node
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
     if w.dtype == token_loss.dtype and w.dtype in _SUM_DTYPES:
@@ -47,19 +48,6 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
     One vectorized pass: `torch.where` is several times slower on CPU.
     """
     return torch.ops.aten.hardshrink_backward(x, w, 0)
-
-
-def check_pair(error: type[AggregationError], /, **pair: object) -> None:
-    """Raise ``error`` unless both arguments are real tensors of the same shape."""
-    (a, x), (b, y) = pair.items()
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        got = f"{a} is a {type(x).__name__} and {b} a {type(y).__name__}"
-        raise error(f"{got}; expected two tensors")
-    if x.is_complex() or y.is_complex():
-        raise error(f"{a} is {x.dtype} and {b} {y.dtype}; expected real tensors")
-    if x.shape != y.shape:
-        got = f"{a} has shape {tuple(x.shape)} and {b} {tuple(y.shape)}"
-        raise error(f"{got}; expected the same shape (nothing is broadcast)")
 
 
 def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:

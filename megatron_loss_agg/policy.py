@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.checks import check_tensors
 from megatron_loss_agg.elementwise import LOG_RATIO_BOUND, clamp_log_ratio, nan_unless, prepare
 from megatron_loss_agg.errors import PolicyError
 
@@ -163,11 +164,7 @@ def truncated_importance_weight(
     weights = clamp_log_ratio(log_probs.detach() - rollout).exp().clamp(max=cap)
     if mask is None:
         return weights
-    if mask.shape != weights.shape:
-        raise PolicyError(
-            f"mask of shape {tuple(mask.shape)} for log_probs of shape {tuple(weights.shape)}; "
-            "expected the same shape"
-        )
+    check_tensors(PolicyError, "real", log_probs=weights, mask=mask)
     return weights.masked_fill(mask == 0, 0)
 
 

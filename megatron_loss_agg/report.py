@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.checks import check_tensors
 from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.gather import Header, abandon_units, gather_units, tag_of
-from megatron_loss_agg.loss import check_pair, weighted_sum
+from megatron_loss_agg.loss import weighted_sum
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Mean:
         Raises:
             ReportError: not two real tensors of the same shape.
         """
-        check_pair(ReportError, values=values, weights=weights)
+        check_tensors(ReportError, "real", values=values, weights=weights)
         dtype = _sum_dtype(values.dtype, weights.dtype)
         weights = weights.to(dtype)
         total = weighted_sum(weights, values.detach().to(dtype))
@@ -190,7 +191,7 @@ def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """fp64 [values + 1]: ``fill`` where the mask is 0, and at the end so that it is never empty."""
-    check_pair(ReportError, values=values, mask=mask)
+    check_tensors(ReportError, "real", values=values, mask=mask)
     kept = values.detach().double().masked_fill(mask == 0, fill).reshape(-1)
     return torch.nn.functional.pad(kept, (0, 1), value=fill)
 

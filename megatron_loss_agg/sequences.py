@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.elementwise import check
+from megatron_loss_agg.checks import check_tensors
 from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import sample_sums
@@ -76,7 +76,7 @@ class SequenceMean:
         Raises:
             MaskError: wrong shape, or not a floating-point tensor.
         """
-        check(MaskError, local_loss_mask=self._mask, values=values)
+        check_tensors(MaskError, "floating-point", local_loss_mask=self._mask, values=values)
         kept = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
         sum_S = torch.zeros_like(self._share_S).index_add(0, self._sample_T, kept.reshape(-1))
         if self._group is not None:

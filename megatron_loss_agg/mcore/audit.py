@@ -107,7 +107,7 @@ def _reduced(buffer: Any) -> float:
     shards = dist.get_world_size(buffer.data_parallel_group)
     shard = buffer.grad_data.view(shards, -1)[dist.get_rank(buffer.data_parallel_group)]
     # This shard is reduced, whether by all-reduce or reduce-scatter; past `_PER_RANK` is padding.
-    return float(shard[: min(_PER_RANK, shard.numel())].max())
+    return float(shard[:_PER_RANK].max())
 
 
 class Auditor:
@@ -135,16 +135,13 @@ class Auditor:
         undone = 1.0 / scale.multiplier(scale.reports_per_step)
         if measured is not None and not abs(measured - 1) <= TOLERANCE:  # also refuses NaN
             raise HostError(_mismatch(measured, undone, scale))
-        self._checked.add(
-            scale
-        )  # after the check, so that a loop that catches the error fails again
+        self._checked.add(scale)  # not earlier: a loop that catches the error must fail again
         if measured is not None and self._repeat and dist.get_rank() == 0:
-            print(
-                f"loss aggregation audit: the host multiplies a returned loss by "
-                f"{measured * undone:.6g}, the plugin undoes {undone:.6g}: gradients are "
-                f"{measured:.6f} of the planned ones",
-                flush=True,
+            text = (
+                f"the host multiplies a returned loss by {measured * undone:.6g}, the plugin "
+                f"undoes {undone:.6g}: gradients are {measured:.6f} of the planned ones"
             )
+            print(f"loss aggregation audit: {text}", flush=True)
 
 
 def _mismatch(measured: float, undone: float, scale: HostScale) -> str:

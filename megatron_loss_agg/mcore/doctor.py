@@ -95,9 +95,7 @@ def check_release(version: str, root: Path) -> Finding:
     name, where = "megatron-core", f"{version} in {root}"
     first, last = (".".join(map(str, bound)) for bound in _VERIFIED)
     if release(version) < _EXACT_FROM:
-        text = (
-            f"{where}: averages losses differently from 0.13 and later; install {first} to {last}"
-        )
+        text = f"{where}: averages losses unlike 0.13 and later; install {first} to {last}"
         return Finding("FAIL", name, text)
     if not _VERIFIED[0] <= release(version) <= _VERIFIED[1]:
         text = f"{where}: tested with {first} to {last}; train with --loss-aggregation-audit"
@@ -108,12 +106,11 @@ def check_release(version: str, root: Path) -> Finding:
 def _check_training(core: ModuleType, training: ModuleType | Exception) -> Iterator[Finding]:
     name = "megatron.training"
     if isinstance(training, ModuleNotFoundError) and training.name == name:
-        yield Finding(
-            "WARN",
-            name,
+        text = (
             "not in this megatron-core (its wheels include it from 0.17): wrap your own loop with "
-            "LossHook, or give a checkout with --megatron PATH",
+            "LossHook, or give a checkout with --megatron PATH"
         )
+        yield Finding("WARN", name, text)
         return
     if isinstance(training, Exception):
         yield Finding("FAIL", name, f"cannot be imported ({one_line(training)}); fix that first")
@@ -133,12 +130,11 @@ def check_source(root: Path) -> Iterator[Finding]:
     """Which scripts of a checkout at ``root`` call the plugin themselves; nothing if it is none."""
     if not (root / "pretrain_gpt.py").is_file():
         return
-    scripts = [
-        path for path in sorted(root.glob("*.py")) if b"megatron_loss_agg" in path.read_bytes()
-    ]
-    if scripts:
-        names = ", ".join(path.name for path in scripts)
-        yield Finding("OK", "patch", f"applied to {names}: start it without -m megatron_loss_agg")
+    scripts = sorted(root.glob("*.py"))
+    patched = [path.name for path in scripts if b"megatron_loss_agg" in path.read_bytes()]
+    if patched:
+        text = f"applied to {', '.join(patched)}: start it without -m megatron_loss_agg"
+        yield Finding("OK", "patch", text)
     else:
         yield Finding("OK", "patch", "none applied: put -m megatron_loss_agg before the script")
 

@@ -26,9 +26,7 @@ def check_torch() -> Finding:
     """The version, and whether a GPU is visible."""
     version, name = str(torch.__version__), "torch"
     if not torch.distributed.is_available():
-        return Finding(
-            "FAIL", name, f"{version} was built without torch.distributed; use another build"
-        )
+        return Finding("FAIL", name, f"{version} lacks torch.distributed; use another build")
     if release(version) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         text = f"{version} is older than {oldest}; pip install --upgrade torch"

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_loss_agg"
 CORE = (
     "aggregation",
+    "checks",
     "elementwise",
     "errors",
     "exchange",

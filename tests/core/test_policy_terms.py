@@ -170,7 +170,7 @@ REFUSED = [
     ),
     (
         lambda: policy.truncated_importance_weight(X, X, cap=2, mask=X[0]),
-        "mask of shape (3,) for log_probs of shape (2, 3); expected the same shape",
+        "mask has shape (3,) and log_probs (2, 3); expected the same shape (nothing is broadcast)",
     ),
     (
         lambda: policy.kl_penalty(X, X, "k4"),

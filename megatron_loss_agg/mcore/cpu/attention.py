@@ -86,7 +86,8 @@ class GatheredAttention(DotProductAttention):
         if packed_seq_params is None:
             offsets = real = torch.tensor([0, query.size(0) * size])
         else:
-            offsets, real = _padded_offsets(packed_seq_params), packed_seq_params.cu_seqlens_q
+            real, offsets = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+            offsets = real if offsets is None else offsets
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
@@ -116,12 +117,6 @@ class GatheredAttention(DotProductAttention):
         if group is None and getattr(packed_seq_params, "local_cp_size", None) == 1:
             return None
         return self.cp_group if group is None else group
-
-
-def _padded_offsets(packed_seq_params: Any) -> Tensor:
-    """Offsets of the packed sequences, including the padding between them."""
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded
 
 
 def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
