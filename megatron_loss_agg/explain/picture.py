@@ -100,10 +100,8 @@ def _label_ticks(axis: Any, values: Sequence[float]) -> None:
 def _decorate(axes: Any, lengths: Sequence[float], samples: int) -> None:
     axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
     axes.set_ylabel("weight of one token, as a multiple of token_mean")
-    title = (
-        f"Weight of one token in a step of {samples:,} samples and {sum(lengths):,.10g} loss tokens"
-    )
-    axes.set_title(f"{title}\n", loc="left", fontsize=12)
+    step = f"a step of {samples:,} samples and {sum(lengths):,.10g} loss tokens"
+    axes.set_title(f"What one token weighs in {step}\n", loc="left", fontsize=12)
     note = "lines: the sample's length decides; points: its group decides"
     axes.text(0, 1.025, note, transform=axes.transAxes, fontsize=9, color="#555555")
     rug = {"linestyle": "none", "marker": "|", "color": "#777777"}
