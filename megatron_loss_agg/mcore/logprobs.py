@@ -62,7 +62,7 @@ def vocab_parallel_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_log_probs` and the entropy, from one softmax.
 
-    The entropy is of ``softmax(logits / temperature)``. Arguments and Raises as there.
+    The entropy is of ``softmax(logits / temperature)``. Arguments and Raises are the same.
 
     Returns:
         (log-probabilities, entropy), fp32 [...] each.
