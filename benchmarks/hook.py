@@ -116,6 +116,7 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
     weights = StepWeights.of(plans, groups, keeps_masks=False)
     call = Call(
         arguments={},
+        pg_collection=None,
         groups=groups,
         scale=HostScale(1, 1, 1, per_token=False),
         config=None,

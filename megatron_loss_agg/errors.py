@@ -1,42 +1,42 @@
-"""Named errors. Each message says what was got, what was expected and what to change."""
+"""Named errors. Each message says what was given, what was expected and what to change."""
 
 from __future__ import annotations
 
 
 class AggregationError(ValueError):
-    """Base of every error that this package raises about its input."""
+    """Base class of all errors that this package raises."""
 
 
 class ModeError(AggregationError):
-    """An unknown mode or preset, or an option that the mode does not take."""
+    """An unknown mode or preset, or an option that the mode does not support."""
 
 
 class DivisorError(AggregationError):
-    """A divisor that is missing, not allowed, or not a finite positive number."""
+    """A divisor that is missing, not supported, or not a finite positive number."""
 
 
 class MaskError(AggregationError):
-    """A loss mask (or loss) of wrong shape, dtype or values."""
+    """A loss mask or loss with the wrong shape, dtype or values."""
 
 
 class GroupError(AggregationError):
-    """Missing or misshapen prompt ids, rollout ids or sequence offsets."""
+    """Missing or malformed prompt ids, rollout ids or sequence offsets."""
 
 
 class LayoutError(AggregationError):
-    """A sequence that cannot be split over context-parallel ranks as asked."""
+    """A sequence that cannot be sharded over context-parallel ranks as requested."""
 
 
 class PolicyError(AggregationError):
-    """Inputs of a per-token loss that do not fit together, or an option out of its range."""
+    """Mismatched inputs of a per-token loss, or an option out of range."""
 
 
 class FunctionError(AggregationError):
-    """A function of the user's that cannot be loaded, or returns something unusable."""
+    """A user function that cannot be loaded or returns something unusable."""
 
 
 class HostError(AggregationError):
-    """An installed Megatron, or a combination of its flags, that the plugin cannot undo exactly."""
+    """A Megatron version or flag combination whose loss scaling the plugin cannot undo exactly."""
 
 
 class StepError(AggregationError):
@@ -44,11 +44,11 @@ class StepError(AggregationError):
 
 
 class PeerError(AggregationError):
-    """Another rank found bad input; this rank stops with it instead of waiting for it."""
+    """Another rank failed on bad input; raised here so that this rank does not hang."""
 
 
 class InputError(AggregationError):
-    """A command-line value, or a line of a file, that cannot be read."""
+    """A command-line value or a line of a file that cannot be parsed."""
 
 
 class DependencyError(AggregationError):
@@ -56,4 +56,4 @@ class DependencyError(AggregationError):
 
 
 class ReportError(AggregationError):
-    """Metrics that cannot be reduced over microbatches, or over ranks."""
+    """Metrics that cannot be reduced over microbatches or ranks."""

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation, Unit
+from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.counts import LocalCounts, StepCounts, abandon, count_step
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.samples import Samples
-from megatron_loss_agg.terms import Term, named_terms
 from megatron_loss_agg.weights import (
     custom_weights,
     sample_coefficients,

@@ -1,10 +1,9 @@
-"""Losses of reinforcement learning, one number a token: nothing is reduced here.
+"""Per-token reinforcement-learning losses; reduce them with `weighted_sum`.
 
-Weigh and sum them with `weighted_sum`. Every function takes any shape, the same for all its
-inputs, and never broadcasts. It computes in fp32 for half precision, in fp64 for fp64, and
-returns what it computed in. Gradients flow to the first input only; the others are data.
+All inputs of a function have the same shape (any shape; nothing is broadcast). Half precision is
+computed in and returned as fp32, fp64 as fp64. Only the first input gets a gradient.
 
-Inf or NaN at positions that do not count is harmless, and shown at those that do (`elementwise`).
+inf or NaN is harmless at masked positions and becomes NaN at active ones (see `elementwise`).
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.elementwise import LOG_RATIO_BOUND, bounded, check, lift, shown
+from megatron_loss_agg.elementwise import LOG_RATIO_BOUND, clamp_log_ratio, nan_unless, prepare
 from megatron_loss_agg.errors import PolicyError
+from megatron_loss_agg.weights import check_tensors
 
 
 class PolicyLoss(NamedTuple):
-    """Per-token losses, and what to report of them. All of the inputs' shape."""
+    """Per-token losses and what to report about them, all in the shape of the inputs."""
 
     losses: Tensor
     ratios: Tensor
     """Importance ratios, detached."""
     clipped: Tensor
-    """bool: where the clip (or `LOG_RATIO_BOUND`) took the gradient away."""
+    """bool: where clipping (or `LOG_RATIO_BOUND`) removed the gradient."""
 
 
 def clipped_policy_loss(
@@ -46,23 +46,24 @@ def clipped_policy_loss(
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
         loss = min(loss, -dual_clip A)   where A < 0, if dual_clip is given
 
-    ``clip_high > clip_low`` is clip-higher (DAPO, arXiv:2503.14476); ``dual_clip`` is that of
-    Ye et al. 2020 (arXiv:1912.09729). ``clip_low >= 1`` and an infinite ``clip_high`` clip nothing.
+    ``clip_high > clip_low`` is clip-higher (DAPO, arXiv:2503.14476); for ``dual_clip`` see Ye et
+    al. 2020 (arXiv:1912.09729). ``clip_low >= 1`` or an infinite ``clip_high`` disables that side.
 
     Args:
-        log_probs: of the policy that is trained.
-        old_log_probs: of the policy that the ratio is against.
+        log_probs: of the policy being trained.
+        old_log_probs: of the policy in the denominator of the ratio.
         advantages: A.
 
     Raises:
-        PolicyError: shapes or dtypes that do not fit, a negative or NaN clip, a dual clip <= 1.
+        PolicyError: mismatched shapes or dtypes, a negative or NaN clip, or a dual clip <= 1.
     """
-    check(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-    _check_clips(clip_low, clip_high)
+    log_probs, old, advantages = prepare(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
+    limits = _clip_range(clip_low, clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise PolicyError(f"dual_clip={dual_clip!r}; expected a number > 1, or None for none")
-    log_probs, old, advantages = lift(log_probs, old_log_probs, advantages)
-    return _surrogate(log_probs - old, advantages, (1 - clip_low, 1 + clip_high), dual_clip)
+    return _surrogate(log_probs - old, advantages, limits, dual_clip)
 
 
 def sequence_policy_loss(
@@ -81,23 +82,25 @@ def sequence_policy_loss(
         s    = exp(mean over the sequence's active tokens of (log_probs - old_log_probs))
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))
 
-    The clips have no default: of a mean they are far smaller than PPO's (3e-4 and 4e-4 there).
-    Under ``sample_mean`` this is the paper's objective. Active NaN makes its whole sequence NaN.
+    The clips have no default because those of a mean are far smaller than PPO's (the paper uses
+    3e-4 and 4e-4). With ``sample_mean`` this is the paper's objective. NaN at an active token makes
+    its whole sequence NaN.
 
     Args:
-        log_probs, old_log_probs, advantages: as in `clipped_policy_loss`, of the shape that
+        log_probs, old_log_probs, advantages: as in `clipped_policy_loss`, in the shape that
             ``sequence_mean`` takes.
-        sequence_mean: a `SequenceMean` of the microbatch; it holds the mask, and the group over
-            which sequences are split.
+        sequence_mean: the microbatch's `SequenceMean`, which holds the mask and the
+            context-parallel group.
 
     Raises:
-        PolicyError: as `clipped_policy_loss`. MaskError: a shape that is not the mask's.
+        PolicyError: as `clipped_policy_loss`.
+        MaskError: the shape differs from the mask's.
     """
-    check(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-    _check_clips(clip_low, clip_high)
-    log_probs, old, advantages = lift(log_probs, old_log_probs, advantages)
-    log_ratio = sequence_mean(log_probs - old)
-    return _surrogate(log_ratio, advantages, (1 - clip_low, 1 + clip_high), None)
+    log_probs, old, advantages = prepare(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
+    limits = _clip_range(clip_low, clip_high)
+    return _surrogate(sequence_mean(log_probs - old), advantages, limits, None)
 
 
 def cispo_loss(
@@ -108,31 +111,32 @@ def cispo_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """CISPO: the clip limits a token's weight, never its gradient (MiniMax-M1, arXiv:2506.13585).
+    """CISPO: clips a token's weight but keeps its gradient (MiniMax-M1, arXiv:2506.13585).
 
     ::
 
         r    = exp(log_probs - old_log_probs)
         loss = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs
 
-    ``clipped`` tells where the weight was limited; every token keeps its gradient. The paper tunes
-    ``clip_high`` alone and leaves the lower side open, which is ``clip_low >= 1``.
+    ``clipped`` marks clipped weights. The paper tunes only ``clip_high`` and leaves the lower side
+    open (``clip_low >= 1``).
 
     Args:
         log_probs, old_log_probs, advantages: as in `clipped_policy_loss`.
 
     Raises:
-        PolicyError: shapes or dtypes that do not fit, or a negative or NaN clip.
+        PolicyError: mismatched shapes or dtypes, or a negative or NaN clip.
     """
-    check(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-    _check_clips(clip_low, clip_high)
-    log_probs, old, advantages = lift(log_probs, old_log_probs, advantages)
+    log_probs, old, advantages = prepare(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
+    limits = _clip_range(clip_low, clip_high)
     log_ratio = log_probs.detach() - old
     usable = ~log_ratio.isnan() & advantages.isfinite()
-    ratios = bounded(log_ratio).exp()
-    weights = ratios.clamp(1 - clip_low, 1 + clip_high)
+    ratios = clamp_log_ratio(log_ratio).exp()
+    weights = ratios.clamp(*limits)
     scale = (-(weights * advantages)).masked_fill(~usable, 0)
-    return PolicyLoss(shown(scale * log_probs, usable), ratios, usable & (weights != ratios))
+    return PolicyLoss(nan_unless(usable, scale * log_probs), ratios, usable & (weights != ratios))
 
 
 def truncated_importance_weight(
@@ -140,32 +144,27 @@ def truncated_importance_weight(
 ) -> Tensor:
     """``min(exp(log_probs - rollout_log_probs), cap)``, detached: a factor for per-token losses.
 
-    It corrects for a rollout engine whose probabilities differ from the trainer's for the same
-    weights (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training"; truncation: Ionides 2008, "Truncated Importance Sampling").
+    Corrects for a rollout engine whose probabilities differ from the trainer's for the same weights
+    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training";
+    truncation: Ionides 2008, "Truncated Importance Sampling").
 
     Args:
-        log_probs: by the trainer, of the policy that made the rollout.
-        rollout_log_probs: by the rollout engine.
+        log_probs: from the trainer, for the policy that generated the rollout.
+        rollout_log_probs: from the rollout engine.
         cap: > 0; 2 is common.
-        mask: give it where masked positions may hold NaN. The factor is 0 there, for a factor of
-            NaN would make the gradient ``0 * NaN``.
+        mask: needed if masked positions may hold NaN. Sets the factor to 0 there; a NaN factor
+            would make the gradient ``0 * NaN``.
 
     Raises:
-        PolicyError: shapes or dtypes that do not fit, or a cap that is not > 0.
+        PolicyError: mismatched shapes or dtypes, or a cap that is not > 0.
     """
-    check(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
+    log_probs, rollout = prepare(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     if not cap > 0:
         raise PolicyError(f"cap={cap!r}; expected a number > 0")
-    log_probs, rollout = lift(log_probs.detach(), rollout_log_probs)
-    weights = bounded(log_probs - rollout).exp().clamp(max=cap)
+    weights = clamp_log_ratio(log_probs.detach() - rollout).exp().clamp(max=cap)
     if mask is None:
         return weights
-    if mask.shape != weights.shape:
-        raise PolicyError(
-            f"mask of shape {tuple(mask.shape)} for log_probs of shape {tuple(weights.shape)}; "
-            "expected the same shape"
-        )
+    check_tensors(PolicyError, "real", log_probs=weights, mask=mask)
     return weights.masked_fill(mask == 0, 0)
 
 
@@ -175,60 +174,55 @@ def kl_penalty(
     """Estimate of ``KL(policy || reference)`` at sampled tokens (Schulman 2020, "Approximating KL
     Divergence").
 
-    With ``x = log_probs - ref_log_probs``, and tokens sampled from the policy:
+    With ``x = log_probs - ref_log_probs`` and tokens sampled from the policy:
 
-    - ``k1 = x``: unbiased, may be negative. Its gradient ``grad log p`` is 0 in expectation, so as
-      a loss it does nothing but add noise; it belongs in the reward.
-    - ``k2 = x^2 / 2``: biased, low variance. Its gradient ``x grad log p`` is in expectation that
+    - ``k1 = x``: unbiased, may be negative. Its gradient ``grad log p`` has expectation 0, so as a
+      loss it only adds noise; use it in the reward.
+    - ``k2 = x^2 / 2``: biased, low variance. Its gradient ``x grad log p`` is, in expectation, that
       of ``KL(policy || reference)``.
     - ``k3 = exp(-x) - 1 + x``: unbiased, never negative. Its gradient ``(1 - exp(-x)) grad log p``
-      is in expectation that of the other direction, ``KL(reference || policy)``.
-
-    ``k3`` bounds ``x`` by `LOG_RATIO_BOUND`.
+      is, in expectation, that of the reverse direction, ``KL(reference || policy)``. Clamps ``x``
+      to `LOG_RATIO_BOUND`.
 
     Raises:
-        PolicyError: shapes or dtypes that do not fit, or an unknown estimator.
+        PolicyError: mismatched shapes or dtypes, or an unknown estimator.
     """
-    check(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    log_probs, ref = lift(log_probs, ref_log_probs)
+    log_probs, ref = prepare(log_probs=log_probs, ref_log_probs=ref_log_probs)
     x = log_probs - ref
     if estimator == "k1":
         return x
     if estimator == "k2":
         usable = x.detach().square().isfinite()
-        return shown(x.masked_fill(~usable, 0).square() / 2, usable)
+        return nan_unless(usable, x.masked_fill(~usable, 0).square() / 2)
     if estimator == "k3":
         usable = ~x.isnan()
-        kept = bounded(x.masked_fill(~usable, 0))
-        return shown(torch.expm1(-kept) + kept, usable)
+        x = clamp_log_ratio(x.masked_fill(~usable, 0))
+        return nan_unless(usable, torch.expm1(-x) + x)
     raise PolicyError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """``-sum_v p_v log p_v`` with ``p = softmax(logits)``, of an unsplit vocabulary.
+    """``-sum_v p_v log p_v`` with ``p = softmax(logits)``, over a vocabulary that is not sharded.
 
-    A logit of -inf is a token that cannot be drawn: it adds 0. For a vocabulary split over
+    A logit of -inf (a token that cannot be sampled) contributes 0. For a vocabulary sharded over
     tensor-parallel ranks see `megatron_loss_agg.mcore.logprobs`.
 
     Args:
         logits: [..., vocab].
 
     Returns:
-        [...]; NaN where the row has NaN, +inf, or nothing but -inf.
+        [...]; NaN where the row contains NaN or +inf, or is all -inf.
 
     Raises:
-        PolicyError: not a floating tensor with a vocabulary axis.
+        PolicyError: not a floating-point tensor with a vocabulary axis.
     """
-    check(logits=logits)
+    (logits,) = prepare(logits=logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise PolicyError(f"logits have shape {tuple(logits.shape)}; expected [..., vocab]")
-    (logits,) = lift(logits)
     usable = logits.detach().amax(dim=-1).isfinite()
     logits = logits.masked_fill(~usable.unsqueeze(-1), 0)
-    log_p = logits.log_softmax(dim=-1)
-    log_p = log_p.masked_fill(logits == -torch.inf, 0)  # for 0 * -inf; what p is there is no matter
-    entropy = -(logits.softmax(dim=-1) * log_p).sum(dim=-1)
-    return shown(entropy, usable)
+    log_p = logits.log_softmax(dim=-1).masked_fill(logits == -torch.inf, 0)  # avoids 0 * -inf
+    return nan_unless(usable, -(logits.softmax(dim=-1) * log_p).sum(dim=-1))
 
 
 def clipped_value_loss(
@@ -236,50 +230,51 @@ def clipped_value_loss(
 ) -> Tensor:
     """``max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2``.
 
-    The critic's loss of PPO's first implementation, described by Engstrom et al. 2020
-    (arXiv:2005.12729). An infinite ``clip`` gives the plain squared error.
+    The critic loss of the original PPO implementation (Engstrom et al. 2020, arXiv:2005.12729). An
+    infinite ``clip`` gives the plain squared error.
 
     Args:
-        values: v, of the critic that is trained.
-        old_values: v_old, at the time of the rollout.
+        values: v, of the critic being trained.
+        old_values: v_old, at rollout time.
         returns: R.
 
     Raises:
-        PolicyError: shapes or dtypes that do not fit, or a negative or NaN clip.
+        PolicyError: mismatched shapes or dtypes, or a negative or NaN clip.
     """
-    check(values=values, old_values=old_values, returns=returns)
+    inputs = prepare(values=values, old_values=old_values, returns=returns)
     if not clip >= 0:
         raise PolicyError(f"clip={clip!r}; expected a number >= 0")
-    values, old, returns = lift(values, old_values, returns)
-    # Beyond the dtype's range when squared is as unusable as inf.
-    largest = torch.stack([x.detach().abs() for x in (values, old, returns)]).amax(0)
+    # Values whose square overflows are as unusable as inf.
+    largest = torch.stack([x.detach().abs() for x in inputs]).amax(0)
     usable = (4 * largest * largest).isfinite()
-    values, old, returns = (x.masked_fill(~usable, 0) for x in (values, old, returns))
-    kept = (values - returns).square()
-    limit = (values.detach().clamp(old - clip, old + clip) - returns).square()
-    return shown(torch.where(limit > kept, limit, kept) / 2, usable)
+    values, old, returns = (x.masked_fill(~usable, 0) for x in inputs)
+    unclipped = (values - returns).square()
+    clipped = (values.detach().clamp(old - clip, old + clip) - returns).square()
+    return nan_unless(usable, torch.where(clipped > unclipped, clipped, unclipped) / 2)
 
 
 def _surrogate(
     log_ratio: Tensor, advantages: Tensor, limits: tuple[float, float], dual_clip: float | None
 ) -> PolicyLoss:
-    """The clipped surrogate. Where it is clipped its value is a constant, hence no gradient."""
+    """The clipped surrogate; where it is clipped, it is a constant without gradient."""
     usable = ~log_ratio.isnan() & advantages.isfinite()
-    ratios = bounded(log_ratio.masked_fill(~usable, 0)).exp()
-    kept = -(advantages * ratios)
+    ratios = clamp_log_ratio(log_ratio.masked_fill(~usable, 0)).exp()
+    losses = -(advantages * ratios)
     limit = -(advantages * ratios.detach().clamp(*limits))
-    clipped = limit > kept
-    losses = torch.where(clipped, limit, kept)
+    clipped = limit > losses
+    losses = torch.where(clipped, limit, losses)
     if dual_clip is not None:
         most = -(dual_clip * advantages)
         too_much = (advantages < 0) & (losses > most)
         losses = torch.where(too_much, most, losses)
         clipped = clipped | too_much
     clipped = clipped | ((log_ratio.abs() > LOG_RATIO_BOUND) & (advantages != 0))
-    return PolicyLoss(shown(losses, usable), bounded(log_ratio.detach()).exp(), clipped & usable)
+    ratios = clamp_log_ratio(log_ratio.detach()).exp()
+    return PolicyLoss(nan_unless(usable, losses), ratios, clipped & usable)
 
 
-def _check_clips(clip_low: float, clip_high: float) -> None:
+def _clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not isinstance(clip, (int, float)) or not clip >= 0:
             raise PolicyError(f"{name}={clip!r}; expected a number >= 0")
+    return 1 - clip_low, 1 + clip_high

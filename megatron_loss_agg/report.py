@@ -1,11 +1,10 @@
-"""Metrics that carry what their exact reduction over microbatches and ranks needs."""
+"""Metrics that reduce exactly over microbatches and ranks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,39 +12,39 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import Header, abandon_records, gather_records, tag_of
 from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.weights import weighted_sum
+from megatron_loss_agg.weights import check_tensors, weighted_sum
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean as its (sum, count): over microbatches and ranks both add up, and then divide."""
+    """A mean as (sum, count), which are added over microbatches and ranks before dividing."""
 
     sum: Tensor
     count: Tensor
 
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Mean:
-        """``sum w * v`` over ``sum w``; values of weight 0 are left out, whatever they are.
+        """``sum w * v`` over ``sum w``; values of weight 0 are ignored, even NaN.
 
-        With a mask for weights this is the mean over its tokens; with `StepPlan.weights` values are
-        averaged as that plan weighs them. Values that several ranks hold alike, such as rewards
-        under context parallelism, count once a rank above and below, which changes nothing.
+        With a mask as weights this is the mean over its tokens; with `StepPlan.weights`, the plan's
+        own average. Values replicated over several ranks, such as rewards under context
+        parallelism, are counted once per rank in both sums, which leaves the mean unchanged.
 
-        Added up in fp32, and in fp64 where either is fp64, values are integers or flags, or weights
-        are integers. Sums of integers are thereby exact up to 2^53.
+        Summed in fp64 if either input is fp64, the values are integers or bool, or the weights are
+        integers (sums of integers are exact up to 2^53); otherwise in fp32.
 
         Args:
-            values: any real dtype; not differentiated.
+            values: any real dtype; detached.
             weights: of the same shape, real and non-negative.
 
         Returns:
             sum and count as fp64 scalars, of this microbatch on this rank.
 
         Raises:
-            ReportError: not two real tensors of one shape.
+            ReportError: not two real tensors of the same shape.
         """
-        _check_tensors(values, weights)
-        dtype = _summing_dtype(values.dtype, weights.dtype)
+        check_tensors(ReportError, "real", values=values, weights=weights)
+        dtype = _sum_dtype(values.dtype, weights.dtype)
         weights = weights.to(dtype)
         total = weighted_sum(weights, values.detach().to(dtype))
         return cls(total.double(), weights.sum().double())
@@ -56,32 +55,32 @@ class Mean:
         return Mean(self.sum + other.sum, self.count + other.count)
 
     def value(self) -> Tensor:
-        """``sum / count``; 0 where nothing was counted."""
+        """``sum / count``; 0 if nothing was counted."""
         return torch.where(self.count == 0, torch.zeros_like(self.sum), self.sum / self.count)
 
     def pair(self) -> Tensor:
-        """[sum, count], as Megatron's training loop takes a report."""
+        """[sum, count], the form of a report in Megatron's training loop."""
         return torch.stack([self.sum, self.count])
 
 
 @dataclass(frozen=True)
 class Max:
-    """A maximum; -inf of nothing."""
+    """A maximum; -inf if nothing was counted."""
 
     max: Tensor
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
-        """Over the positions where ``mask`` is not 0; an fp64 scalar.
+        """Maximum over the positions where ``mask`` is not 0, as an fp64 scalar.
 
         Args:
-            values: any real dtype; not differentiated.
+            values: any real dtype; detached.
             mask: of the same shape, real.
 
         Raises:
-            ReportError: not two real tensors of one shape.
+            ReportError: not two real tensors of the same shape.
         """
-        return cls(_or_none(values, mask, -torch.inf).amax())
+        return cls(_masked(values, mask, -torch.inf).amax())
 
     def __add__(self, other: object) -> Max:
         return Max(torch.maximum(self.max, other.max)) if isinstance(other, Max) else NotImplemented
@@ -92,22 +91,14 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """A minimum; inf of nothing."""
+    """A minimum; inf if nothing was counted."""
 
     min: Tensor
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Min:
-        """Over the positions where ``mask`` is not 0; an fp64 scalar.
-
-        Args:
-            values: any real dtype; not differentiated.
-            mask: of the same shape, real.
-
-        Raises:
-            ReportError: not two real tensors of one shape.
-        """
-        return cls(_or_none(values, mask, torch.inf).amin())
+        """Minimum over the positions where ``mask`` is not 0; otherwise as `Max.of`."""
+        return cls(_masked(values, mask, torch.inf).amin())
 
     def __add__(self, other: object) -> Min:
         return Min(torch.minimum(self.min, other.min)) if isinstance(other, Min) else NotImplemented
@@ -119,8 +110,7 @@ class Min:
 Metric = Mean | Max | Min
 
 METRICS_A_ROW = 32
-COLUMNS = 3
-"""Numbers of a metric: what adds up twice, and what the greatest is taken of."""
+COLUMNS = 3  # of a metric: two that are summed over ranks, and one whose maximum is taken
 
 
 def reduce_reports(
@@ -128,26 +118,27 @@ def reduce_reports(
 ) -> dict[str, float]:
     """Every metric of a step, exact over its microbatches and ranks.
 
-    In one collective for up to 32 metrics, and in two for any number. The first has the same size
-    whatever a rank reports, so that none waits for another whose reports are bad or missing.
+    Takes one collective for up to 32 metrics, and two for more. The size of the first does not
+    depend on the metrics, so that no rank hangs if another's reports are bad or missing.
 
     Args:
-        reports: one a microbatch, as Megatron's schedule returns them; a tensor of two is a
-            (sum, count). The same names and kinds in each of them, and on every rank, in any order.
-        group: the ranks whose reports these are: those of the last pipeline stage, that is the
-            data-and-context-parallel group; None for one process. All of them must call this.
+        reports: one per microbatch, as returned by Megatron's schedule; a tensor of two elements is
+            (sum, count). Names and kinds must be the same in all of them and on all ranks, in any
+            order.
+        group: the ranks to reduce over (the data- and context-parallel group of the last pipeline
+            stage), all of which must call; None for one process.
 
     Returns:
-        by name, in alphabetical order; the same on every rank. Without any metric, nothing.
+        values by name, sorted, the same on all ranks; empty if there are no metrics.
 
     Raises:
-        ReportError: microbatches or ranks differ in their metrics, or a value is no metric here.
-            Ranks that differ raise on every rank of ``group``.
-        PeerError: another rank's reports are bad; every rank of ``group`` raises.
+        ReportError: microbatches or ranks differ in their metrics, or a value is not a metric. If
+            ranks differ, it is raised on every rank of ``group``.
+        PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
     try:
         total = _over_microbatches(reports)
-        # One copy from the device, whatever the kinds: three columns, of which each fills some.
+        # All metrics in one tensor, to copy them from the device once.
         parts = [part for metric in total.values() for part in _columns(metric)]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
     except Exception:
@@ -191,39 +182,22 @@ def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict
         if i and metrics.keys() != total.keys():
             raise ReportError(
                 f"microbatch {i} reports {sorted(metrics)} and the first {sorted(total)}; "
-                "expected the same metrics of each"
+                "expected the same metrics in each"
             )
         total = {n: _added(n, total[n], m) for n, m in metrics.items()} if i else metrics
     return dict(sorted(total.items()))
 
 
-def _or_none(values: Tensor, mask: Tensor, nothing: float) -> Tensor:
-    """fp64 [values + 1]: ``nothing`` where the mask is 0, and once more, lest it be empty."""
-    _check_tensors(values, mask)
-    kept = values.detach().double().masked_fill(mask == 0, nothing).reshape(-1)
-    return torch.cat([kept, kept.new_full((1,), nothing)])
+def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
+    """fp64 [values + 1]: ``fill`` where the mask is 0, and at the end so that it is never empty."""
+    check_tensors(ReportError, "real", values=values, mask=mask)
+    kept = values.detach().double().masked_fill(mask == 0, fill).reshape(-1)
+    return torch.nn.functional.pad(kept, (0, 1), value=fill)
 
 
-def _summing_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:
-    """fp32 where it is as exact as its input; flags are exact as weights, and add up as values."""
+def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:
     floating = values.is_floating_point and (weights.is_floating_point or weights == torch.bool)
-    wide = torch.float64 in (values, weights) or not floating
-    return torch.float64 if wide else torch.float32
-
-
-def _check_tensors(values: Any, weights: Any) -> None:
-    if not isinstance(values, Tensor) or not isinstance(weights, Tensor):
-        got = f"{type(values).__name__} and {type(weights).__name__}"
-        raise ReportError(f"a metric of {got}; expected two tensors")
-    if values.is_complex() or weights.is_complex():
-        raise ReportError(
-            f"a metric of {values.dtype} and {weights.dtype}; expected two real tensors"
-        )
-    if values.shape != weights.shape:
-        raise ReportError(
-            f"a metric of values {tuple(values.shape)} under a mask {tuple(weights.shape)}; "
-            "expected the same shape"
-        )
+    return torch.float32 if floating and torch.float64 not in (values, weights) else torch.float64
 
 
 def _metric(name: str, value: Metric | Tensor) -> Metric:

@@ -10,11 +10,32 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import FunctionError, MaskError
+from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
+
+_SUM_DTYPES = (torch.float32, torch.float64)
+_BLOCK = 2**18
+
+
+def check_tensors(
+    error: type[AggregationError], kind: Literal["real", "floating-point"], /, **inputs: Tensor
+) -> None:
+    """Raise ``error`` unless the inputs are tensors of that kind and of the first one's shape."""
+    (first_name, first), *_ = inputs.items()
+    for name, x in inputs.items():
+        fits = isinstance(x, Tensor) and not x.is_complex()
+        if not fits or (kind == "floating-point" and not x.is_floating_point()):
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise error(f"{name} is {got}; expected a {kind} tensor")
+        if x.shape != first.shape:
+            raise error(
+                f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
+                "expected the same shape (nothing is broadcast)"
+            )
 
 
 def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor:
@@ -99,41 +120,28 @@ def custom_weights(
 def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     """``sum_t w_t * loss_t`` over the tokens with ``w_t != 0``.
 
-    Tokens of weight 0 are left out rather than multiplied by 0, so NaN or inf there reaches neither
-    the value nor the gradient of ``token_loss``. Without any token the sum is 0 and stays in the
-    autograd graph, so that every rank reaches the collectives of the backward pass.
+    Tokens of weight 0 are skipped, not multiplied by 0: NaN or inf there reaches neither the value
+    nor the gradient of ``token_loss``. With no tokens the sum is 0 and stays attached to the
+    autograd graph, so that every rank still runs the collectives of the backward pass.
 
     Args:
-        w: weights, from `StepPlan.weights`; constants, so no gradient reaches them.
+        w: weights, from `StepPlan.weights`; treated as constants, without gradient.
         token_loss: per-token losses, of the same shape.
 
     Returns:
-        scalar, in the wider of the two dtypes; fp32 if neither is floating.
+        scalar, in the wider of the two dtypes; fp32 if neither is floating-point.
 
     Raises:
         MaskError: not two real tensors of the same shape; nothing is broadcast.
     """
-    if not isinstance(w, Tensor) or not isinstance(token_loss, Tensor):
-        raise MaskError(
-            f"weights are a {type(w).__name__} and losses a {type(token_loss).__name__}; expected "
-            "two tensors"
-        )
-    if w.is_complex() or token_loss.is_complex():
-        raise MaskError(
-            f"weights of {w.dtype} for losses of {token_loss.dtype}; expected real tensors"
-        )
-    if w.shape != token_loss.shape:
-        raise MaskError(
-            f"weights of shape {tuple(w.shape)} for losses of shape {tuple(token_loss.shape)}; "
-            "expected the same shape"
-        )
-    if token_loss.dim() != 1:  # a view of a vector would be one more step of the backward pass
+    check_tensors(MaskError, "real", w=w, token_loss=token_loss)
+    if token_loss.dim() != 1:  # a view of a vector would only add a backward node
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
-    if w.dtype == token_loss.dtype and w.dtype in (torch.float32, torch.float64):
+    if w.dtype == token_loss.dtype and w.dtype in _SUM_DTYPES:
         return _weighted_sum(w.detach(), token_loss)
     wider = torch.promote_types(w.dtype, token_loss.dtype)
-    computed = torch.promote_types(wider, torch.float32)
-    total = _weighted_sum(w.detach().to(computed), token_loss.to(computed))
+    dtype = torch.promote_types(wider, torch.float32)
+    total = _weighted_sum(w.detach().to(dtype), token_loss.to(dtype))
     return total.to(wider) if wider.is_floating_point else total
 
 
@@ -148,15 +156,15 @@ def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tenso
 
 
 def where_weighted(w: Tensor, x: Tensor) -> Tensor:
-    """``x`` where ``w != 0``, else 0, whatever ``x`` is there; same shape and dtype.
+    """``x`` where ``w != 0``, else 0 (also for NaN and inf); same shape and dtype.
 
-    One vectorised pass: `torch.where` takes several times as long on a CPU.
+    One vectorized pass: `torch.where` is several times slower on CPU.
     """
     return torch.ops.aten.hardshrink_backward(x, w, 0)
 
 
 def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
-    # The gradient is w whatever the losses are; only the value has to be saved from NaN.
+    # The gradient of the dot product is w, whatever the losses are: only the value needs a repair.
     total = _dot(token_loss, w)
     if not _is_known_finite(total):
         with torch.no_grad():
@@ -164,11 +172,8 @@ def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     return total
 
 
-_BLOCK = 2**18
-
-
 def _dot(x: Tensor, w: Tensor) -> Tensor:
-    """In blocks on a CPU, where the error of a dot product grows with its length."""
+    """In blocks on CPU, where the rounding error of `torch.dot` grows with the length."""
     if x.numel() <= _BLOCK or not x.is_cpu:
         return torch.dot(x, w)
     blocks = zip(x.split(_BLOCK), w.split(_BLOCK), strict=True)
@@ -176,13 +181,10 @@ def _dot(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _is_known_finite(total: Tensor) -> bool:
-    """Whether a scalar is finite; False where reading it would wait for a device.
-
-    A finite sum has met no NaN and no inf, at tokens of weight 0 either.
-    """
+    """Whether no NaN or inf entered the sum; False if that is unknown without a device sync."""
     if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
         return math.isfinite(total.detach().numpy())
-    except RuntimeError:  # no numpy, or a tensor without memory of its own, as under `vmap`
+    except RuntimeError:  # no numpy, or a tensor without storage, as under `vmap`
         return False

@@ -1,4 +1,4 @@
-"""``python -m megatron_loss_agg explain``: what each sample of a step weighs under each mode."""
+"""``python -m megatron_loss_agg explain``: the weight of each sample under each mode."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table, write the picture; returns the exit code.
+    """Print the table, save the plot, and return the exit code.
 
     Raises:
-        AggregationError: the input is bad.
+        AggregationError: bad input.
     """
     args = _parser().parse_args(argv)
     samples = _samples(args)
     modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
-    divisor = None if args.divisor is None else _number(args.divisor)
+    try:
+        divisor = None if args.divisor is None else float(args.divisor)
+    except ValueError:
+        text = f"--divisor {args.divisor!r}; expected a finite number > 0"
+        raise DivisorError(text) from None
     shown, left_out = explain(samples, modes, divisor, args.empty)
     if args.plot is not None:
         from megatron_loss_agg.explain.picture import draw
@@ -40,17 +44,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    try:  # what the output cannot show, such as a lone surrogate in a prompt, is escaped
+    try:  # escape what the output cannot encode, such as a lone surrogate in a prompt
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # closed by the reader, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg explain",
-        description="Show each sample's share of the gradient, and the weight of its tokens, "
-        "under each mode of loss aggregation.",
+        description="Show each sample's share of the gradient, and the weight of its tokens, under "
+        "each mode of loss aggregation.",
         allow_abbrev=False,
     )
     step = parser.add_mutually_exclusive_group(required=True)
@@ -86,14 +90,6 @@ def _samples(args: argparse.Namespace) -> list[Sample]:
         return from_lists(args.lengths, **lists)
     for name, value in lists.items():
         if value is not None:
-            raise InputError(
-                f"--{name} with --jsonl; write {name.removesuffix('s')!r} on the file's lines"
-            )
+            key = name.removesuffix("s")
+            raise InputError(f"--{name} with --jsonl; write {key!r} on the file's lines")
     return from_jsonl(args.jsonl)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise DivisorError(f"--divisor {text!r}; expected a finite number > 0") from None

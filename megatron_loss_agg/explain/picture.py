@@ -1,4 +1,4 @@
-"""The picture: weight of a token against the length of its sample, a line or cloud per mode."""
+"""The plot: token weight against sample length, a line or a set of points per mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_loss_agg.errors import DependencyError, InputError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import Shares, relative_to_token_mean
 
-# Colours that colour-blind readers can tell apart too (Okabe and Ito).
+# The colour-blind safe palette of Okabe and Ito.
 _COLORS = {
     "token_mean": "#000000",
     "sample_mean": "#D55E00",
@@ -20,19 +20,19 @@ _COLORS = {
     "sum": "#7F7F7F",
     "microbatch_mean": "#E69F00",
 }
-# Hollow and of different sizes, so that points in one place are all seen.
+# Hollow and of different sizes, so that overlapping points stay visible.
 _MARKERS = {"rollout_mean": ("s", 10.0), "prompt_mean": ("D", 7.0), "microbatch_mean": ("o", 4.0)}
-# For presets of one mode beside each other; of points, all but the first are filled.
+# For several presets of one mode. Of their points, all but the first are filled.
 _LINES = ("-", "--", ":", "-.")
-# Up to this many samples, a line also shows where they lie.
+# Up to this many samples, lines also have markers.
 _FEW = 12
 
 
 def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> None:
-    """Write the picture to ``path``, in the format of its suffix.
+    """Save the plot to ``path``, in the format of its suffix.
 
     Raises:
-        DependencyError: matplotlib is missing.
+        DependencyError: matplotlib is not installed.
         InputError: no sample has tokens, or ``path`` cannot be written.
     """
     try:
@@ -48,19 +48,16 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
     figure = Figure(figsize=(8.6, 5.0), dpi=160, layout="constrained")
     axes = figure.subplots(subplot_kw={"xscale": "log", "yscale": "log"})
     lengths = [samples[s].tokens for s in with_tokens]
-    points = {
-        name: sorted(
-            zip(lengths, relative_to_token_mean(shares, samples)[with_tokens].tolist(), strict=True)
-        )
-        for name, shares in shown.items()
-    }
-    # The legend from top to bottom as the picture is at its right end.
+    points = {}
+    for name, shares in shown.items():
+        weights = relative_to_token_mean(shares, samples)[with_tokens]
+        points[name] = sorted(zip(lengths, weights.tolist(), strict=True))
+    # Order the legend like the right end of the plot, from top to bottom.
     for name in sorted(points, key=lambda name: -points[name][-1][1]):
-        style = _style(name, shown, len(lengths))
-        axes.plot(*zip(*points[name], strict=True), label=name, **style)
-    _number(axes.xaxis, lengths)
-    _number(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
-    _dress(axes, lengths, len(samples))
+        axes.plot(*zip(*points[name], strict=True), label=name, **_style(name, shown, len(lengths)))
+    _label_ticks(axes.xaxis, lengths)
+    _label_ticks(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
+    _decorate(axes, lengths, len(samples))
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -70,32 +67,28 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
 
 
 def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, Any]:
-    """A line where length alone decides the weight, and otherwise hollow points."""
+    """A line if the weight depends on the length alone, else points."""
     mode = shown[name].aggregation.mode
-    few = samples <= _FEW
-    same = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
+    few, color = samples <= _FEW, _COLORS[mode]
+    same_mode = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
+    position = same_mode.index(name)
     if shown[name].depends_on_length_alone:
-        return {
-            "color": _COLORS[mode],
-            "linestyle": _LINES[same.index(name) % len(_LINES)],
-            "linewidth": 1.8,
-            "marker": "o" if few else None,
-            "markersize": 5,
-        }
+        line = {"linestyle": _LINES[position % len(_LINES)], "linewidth": 1.8}
+        return {**line, "color": color, "marker": "o" if few else None, "markersize": 5}
     marker, size = _MARKERS[mode]
     return {
-        "color": _COLORS[mode],
+        "color": color,
         "linestyle": "none",
         "marker": marker,
         "markersize": size if few else 0.6 * size,
-        "markerfacecolor": _COLORS[mode] if same.index(name) else "none",
+        "markerfacecolor": color if position else "none",
         "markeredgewidth": 1.6 if few else 1.1,
         "zorder": 3,
     }
 
 
-def _number(axis: Any, values: Sequence[float]) -> None:
-    """Plain numbers at powers of ten, and between them where the range is short."""
+def _label_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Label powers of ten, and numbers between them if the range is short."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if max(values) < 50 * min(values):
@@ -104,31 +97,15 @@ def _number(axis: Any, values: Sequence[float]) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
 
 
-def _dress(axes: Any, lengths: Sequence[float], samples: int) -> None:
+def _decorate(axes: Any, lengths: Sequence[float], samples: int) -> None:
     axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
     axes.set_ylabel("weight of one token, as a multiple of token_mean")
-    axes.set_title(
-        f"What one token weighs in a step of {samples:,} samples "
-        f"and {sum(lengths):,.10g} loss tokens\n",
-        loc="left",
-        fontsize=12,
-    )
-    axes.text(
-        0,
-        1.025,
-        "lines: the sample's length decides; points: its group decides",
-        transform=axes.transAxes,
-        fontsize=9,
-        color="#555555",
-    )
-    axes.plot(
-        lengths,
-        [0.012] * len(lengths),
-        linestyle="none",
-        marker="|",
-        color="#777777",
-        transform=axes.get_xaxis_transform(),
-    )
+    step = f"a step of {samples:,} samples and {sum(lengths):,.10g} loss tokens"
+    axes.set_title(f"What one token weighs in {step}\n", loc="left", fontsize=12)
+    note = "lines: the sample's length decides; points: its group decides"
+    axes.text(0, 1.025, note, transform=axes.transAxes, fontsize=9, color="#555555")
+    rug = {"linestyle": "none", "marker": "|", "color": "#777777"}
+    axes.plot(lengths, [0.012] * len(lengths), transform=axes.get_xaxis_transform(), **rug)
     axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,23 +11,23 @@ from typing import Any
 
 from megatron_loss_agg.errors import GroupError, InputError
 
-# Up to here every integer is exact in fp64, which the weights are counted in.
-_MOST = 2**53
+# Up to here every integer is exact in fp64, in which tokens are counted.
+_MAX = 2**53
 COLUMNS = ("prompt", "rollout", "microbatch", "rank")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: how many loss tokens it has, and where it belongs."""
+    """Loss tokens of one sample, and its groups."""
 
-    # Sum of its mask, in tokens.
+    # Sum of the mask.
     tokens: float
-    # Any JSON values; equal ones are one group over the whole step. None: not given.
+    # Any JSON value; equal values are one group over the whole step. None: not given.
     prompt: Any = None
     rollout: Any = None
-    # Its microbatch, numbered per rank. None: not given.
+    # Numbered per rank. None: not given.
     microbatch: int | None = None
-    # Data-parallel rank.
+    # Data-parallel rank. None: not given.
     rank: int | None = None
 
 
@@ -37,37 +37,38 @@ def from_lists(
     """Samples from comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
 
     Raises:
-        InputError: a list is no list of its kind, or not as long as ``lengths``.
+        InputError: a list cannot be parsed, or differs in length from ``lengths``.
     """
     tokens = _integers("--lengths", lengths)
-    columns: dict[str, Sequence[Any] | None] = {
-        "prompt": None if prompts is None else _items(prompts),
-        "rollout": None if rollouts is None else _items(rollouts),
-        "microbatch": None if microbatches is None else _integers("--microbatches", microbatches),
-    }
+    columns: dict[str, Sequence[Any]] = {}
+    if prompts is not None:
+        columns["prompt"] = _items(prompts)
+    if rollouts is not None:
+        columns["rollout"] = _items(rollouts)
+    if microbatches is not None:
+        columns["microbatch"] = _integers("--microbatches", microbatches)
     for name, column in columns.items():
-        if column is not None and len(column) != len(tokens):
-            flag = "--microbatches" if name == "microbatch" else f"--{name}s"
+        if len(column) != len(tokens):
+            suffix = "es" if name == "microbatch" else "s"
             raise InputError(
-                f"{flag} has {len(column)} values and --lengths has {len(tokens)}; "
+                f"--{name}{suffix} has {len(column)} values and --lengths has {len(tokens)}; "
                 "expected one for each sample"
             )
-    given = {name: column for name, column in columns.items() if column is not None}
     return [
-        Sample(float(count), **{name: column[s] for name, column in given.items()})
+        Sample(float(count), **{name: column[s] for name, column in columns.items()})
         for s, count in enumerate(tokens)
     ]
 
 
 def from_jsonl(path: str) -> list[Sample]:
-    """Samples from a file with one JSON object a line.
+    """Samples from a file with one JSON object per line.
 
-    ``{"length": n}`` or ``{"loss_mask": [...]}``, and where known ``"prompt"`` and ``"rollout"``
-    (any value), ``"microbatch"`` and ``"rank"`` (integers); other keys are passed over.
+    ``{"length": n}`` or ``{"loss_mask": [...]}``, optionally with ``"prompt"`` and ``"rollout"``
+    (any value), ``"microbatch"`` and ``"rank"`` (integers); other keys are ignored.
 
     Raises:
         InputError: the file or a line cannot be read.
-        GroupError: some lines have a prompt, rollout, microbatch or rank, and others have not.
+        GroupError: only some lines have a prompt, rollout, microbatch or rank.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -78,14 +79,19 @@ def from_jsonl(path: str) -> list[Sample]:
         raise InputError(f"--jsonl {path}: no line; expected one JSON object for each sample")
     samples = [_sample(where, line) for where, line in numbered]
     for name in COLUMNS:
-        _check_complete(name, samples, [where for where, _ in numbered])
+        known = [getattr(sample, name) is not None for sample in samples]
+        if any(known) and not all(known):
+            without, with_it = (numbered[known.index(known_)][0] for known_ in (False, True))
+            raise GroupError(
+                f"{without} has no {name!r} and {with_it} has; expected it on every line or on none"
+            )
     return samples
 
 
 def _sample(where: str, line: str) -> Sample:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also of too many digits, or too deep
+    except (ValueError, RecursionError) as error:  # includes too many digits or too deep nesting
         raise InputError(f"{where}: no JSON ({error}); expected one JSON object a line") from None
     if not isinstance(row, dict):
         raise InputError(f"{where}: {type(row).__name__}; expected a JSON object")
@@ -95,17 +101,16 @@ def _sample(where: str, line: str) -> Sample:
         tokens = float(_count(where, "length", row["length"]))
     else:
         tokens = _mask_sum(where, row["loss_mask"])
-    places = {
-        name: _count(where, name, row[name])
+    microbatch, rank = (
+        None if row.get(name) is None else _count(where, name, row[name])
         for name in ("microbatch", "rank")
-        if row.get(name) is not None
-    }
-    return Sample(tokens, row.get("prompt"), row.get("rollout"), **places)
+    )
+    return Sample(tokens, row.get("prompt"), row.get("rollout"), microbatch, rank)
 
 
 def _mask_sum(where: str, mask: Any) -> float:
     numbers = isinstance(mask, list) and all(isinstance(m, (bool, int, float)) for m in mask)
-    if not numbers or not all(0 <= m <= _MOST for m in mask) or sum(mask) > _MOST:
+    if not numbers or not all(0 <= m <= _MAX for m in mask) or sum(mask) > _MAX:
         raise InputError(
             f"{where}: 'loss_mask' is not a list of finite numbers >= 0 with a sum up to 2**53"
         )
@@ -113,19 +118,10 @@ def _mask_sum(where: str, mask: Any) -> float:
 
 
 def _count(where: str, name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX:
         shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
         raise InputError(f"{where}: {name!r} is {shown}; expected an integer >= 0, up to 2**53")
     return value
-
-
-def _check_complete(name: str, samples: Sequence[Sample], places: Sequence[str]) -> None:
-    known = [getattr(sample, name) is not None for sample in samples]
-    if any(known) and not all(known):
-        raise GroupError(
-            f"{places[known.index(False)]} has no {name!r} and {places[known.index(True)]} has; "
-            "expected it on every line or on none"
-        )
 
 
 def _items(text: str) -> list[str]:
@@ -134,8 +130,8 @@ def _items(text: str) -> list[str]:
 
 def _integers(flag: str, text: str) -> list[int]:
     items = _items(text)
-    digits = len(str(_MOST))
-    if not all(i.isdecimal() and len(i) <= digits and int(i) <= _MOST for i in items):
+    digits = len(str(_MAX))
+    if not all(i.isdecimal() and len(i) <= digits and int(i) <= _MAX for i in items):
         shown = text if len(text) <= 80 else text[:80] + "..."
         raise InputError(
             f"{flag} {shown!r}; expected integers >= 0, up to 2**53, with commas between them"

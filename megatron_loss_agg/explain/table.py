@@ -1,4 +1,4 @@
-"""The shares as aligned text and as JSON."""
+"""Shares and weights as text tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ _WIDEST_ID = 16
 def as_text(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
-    """Two tables, shares and weights, with a row for each sample."""
-    fixed = [["sample", *map(str, range(len(samples)))]]
-    fixed.append(["tokens", *(f"{sample.tokens:.10g}" for sample in samples)])
+    """Two tables, of shares and of weights, with one row per sample."""
+    fixed = [
+        ["sample", *map(str, range(len(samples)))],
+        ["tokens", *(f"{sample.tokens:.10g}" for sample in samples)],
+    ]
     for name in COLUMNS:
         values = [getattr(sample, name) for sample in samples]
         if values[0] is not None:
             fixed.append([name, *map(_short, values)])
-    shares = [[name, *_percent(s.fractions)] for name, s in shown.items()]
+    shares = [
+        [name, *(f"{100 * x:.3g}" for x in s.fractions.tolist())] for name, s in shown.items()
+    ]
     weights = [
         [name, *_times(relative_to_token_mean(s, samples), samples)] for name, s in shown.items()
     ]
@@ -43,7 +47,7 @@ def as_text(
 def as_json(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The same with full precision; shares are fractions, and weights also absolute."""
+    """The same in full precision, with shares as fractions and weights also as absolute numbers."""
     return {
         "samples": [
             {"tokens": s.tokens, **{name: getattr(s, name) for name in COLUMNS}} for s in samples
@@ -61,12 +65,8 @@ def as_json(
     }
 
 
-def _percent(fractions: Tensor) -> list[str]:
-    return [f"{100 * fraction:.3g}" for fraction in fractions.tolist()]
-
-
 def _times(relative: Tensor, samples: Sequence[Sample]) -> list[str]:
-    """``-`` for a sample that has no token to weigh."""
+    """``-`` for samples without tokens."""
     pairs = zip(relative.tolist(), samples, strict=True)
     return [f"{times:.4g}" if sample.tokens else "-" for times, sample in pairs]
 

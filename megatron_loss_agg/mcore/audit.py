@@ -1,9 +1,8 @@
-"""Measures what the installed host does to a returned loss, and compares it with the plan.
+"""Measures how the installed host scales a returned loss, and compares it with `host`.
 
-A model of one parameter (two, if experts are divided over ranks: theirs are averaged over another
-group) goes through the host's real schedule, DDP and gradient finalization under the run's own
-configuration. `scaling` says what the gradient must be; a host that has moved a
-factor is caught before it trains anything.
+A model of one parameter (two with expert parallelism, whose gradients are averaged over another
+group) runs through the host's real schedule, DDP and gradient finalization, under the run's own
+configuration. A host that scales differently is caught before the first step.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.host import HostScale
 
 TOLERANCE = 1e-4
-"""Of a factor measured in fp32 (or, with gradients communicated in bf16, in that)."""
+"""Relative tolerance of the measured factor. It is measured in fp32, or in bf16 if gradients are
+reduced in it."""
 
-# Of the model's configuration: what a model of one parameter has no use for.
+# Model configuration that does not apply to a model of one parameter.
 _OFF = {
     "timers": None,
     "grad_scale_func": None,
@@ -53,19 +53,19 @@ _DDP_OFF = {
     "check_for_large_grads": False,
     "nccl_ub": False,
 }
-_PER_RANK = 128  # parameter elements a rank: what the distributed optimizer aligns shards to
+_PER_RANK = 128  # parameter elements per rank: the shard alignment of the distributed optimizer
 
 
 def measured_scale(model: Any, scale: HostScale, pg_collection: Any = None) -> float | None:
-    """The gradient that the host gives, as a multiple of the planned one. Every rank must call.
+    """The host's gradient as a multiple of the planned one. All ranks must call.
 
     Args:
-        model: the run's model chunk in Megatron's DDP, whose configuration is taken.
-        scale: the plan for the run.
+        model: the run's model chunk in Megatron's DDP; its configuration is used.
+        scale: the scaling that the plugin assumes.
 
     Returns:
-        1.0 for a host that does what `HostScale` says; the farther from it of dense and expert
-        parameters; None if ``model`` is not in Megatron's DDP, so that nothing can be measured.
+        1.0 if the host scales as assumed. Of dense and expert parameters, the value farther from 1.
+        None if ``model`` is not in Megatron's DDP, so that nothing can be measured.
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -98,52 +98,49 @@ def measured_scale(model: Any, scale: HostScale, pg_collection: Any = None) -> f
 
 
 def farthest_from_one(factors: Sequence[float]) -> float:
-    """NaN is farther than any number."""
+    """The factor farthest from 1; NaN is farthest of all."""
     return max(factors, key=lambda factor: math.inf if math.isnan(factor) else abs(factor - 1))
 
 
 def _reduced(buffer: Any) -> float:
-    """The gradient of ``buffer``'s only parameter, all of whose elements have the same."""
+    """The gradient of the only parameter in ``buffer``, the same in all its elements."""
     shards = dist.get_world_size(buffer.data_parallel_group)
     shard = buffer.grad_data.view(shards, -1)[dist.get_rank(buffer.data_parallel_group)]
-    # Reduced here whether the host all-reduces or only reduce-scatters; the rest is padding.
-    return float(shard[: min(_PER_RANK, shard.numel())].max())
+    # This shard is reduced, whether by all-reduce or reduce-scatter; past `_PER_RANK` is padding.
+    return float(shard[:_PER_RANK].max())
 
 
 class Auditor:
-    """Checks `measured_scale` before the first step, or before the first of every size.
+    """Checks `measured_scale` before the first step.
 
     Args:
-        repeat: check again before the first step of every further `HostScale`, and print what was
-            measured.
+        repeat: check again before the first step of every new `HostScale`, and print the results.
     """
 
     def __init__(self, repeat: bool) -> None:
         self._repeat = repeat
         self._checked: set[HostScale] = set()
 
-    def check(self, scale: HostScale, kwargs: dict[str, Any]) -> None:
-        """Measure the host for the call of the schedule with ``kwargs``. Every rank must call.
+    def check(self, call: Call) -> None:
+        """Measure the host for a call of its schedule. All ranks must call.
 
         Raises:
-            HostError: the measured factor is not the planned one; with both numbers.
+            HostError: the measured factor differs from the planned one.
         """
+        scale = call.scale
         if scale in self._checked or (self._checked and not self._repeat):
             return
-        model = kwargs["model"]
-        chunk = model[-1] if isinstance(model, list) else model
-        measured = measured_scale(chunk, scale, kwargs.get("pg_collection"))
-        undone = 1.0 / scale.multiplier(_tokens(scale))
-        if measured is not None and not abs(measured - 1) <= TOLERANCE:  # NaN, too
+        measured = measured_scale(call.chunks[-1], scale, call.pg_collection)
+        undone = 1.0 / scale.multiplier(scale.reports)
+        if measured is not None and not abs(measured - 1) <= TOLERANCE:  # also refuses NaN
             raise HostError(_mismatch(measured, undone, scale))
-        self._checked.add(scale)  # only now: a loop that catches the error is refused again
+        self._checked.add(scale)  # not earlier: a loop that catches the error must fail again
         if measured is not None and self._repeat and dist.get_rank() == 0:
-            print(
-                f"loss aggregation audit: the host multiplies a returned loss by "
-                f"{measured * undone:.6g}, the plugin undoes {undone:.6g}: gradients are "
-                f"{measured:.6f} of the planned ones",
-                flush=True,
+            text = (
+                f"the host multiplies a returned loss by {measured * undone:.6g}, the plugin "
+                f"undoes {undone:.6g}: gradients are {measured:.6f} of the planned ones"
             )
+            print(f"loss aggregation audit: {text}", flush=True)
 
 
 def _mismatch(measured: float, undone: float, scale: HostScale) -> str:
@@ -151,23 +148,18 @@ def _mismatch(measured: float, undone: float, scale: HostScale) -> str:
 
     return (
         f"megatron-core {__version__} multiplies a returned loss by {measured * undone:.6g} under "
-        f"this configuration ({scale}), and the plugin undoes {undone:.6g}: gradients would be "
-        f"{measured:.6g} times the planned ones; expected the averaging of Megatron-Core 0.13 to "
-        "0.19: install one of these, or report this version"
+        f"this configuration ({scale}), but the plugin undoes {undone:.6g}: gradients would be "
+        f"{measured:.6g} times the planned ones; expected the loss averaging of Megatron-Core 0.13 "
+        "to 0.19: install one of these, or report this version"
     )
 
 
-def _tokens(scale: HostScale) -> int:
-    """Tokens of the probe's step: one for each microbatch and rank."""
-    return scale.reports
-
-
 def _forward_step(scale: HostScale) -> Callable[..., Any]:
-    """Every microbatch's loss is the parameters' sum: the gradient of the step is their number."""
+    """The loss is the sum of the parameters, with one token per microbatch and rank."""
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
         one = torch.ones((), dtype=torch.int, device=output.device)
-        return scale.returned(output, one, _tokens(scale), {})
+        return scale.returned(output, one, scale.reports, {})
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model(), loss_func
@@ -176,16 +168,16 @@ def _forward_step(scale: HostScale) -> Callable[..., Any]:
 
 
 def _probe(config: Any, ranks: list[int], device: torch.device) -> Any:
-    """A model of a dense parameter and, if ``ranks`` has a second number, of an expert's.
+    """A model of one dense parameter and, if ``ranks`` has two entries, one expert parameter.
 
     Args:
-        ranks: size of the group that each parameter's gradient is reduced over.
+        ranks: for each parameter, the size of the group that its gradient is reduced over.
     """
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
     class Probe(MegatronModule):
-        """The sum of all elements, with what finalization asks of a model."""
+        """The sum of all elements, with the attributes that gradient finalization reads."""
 
         model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False
@@ -198,10 +190,10 @@ def _probe(config: Any, ranks: list[int], device: torch.device) -> Any:
                 for number in ranks
             )
             for parameter in self.kinds[1:]:
-                parameter.allreduce = False  # by which Megatron knows experts that it divides
+                parameter.allreduce = False  # how Megatron marks expert parameters
 
         def set_input_tensor(self, input_tensor: Any) -> None:
-            """A first stage takes none."""
+            """Required by the schedule; a single stage has no input."""
 
         def forward(self) -> Tensor:
             return torch.stack([parameter.sum() for parameter in self.kinds]).sum()
@@ -210,6 +202,7 @@ def _probe(config: Any, ranks: list[int], device: torch.device) -> Any:
 
 
 def _with(config: Any, changes: dict[str, Any]) -> Any:
+    """A copy with those ``changes`` that apply to this release's configuration."""
     changed = copy.copy(config)
     for name, value in changes.items():
         if hasattr(changed, name):

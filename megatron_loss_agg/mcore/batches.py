@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.counts import UNDECIDED
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
-from megatron_loss_agg.terms import Term
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms]
 """One batch -> its microbatch."""

@@ -1,9 +1,10 @@
-"""``python -m megatron_loss_agg doctor``: whether the plugin runs in this environment."""
+"""``python -m megatron_loss_agg doctor``: check whether the plugin works in this environment."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import platform
@@ -28,18 +29,19 @@ from megatron_loss_agg.mcore.packages import (
     try_import,
 )
 
-# Releases of Megatron-Core whose averaging `scaling` undoes: before the first it was another.
+# Megatron-Core releases: the first whose loss averaging is that of `host`, and those tested.
 _EXACT_FROM = (0, 13)
 _VERIFIED = ((0, 14), (0, 19))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings, one a line; returns 1 if one of them is FAIL, and 0 otherwise.
+    """Print one finding per line; return 1 if any of them is FAIL, else 0.
 
     Raises:
-        InputError: ``--megatron`` names no checkout of Megatron-LM.
+        InputError: ``--megatron`` is not a Megatron-LM checkout.
     """
-    ours, script_flags = _split(argv)
+    ours = list(itertools.takewhile(lambda arg: arg != "--", argv))
+    script_flags = argv[len(ours) + 1 :] if "--" in argv else None
     args = _parser().parse_args(ours)
     if args.megatron is not None:
         if not (Path(args.megatron) / "megatron" / "core").is_dir():
@@ -57,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(script_flags: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Every finding, for the Megatron that is first on ``sys.path``.
+    """All findings, for the Megatron that is first on ``sys.path``.
 
     Args:
-        script_flags: flags of a launch script, to be checked against each other; None: not checked.
+        script_flags: flags of a launch script, to check together; None: skip this check.
     """
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
@@ -71,7 +73,7 @@ def examine(script_flags: Sequence[str] | None = None) -> Iterator[Finding]:
     if isinstance(core, ModuleType):
         training = try_import("megatron.training")
         yield from _check_training(core, training)
-        yield from check_source(Path(str(core.__file__)).resolve().parents[2])
+        yield from check_source(_root(core))
     yield check_transformer_engine()
     yield check_apex()
     if script_flags is not None:
@@ -81,22 +83,22 @@ def examine(script_flags: Sequence[str] | None = None) -> Iterator[Finding]:
 def _check_core(core: ModuleType | Exception) -> Finding:
     name = "megatron-core"
     if isinstance(core, ModuleNotFoundError) and core.name in ("megatron", "megatron.core"):
-        text = "not installed; pip install megatron-core, or name a checkout with --megatron PATH"
+        text = "not installed; pip install megatron-core, or give a checkout with --megatron PATH"
         return Finding("FAIL", name, text)
     if isinstance(core, Exception):
-        return Finding("FAIL", name, f"cannot be imported ({one_line(core)}); mend that first")
-    return check_release(core.__version__, Path(str(core.__file__)).resolve().parents[2])
+        return Finding("FAIL", name, f"cannot be imported ({one_line(core)}); fix that first")
+    return check_release(core.__version__, _root(core))
 
 
 def check_release(version: str, root: Path) -> Finding:
-    """Whether this release of Megatron-Core, installed in ``root``, is a known one."""
+    """Whether this Megatron-Core release, installed in ``root``, is supported and tested."""
     name, where = "megatron-core", f"{version} in {root}"
     first, last = (".".join(map(str, bound)) for bound in _VERIFIED)
     if release(version) < _EXACT_FROM:
-        text = f"{where}: averages a loss otherwise than from 0.13 on; install {first} to {last}"
+        text = f"{where}: averages losses unlike 0.13 and later; install {first} to {last}"
         return Finding("FAIL", name, text)
     if not _VERIFIED[0] <= release(version) <= _VERIFIED[1]:
-        text = f"{where}: verified with {first} to {last}; train with --loss-aggregation-audit"
+        text = f"{where}: tested with {first} to {last}; train with --loss-aggregation-audit"
         return Finding("WARN", name, text)
     return Finding("OK", name, where)
 
@@ -104,19 +106,17 @@ def check_release(version: str, root: Path) -> Finding:
 def _check_training(core: ModuleType, training: ModuleType | Exception) -> Iterator[Finding]:
     name = "megatron.training"
     if isinstance(training, ModuleNotFoundError) and training.name == name:
-        yield Finding(
-            "WARN",
-            name,
-            "not in this megatron-core (its wheels have it from 0.17 on): wrap your own loop with "
-            "LossHook, or name a checkout with --megatron PATH",
+        text = (
+            "not in this megatron-core (its wheels include it from 0.17): wrap your own loop with "
+            "LossHook, or give a checkout with --megatron PATH"
         )
+        yield Finding("WARN", name, text)
         return
     if isinstance(training, Exception):
-        yield Finding("FAIL", name, f"cannot be imported ({one_line(training)}); mend that first")
+        yield Finding("FAIL", name, f"cannot be imported ({one_line(training)}); fix that first")
         return
-    roots = [Path(str(module.__file__)).resolve().parents[2] for module in (core, training)]
-    if roots[0] != roots[1]:
-        text = f"in {roots[1]}, but megatron.core in {roots[0]}; put the checkout on PYTHONPATH"
+    if (ours := _root(training)) != (theirs := _root(core)):
+        text = f"in {ours}, but megatron.core is in {theirs}; put the checkout on PYTHONPATH"
         yield Finding("WARN", name, text)
     try:
         wrapped = ", ".join(f"{seam.module.__name__}.{seam.name}" for seam in seams())
@@ -127,19 +127,20 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
 
 
 def check_source(root: Path) -> Iterator[Finding]:
-    """Which scripts of a checkout at ``root`` call the plugin themselves; none outside of one."""
+    """Which scripts of a checkout at ``root`` call the plugin themselves; nothing if it is none."""
     if not (root / "pretrain_gpt.py").is_file():
         return
-    scripts = [path for path in sorted(root.glob("*.py")) if "megatron_loss_agg" in _text(path)]
-    if scripts:
-        names = ", ".join(path.name for path in scripts)
-        yield Finding("OK", "patch", f"applied to {names}: start it without -m megatron_loss_agg")
+    scripts = sorted(root.glob("*.py"))
+    patched = [path.name for path in scripts if b"megatron_loss_agg" in path.read_bytes()]
+    if patched:
+        text = f"applied to {', '.join(patched)}: start it without -m megatron_loss_agg"
+        yield Finding("OK", "patch", text)
     else:
         yield Finding("OK", "patch", "none applied: put -m megatron_loss_agg before the script")
 
 
 class _FlagParser(argparse.ArgumentParser):
-    """Megatron's parser, except that a bad flag is an error to report and not the end."""
+    """Raises on a bad flag instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
@@ -147,7 +148,7 @@ class _FlagParser(argparse.ArgumentParser):
 
 def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     if script_flags and Path(script_flags[0]).is_file():
-        # As when it is run: what the flags name may lie beside it.
+        # As when the script runs: modules that the flags name may be in its folder.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
     parser: argparse.ArgumentParser = _FlagParser(add_help=False, allow_abbrev=False)
     try:
@@ -162,43 +163,31 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
         return Finding("FAIL", "flags", one_line(error))
     mode = args.loss_aggregation
     if not with_host:
-        text = (
-            f"{mode}; not checked against Megatron's own flags, since megatron.training cannot be "
-            "imported"
-        )
+        text = f"{mode}; Megatron's own flags not checked: megatron.training cannot be imported"
         return Finding("WARN", "flags", text)
     unknown = [flag for flag in others if flag.startswith("--") and flag != "--cpu"]
     if unknown:
-        text = f"{mode}; Megatron has no {', '.join(unknown)}: right only if the script adds them"
+        text = f"{mode}; Megatron has no {', '.join(unknown)}: valid only if the script adds them"
         return Finding("WARN", "flags", text)
-    return Finding("OK", "flags", f"{mode}, and no other flag is against it")
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """What is before ``--``, and what is after it if there is one."""
-    args = list(argv)
-    if "--" not in args:
-        return args, None
-    at = args.index("--")
-    return args[:at], args[at + 1 :]
+    return Finding("OK", "flags", f"{mode}, and no other flag conflicts with it")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
         usage="%(prog)s [-h] [--json] [--megatron PATH] [-- FLAG ...]",
-        description="Say whether the plugin runs here: a line for each finding, and exit code 1 if "
-        "one of them is FAIL. After -- come the flags of a launch script, to be checked too.",
+        description="Check whether the plugin works here: one line per finding, and exit code 1 if "
+        "any is FAIL. The flags of a launch script, given after --, are checked too.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument("--megatron", metavar="PATH", help="a checkout of Megatron-LM to look at")
+    parser.add_argument("--megatron", metavar="PATH", help="a Megatron-LM checkout to examine")
     return parser
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what Megatron prints while it is imported out of the findings."""
+    """Keep Megatron's import-time output off stdout."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -208,5 +197,6 @@ def _quiet() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+def _root(module: ModuleType) -> Path:
+    """The folder that ``megatron.*`` was imported from."""
+    return Path(str(module.__file__)).resolve().parents[2]

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
 from megatron_loss_agg.collectives import any_rank, failing_together
 from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.audit import Auditor
@@ -23,7 +23,6 @@ from megatron_loss_agg.mcore.local_weights import StepWeights
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
-from megatron_loss_agg.terms import Term, named_terms
 
 ForwardBackward = Callable[..., Any]
 
@@ -134,7 +133,7 @@ class LossHook:
         def wrapped(**arguments: Any) -> Any:
             call = Call.of(arguments)
             if not call.forward_only:
-                self._auditor.check(call.scale, dict(arguments))
+                self._auditor.check(call)
             if call.collects_other_data:
                 return forward_backward(**arguments)
             if self._open_step is not None and not call.forward_only:

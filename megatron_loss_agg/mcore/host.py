@@ -111,6 +111,7 @@ class Call:
     """One call of the schedule. Only `of` reads its arguments."""
 
     arguments: Mapping[str, Any]  # all of them, by name
+    pg_collection: Any  # None: Megatron's global groups
     groups: ParallelGroups
     scale: HostScale
     config: Any  # of the model
@@ -140,6 +141,7 @@ class Call:
             )
         return cls(
             arguments=arguments,
+            pg_collection=arguments.get("pg_collection"),
             groups=groups,
             scale=HostScale(
                 num_microbatches=arguments["num_microbatches"],

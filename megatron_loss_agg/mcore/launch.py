@@ -1,4 +1,4 @@
-"""Runs an unmodified Megatron script with the plugin in place."""
+"""Runs an unmodified Megatron script with the plugin installed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]
     """Install the plugin for ``script`` with ``script_args``.
 
     Args:
-        cpu: real Megatron on a CPU over gloo, for trials and tests.
+        cpu: run Megatron on CPU over gloo, for trials and tests.
 
     Returns:
-        what runs the script as ``__main__``, as ``python script ...`` would. A flag of Megatron
-        that does not go with ours ends it with one line and exit code 2, before it builds a model.
+        a function that runs the script as ``python script ...`` would. If a Megatron flag conflicts
+        with ours, it exits with code 2 and one line, before the model is built.
 
     Raises:
-        AggregationError: a flag of ours is bad, before Megatron is imported; or this Megatron has
-            other seams than the plugin knows.
+        AggregationError: one of our flags is bad (raised before Megatron is imported), or this
+            Megatron lacks a function that the plugin wraps.
     """
     if not Path(script).is_file():
         raise InputError(f"{script!r} is not a file; expected the path of a training script")
@@ -36,16 +36,18 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]
     sys.path[0] = str(Path(script).resolve().parent)
     ours = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     flags.settings_from(ours.parse_known_args(script_args)[0])
-    prepare_parser = _enable_cpu() if cpu else flags.add_arguments
-    install(prepare_parser, _hook_or_exit)
+    if cpu:
+        from megatron_loss_agg.mcore.cpu import enable
+
+        enable()
+    install(_add_cpu_arguments if cpu else flags.add_arguments, _hook_or_exit)
     return functools.partial(runpy.run_path, script, run_name="__main__")
 
 
 def _hook_or_exit(args: Any) -> LossHook | None:
-    """The hook that Megatron's parsed flags ask for.
+    """The hook for Megatron's parsed flags, if they enable it.
 
-    Only the script can parse them, so they are refused in the middle of its run, from where
-    nothing but an exit is as short as a refusal before it.
+    Called from inside the script, where only an exit avoids a traceback.
     """
     try:
         return hook_from_args(args)
@@ -53,12 +55,7 @@ def _hook_or_exit(args: Any) -> LossHook | None:
         sys.exit(flags.refuse(error))
 
 
-def _enable_cpu() -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    from megatron_loss_agg.mcore import cpu
+def _add_cpu_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron_loss_agg.mcore.cpu import set_default_flags
 
-    cpu.enable()
-
-    def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return flags.add_arguments(cpu.set_default_flags(parser))
-
-    return prepare_parser
+    return flags.add_arguments(set_default_flags(parser))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.collectives import failing_together
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
@@ -25,7 +26,6 @@ from megatron_loss_agg.masks import active_tokens, on_cpu
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
-from megatron_loss_agg.terms import Term
 from megatron_loss_agg.weights import token_weights_of
 
 _SHORT_ROW = 32
@@ -116,9 +116,7 @@ class StepWeights:
             except Exception:
                 StepPlan.abandon(groups.dp)
                 raise
-            return cls.of(
-                StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks
-            )
+            return cls.of(StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks)
 
         if dist.get_world_size(groups.tp) == 1:
             return plan_here()

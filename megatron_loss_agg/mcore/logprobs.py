@@ -1,12 +1,12 @@
-"""Log-probabilities and entropy of a vocabulary that is split over tensor-parallel ranks.
+"""Log-probabilities and entropy of logits that are sharded over tensor-parallel ranks.
 
 Shapes: logits are [..., vocab / tp] and contiguous (Megatron's [seq, batch, vocab / tp], or any
-other leading axes), labels and results [...]. Computed in fp32, in Megatron's own steps.
+other leading axes), labels and results [...]. Computed in fp32, by Megatron's own functions.
 
-**fp32 logits are overwritten** by the functions that take labels, as Megatron's cross entropy does,
-so that they need no second buffer of that size; half-precision logits are copied to fp32, as there.
-Hand in a clone, or use `vocab_parallel_log_probs_and_entropy`, where both are wanted. Work on the
-vocabulary beside that one buffer is done in `_PARTS` parts of the tokens.
+**The functions that take labels overwrite fp32 logits**, like Megatron's cross entropy, to avoid a
+second buffer of that size; half-precision logits are copied to fp32. If you need both results, pass
+a clone or use `vocab_parallel_log_probs_and_entropy`. Temporaries of vocabulary size are limited to
+1 / `_CHUNKS` of the tokens at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_loss_agg.errors import PolicyError
 
-_PARTS = 32
-_LEAST = -1e4  # exp of it is 0, and 0 times it is 0 and not NaN as with -inf
-_overwritten = WeakIdKeyDictionary()  # logits -> the version that holds a softmax
+_CHUNKS = 32
+_MIN_LOGIT = -1e4  # stands in for -inf: its exp is 0 too, but 0 times it is not NaN
+_overwritten = WeakIdKeyDictionary()  # logits -> their version when they were overwritten
 
 
 def vocab_parallel_log_probs(
@@ -37,21 +37,21 @@ def vocab_parallel_log_probs(
 ) -> Tensor:
     """``log softmax(logits / temperature)[label]``, fp32 [...]. Overwrites fp32 logits.
 
-    Equals minus Megatron's ``vocab_parallel_cross_entropy`` at temperature 1. Its gradient is made
-    in the one buffer that is kept, so it can be taken once.
+    At temperature 1 this is the negative of Megatron's ``vocab_parallel_cross_entropy``. The
+    gradient is computed in place in the saved buffer, so backward can run only once.
 
     Args:
-        logits: [..., vocab / tp], this rank's part of the vocabulary.
-        labels: int64 [...], in the whole vocabulary, the same on all tensor-parallel ranks.
+        logits: [..., vocab / tp], this rank's shard of the vocabulary.
+        labels: int64 [...], indices into the whole vocabulary, the same on all tensor-parallel
+            ranks.
         temperature: > 0, that of the rollout.
-        group: tensor-parallel group; Megatron's own when absent.
+        group: tensor-parallel group; default: Megatron's own.
 
     Raises:
-        PolicyError: shapes or dtypes that do not fit, a temperature that is not > 0, or logits
-            that an earlier call has overwritten.
+        PolicyError: mismatched shapes or dtypes, a temperature that is not > 0, or logits that an
+            earlier call has overwritten.
     """
-    log_probs, _ = _apply(logits, labels, temperature, False, group)
-    return log_probs
+    return _apply(logits, labels, temperature, False, group)[0]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -60,15 +60,14 @@ def vocab_parallel_log_probs_and_entropy(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_log_probs` and the entropy of the same softmax, which they share.
+    """`vocab_parallel_log_probs` and the entropy, from one softmax.
 
-    The entropy is of ``softmax(logits / temperature)``. Arguments and Raises as there.
+    The entropy is of ``softmax(logits / temperature)``. Arguments and Raises are the same.
 
     Returns:
         (log-probabilities, entropy), fp32 [...] each.
     """
-    log_probs, entropy = _apply(logits, labels, temperature, True, group)
-    return log_probs, entropy
+    return _apply(logits, labels, temperature, True, group)
 
 
 def vocab_parallel_entropy(
@@ -76,7 +75,7 @@ def vocab_parallel_entropy(
 ) -> Tensor:
     """``-sum_v p_v log p_v`` with ``p = softmax(logits / temperature)``, fp32 [...].
 
-    Leaves the logits as they are, and keeps nothing else of their size; only the gradient is.
+    Does not overwrite the logits, and allocates nothing else of their size but the gradient.
     Arguments and Raises as in `vocab_parallel_log_probs`.
     """
     _check(logits, temperature)
@@ -93,7 +92,7 @@ def _apply(
     _check(logits, temperature)
     if not isinstance(labels, Tensor) or labels.shape != logits.shape[:-1]:
         got = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
-        raise PolicyError(f"labels are {got}; expected {tuple(logits.shape[:-1])}, one a token")
+        raise PolicyError(f"labels are {got}; expected {tuple(logits.shape[:-1])}, one per token")
     results = _LogProbs.apply(  # type: ignore[no-untyped-call]
         logits, labels, temperature, with_entropy, _tensor_group(group)
     )
@@ -103,7 +102,7 @@ def _apply(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Megatron's cross entropy with the entropy of its softmax, in one buffer."""
+    """Megatron's cross entropy and the entropy of its softmax, in one buffer."""
 
     @staticmethod
     def forward(
@@ -128,9 +127,9 @@ class _LogProbs(torch.autograd.Function):
         )
         moment = torch.zeros_like(total)  # sum_v e^z z
         if with_entropy:
-            for rows, out in _parts(exps, moment):
+            for rows, out in _chunks(exps, moment):
                 torch.sum(torch.special.xlogy(rows, rows), dim=-1, out=out)
-        predicted, total, moment = _summed((predicted, total, moment), group)
+        predicted, total, moment = _all_reduced((predicted, total, moment), group)
         softmax, loss = steps.calculate_cross_entropy_loss(exps, predicted, total)
         entropy = total.log() - moment / total
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
@@ -141,8 +140,8 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # d log p_y / d z_j = [j = y] - p_j; dH / d z_j = -p_j (log p_j + H). A token that neither
-        # is taken of gets 0, whatever its logits are.
+        # d log p_y / d z_j = [j = y] - p_j; dH / d z_j = -p_j (log p_j + H). Tokens without an
+        # incoming gradient get 0, even if their logits are NaN.
         softmax, elsewhere, target, entropy = ctx.saved_tensors
         g_log_prob, g_entropy = (g / ctx.temperature for g in gradients)
         unused = (g_log_prob == 0) & (g_entropy == 0)
@@ -151,8 +150,8 @@ class _LogProbs(torch.autograd.Function):
             softmax, elsewhere
         )
         if ctx.with_entropy:
-            for rows, g_lp, g_h, h in _parts(softmax, g_log_prob, g_entropy, entropy):
-                factor = rows.log().clamp_(min=_LEAST).add_(h.unsqueeze(-1))
+            for rows, g_lp, g_h, h in _chunks(softmax, g_log_prob, g_entropy, entropy):
+                factor = rows.log().clamp_(min=_MIN_LOGIT).add_(h.unsqueeze(-1))
                 rows.mul_(factor.mul_(g_h.unsqueeze(-1)).add_(g_lp.unsqueeze(-1)).neg_())
             grad_2d[token, target] += own * g_log_prob.view(-1)
         else:
@@ -162,19 +161,19 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """Keeps the logits and a few numbers a token; takes the softmax again for the gradient."""
+    """Saves the logits and a few numbers per token; recomputes the softmax in backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
         top = logits.amax(dim=-1).float()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         total, moment = torch.zeros_like(top), torch.zeros_like(top)
-        for rows, high, sum_e, sum_ez in _parts(logits, top, total, moment):
-            z = _scaled(rows, high, temperature)
+        for rows, high, sum_e, sum_ez in _chunks(logits, top, total, moment):
+            z = _shifted(rows, high, temperature)
             e = z.exp()
             torch.sum(e, dim=-1, out=sum_e)
             torch.sum(e.mul_(z), dim=-1, out=sum_ez)
-        total, moment = _summed((total, moment), group)
+        total, moment = _all_reduced((total, moment), group)
         entropy = total.log() - moment / total
         ctx.temperature = temperature
         ctx.save_for_backward(logits, top, total.log(), entropy)
@@ -185,35 +184,32 @@ class _Entropy(torch.autograd.Function):
         logits, top, log_total, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         tokens = top, log_total, entropy, gradients[0] / ctx.temperature
-        for rows, out, high, norm, h, g in _parts(logits, gradient, *tokens):
-            # The large numbers first: near 0, log p keeps its digits.
-            log_p = _scaled(rows, high, ctx.temperature).sub_(norm.unsqueeze(-1))
+        for rows, out, high, norm, h, g in _chunks(logits, gradient, *tokens):
+            # Subtract the large numbers first, to keep the precision of log p near 0.
+            log_p = _shifted(rows, high, ctx.temperature).sub_(norm.unsqueeze(-1))
             p = log_p.exp()
             p.mul_(log_p.add_(h.unsqueeze(-1)).mul_(-g.unsqueeze(-1)))
             out.copy_(p.masked_fill_((g == 0).unsqueeze(-1), 0))
         return gradient, None, None
 
 
-def _scaled(rows: Tensor, shift: Tensor, temperature: float) -> Tensor:
-    """``(rows - shift) / temperature`` in new memory and ``shift``'s dtype, nowhere -inf."""
-    return (rows.to(shift.dtype) - shift.unsqueeze(-1)).div_(temperature).clamp_(min=_LEAST)
+def _shifted(rows: Tensor, shift: Tensor, temperature: float) -> Tensor:
+    """``(rows - shift) / temperature`` as a new tensor in ``shift``'s dtype, without -inf."""
+    return (rows.to(shift.dtype) - shift.unsqueeze(-1)).div_(temperature).clamp_(min=_MIN_LOGIT)
 
 
-def _parts(vocabulary: Tensor, *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of a part of the tokens: of the [..., vocab] tensor, and of each [...] one.
-
-    A tensor of ``vocabulary``'s shape may be among ``tokens``.
-    """
+def _chunks(vocabulary: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors in chunks of tokens: views of shape [tokens, vocab] or [tokens]."""
     flat = [
         x.view(-1, x.shape[-1]) if x.dim() == vocabulary.dim() else x.reshape(-1)
-        for x in (vocabulary, *tokens)
+        for x in (vocabulary, *others)
     ]
-    size = max(-(-flat[0].shape[0] // _PARTS), 1)
+    size = max(-(-flat[0].shape[0] // _CHUNKS), 1)
     return zip(*(x.split(size) for x in flat), strict=True)
 
 
-def _summed(values: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Each summed over ``group``, in one collective."""
+def _all_reduced(values: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Each of ``values`` summed over ``group``, in one collective."""
     total = torch.stack(values)
     dist.all_reduce(total, group=group)
     return total.unbind()
@@ -226,16 +222,16 @@ def _tensor_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _check(logits: Tensor, temperature: float) -> None:
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
         kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise PolicyError(f"logits are {kind}; expected a floating tensor [..., vocab / tp]")
+        raise PolicyError(f"logits are {kind}; expected a floating-point tensor [..., vocab / tp]")
     if not logits.is_contiguous():
         raise PolicyError(
-            f"logits of shape {tuple(logits.shape)} are not contiguous; take them before they are "
-            "transposed, and give labels the same leading axes"
+            f"logits of shape {tuple(logits.shape)} are not contiguous; pass them untransposed, "
+            "with labels of the same leading axes"
         )
     if not temperature > 0:
         raise PolicyError(f"temperature={temperature!r}; expected a number > 0")
     if not logits.is_inference() and _overwritten.get(logits) == logits._version:
         raise PolicyError(
             "an earlier call has overwritten these fp32 logits with their softmax; expected "
-            "logits: call vocab_parallel_log_probs_and_entropy once, or give each call a clone"
+            "logits: call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
         )

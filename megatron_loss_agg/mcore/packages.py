@@ -1,4 +1,4 @@
-"""What the packages beside Megatron are: torch, Transformer Engine, apex."""
+"""Checks of the packages that Megatron uses: torch, Transformer Engine, apex."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OLDEST_TORCH = (2, 6)
 
 
 class Finding(NamedTuple):
-    """What one check found. FAIL: the plugin would not run, or would not be exact."""
+    """The result of one check. FAIL: the plugin would not run, or would not be exact."""
 
     level: Literal["OK", "WARN", "FAIL"]
     check: str
@@ -23,22 +23,21 @@ class Finding(NamedTuple):
 
 
 def check_torch() -> Finding:
-    """Its version, and whether it sees a GPU."""
+    """The version, and whether a GPU is visible."""
     version, name = str(torch.__version__), "torch"
     if not torch.distributed.is_available():
-        return Finding("FAIL", name, f"{version} is built without torch.distributed; install torch")
+        return Finding("FAIL", name, f"{version} lacks torch.distributed; use another build")
     if release(version) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
-        return Finding(
-            "WARN", name, f"{version} is older than {oldest}; pip install --upgrade torch"
-        )
+        text = f"{version} is older than {oldest}; pip install --upgrade torch"
+        return Finding("WARN", name, text)
     if not torch.cuda.is_available():
         return Finding("WARN", name, f"{version} sees no GPU: start scripts with --cpu here")
     return Finding("OK", name, f"{version}, {torch.cuda.device_count()} GPU")
 
 
 def check_transformer_engine() -> Finding:
-    """Its version, if it can be imported."""
+    """The version, if it can be imported."""
     name = "transformer-engine"
     module = try_import("transformer_engine.pytorch")
     if isinstance(module, ModuleType):
@@ -54,7 +53,7 @@ def check_transformer_engine() -> Finding:
 
 
 def check_apex() -> Finding:
-    """Whether an ``apex`` is NVIDIA's, by its files: an unrelated one is not to be imported."""
+    """Whether ``apex`` is NVIDIA's, judged by its files: do not import an unrelated one."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return Finding("OK", "apex", "not installed; Megatron has its own replacement")
@@ -62,30 +61,30 @@ def check_apex() -> Finding:
     parts = ("optimizers/fused_adam.py", "multi_tensor_apply/__init__.py")
     if not any(all((folder / part).is_file() for part in parts) for folder in folders):
         text = (
-            f"{spec.origin} is an unrelated project of this name, and Megatron takes it for "
+            f"{spec.origin} is an unrelated project of the same name, which Megatron takes for "
             "NVIDIA's; pip uninstall apex"
         )
         return Finding("WARN", "apex", text)
     if importlib.util.find_spec("amp_C") is None:
-        text = "NVIDIA's, but without its kernels (amp_C): build it again with its CUDA extensions"
+        text = "NVIDIA's, but without its kernels (amp_C): rebuild it with its CUDA extensions"
         return Finding("WARN", "apex", text)
     return Finding("OK", "apex", f"NVIDIA's, in {folders[0]}")
 
 
 def try_import(name: str) -> ModuleType | Exception:
-    """The module, or what its import raised."""
+    """The module, or the exception that its import raised."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever an import raises is a finding
+    except Exception as error:
         return error
 
 
 def release(version: str) -> tuple[int, int]:
-    """(major, minor); zeros for a version of another form."""
+    """(major, minor); (0, 0) if it cannot be parsed."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def one_line(error: object) -> str:
-    """An error as its name and its message."""
+    """The name and message of an error, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

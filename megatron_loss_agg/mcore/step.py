@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import GroupError, HostError, MaskError, ReportError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.host import Call
@@ -25,7 +26,6 @@ from megatron_loss_agg.mcore.host_loss import (
     token_losses,
 )
 from megatron_loss_agg.mcore.local_weights import LocalMask, StepWeights
-from megatron_loss_agg.terms import Term
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
 
 _CHANGED_MASK = (

@@ -43,7 +43,7 @@ CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
         MaskError,
         "overflow",
     ),
-    (lambda: weighted_sum([1.0], [1.0]), MaskError, "two tensors"),  # type: ignore[arg-type]
+    (lambda: weighted_sum([1.0], [1.0]), MaskError, "a real tensor"),  # type: ignore[arg-type]
     (lambda: CPLayout.bshd(8, 2, 0.5), LayoutError, "cp_rank=0.5"),  # type: ignore[arg-type]
     (lambda: CPLayout.contiguous(-8, 2, 0), LayoutError, "length -8"),
     (lambda: CPLayout.thd(tensor([0, 8, 4]), 2, 0), LayoutError, "not decrease"),

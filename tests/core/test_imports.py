@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_loss_agg"
 CORE = (
     "aggregation",
+    "checks",
     "elementwise",
     "errors",
     "exchange",
@@ -25,6 +26,7 @@ CORE = (
     "microbatch",
     "plan",
     "policy",
+    "presets",
     "report",
     "sequences",
     "tally",

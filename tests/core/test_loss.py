@@ -44,7 +44,7 @@ def test_negative_weights_count():
 
 
 def test_complex_losses_are_refused():
-    with pytest.raises(MaskError, match="expected real tensors"):
+    with pytest.raises(MaskError, match="expected a real tensor"):
         weighted_sum(torch.ones(1), torch.ones(1, dtype=torch.complex64))
 
 

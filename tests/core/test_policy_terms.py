@@ -141,16 +141,16 @@ X = torch.zeros(2, 3)
 REFUSED = [
     (
         lambda: policy.clipped_policy_loss(X, X[0], X),
-        "old_log_probs has shape (3,) and log_probs (2, 3); expected the same shape, for nothing "
-        "is broadcast: expand it",
+        "old_log_probs has shape (3,) and log_probs (2, 3); expected the same shape "
+        "(nothing is broadcast)",
     ),
     (
         lambda: policy.kl_penalty(X, X.long(), "k1"),
-        "ref_log_probs is torch.int64; expected a floating tensor",
+        "ref_log_probs is torch.int64; expected a floating-point tensor",
     ),
     (
         lambda: policy.cispo_loss(X, X, 1.0, clip_low=1, clip_high=1),
-        "advantages is float; expected a floating tensor",
+        "advantages is float; expected a floating-point tensor",
     ),
     (
         lambda: policy.clipped_policy_loss(X, X, X, clip_low=-0.1),
@@ -170,7 +170,7 @@ REFUSED = [
     ),
     (
         lambda: policy.truncated_importance_weight(X, X, cap=2, mask=X[0]),
-        "mask of shape (3,) for log_probs of shape (2, 3); expected the same shape",
+        "mask has shape (3,) and log_probs (2, 3); expected the same shape (nothing is broadcast)",
     ),
     (
         lambda: policy.kl_penalty(X, X, "k4"),

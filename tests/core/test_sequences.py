@@ -246,7 +246,10 @@ def test_refusals_say_what_to_change():
     with pytest.raises(MaskError) as error:
         SequenceMean(microbatch)(torch.zeros(8, 2))
     assert str(error.value) == (
-        "values have shape (8, 2); expected (2, 8), that of this rank's part of the loss mask"
+        "values has shape (8, 2) and local_loss_mask (2, 8); expected the same shape "
+        "(nothing is broadcast)"
     )
-    with pytest.raises(MaskError, match=r"values are torch\.int64; expected a floating tensor"):
+    with pytest.raises(
+        MaskError, match=r"values is torch\.int64; expected a floating-point tensor"
+    ):
         SequenceMean(microbatch)(torch.zeros(2, 8, dtype=torch.int64))

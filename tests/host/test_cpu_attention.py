@@ -181,7 +181,7 @@ def refused(real: list[int], padded: list[int], kind: str, config: dict[str, Any
 def test_offsets_must_cover_all_tokens() -> None:
     assert run_host_ranks(refused, 1, [0, 12], [0, 12], "causal", {}) == [
         "got 16 tokens on context-parallel rank 0 of 1; expected 12 by the sequence offsets, which "
-        "end at 12: let them cover every token, padding included"
+        "end at 12: they must cover every token, including padding"
     ]
 
 
@@ -198,7 +198,7 @@ def test_a_sliding_window_is_refused_where_it_would_be_ignored() -> None:
 def test_sequences_whose_length_is_unknown_are_refused() -> None:
     # A causal query never sees the padding, so there the real offsets are not needed.
     assert run_host_ranks(refused, 1, [0, 5], [0, 8, 16], "padding", {}) == [
-        "got 2 offsets and 3 padded ones; expected as many"
+        "got 2 offsets and 3 padded; expected equal numbers"
     ]
 
 

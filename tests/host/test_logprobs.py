@@ -215,7 +215,7 @@ def overwritten() -> list[str]:
 def test_overwritten_logits_are_refused() -> None:
     text = (
         "an earlier call has overwritten these fp32 logits with their softmax; expected logits: "
-        "call vocab_parallel_log_probs_and_entropy once, or give each call a clone"
+        "call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
     )
     assert run_host_ranks(overwritten, 1) == [[text, text]]
 
@@ -273,10 +273,10 @@ def refusals() -> list[str]:
 def test_refusals_say_what_to_change() -> None:
     assert run_host_ranks(refusals, 1) == [
         [
-            "labels are (2, 3); expected (3, 2), one a token",
-            "logits of shape (2, 3, 4) are not contiguous; take them before they are transposed, "
-            "and give labels the same leading axes",
+            "labels are (2, 3); expected (3, 2), one per token",
+            "logits of shape (2, 3, 4) are not contiguous; pass them untransposed, with "
+            "labels of the same leading axes",
             "temperature=0.0; expected a number > 0",
-            "logits are torch.int64; expected a floating tensor [..., vocab / tp]",
+            "logits are torch.int64; expected a floating-point tensor [..., vocab / tp]",
         ]
     ]

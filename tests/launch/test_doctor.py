@@ -168,7 +168,7 @@ def test_apex_is_told_by_its_files(tmp_path, monkeypatch):
     unrelated = apex_made_of(tmp_path, "apex/__init__.py", "apex/interfaces.py")
     assert unrelated.level == "WARN"
     assert unrelated.text.endswith(
-        "is an unrelated project of this name, and Megatron takes it for NVIDIA's; "
+        "is an unrelated project of the same name, which Megatron takes for NVIDIA's; "
         "pip uninstall apex"
     )
     parts = ("apex/optimizers/fused_adam.py", "apex/multi_tensor_apply/__init__.py")

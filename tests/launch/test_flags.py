@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.aggregation import MODES, PRESETS
+from megatron_loss_agg.aggregation import MODES
 from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import flags
+from megatron_loss_agg.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 FLAG = "--loss-aggregation"
@@ -56,7 +57,7 @@ def test_every_mode_is_a_value(mode: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_value(name: str) -> None:
-    needs = PRESETS[name]["mode"] in ("constant", "sum")
+    needs = PRESETS[name].needs_divisor
     divisor = ("--loss-aggregation-divisor", "8192") if needs else ()
     expected = LossAggregation.preset(name, divisor=8192.0 if needs else None)
     assert given(FLAG, name, *divisor) == expected

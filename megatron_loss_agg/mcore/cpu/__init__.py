@@ -1,9 +1,9 @@
-"""Real Megatron-Core on a CPU over gloo, for demonstrations and tests.
+"""Real Megatron-Core on CPU over gloo, for trials and tests.
 
-Nothing here is imported on a GPU. ``enable()`` changes ``torch`` and Megatron for the rest of the
-process and cannot be undone. Context, tensor (with sequence), pipeline, expert and data
-parallelism run, packed sequences too; what needs Transformer Engine does not, nor a sliding window
-together with context parallelism or packing.
+GPU runs never import this. ``enable()`` patches ``torch`` and Megatron for the rest of the process
+and cannot be undone. Supports data, context, tensor, sequence, pipeline and expert parallelism and
+packed sequences; not features of Transformer Engine, nor a sliding window combined with context
+parallelism or packing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 
 __all__ = ["CPU_FLAGS", "enable", "set_default_flags"]
 
-# Flags of Megatron's scripts that a CPU needs: the backend, layers without Transformer Engine, and
-# no fused kernel. None: the flag takes no value.
+# Megatron flags required on CPU: the backend, layers without Transformer Engine, and no fused
+# kernels. None: the flag takes no value.
 CPU_FLAGS: dict[str, str | None] = {
     "--distributed-backend": "gloo",
     "--transformer-impl": "local",
@@ -32,21 +32,21 @@ _enabled = False
 
 
 def enable() -> None:
-    """Make Megatron-Core run on the CPU, the one that is first on ``sys.path`` at this time.
+    """Make the Megatron-Core that is first on ``sys.path`` run on CPU.
 
-    Call it before Megatron is first imported. A further call does nothing.
+    Call it before Megatron is first imported. Further calls do nothing.
     """
     global _enabled
     if _enabled:
         return
     _enabled = True
-    # Megatron demands it of launch scripts, for the order of kernels on a GPU.
+    # Megatron requires it of launch scripts, for the order of kernels on GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_loss_agg.mcore.cpu import collectives, device
 
     device.install()
     collectives.install()
-    # These import Megatron, which must find the stand-ins in place.
+    # These import Megatron, so the stand-ins must be in place.
     from megatron_loss_agg.mcore.cpu import attention, refusals
 
     attention.install()
@@ -55,11 +55,11 @@ def enable() -> None:
 
 
 def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Make `CPU_FLAGS` the defaults of Megatron's ``parser``, as far as it knows them; return it.
+    """Set `CPU_FLAGS` that Megatron's ``parser`` knows as its defaults, and return it.
 
-    A flag that the user gives still wins.
+    Flags given by the user still take precedence.
     """
-    known = parser._option_string_actions  # argparse has no public way to find a flag's action
+    known = parser._option_string_actions  # argparse has no public lookup
     for flag, value in CPU_FLAGS.items():
         if flag in known:
             action = known[flag]
@@ -68,9 +68,9 @@ def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _leave() -> None:
-    """End gloo's threads, which abort the process if the interpreter goes first.
+    """Stop gloo's threads, which abort the process if they outlive the interpreter.
 
-    Megatron's scripts leave their process groups to the end of the process.
+    Megatron's scripts do not destroy their process groups.
     """
     import torch.distributed as dist
 

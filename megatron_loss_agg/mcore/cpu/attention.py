@@ -1,8 +1,8 @@
 """Core attention in plain torch for context parallelism and packed sequences.
 
-Megatron's own ``DotProductAttention`` refuses both, since on a GPU Transformer Engine does them.
-Here every rank gathers the keys and values of its context-parallel group, puts them in their true
-order and hands them, with a mask by true positions, to Megatron's own attention.
+Megatron's ``DotProductAttention`` supports neither and leaves them to Transformer Engine. Here each
+rank gathers the keys and values of its context-parallel group, restores their order, and calls
+Megatron's attention with an explicit mask.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 def install() -> None:
-    """Make Megatron's local layer specifications build this attention."""
+    """Make Megatron's local layer specs use this attention."""
     LocalSpecProvider.core_attention = lambda self: GatheredAttention
 
 
 class GatheredAttention(DotProductAttention):
     """Attention of this rank's queries to the keys of its whole context-parallel group.
 
-    The zigzag of `CPLayout` is assumed, as Megatron's data path makes it: over the whole sequence
-    (sbhd), or inside every packed sequence (thd). With one context-parallel rank and without
-    packing it is Megatron's ``DotProductAttention``, to the bit.
+    Assumes the zigzag split of Megatron's data path (see `CPLayout`): over the whole sequence
+    (sbhd), or within each packed sequence (thd). Without context parallelism and packing it is
+    bit-identical to Megatron's ``DotProductAttention``.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         alone = copy.copy(config)
-        alone.context_parallel_size = 1  # the parent refuses any other
+        alone.context_parallel_size = 1  # the parent accepts no other
         super().__init__(alone, *args, **kwargs)
         self.config = config
         # Named pg_collection from Megatron-Core 0.15 on.
@@ -56,21 +56,21 @@ class GatheredAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend.
+        """The attention output of this rank's queries.
 
         Args:
             query: [local seq, batch, heads, head dim], or packed [local tokens, heads, head dim].
             key, value: as ``query``, with as many or fewer heads (grouped queries).
-            attention_mask: true where *not* to attend, [batch or 1, 1, local seq, seq]: columns
-                in the order of the whole sequence. Not read when packed.
+            attention_mask: true where *not* to attend, [batch or 1, 1, local seq, seq], with
+                columns in the order of the whole sequence. Ignored for packed sequences.
 
         Returns:
             [local seq, batch, heads * head dim]; a batch of 1 when packed.
 
         Raises:
-            LayoutError: the queries are not as many as the layout gives to this rank; or real and
-                padded offsets, where the attention is not causal, are not as many.
-            HostError: a sliding window, which this mask does not know.
+            LayoutError: the number of queries is not that of this rank's layout; or, without causal
+                attention, real and padded offsets differ in number.
+            HostError: a sliding window, which is not supported here.
         """
         group = self._context_group(packed_seq_params)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -81,12 +81,13 @@ class GatheredAttention(DotProductAttention):
         if getattr(self.scale_mask_softmax, "window_size", None) is not None:
             raise HostError(
                 "got a sliding window (--window-size) with context parallelism or packed "
-                "sequences; on a CPU expected neither beside it: leave one of them out"
+                "sequences; expected at most one of them on CPU: drop one"
             )
         if packed_seq_params is None:
             offsets = real = torch.tensor([0, query.size(0) * size])
         else:
-            offsets, real = _padded_offsets(packed_seq_params), packed_seq_params.cu_seqlens_q
+            real, offsets = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+            offsets = real if offsets is None else offsets
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
@@ -94,12 +95,12 @@ class GatheredAttention(DotProductAttention):
             raise LayoutError(
                 f"got {query.size(0)} tokens on context-parallel rank {rank} of {size}; expected "
                 f"{layout.index.numel()} by the sequence offsets, which end at "
-                f"{int(offsets[-1])}: let them cover every token, padding included"
+                f"{int(offsets[-1])}: they must cover every token, including padding"
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         if not causal and real.shape != offsets.shape:
             raise LayoutError(
-                f"got {real.numel()} offsets and {offsets.numel()} padded ones; expected as many"
+                f"got {real.numel()} offsets and {offsets.numel()} padded; expected equal numbers"
             )
         mask = _forbidden(layout.index, offsets, None if causal else real.diff())
         if attention_mask is not None:
@@ -108,9 +109,9 @@ class GatheredAttention(DotProductAttention):
         return super().forward(query, key, value, mask, AttnMaskType.arbitrary, attention_bias)
 
     def _context_group(self, packed_seq_params: Any) -> Any:
-        """The group that shares this batch, None if this rank has it alone.
+        """The group that shares this batch; None if the batch is on this rank only.
 
-        With hybrid context parallelism every packed batch names its own.
+        With hybrid context parallelism, each packed batch has its own group.
         """
         group = getattr(packed_seq_params, "cp_group", None)
         if group is None and getattr(packed_seq_params, "local_cp_size", None) == 1:
@@ -118,14 +119,8 @@ class GatheredAttention(DotProductAttention):
         return self.cp_group if group is None else group
 
 
-def _padded_offsets(packed_seq_params: Any) -> Tensor:
-    """Where the packed sequences begin and end, padding between them included."""
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded
-
-
 def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
-    """The whole sequence axis (0) of ``local``; gradients are summed over the group and sharded."""
+    """The whole sequence axis (0) of ``local``; the backward reduce-scatters the gradient."""
     if layout.cp_size == 1:
         return local.contiguous()
     parts = gather_from_sequence_parallel_region(
@@ -135,11 +130,11 @@ def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
 
 
 def _forbidden(query_positions: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
-    """[1, 1, queries, keys]: true where the key is of another sequence, or of no use there.
+    """[1, 1, queries, keys]: true where the query must not attend to the key.
 
     Args:
-        lengths: of the sequences without their padding, which no query attends to; None for causal
-            attention, in which no query attends to later keys, and so none to padding either.
+        lengths: of the sequences without padding, to mask the padding; None for causal attention,
+            which masks later keys and with them the padding.
     """
     key_positions = torch.arange(int(offsets[-1]))
     sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)

@@ -1,4 +1,4 @@
-"""Collectives of Megatron's that assume tensors on a GPU."""
+"""Patches for Megatron collectives that assume GPU tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Take sizes of pieces as tensors.
+    """Let ``all_to_all_single`` take split sizes as tensors.
 
-    Megatron's exchange of tokens between experts counts them in tensors, which it makes arrays of
-    when it copies them off a GPU.
+    Megatron's expert token dispatch passes tensors unless it has copied them from a GPU.
     """
     exchange = dist.all_to_all_single
 

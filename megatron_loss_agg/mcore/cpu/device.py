@@ -1,8 +1,8 @@
-"""Stand-ins for ``torch.cuda``, so that Megatron-Core, which assumes a GPU, runs on a CPU.
+"""Stand-ins for ``torch.cuda``, so that Megatron-Core, which assumes a GPU, runs on CPU.
 
-Every tensor stays on the CPU. What a stand-in answers is true of the CPU where Megatron acts on
-the answer (time, random state, memory), and a constant where Megatron only asks whether it may
-go on (is there a device, is it new enough).
+All tensors stay on the CPU. Stand-ins return the CPU's own values where Megatron acts on them
+(time, random state, memory), and constants where it only checks a requirement (a device exists, it
+is new enough).
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from megatron_loss_agg.mcore.cpu import streams
 
 
 def install() -> None:
-    """Replace what of ``torch`` refers to a GPU, for the rest of the process."""
-    _replace_presence()
+    """Replace the GPU functions of ``torch`` for the rest of the process."""
+    _replace_properties()
     _replace_random_state()
     streams.install()
-    _replace_memory()
     _replace_accelerator()
     _replace_compiler()
-    _replace_tensor_types()
     _replace_data_loader()
     _replace_placement()
 
@@ -43,9 +41,6 @@ def _replace(module: ModuleType, **stand_ins: Any) -> None:
         setattr(module, name, stand_in)
 
 
-# --- Placement: whoever asks for a CUDA device gets the CPU --------------------------------------
-
-
 def _is_gpu(device: object) -> bool:
     """Whether ``device`` means a GPU: "cuda:0", ``torch.device("cuda")`` or a bare index."""
     return isinstance(device, (str, torch.device, int)) and (
@@ -53,7 +48,7 @@ def _is_gpu(device: object) -> bool:
     )
 
 
-# The names by which Megatron's optimizers and gradient clipping know a parameter on a GPU.
+# Megatron's optimizers and gradient clipping recognize GPU parameters by these type names.
 _GPU_TYPE_NAMES = {
     f"torch.{name}": f"torch.cuda.{name}"
     for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor")
@@ -92,8 +87,8 @@ class _HostPlacement(TorchFunctionMode):
 def _replace_placement() -> None:
     placement = _HostPlacement()
     placement.__enter__()  # type: ignore[no-untyped-call]
-    # torch takes a mode off while it runs a function that the mode has seen, such as
-    # Tensor.backward: put it on again for the backward functions of Megatron.
+    # torch disables a mode inside a function that the mode has intercepted, such as
+    # Tensor.backward: enable it again for Megatron's backward functions.
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward_placed(*args: Any, **kwargs: Any) -> Any:
@@ -103,18 +98,11 @@ def _replace_placement() -> None:
     torch.autograd._engine_run_backward = run_backward_placed  # type: ignore[attr-defined]
 
 
-# --- Presence: there is a device, and it is new enough -------------------------------------------
-
-
-def _replace_presence() -> None:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _replace_properties() -> None:
+    """A device exists, is new enough, and has the host's memory, of which none is used."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(
-        name="cpu",
-        major=8,
-        minor=0,
-        multi_processor_count=1,
-        total_memory=_host_memory(),
-        gcnArchName="",
+        name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=memory, gcnArchName=""
     )
     _replace(
         torch.cuda,
@@ -122,8 +110,8 @@ def _replace_presence() -> None:
         is_initialized=_answer(True),
         init=_answer(None),
         _lazy_init=_answer(None),
-        # One device for each rank of this host, since Megatron takes one by local rank.
-        device_count=_answer(local_ranks),
+        # One device per local rank, since Megatron selects one by local rank.
+        device_count=_answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         current_device=_answer(0),
         set_device=_answer(None),
         device=lambda *args: contextlib.nullcontext(),
@@ -132,17 +120,23 @@ def _replace_presence() -> None:
         get_device_capability=_answer((properties.major, properties.minor)),
         is_bf16_supported=_answer(True),
         is_current_stream_capturing=_answer(False),
+        mem_get_info=_answer((memory, memory)),
+        memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
+        empty_cache=_answer(None),
+        reset_peak_memory_stats=_answer(None),
+        device_memory_used=_answer(0),
     )
+    for name in ("memory_allocated", "memory_reserved"):
+        _replace(torch.cuda, **{name: _answer(0), f"max_{name}": _answer(0)})
+    for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte"):
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
-
-
-# --- Random state: the CPU's generator, which is the one that draws ------------------------------
 
 
 def _replace_random_state() -> None:
     generator = torch.default_generator
-    # A function each, and none of the generator's own methods: torch's compiler, which the
-    # optimizers import, keeps a rule for every function of torch and refuses to see one twice.
+    # A lambda each, not the generator's own methods: torch's compiler, which the optimizers import,
+    # registers every function of torch and rejects duplicates.
     stand_ins: dict[str, Any] = {
         "get_rng_state": lambda *args, **kwargs: generator.get_state(),
         "set_rng_state": lambda state, *args, **kwargs: generator.set_state(state),
@@ -154,41 +148,12 @@ def _replace_random_state() -> None:
     }
     _replace(torch.cuda, **stand_ins)
     _replace(torch.cuda.random, **stand_ins)
-    # Megatron's tracker of random states reaches past those functions, to the generators.
+    # Megatron's RNG tracker accesses the generators directly.
     _replace(torch.cuda, default_generators=(generator,) * torch.cuda.device_count())
 
 
-# --- Memory: none of it is a GPU's ---------------------------------------------------------------
-
-
-def _host_memory() -> int:
-    """Bytes of memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _replace_memory() -> None:
-    functions = (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "device_memory_used",
-    )
-    _replace(torch.cuda, **{name: _answer(0) for name in functions})
-    _replace(
-        torch.cuda,
-        memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
-        mem_get_info=_answer((_host_memory(), _host_memory())),
-        empty_cache=_answer(None),
-        reset_peak_memory_stats=_answer(None),
-    )
-
-
-# --- The rest ------------------------------------------------------------------------------------
-
-
 def _replace_accelerator() -> None:
-    """Hide the accelerator that a CUDA build of torch claims, or torch itself would use it."""
+    """Hide the accelerator of a CUDA build of torch, which torch itself would use."""
     _replace(
         torch.accelerator,
         is_available=_answer(False),
@@ -198,7 +163,7 @@ def _replace_accelerator() -> None:
 
 
 def _replace_compiler() -> None:
-    """Run eagerly: compiling Megatron's small fused functions takes longer than a small run."""
+    """Run eagerly: compiling Megatron's fused functions takes longer than a small run."""
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
         return (lambda decorated: decorated) if model is None else model
@@ -206,13 +171,8 @@ def _replace_compiler() -> None:
     torch.compile = compile_nothing
 
 
-def _replace_tensor_types() -> None:
-    for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte"):
-        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-
-
 def _replace_data_loader() -> None:
-    """Load in the rank's own process: ranks on a CPU already share its cores."""
+    """Load data in the rank's own process, since the ranks already share the CPU's cores."""
     construct = DataLoader.__init__
 
     def construct_in_process(self: Any, *args: Any, **kwargs: Any) -> None:

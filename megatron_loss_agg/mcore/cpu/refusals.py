@@ -1,4 +1,4 @@
-"""Refusals of Megatron that a CPU need not heed."""
+"""Lifts Megatron restrictions that do not apply on CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_loss_agg.layout import CPLayout
 
 
 def install() -> None:
-    """Let Megatron start without nvcc, route to experts, split packs, and use torch's norms."""
+    """Patch Megatron to start without nvcc, and to route, split packs and norm without TE."""
     _skip_kernel_build()
     _split_packs_without_transformer_engine()
     _route_without_transformer_engine()
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def _skip_kernel_build() -> None:
-    """Up to 0.16 Megatron asks nvcc for its version at the start, though it builds nothing."""
+    """Up to 0.16, Megatron queries the nvcc version at startup, although it builds nothing."""
     try:
         fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
     except ImportError:
@@ -36,10 +36,10 @@ def _skip_kernel_build() -> None:
 
 
 def _split_packs_without_transformer_engine() -> None:
-    """Give Megatron's data path the one function that it takes from Transformer Engine."""
+    """Provide the one Transformer Engine function that Megatron's data path uses."""
     if getattr(utils, "tex", None) is None:
         utils.tex = SimpleNamespace(thd_get_partitioned_indices=_packed_index)
-    # Up to 0.17 it asks for the version, too.
+    # Up to 0.17 it checks the version of Transformer Engine too.
     split = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
     if split is None:
         return
@@ -53,7 +53,7 @@ def _split_packs_without_transformer_engine() -> None:
 
 
 def _packed_index(offsets: Tensor | None, total: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Which of a pack's ``total`` tokens a context-parallel rank holds."""
+    """Indices of the tokens of a pack that a context-parallel rank holds."""
     if offsets is None:
         raise HostError(
             "this Megatron splits packs over context-parallel ranks by 'cu_seqlens_padded', which "
@@ -64,16 +64,16 @@ def _packed_index(offsets: Tensor | None, total: int, cp_size: int, cp_rank: int
 
 
 def _route_without_transformer_engine() -> None:
-    """Up to 0.15 the router tests a name for None that is bound only with Transformer Engine."""
+    """Up to 0.15, the router reads a name that is only defined with Transformer Engine."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def _allow_sequence_parallel_norms() -> None:
-    """Give torch's norms the mark that Megatron refuses them for want of.
+    """Mark the parameters of torch's norms as sequence-parallel.
 
-    By it Megatron sums their gradients over the tensor-parallel group, each rank of which has seen
-    a part of the sequence.
+    Megatron all-reduces the gradients of marked parameters over the tensor-parallel group. It
+    refuses torch's norms only because they do not set the mark.
     """
     construct = WrappedTorchNorm.__new__
 

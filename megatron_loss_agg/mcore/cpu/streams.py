@@ -1,4 +1,4 @@
-"""Stand-ins for the streams and events of ``torch.cuda``: all is done in order, at once."""
+"""Stand-ins for ``torch.cuda`` streams and events; all work runs in order, synchronously."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 class _Stream:
-    """A stream whose work is always done."""
+    """A stream without pending work."""
 
     cuda_stream = 0
 
@@ -60,7 +60,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that takes the host's time when recorded, so that Megatron's timers are true."""
+    """An event that records the host's clock, so that Megatron's timers are right."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
