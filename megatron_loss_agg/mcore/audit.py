@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.host import HostScale
+from megatron_loss_agg.mcore.host import Call, HostScale
 
 TOLERANCE = 1e-4
 """Relative tolerance of the measured factor. It is measured in fp32, or in bf16 if gradients are
