@@ -37,6 +37,7 @@ class StepPlan:
         aggregation: what it computes.
         microbatches: this rank's, in order; none in a plan from mask sums.
         counts: `StepCounts`, over all microbatches of all ranks.
+        active_tokens: of each microbatch: positions with a mask other than 0.
     """
 
     def __init__(

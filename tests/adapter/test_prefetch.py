@@ -55,3 +55,51 @@ def test_fetching_does_not_wait_for_the_source() -> None:
     assert next(prefetch) == 1
 
 
+def test_a_source_that_failed_is_not_drawn_from_again() -> None:
+    class Failing:
+        asked = 0
+
+        def __next__(self) -> int:
+            self.asked += 1
+            raise OSError(f"attempt {self.asked}")
+
+    source = Failing()
+    prefetch = Prefetch(source)
+    for _ in range(3):
+        prefetch.fetch(2)
+    with pytest.raises(OSError, match="attempt 1"):
+        next(prefetch)
+    assert source.asked == 1
+
+
+class Saving:
+    """A loader that can be resumed: its state is live, as some loaders return theirs."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.state = {"position": position}
+
+    def __next__(self) -> int:
+        self.state["position"] += 1
+        return self.state["position"]
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+
+@pytest.mark.parametrize("fetched", [0, 1, 3, 5])
+def test_a_run_resumed_at_the_saved_position_reads_on_where_the_reader_was(fetched: int) -> None:
+    prefetch = Prefetch(Saving())
+    got = []
+    for taken in (2, 0, 4, 1):
+        prefetch.fetch(fetched)
+        got += [next(prefetch) for _ in range(taken)]
+        resumed = Saving(**prefetch.state_dict())
+        assert next(resumed) == len(got) + 1
+    assert got == list(range(1, 8))
+
+
+def test_a_position_is_returned_under_the_name_that_the_source_has_for_it() -> None:
+    assert hasattr(Prefetch(Saving()), "state_dict")
+    assert not hasattr(Prefetch(Saving()), "save_state")
+    assert not hasattr(Prefetch(iter([])), "state_dict")
+    assert not hasattr(Prefetch(Saving()), "load_state_dict")  # it would not drop what was drawn
