@@ -53,5 +53,3 @@ def test_fetching_does_not_wait_for_the_source() -> None:
     prefetch.fetch(1)
     may_draw.set()  # reached, though the source has not drawn
     assert next(prefetch) == 1
-
-

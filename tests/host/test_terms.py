@@ -212,5 +212,3 @@ def test_losses_that_do_not_fit_the_terms_are_named() -> None:
     for name, (_, _, error) in MISFITS.items():
         assert told[name] is None if error is None else told[name].startswith(error), name
     assert "expected a TokenLoss, whose losses are" in told["stock"]
-
-
