@@ -7,6 +7,7 @@ mask, equal ones, or different ones.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ def wanted(case: Case, ranks: int) -> Any:
         mode = case.modes[name]
         nested = oracle.step_weights("sum" if mode == "custom" else mode, step)
         for place, of_rank in zip(PLACES, nested, strict=False):
-            for k, w in zip(sum(place, ()), sum(of_rank, []), strict=True):
+            for k, w in zip(itertools.chain(*place), itertools.chain(*of_rank), strict=True):
                 slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
                 total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
     return exact.gradient(total)
