@@ -148,3 +148,10 @@ def test_without_a_hook_a_transposed_mask_is_refused() -> None:
     loss = TokenLoss(lambda x: (x, {}), torch.ones(2, 3))
     with pytest.raises(MaskError, match="expected one loss per token"):
         loss(torch.ones(3, 2))
+
+
+def test_without_a_hook_it_is_a_stock_loss_function() -> None:
+    # 1 + 3 over the mask, whose 2 tokens Megatron counts in int32; what is masked may be NaN.
+    losses = torch.tensor([1.0, torch.nan, 3.0])
+    total, number, report = TokenLoss(lambda x: (x, {"own": 1}), MASK)(losses)
+    assert (total.item(), number.item(), number.dtype, report) == (4.0, 2, torch.int, {"own": 1})

@@ -69,9 +69,7 @@ def flat(model: Any) -> Tensor:
 def error(model: Any, whole: Gradient) -> float:
     """`relative_error` of the gradient in ``model``, over this rank's parameters."""
     expected = {
-        name: part_of(whole[name], p)
-        for ddp in _chunks(model)
-        for name, p in parts(ddp.module)
+        name: part_of(whole[name], p) for ddp in _chunks(model) for name, p in parts(ddp.module)
     }
     return relative_error(of(model), expected)
 

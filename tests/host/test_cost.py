@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
+from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
 
@@ -37,25 +38,23 @@ def counted_on_host() -> dict[Any, Any]:
     """Every rank, DP 2: operations of one microbatch's loss, and all-gathers of one step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_loss_agg import LossAggregation
     from megatron_loss_agg.mcore import LossHook, TokenLoss
     from tests.core.test_cost import Operations
     from tests.host import gpt
 
     gpt.initialize()
-    ddp = gpt.data_parallel(gpt.build(torch.float64, False))
-    schedule = get_forward_backward_func()
+    ddp = gpt.ddp_model()
     losses: list[list[str]] = []
 
     def counting(**arguments: Any) -> Any:
         """The schedule, counting the operations of every loss function that the hook gives it."""
-        inner = arguments["forward_step_func"]
+        inner = arguments.pop("forward_step_func")
 
         def forward_step(*args: Any) -> Any:
             output, loss = inner(*args)
             return output, functools.partial(count, loss)
 
-        return schedule(**{**arguments, "forward_step_func": forward_step})
+        return get_forward_backward_func()(**arguments, forward_step_func=forward_step)
 
     def count(loss: Any, output: Any) -> Any:
         with Operations() as operations:
@@ -63,22 +62,18 @@ def counted_on_host() -> dict[Any, Any]:
         losses.append(operations.names)
         return result
 
-    def own_step(names: list[str], iterator: Any, model: Any) -> Any:
-        output, loss_func = gpt.forward_step(iterator, model)
-        (mask,) = loss_func.args
-        return output, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), mask)
-
     def run(names: list[str], samples: int, layout: str) -> tuple[list[str], int]:
         """Operations of the last loss of a second step, and its all-gathers."""
-        terms = {name: LossAggregation(mode="prompt_mean") for name in names}
-        wrapped = LossHook(terms).wrap(counting)
-        step = functools.partial(own_step, names)
+        hook = LossHook({name: aggregation("prompt_mean") for name in names})
+        step = gpt.forward_step_with(
+            lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(names, x), {}), mask)
+        )
+        options = {"forward_step_func": step, "schedule": counting}
         for _ in range(2):  # the first step also compares what it was told with what it is given
             data = iter([batch(samples, layout) for _ in range(2)])
             with Operations() as operations:
-                gpt.run_step(wrapped, ddp, data, 2, samples, forward_step_func=step)
-        gathers = [name for name in operations.names if "allgather" in name]
-        return losses[-1], len(gathers)
+                gpt.run_step(hook, ddp, data, 2, samples, **options)
+        return losses[-1], len([name for name in operations.names if "allgather" in name])
 
     names = ["policy", "kl", "entropy", "value", "distillation"]
     return {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
 
 HEADS, GROUPS, DIM, BATCH = 4, 2, 3, 2
 # Padded to multiples of 8 = 2 * the largest context-parallel size.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
 

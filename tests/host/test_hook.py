@@ -3,159 +3,169 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.host.iterators import N_MB, ROWS, Counted, aggregation
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import EXACT, run_host_ranks
+from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
+N_MB = Counted.N_MB
 POISON = (float("nan"), float("inf"))
+# What weighs tokens in different ways: (per-token flag, mode).
+POISONED = ((False, "prompt_mean"), (True, "prompt_mean"), (True, "token_mean"))
+EMPTIED = ((False, "sample_sum"), (True, "sample_sum"), (True, "token_mean"))
+ACTIVE = ((0, 1), (0,), (1,), ())  # data-parallel ranks with active tokens
 
 
-def facts_on_host() -> dict[str, Any]:
-    """Every rank, DP 2: facts by the names that the tests below ask for."""
-    from megatron.core import parallel_state
+class Rank:
+    """A rank of two data-parallel ones: its models, and steps of the hook on these."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        from tests.host import gpt
+
+        gpt.initialize()
+        self.number = parallel_state.get_data_parallel_rank()
+        self.models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
+
+    def step(self, mode: str, data: Any = None, per_token: bool = False, **options: Any) -> Any:
+        """The gradient of one step, and its reports."""
+        from megatron_loss_agg.mcore import LossHook
+        from tests.host import gpt, gradients
+
+        ddp, data = self.models[per_token], data or Counted(self.number)
+        hook = LossHook(aggregation(mode))
+        reports = gpt.run_step(hook, ddp, data, N_MB, Counted.ROWS, **options)
+        return gradients.of(ddp), reports
+
+
+def own_losses() -> dict[str, Any]:
+    """Losses in another shape than the mask, and no reduction at all."""
+    from megatron_loss_agg.mcore import TokenLoss
+    from tests.host import gpt
+    from tests.host.reference import relative_error
+
+    rank = Rank()
+    report = {"own": torch.tensor([1.0, 2.0])}
+    own_step = gpt.forward_step_with(
+        lambda _, mask: TokenLoss(lambda output: (output.flatten(), report), mask)
+    )
+    expected, _ = rank.step("prompt_mean")
+    got, reports = rank.step("prompt_mean", forward_step_func=own_step)
+    return {"error": relative_error(got, expected), "report": sorted(reports[0])}
+
+
+def last_of_chunks() -> dict[str, Any]:
+    """A virtual pipeline has an iterator for each model chunk; the last chunk computes the loss."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_loss_agg.mcore import LossHook, TokenLoss
-    from tests.host import gpt
+    from tests.host.reference import relative_error
 
-    gpt.initialize()
-    rank = parallel_state.get_data_parallel_rank()
-    schedule = get_forward_backward_func()
-    facts: dict[str, Any] = {}
-
-    def run(mode: str, ddp: Any, step: Any = gpt.forward_step, **options: Any) -> Any:
-        wrapped = LossHook(aggregation(mode)).wrap(options.pop("schedule", schedule))
-        data = options.pop("data_iterator", None) or Counted(rank)
-        reports = gpt.run_step(wrapped, ddp, data, N_MB, ROWS, forward_step_func=step, **options)
-        return gpt.gradient(ddp), reports
-
-    models = {flag: gpt.data_parallel(gpt.build(torch.float64, flag)) for flag in (False, True)}
-    ddp = models[False]
-    expected, _ = run("prompt_mean", ddp)
-
-    # A script of one's own: losses in another shape than the mask, and no reduction at all.
-    def own_step(iterator: Any, model: Any) -> Any:
-        losses, loss_func = gpt.forward_step(iterator, model)
-        (mask,) = loss_func.args
-        report = {"own": torch.tensor([1.0, 2.0])}
-        return losses, TokenLoss(lambda output: (output.flatten(), report), mask)
-
-    got, reports = run("prompt_mean", ddp, own_step)
-    facts["token_loss"] = gpt.relative_error(got, expected)
-    facts["token_loss_report"] = sorted(reports[0])
-    flat_loss = TokenLoss(lambda x: (x, {"own": 1}), torch.tensor([1.0, 0, 1]))
-    total, number, report = flat_loss(torch.tensor([2.0, float("nan"), 3]))
-    facts["token_loss_alone"] = (total.item(), number.dtype, number.item(), report)
-
-    # A virtual pipeline has an iterator for each model chunk; the last chunk computes the loss.
-    chunks = [Counted(rank), Counted(rank)]
+    rank = Rank()
+    chunks = [Counted(rank.number), Counted(rank.number)]
     passed: list[Any] = []
 
     def last_chunk(**kwargs: Any) -> Any:
         passed.extend(kwargs["data_iterator"])
-        return schedule(**{**kwargs, "data_iterator": kwargs["data_iterator"][-1]})
+        return get_forward_backward_func()(**{**kwargs, "data_iterator": passed[-1]})
 
-    got, _ = run("prompt_mean", ddp, schedule=last_chunk, data_iterator=chunks)
-    facts["chunks"] = gpt.relative_error(got, expected)
-    facts["first_chunk"] = (passed[0] is chunks[0], chunks[0].given, chunks[1].given)
+    expected, _ = rank.step("prompt_mean")
+    got, _ = rank.step("prompt_mean", chunks, schedule=last_chunk)
+    first = (passed[0] is chunks[0], chunks[0].given, chunks[1].given)
+    return {"error": relative_error(got, expected), "first": first}
 
-    # Other data than losses.
-    def other_data(iterator: Any, model: Any) -> Any:
-        output, _ = gpt.forward_step(iterator, model)
-        return output, lambda output, non_loss_data: (data.given, non_loss_data)
 
-    data = Counted(rank)
-    _, facts["non_loss"] = run(
-        "prompt_mean",
-        ddp,
-        other_data,
-        data_iterator=data,
-        forward_only=True,
-        collect_non_loss_data=True,
+def other_data() -> list[Any]:
+    """What a step that collects other data than losses returns."""
+    from tests.host import gpt
+
+    rank = Rank()
+    data = Counted(rank.number)
+    step = gpt.forward_step_with(
+        lambda stock, mask: lambda output, non_loss_data: (data.given, non_loss_data)
     )
+    options = {"forward_step_func": step, "forward_only": True, "collect_non_loss_data": True}
+    return rank.step("prompt_mean", data, **options)[1]
 
-    # NaN and infinity where the mask is 0.
+
+def poisoned() -> dict[Any, tuple[float, bool]]:
+    """Gradient error with NaN and infinity where the mask is 0, and are the reports the same?"""
+    from tests.host import gpt
+    from tests.host.reference import relative_error
+
+    rank = Rank()
+
     def poisoned_step(poison: float, iterator: Any, model: Any) -> Any:
         losses, loss_func = gpt.forward_step(iterator, model)
         (mask,) = loss_func.args
         return losses + torch.where(mask == 0, poison, 0.0), loss_func
 
-    facts["poison"] = {}
-    for per_token, mode in ((False, "prompt_mean"), (True, "prompt_mean"), (True, "token_mean")):
-        clean, clean_reports = run(mode, models[per_token])
-        for poison in POISON:
-            step = functools.partial(poisoned_step, poison)
-            got, reports = run(mode, models[per_token], step)
-            pairs = [[r[key].tolist() for r in reports] for key in ("lm loss", f"{mode} loss")]
-            clean_pairs = [
-                [r[key].tolist() for r in clean_reports] for key in ("lm loss", f"{mode} loss")
-            ]
-            facts["poison"][per_token, mode, poison] = (
-                gpt.relative_error(got, clean),
-                pairs == clean_pairs,
-            )
+    def logged(reports: Any, mode: str) -> list[Any]:
+        return [[r[key].tolist() for r in reports] for key in ("lm loss", f"{mode} loss")]
 
-    # Only one rank has active tokens; then none has.
-    facts["empty"] = {}
-    for per_token, mode in ((False, "sample_sum"), (True, "sample_sum"), (True, "token_mean")):
-        for active in ((0, 1), (0,), (1,), ()):
-            data = Counted(rank, active=active)
-            got, _ = run(mode, models[per_token], data_iterator=data)
-            facts["empty"][per_token, mode, active] = torch.cat([g.view(-1) for g in got.values()])
-    facts["tokens"] = sum(float(next(data)["loss_mask"].sum()) for data in [Counted(rank)] * N_MB)
-    return facts
+    found = {}
+    for (per_token, mode), poison in product(POISONED, POISON):
+        clean, clean_reports = rank.step(mode, per_token=per_token)
+        step = functools.partial(poisoned_step, poison)
+        got, reports = rank.step(mode, per_token=per_token, forward_step_func=step)
+        same = logged(reports, mode) == logged(clean_reports, mode)
+        found[per_token, mode, poison] = relative_error(got, clean), same
+    return found
 
 
-@functools.cache
-def facts() -> list[dict[str, Any]]:
-    return run_host_ranks(facts_on_host, 2)
+def partly_empty() -> tuple[float, dict[Any, Tensor]]:
+    """Active tokens of this rank; and the gradients when these ranks alone have any."""
+    rank = Rank()
+    found = {}
+    for (per_token, mode), active in product(EMPTIED, ACTIVE):
+        got, _ = rank.step(mode, Counted(rank.number, active=active), per_token)
+        found[per_token, mode, active] = torch.cat([g.view(-1) for g in got.values()])
+    data = Counted(rank.number)
+    return sum(float(next(data)["loss_mask"].sum()) for _ in range(N_MB)), found
 
 
 def test_a_token_loss_is_aggregated_like_a_stock_loss_function() -> None:
-    for rank in facts():
-        assert rank["token_loss"] <= EXACT
-        assert rank["token_loss_report"] == ["own", "prompt_mean loss"]
-
-
-def test_a_token_loss_alone_is_a_stock_loss_function() -> None:
-    # 2 + 3 over the mask, whose 2 tokens Megatron counts in int32.
-    assert facts()[0]["token_loss_alone"] == (5.0, torch.int32, 2, {"own": 1})
+    for found in run_host_ranks(own_losses, 2):
+        assert found["error"] <= EXACT
+        assert found["report"] == ["own", "prompt_mean loss"]
 
 
 def test_of_a_list_of_iterators_the_last_is_read() -> None:
-    for rank in facts():
-        assert rank["chunks"] <= EXACT
-        assert rank["first_chunk"] == (True, 0, N_MB)
+    for found in run_host_ranks(last_of_chunks, 2):
+        assert found["error"] <= EXACT
+        assert found["first"] == (True, 0, N_MB)
 
 
 def test_other_data_than_losses_passes_untouched() -> None:
-    for rank in facts():
-        assert rank["non_loss"] == [(k + 1, True) for k in range(N_MB)]
+    for found in run_host_ranks(other_data, 2):
+        assert found == [(k + 1, True) for k in range(N_MB)]
 
 
 def test_masked_nan_and_infinity_reach_neither_gradients_nor_reports() -> None:
-    for rank in facts():
-        assert len(rank["poison"]) == 3 * len(POISON)
-        for error, same_reports in rank["poison"].values():
+    for found in run_host_ranks(poisoned, 2):
+        assert len(found) == 3 * len(POISON)
+        for error, same_reports in found.values():
             assert error <= EXACT
             assert same_reports
 
 
+@functools.cache
+def partly_empty_steps() -> list[tuple[float, dict[Any, Tensor]]]:
+    return run_host_ranks(partly_empty, 2)
+
+
 def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
-    first, second = facts()
-    m, n = first["tokens"], second["tokens"]
-    for rank in (first, second):
-        for per_token, mode in ((False, "sample_sum"), (True, "sample_sum"), (True, "token_mean")):
-            both, one, other = (
-                rank["empty"][per_token, mode, active] for active in ((0, 1), (0,), (1,))
-            )
+    (m, _), (n, _) = partly_empty_steps()
+    for _, found in partly_empty_steps():
+        for per_token, mode in EMPTIED:
+            both, one, other, _ = (found[per_token, mode, active] for active in ACTIVE)
             # Samples count whether empty or not, so the parts add up; tokens do not.
             parts = (m * one + n * other) / (m + n) if mode == "token_mean" else one + other
             assert float((both - parts).norm() / both.norm()) <= EXACT
@@ -163,7 +173,7 @@ def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
 
 
 def test_a_step_without_active_tokens_has_a_gradient_of_zero() -> None:
-    for rank in facts():
-        for (_, _, active), gradient in rank["empty"].items():
+    for _, found in partly_empty_steps():
+        for (_, _, active), gradient in found.items():
             assert bool(gradient.any()) == bool(active)
             assert bool(gradient.isfinite().all())

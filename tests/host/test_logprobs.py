@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
 
@@ -37,7 +37,7 @@ def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
     """For each of `CASES`, values and the gradient of this rank's logits, by function."""
     from tests.host import gpt
-    from tests.host.topology import KeepDouble
+    from tests.host.gpt import KeepDouble
 
     gpt.initialize(tensor_model_parallel_size=tp)
     with KeepDouble():

@@ -6,15 +6,13 @@ import functools
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
-from tests.host.iterators import N_MB, ROWS, Counted, aggregation
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import EXACT, run_host_ranks
+from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
-STEPS = 2
+STEPS, N_MB = 2, Counted.N_MB
 
 
 class Draw(NamedTuple):
@@ -79,43 +77,37 @@ class Drawn(NamedTuple):
 
 def drawn_on_host(cp: int) -> dict[Draw, Drawn]:
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
+    from tests.host import gpt, gradients
+    from tests.host.reference import relative_error
 
     gpt.initialize(cp)
-    found = {}
-    for draw in (d for d in DRAWS if d.cp == cp):
-        ddp = gpt.data_parallel(gpt.build(torch.float64, draw.per_token))
-        hook = LossHook(aggregation(draw.mode, draw.empty), in_training_loop=draw.loop)
-        wrapped = hook.wrap(get_forward_backward_func())
+    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
+
+    def run(draw: Draw) -> Drawn:
+        hook = LossHook(aggregation(draw.mode, empty=draw.empty), in_training_loop=draw.loop)
         data = Counted(parallel_state.get_data_parallel_rank(), draw.layout)
         given: list[int] = []
         order: list[int] = []
 
-        def forward_step(
-            iterator: Any,
-            model: Any,
-            data: Counted = data,
-            given: list[int] = given,
-            order: list[int] = order,
-            flat: bool = draw.flat,
-        ) -> Any:
+        def forward_step(iterator: Any, model: Any) -> Any:
             batch = next(iterator)
             given.append(data.given)
             order.append(batch["number"])
             losses, loss_func = gpt.forward_step(iter([batch]), model)
             (mask,) = loss_func.args
-            return losses, functools.partial(loss_func.func, mask.view(-1) if flat else mask)
+            return losses, functools.partial(loss_func.func, mask.view(-1) if draw.flat else mask)
 
-        gradients = []
+        found = []
         for _ in range(STEPS):
-            gpt.run_step(wrapped, ddp, data, N_MB, ROWS, forward_step_func=forward_step)
-            gradients.append(gpt.gradient(ddp))
-        difference = gpt.relative_error(gradients[1], gradients[0])
-        found[draw] = Drawn(given[0], given[N_MB] - N_MB, data.given, order, difference)
-    return found
+            options = {"forward_step_func": forward_step}
+            gpt.run_step(hook, models[draw.per_token], data, N_MB, Counted.ROWS, **options)
+            found.append(gradients.of(models[draw.per_token]))
+        difference = relative_error(found[1], found[0])
+        return Drawn(given[0], given[N_MB] - N_MB, data.given, order, difference)
+
+    return {draw: run(draw) for draw in DRAWS if draw.cp == cp}
 
 
 @functools.cache
@@ -136,12 +128,8 @@ def test_batches_are_read_ahead_only_where_the_mode_needs_them(draw: Draw) -> No
 
 
 @pytest.mark.parametrize("draw", DRAWS, ids=name_of)
-def test_no_batch_is_lost_or_given_twice(draw: Draw) -> None:
+def test_no_batch_is_lost_or_given_twice_and_steps_weigh_the_same(draw: Draw) -> None:
     found = drawn(draw.cp)[draw]
     assert found.order == list(range(STEPS * N_MB))
     assert found.position == STEPS * N_MB
-
-
-@pytest.mark.parametrize("draw", DRAWS, ids=name_of)
-def test_a_step_weighs_the_same_with_and_without_look_ahead(draw: Draw) -> None:
-    assert drawn(draw.cp)[draw].difference <= EXACT
+    assert found.difference <= EXACT

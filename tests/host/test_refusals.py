@@ -176,14 +176,14 @@ CASES = {
     "mask of another name": Case(
         ("HostError", "own_loss) of (tokens: ", "a parameter named loss_mask"), with_another_name
     ),
-    "object that is no partial": Case(
-        ("HostError", "HoldsMask, which carries no mask"), HoldsMask
-    ),
+    "object that is no partial": Case(("HostError", "HoldsMask, which carries no mask"), HoldsMask),
     "term": Case(("HostError", "expected a masked sum", "return a TokenLoss"), with_a_term),
     "changed mask": Case(CHANGED, with_a_changed_mask),
     "changed mask after an evaluation": Case(CHANGED, with_a_changed_mask, after="evaluation"),
     "mask changed later": Case(CHANGED, functools.partial(with_first_token, 0.0), after="step"),
-    "mask of NaN later": Case(CHANGED, functools.partial(with_first_token, torch.nan), after="step"),
+    "mask of NaN later": Case(
+        CHANGED, functools.partial(with_first_token, torch.nan), after="step"
+    ),
     "transposed": Case(("MaskError", "expected [samples, seq]", "transpose both"), step=transposed),
     "part of the losses": Case(
         ("MaskError", "expected one loss per token"), with_part_of_the_losses

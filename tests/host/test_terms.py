@@ -11,50 +11,53 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
-from tests.host.ranks import run_host_ranks
-from tests.host.steps import batch_of, sequences
-from tests.host.topology import KeepDouble, Topology, build_chunks
+from tests.host.harness import (
+    CP2,
+    EXACT,
+    PP2,
+    TP2,
+    Topology,
+    build_chunks,
+    error_of,
+    run_host_ranks,
+)
+from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
 
-EXACT = 1e-12
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
 TOPOLOGIES = {
     "dp1": Topology(1),
     "dp2": Topology(2),
-    "cp2": Topology(2, {"cp": 2}),
-    "dp2-cp2": Topology(4, {"cp": 2}),
+    "cp2": Topology(2, CP2),
+    "dp2-cp2": Topology(4, CP2),
     "tp2": Topology(2, TP2),
     "pp2": Topology(2, PP2),
 }
-# Samples by data-parallel rank and microbatch; [] is a padding microbatch. Prompts lie on both
-# ranks.
+# Steps of 1 and 3 microbatches for each number of data-parallel ranks; () is a padding microbatch.
+# Prompts lie on both ranks.
 PLACES = {
-    1: {1: [[list(range(10))]], 3: [[[0, 1, 2], [5], [3, 4, 6, 7, 8, 9]]]},
-    2: {
-        1: [[[0, 1, 2, 3, 4, 5]], [[6, 7, 8, 9]]],
-        3: [[[0], [1, 2, 5], [3, 4, 6, 7]], [[8, 9], [], []]],
-    },
+    1: [((tuple(range(10)),),), (((0, 1, 2), (5,), (3, 4, 6, 7, 8, 9)),)],
+    2: [
+        (((0, 1, 2, 3, 4, 5),), ((6, 7, 8, 9),)),
+        (((0,), (1, 2, 5), (3, 4, 6, 7)), ((8, 9), (), ())),
+    ],
 }
 
 
 def reference() -> tuple[Any, dict[str, float]]:
     from tests.host import rl
 
-    return rl.reference(sequences(fractional=False), {"num_layers": 4})
+    return rl.reference()
 
 
 def run(topology: Topology, gradient: Any) -> dict[Any, tuple[float, dict[str, float]]]:
     """Every rank, for each (microbatches, per-token flag): gradient error, and what is reported."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.report import reduce_reports
-    from tests.host import gpt, rl
+    from tests.host import gpt, gradients, rl
 
     gpt.initialize(**topology.sizes)
     rank = parallel_state.get_data_parallel_rank()
@@ -62,22 +65,16 @@ def run(topology: Topology, gradient: Any) -> dict[Any, tuple[float, dict[str, f
     answers = {}
     for per_token in topology.per_token_flags:
         chunks = build_chunks(topology, per_token)
-        for number, places in PLACES[parallel_state.get_data_parallel_world_size()].items():
-            hook = LossHook(rl.TERMS)
-            data = rl.packs(sequences(fractional=False), places[rank]) if reads else None
-            with KeepDouble():
-                reports = gpt.run_step(
-                    hook.wrap(get_forward_backward_func()),
-                    chunks,
-                    data,
-                    number,
-                    forward_step_func=rl.forward_step,
-                )
+        for places in PLACES[topology.data_parallel_size]:
+            number = len(places[rank])
+            data = rl.packs(*places[rank]) if reads else None
+            options = {"forward_step_func": rl.forward_step}
+            reports = gpt.run_step(LossHook(rl.TERMS), chunks, data, number, **options)
             metrics = {}
             if parallel_state.is_pipeline_last_stage():
                 group = parallel_state.get_data_parallel_group(with_context_parallel=True)
                 metrics = reduce_reports(reports, group)
-            answers[number, per_token] = (gpt.gradient_error(chunks, gradient), metrics)
+            answers[number, per_token] = (gradients.error(chunks, gradient), metrics)
     return answers
 
 
@@ -100,125 +97,118 @@ def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
     assert metrics  # of the last rank, which is on the last stage
 
 
-def empty_steps(topology: Topology, policy: str) -> list[tuple[str, bool]]:
-    """Every rank, of a step with tokens, an evaluation without and a step without: the error of
-    each, and whether the last training step is known to be empty.
+def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
+    """Every rank, for each policy, of a step with tokens, an evaluation without and a step without:
+    the error of each, and whether the last training step is known to be empty.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_loss_agg import AggregationError
     from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt, rl
+    from tests.host import gpt, gradients, rl
 
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-    hook = LossHook(rl.TERMS, empty_step=policy)
-    found = []
-    for places, evaluates in (([[0, 1]], False), ([[]], True), ([[]], False)):
-        error = "none"
-        try:
-            gpt.run_step(
-                hook.wrap(get_forward_backward_func()),
-                chunks,
-                rl.packs(sequences(fractional=False), places),
-                1,
-                forward_step_func=rl.forward_step,
-                forward_only=evaluates,
-            )
-        except AggregationError as raised:
-            error = str(raised)
-        found.append((error, hook.step_is_empty))
-        gradients = [p.main_grad for ddp in chunks for p in ddp.parameters()]
-        if error == "none" and places == [[]]:
-            assert not any(bool(g.any()) for g in gradients)
-    return found
+
+    def steps(policy: str) -> list[tuple[str | None, bool]]:
+        hook = LossHook(rl.TERMS, empty_step=policy)
+        found = []
+        for place, evaluates in (((0, 1), False), ((), True), ((), False)):
+            options = {"forward_step_func": rl.forward_step, "forward_only": evaluates}
+            error = error_of(gpt.run_step, hook, chunks, rl.packs(place), 1, **options)
+            found.append((error, hook.step_is_empty))
+            assert place or error or not gradients.flat(chunks).any()
+        return found
+
+    return {policy: steps(policy) for policy in ("skip", "error", "step")}
 
 
 @pytest.mark.parametrize("name", ["dp2", "cp2", "pp2"])
-def test_an_empty_step_is_known_on_every_rank(name: str) -> None:
-    for found in run_host_ranks(empty_steps, 2, TOPOLOGIES[name], "skip"):
-        assert found == [("none", False), ("none", False), ("none", True)]
+def test_every_rank_hears_of_an_empty_step(name: str) -> None:
+    for rank in run_host_ranks(empty_steps, 2, TOPOLOGIES[name]):
+        assert rank["skip"] == [(None, False), (None, False), (None, True)]
+        assert rank["step"] == [(None, False)] * 3  # passes by default
+        assert rank["error"][:2] == [(None, False)] * 2
+        assert rank["error"][2][0] is not None
 
 
-def test_an_empty_step_can_be_an_error_on_every_rank() -> None:
-    for found in run_host_ranks(empty_steps, 2, TOPOLOGIES["dp2"], "error"):
-        assert found[:2] == [("none", False), ("none", False)]
-        assert "no token of the whole step weighs anything" in found[2][0]
-        assert "--loss-aggregation-empty-step skip or step" in found[2][0]
+def test_an_empty_step_can_be_an_error_that_says_what_to_choose() -> None:
+    for rank in run_host_ranks(empty_steps, 2, TOPOLOGIES["dp2"]):
+        error = str(rank["error"][2][0])
+        assert "no token of the whole step weighs anything" in error
+        assert "--loss-aggregation-empty-step skip or step" in error
 
 
-def test_an_empty_step_passes_by_default() -> None:
-    for found in run_host_ranks(empty_steps, 2, TOPOLOGIES["dp2"], "step"):
-        assert found == [("none", False), ("none", False), ("none", False)]
+def named(iterator: Any, model: Any, names: tuple[str, ...] = (), report: Any = None) -> Any:
+    """The policy step, with the losses of some terms alone, and a report of its own."""
+    from megatron_loss_agg.mcore import TokenLoss
+    from tests.host import rl
+
+    output, loss = rl.forward_step(iterator, model)
+
+    def compute(x: Any) -> Any:
+        losses = loss.compute(x)[0]
+        return {name: losses[name] for name in names or losses}, report or {}
+
+    return output, TokenLoss(compute, loss.loss_mask)
 
 
-def bad_terms() -> list[str]:
-    """One rank: what forward steps and policies that do not fit the terms are told."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def unnamed(iterator: Any, model: Any, turned: bool = False) -> Any:
+    """The policy step, with the losses of a single term, or those transposed."""
+    from megatron_loss_agg.mcore import TokenLoss
+    from tests.host import rl
 
-    from megatron_loss_agg import AggregationError, LossAggregation
-    from megatron_loss_agg.mcore import LossHook, TokenLoss
+    if turned:
+        next(iterator)
+        iterator = iter([batch_of(list(sequences()[:2]), "bshd")])
+    output, loss = rl.forward_step(iterator, model)
+
+    def compute(x: Any) -> Any:
+        losses = loss.compute(x)[0]["kl"]
+        return losses.T if turned else losses, {}
+
+    return output, TokenLoss(compute, loss.loss_mask)
+
+
+# A forward step (or the stock one), whether the loss has several terms, and what is said.
+MISFITS: dict[str, tuple[Any, bool, str | None]] = {
+    "stock": (None, True, "HostError: the forward step returned the loss function"),
+    "unnamed": (unnamed, True, "MaskError: losses are a Tensor; expected one for each of"),
+    "one alone": (
+        functools.partial(named, names=("kl",)),
+        True,
+        "MaskError: losses for ['kl']; expected one for each of",
+    ),
+    "too many": (named, False, "MaskError: losses for ['entropy', 'kl', 'policy', 'value']"),
+    "one of one": (unnamed, False, None),
+    "taken name": (
+        functools.partial(named, report={"loss": 1}),
+        True,
+        "ReportError: the loss function reports ['loss']",
+    ),
+    "transposed": (
+        functools.partial(unnamed, turned=True),
+        False,
+        "MaskError: losses (72, 2) for a loss mask of shape (2, 72)",
+    ),
+}
+
+
+def misfits_on_host() -> dict[str, str | None]:
+    """One rank: what forward steps that do not fit the terms are told."""
+    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, rl
 
     gpt.initialize()
-    model = gpt.data_parallel(gpt.build(torch.float64, False))
+    model = gpt.ddp_model()
 
-    def told(hook: LossHook, forward_step: Any) -> str:
-        data = rl.packs(sequences(fractional=False), [[0, 1]])
-        schedule = hook.wrap(get_forward_backward_func())
-        try:
-            gpt.run_step(schedule, model, data, 1, forward_step_func=forward_step)
-        except AggregationError as error:
-            return f"{type(error).__name__}: {error}"
-        return "none"
+    def told(forward_step: Any, several: bool) -> str | None:
+        hook = LossHook(rl.TERMS if several else aggregation("token_mean"))
+        options = {"forward_step_func": forward_step or gpt.forward_step}
+        return error_of(gpt.run_step, hook, model, rl.packs((0, 1)), 1, **options)
 
-    def unnamed(data_iterator: Any, model: Any) -> Any:
-        output, loss = rl.forward_step(data_iterator, model)
-        return output, TokenLoss(lambda x: (loss.compute(x)[0]["kl"], {}), loss.loss_mask)
-
-    def one_short(data_iterator: Any, model: Any) -> Any:
-        output, loss = rl.forward_step(data_iterator, model)
-        return output, TokenLoss(lambda x: ({"kl": loss.compute(x)[0]["kl"]}, {}), loss.loss_mask)
-
-    def reports_loss(data_iterator: Any, model: Any) -> Any:
-        output, loss = rl.forward_step(data_iterator, model)
-        report = {"loss": torch.ones(2)}
-        return output, TokenLoss(lambda x: (loss.compute(x)[0], report), loss.loss_mask)
-
-    def turned(data_iterator: Any, model: Any) -> Any:
-        batch = batch_of(sequences(fractional=False)[:2], "bshd")
-        output, loss = rl.forward_step(iter([batch]), model)
-        next(data_iterator)
-        return output, TokenLoss(lambda x: (loss.compute(x)[0]["kl"].T, {}), loss.loss_mask)
-
-    single = LossHook(LossAggregation(mode="token_mean"))
-    messages = [
-        told(LossHook(rl.TERMS), gpt.forward_step),
-        told(LossHook(rl.TERMS), unnamed),
-        told(LossHook(rl.TERMS), one_short),
-        told(single, rl.forward_step),
-        told(single, unnamed),
-        told(LossHook(rl.TERMS), reports_loss),
-        told(single, turned),
-    ]
-    for terms, policy in ((rl.TERMS, "ignore"), ({"lm": LossAggregation(mode="sum")}, "step")):
-        try:
-            LossHook(terms, empty_step=policy)
-        except AggregationError as error:
-            messages.append(str(error))
-    return messages
+    return {name: told(*given) for name, (*given, _) in MISFITS.items()}
 
 
 def test_losses_that_do_not_fit_the_terms_are_named() -> None:
-    stock, unnamed, one_short, too_many, fits, taken, turned, policy, name = run_host_ranks(
-        bad_terms, 1
-    )[0]
-    assert stock.startswith("HostError") and "expected a TokenLoss, whose losses are" in stock
-    assert unnamed.startswith("MaskError: losses are a Tensor; expected one for each of")
-    assert one_short.startswith("MaskError: losses for ['kl']; expected one for each of")
-    assert too_many.startswith("MaskError: losses for ['entropy', 'kl', 'policy', 'value']")
-    assert fits == "none"
-    assert taken.startswith("ReportError: the loss function reports ['loss']")
-    assert turned.startswith("MaskError: losses (72, 2) for a loss mask of shape (2, 72)")
-    assert policy == "empty_step='ignore'; expected one of error, skip, step"
-    assert name.startswith("a term named 'lm'; expected another name")
+    (told,) = run_host_ranks(misfits_on_host, 1)
+    for name, (_, _, error) in MISFITS.items():
+        assert told[name] is None if error is None else told[name].startswith(error), name
+    assert "expected a TokenLoss, whose losses are" in told["stock"]
