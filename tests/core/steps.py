@@ -41,15 +41,16 @@ def assert_weights(got: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
 
 
-def assert_counts(counts: Any, step: Step) -> None:
-    """``counts`` of a plan against loops over all of the step; groups where the plan has them."""
+def assert_counts(counts: Any, step: Step, mode: str) -> None:
+    """Those of a plan in ``mode`` against loops over the step; of groups where the mode has any."""
     values = [m for _, sample in oracle.samples_of(step) for m in sample.mask]
     torch.testing.assert_close(counts.tokens, float(sum(values)), rtol=1e-13, atol=0)
     assert int(counts.active_tokens) == sum(1 for m in values if m)
     assert int(counts.samples) == oracle.number_of(step, "sample")
     assert int(counts.microbatches) == sum(len(rank) for rank in step)
     for unit in ("prompt", "rollout"):
-        assert getattr(counts, f"{unit}s") in (None, oracle.number_of(step, unit))
+        if mode == f"{unit}_mean":
+            assert int(getattr(counts, f"{unit}s")) == oracle.number_of(step, unit)
 
 
 @dataclass(frozen=True)

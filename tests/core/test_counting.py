@@ -23,7 +23,7 @@ def test_sums_and_counts_of_any_mixture_of_layouts_are_those_of_the_samples(step
     microbatches = [Microbatch(**lay(of_one, layout).inputs) for of_one, layout in step]
     for mode in ("sample_mean", "prompt_mean", "rollout_mean"):
         plan = StepPlan.build(aggregation(mode), microbatches)
-        assert_counts(plan.counts, [[of_one for of_one, _ in step]])
+        assert_counts(plan.counts, [[of_one for of_one, _ in step]], mode)
         for i, (of_one, _) in enumerate(step):
             sums = [sum(sample.mask) for sample in of_one]
             assert plan.group_sums("sample", i).tolist() == pytest.approx(sums, rel=1e-14)
@@ -36,7 +36,7 @@ def test_microbatches_of_any_size_are_counted_whole():
         plan = StepPlan.build(
             aggregation("sample_mean"), [Microbatch(**lay(mb, layout).inputs) for mb in step]
         )
-        assert_counts(plan.counts, [step])
+        assert_counts(plan.counts, [step], "sample_mean")
         sums = [plan.group_sums("sample", i).tolist() for i in range(len(step))]
         assert sums == [[52_500], [13_500] * 7, [1.5] * 3, [0, 0]]
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan
-from tests import oracle
-from tests.core.ranks import (
+from megatron_loss_agg import CPLayout, Microbatch, StepPlan
+from tests.core.operations import Operations
+from tests.core.steps import (
     CONFIGS,
     HOLES,
-    Collectives,
+    aggregation,
+    assert_counts,
     assert_weights,
-    divisor_of,
+    expected_weights,
     fixed_step,
+    lay,
     random_step,
 )
-from tests.core.steps import lay
 from tests.distributed import run_ranks
 from tests.oracle import Step
 
@@ -35,32 +35,26 @@ def groups_of_rank(cp: int) -> tuple[Any, Any, int, int]:
 
 
 def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
-    """Weights of this rank's shard, planned from whole masks and from sharded masks."""
+    """For every step and config: what the oracle is to be compared with."""
     dp_group, cp_group, dp_rank, cp_rank = groups_of_rank(cp)
     answers = []
     for n, step in enumerate(steps):
-        layout = ("thd", "bshd")[n % 2]
-        laid = [lay(mb, layout, multiple=2 * cp) for mb in step[dp_rank]]
+        laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
         maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
-        local = [shard_inputs(x.inputs, m, cp) for x, m in zip(laid, maps, strict=True)]
+        wholes = [Microbatch(**x.inputs) for x in laid]
+        parts = [sharded(x.inputs, m, cp) for x, m in zip(laid, maps, strict=True)]
         answers.append([])
         for mode, empty in CONFIGS:
-            agg = LossAggregation(mode=mode, divisor=divisor_of(mode), empty=empty)
-            whole = StepPlan.build(agg, [Microbatch(**x.inputs) for x in laid], group=dp_group)
-            with Collectives() as collectives:
-                sharded = StepPlan.build(
-                    agg,
-                    [Microbatch(**x) for x in local],
-                    group=dist.group.WORLD,
-                    sharded_over=cp_group,
-                )
+            agg = aggregation(mode, empty=empty)
+            whole = StepPlan.build(agg, wholes, group=dp_group)
+            with Operations() as made:
+                part = StepPlan.build(agg, parts, group=dist.group.WORLD, sharded_over=cp_group)
             weights = [whole.weights(k, dtype=F64) for k in range(len(laid))]
-            shards = [m.shard(w).tolist() for m, w in zip(maps, weights, strict=True)]
-            same = [sharded.weights(k, dtype=F64).tolist() for k in range(len(laid))]
             by_sample = [x.samples(w) for x, w in zip(laid, weights, strict=True)]
-            answers[-1].append(
-                (by_sample, shards, same, whole.counts, sharded.counts, len(collectives.names))
-            )
+            shards = [m.shard(w).tolist() for m, w in zip(maps, weights, strict=True)]
+            of_parts = [part.weights(k, dtype=F64).tolist() for k in range(len(laid))]
+            counts = (whole.counts, part.counts)
+            answers[-1].append((by_sample, shards, of_parts, counts, len(made.collectives)))
     return answers
 
 
@@ -70,41 +64,45 @@ def cp_layout(inputs: dict[str, Any], cp: int, cp_rank: int) -> CPLayout:
     return CPLayout.thd(inputs.get("cu_seqlens_padded", inputs["cu_seqlens"]), cp, cp_rank)
 
 
-def shard_inputs(inputs: dict[str, Any], layout: CPLayout, cp: int) -> dict[str, Any]:
+def sharded(inputs: dict[str, Any], layout: CPLayout, cp: int) -> Microbatch:
     """The microbatch as this rank sees it: local mask, local offsets, same samples."""
     local = {**inputs, "loss_mask": layout.shard(inputs["loss_mask"])}
     if "cu_seqlens" in inputs:
         padded = local.pop("cu_seqlens_padded", inputs["cu_seqlens"])
         local["cu_seqlens"] = padded // cp
-    return local
+    return Microbatch(**local)
 
 
-def test_whole_and_sharded_masks_give_the_same_weights():
+def test_whole_and_sharded_masks_give_the_same_weights_and_counts():
     cp, dp = 2, 2
     steps = [fixed_step(dp), fixed_step(dp), *HOLES, *(random_step(s, dp) for s in range(200, 208))]
     answers = run_ranks(plan_over_cp, dp * cp, steps, cp, timeout=300.0)
     for n, step in enumerate(steps):
         for c, (mode, empty) in enumerate(CONFIGS):
-            expected = oracle.step_weights(mode, step, divisor=divisor_of(mode), empty=empty)
+            expected = expected_weights(mode, step, empty=empty)
             for rank in range(dp * cp):
-                by_sample, shards, same, whole, sharded, collectives = answers[rank][n][c]
+                by_sample, shards, of_parts, counts, collectives = answers[rank][n][c]
                 assert_weights(by_sample, expected[rank // cp])
-                assert_weights(same, shards)
-                assert float(sharded.tokens) == pytest.approx(float(whole.tokens), rel=1e-13)
-                assert int(sharded.active_tokens) == int(whole.active_tokens)
-                assert int(sharded.samples) == int(whole.samples)
-                assert int(sharded.microbatches) == int(whole.microbatches)
+                assert_weights(of_parts, shards)
+                for of_masks in counts:
+                    assert_counts(of_masks, step, mode)
                 assert 1 <= collectives <= 2
 
 
-def unshard_and_pull_back(kind: str, dim: int) -> tuple[Any, Any]:
+CASES = [("bshd", -1), ("thd", 0), ("contiguous", -1)]
+
+
+def unshard_and_pull_back() -> list[tuple[Any, Any]]:
+    """For every case: whether the shards make the whole, and the gradient of this rank's."""
     rank, cp = dist.get_rank(), dist.get_world_size()
-    layout = make_layout(kind, cp, rank)
-    x = whole_tensor(dim)
-    local = layout.shard(x, dim=dim).requires_grad_()
-    whole = layout.unshard(local, group=dist.group.WORLD, dim=dim)
-    (whole * pullback(rank, dim)).sum().backward()
-    return torch.equal(whole.detach(), x), local.grad.tolist()
+    answers = []
+    for kind, dim in CASES:
+        layout, x = make_layout(kind, cp, rank), whole_tensor(dim)
+        local = layout.shard(x, dim=dim).requires_grad_()
+        whole = layout.unshard(local, group=dist.group.WORLD, dim=dim)
+        (whole * pullback(rank, dim)).sum().backward()
+        answers.append((torch.equal(whole.detach(), x), local.grad.tolist()))
+    return answers
 
 
 def make_layout(kind: str, cp: int, rank: int) -> CPLayout:
@@ -122,11 +120,11 @@ def pullback(rank: int, dim: int) -> torch.Tensor:
     return (whole_tensor(dim) + 1) ** (rank + 1)
 
 
-@pytest.mark.parametrize(("kind", "dim"), [("bshd", -1), ("thd", 0), ("contiguous", -1)])
-def test_unshard_gradient_is_the_adjoint(kind, dim):
+def test_unshard_gradient_is_the_adjoint():
     # Every rank's result depends on every rank's shard, so a shard's gradient is the sum over
     # ranks of what they hand back for its positions; averaging or keeping one's own is wrong.
-    total = pullback(0, dim) + pullback(1, dim)
-    for rank, (equal, grad) in enumerate(run_ranks(unshard_and_pull_back, 2, kind, dim)):
-        assert equal
-        assert grad == make_layout(kind, 2, rank).shard(total, dim=dim).tolist()
+    for rank, answers in enumerate(run_ranks(unshard_and_pull_back, 2)):
+        for (kind, dim), (equal, grad) in zip(CASES, answers, strict=True):
+            assert equal
+            total = pullback(0, dim) + pullback(1, dim)
+            assert grad == make_layout(kind, 2, rank).shard(total, dim=dim).tolist()

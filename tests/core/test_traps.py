@@ -169,7 +169,6 @@ def test_whole_masks_are_not_counted_over_context_parallel_ranks():
 def test_a_rank_without_loss_tokens_keeps_its_autograd_path():
     # An early return of zeros has none: its backward never reaches the attention's collectives.
     parameter = torch.ones(1, 4, dtype=F64, requires_grad=True)
-    assert torch.zeros(()).grad_fn is None
     total = weighted_sum(token_weights(TOKEN_MEAN, torch.zeros(1, 4), dtype=F64), parameter * 2)
     assert total.item() == 0
     total.backward()
