@@ -23,12 +23,9 @@ def test_a_mean_of_masked_values():
     assert mean.pair().tolist() == [6.0, 1.5]
 
 
-def test_a_mean_of_flags_under_a_mask_of_integers():
-    mean = Mean.of(torch.tensor([True, False, True]), torch.tensor([1, 1, 0]))
-    assert mean.value().item() == 0.5
-
-
 def test_a_mean_keeps_the_precision_of_its_weights():
+    flags = Mean.of(torch.tensor([True, False, True]), torch.tensor([1, 1, 0]))
+    assert flags.value().item() == 0.5
     assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
 
 
@@ -54,36 +51,26 @@ def test_metrics_made_by_hand_add_up_in_fp64():
     assert reduce_reports(reports, None) == {"a": (2**24 + 1) / 2}
 
 
-class Vectors(TorchDispatchMode):
+class VectorTypes(TorchDispatchMode):
     """Dtypes of the tensors of several elements that the calls inside made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dtypes: set[torch.dtype] = set()
+        self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel() > 1]
-        self.dtypes.update(x.dtype for x in made)
+        self.found.update(x.dtype for x in made)
         return out
 
 
 @pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
 def test_losses_are_not_copied_to_fp64(values, mask):
-    with Vectors() as made:
+    with VectorTypes() as made:
         Mean.of(torch.ones(8, dtype=values), torch.ones(8, dtype=mask))
-    assert F64 not in made.dtypes
-
-
-def test_means_add_up_by_tokens_and_not_by_microbatches():
-    # Microbatches with means 1 (one token) and 4 (three tokens). Right: (1 + 12) / 4 = 3.25;
-    # the mean of the means would be 2.5.
-    first = Mean.of(torch.tensor([1.0]), torch.ones(1))
-    second = Mean.of(torch.full((3,), 4.0), torch.ones(3))
-    assert ((first.value() + second.value()) / 2).item() == 2.5
-    assert (first + second).value().item() == 3.25
-    assert reduce_reports([{"x": first}, {"x": second}], None) == {"x": 3.25}
+    assert F64 not in made.found
 
 
 def test_a_mean_in_the_weights_of_a_plan_is_that_aggregation():
@@ -116,43 +103,36 @@ def test_extremes_look_at_active_positions_alone():
 
 
 def test_a_nan_that_counts_is_shown():
-    values = torch.tensor([1.0, math.nan])
-    assert math.isnan(Max.of(values, torch.ones(2)).value())
-    assert math.isnan(Min.of(values, torch.ones(2)).value())
-
-
-def test_a_nan_count_is_shown():
+    for metric in (Max, Min):
+        assert math.isnan(metric.of(torch.tensor([1.0, math.nan]), torch.ones(2)).value())
     assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
 
 
-def test_one_denominator_for_all_metrics_would_be_another_number():
-    # Trap: two means whose counts differ, divided by one of them.
-    loss, accuracy = Mean.of(torch.ones(4), torch.ones(4)), Mean.of(torch.ones(2), torch.ones(2))
-    assert (accuracy.sum / loss.count).item() == 0.5
-    answer = reduce_reports([{"loss": loss, "accuracy": accuracy}], None)
-    assert answer == {"loss": 1.0, "accuracy": 1.0}
+ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
+NO_METRIC = "expected a Mean, Max or Min"
+BAD_REPORTS = [
+    ([{"a": ONE}, {"b": ONE}], r"microbatch 1 reports \['b'\] and the first \['a'\]"),
+    ([{"a": ONE}, {"a": GREATEST}], "'a' is Mean and Max in different microbatches"),
+    ([{"a": Mean(torch.ones(3), torch.ones(3))}], f"{NO_METRIC} of scalars"),
+    ([{"a": torch.tensor(1.0)}], rf"'a' is tensor\(1.\); {NO_METRIC}"),
+    ([{"a": Mean(1.0, 2.0)}], NO_METRIC),
+    (None, "NoneType; expected a list of mappings"),
+    *((bad, "expected a mapping") for bad in ({"a": ONE}, [None], [{1: ONE}], [ONE])),
+]
 
 
-def test_reports_that_differ_are_refused():
-    mean, extreme = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
+@pytest.mark.parametrize("reports, text", BAD_REPORTS, ids=[text for _, text in BAD_REPORTS])
+def test_reports_that_differ_or_are_none_are_refused(reports, text):
+    with pytest.raises(ReportError, match=text):
+        reduce_reports(reports, None)
+
+
+@pytest.mark.parametrize("metric", [Mean, Max, Min])
+def test_a_metric_is_of_two_real_tensors_of_one_shape(metric):
     assert reduce_reports([], None) == {}
-    with pytest.raises(ReportError, match=r"microbatch 1 reports \['b'\] and the first \['a'\]"):
-        reduce_reports([{"a": mean}, {"b": mean}], None)
-    with pytest.raises(ReportError, match="'a' is Mean and Max in different microbatches"):
-        reduce_reports([{"a": mean}, {"a": extreme}], None)
-    three = Mean(torch.ones(3), torch.ones(3))
-    with pytest.raises(ReportError, match="expected a Mean, Max or Min of scalars"):
-        reduce_reports([{"a": three}], None)
-    for metric in (Mean, Max, Min):
-        with pytest.raises(ReportError, match=r"values \(2,\) under a mask \(2, 2\)"):
-            metric.of(torch.ones(2), torch.ones(2, 2))
-        with pytest.raises(ReportError, match="a metric of list and Tensor; expected two tensors"):
-            metric.of([1.0], torch.ones(1))
-    with pytest.raises(ReportError, match=r"'a' is tensor\(1.\); expected a Mean, Max or Min"):
-        reduce_reports([{"a": torch.tensor(1.0)}], None)
-    for bad in (None, {"a": mean}, [None], [{1: mean}], [{"a": Mean(1.0, 2.0)}], [mean]):
-        with pytest.raises(ReportError, match="expected a"):
-            reduce_reports(bad, None)
-    for metric in (Mean, Max, Min):
-        with pytest.raises(ReportError, match=r"of torch.complex64 and torch.float32; expected"):
-            metric.of(torch.ones(2, dtype=torch.complex64), torch.ones(2))
+    with pytest.raises(ReportError, match=r"values \(2,\) under a mask \(2, 2\)"):
+        metric.of(torch.ones(2), torch.ones(2, 2))
+    with pytest.raises(ReportError, match="a metric of list and Tensor; expected two tensors"):
+        metric.of([1.0], torch.ones(1))
+    with pytest.raises(ReportError, match=r"of torch.complex64 and torch.float32; expected"):
+        metric.of(torch.ones(2, dtype=torch.complex64), torch.ones(2))

@@ -10,54 +10,50 @@ import torch.distributed as dist
 
 from megatron_loss_agg.errors import PeerError, ReportError
 from megatron_loss_agg.report import METRICS_A_ROW, Max, Mean, Min, reduce_reports
-from tests.core.ranks import Collectives
+from tests.core.operations import Operations
 from tests.distributed import run_ranks
 
 F64 = torch.float64
 
 
-def reduced_on_every_rank() -> tuple[dict[str, float], list[str]]:
-    """Two microbatches a rank; values and tokens differ over both."""
+NUMBERS = [0, 1, METRICS_A_ROW, METRICS_A_ROW + 1, 3 * METRICS_A_ROW]
+
+
+def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
+    """Two microbatches a rank, of all kinds; then one of each of NUMBERS of metrics."""
     rank = dist.get_rank()
-    reports = [
-        {
-            "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
-            "pair": torch.tensor([float(rank), 5.0]),
-            "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
-            "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
-            "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
-        }
-        for n in (1, 1 + 2 * rank)
+    steps: list[Any] = [
+        [
+            {
+                "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
+                "pair": torch.tensor([float(rank), 5.0]),
+                "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
+                "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+                "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+            }
+            for n in (1, 1 + 2 * rank)
+        ]
     ]
-    with Collectives() as collectives:
-        return reduce_reports(reports, dist.group.WORLD), collectives.names
-
-
-def test_every_metric_is_reduced_by_its_own_kind_and_count_in_one_collective():
-    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3.
-    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
-    expected = {"loss": 3.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
-    for answer, collectives in run_ranks(reduced_on_every_rank, 2):
-        assert answer == pytest.approx(expected)
-        assert len(collectives) == 1
-
-
-def many_metrics(numbers: list[int]) -> list[tuple[dict[str, float], int]]:
-    """Metric i is i on rank 0 and i + 2**24 + 1 on rank 1, which fp32 could not tell."""
+    for number in NUMBERS:
+        # Metric i is i on rank 0 and i + 2**24 + 1 on rank 1, which fp32 could not tell.
+        values = torch.arange(number) + rank * (2**24 + 1)
+        steps.append([{f"{i:03}": Max.of(x, torch.ones(())) for i, x in enumerate(values)}])
     answers = []
-    for number in numbers:
-        values = torch.arange(number) + dist.get_rank() * (2**24 + 1)
-        report = {f"{i:03}": Max.of(x, torch.ones(())) for i, x in enumerate(values)}
-        with Collectives() as collectives:
-            answer = reduce_reports([report], dist.group.WORLD)
-        answers.append((answer, len(collectives.names)))
+    for reports in steps:
+        with Operations() as made:
+            answer = reduce_reports(reports, dist.group.WORLD)
+        answers.append((answer, len(made.collectives)))
     return answers
 
 
-def test_any_number_of_metrics_takes_two_collectives_at_most():
-    numbers = [0, 1, METRICS_A_ROW, METRICS_A_ROW + 1, 3 * METRICS_A_ROW]
-    for answers in run_ranks(many_metrics, 2, numbers):
-        for number, (answer, collectives) in zip(numbers, answers, strict=True):
+def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at_most():
+    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3.
+    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
+    expected = {"loss": 3.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
+    for (answer, collectives), *of_numbers in run_ranks(reduced_on_every_rank, 2):
+        assert answer == pytest.approx(expected)
+        assert collectives == 1
+        for number, (answer, collectives) in zip(NUMBERS, of_numbers, strict=True):
             assert answer == {f"{i:03}": i + 2**24 + 1 for i in range(number)}
             assert collectives == 1 + (number > METRICS_A_ROW)
 
