@@ -177,8 +177,6 @@ CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
     (lambda: weighted_sum([1.0], [1.0]), MaskError, "two tensors"),
     (lambda: CPLayout.bshd(8, 2, 0.5), LayoutError, "cp_rank=0.5"),
     (lambda: CPLayout.contiguous(-8, 2, 0), LayoutError, "length -8"),
-    (lambda: CPLayout.thd(tensor([0, 8, 4]), 2, 0), LayoutError, "not decrease"),
-    (lambda: CPLayout.thd(tensor([4, 8]), 2, 0), LayoutError, "start at 0"),
     (lambda: CPLayout.bshd(8, 2, 0).shard(torch.ones(8), dim=3), LayoutError, "no axis 3"),
     (lambda: predicting_mask(torch.ones(4), tensor([0, 6])), GroupError, "beyond the mask"),
     (lambda: predicting_mask(torch.ones(4)), MaskError, r"expected \[samples, seq\]"),
