@@ -121,40 +121,39 @@ def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
 
 
-def launched(script: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The launcher in front of ``script``, which is to be ``text``; on one rank."""
-    script.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_loss_agg", str(script), *arguments],
+def launched(folder: Path, text: str, *arguments: str) -> tuple[int, str, str]:
+    """The launcher in front of a script of this text, on one rank: exit code, stdout, stderr."""
+    (folder / "script.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_loss_agg", str(folder / "script.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_without_cpu_nothing_stands_in_for_a_gpu(tmp_path: Path) -> None:
-    text = (
-        "import sys, torch\n"
-        "print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])\n"
-        "print(torch.cuda.current_stream.__module__, sys.argv[1:])\n"
-    )
-    done = launched(tmp_path / "script.py", text, "--flag")
-    assert done.stdout.splitlines() == ["[]", "torch.cuda ['--flag']"], done.stderr[-2000:]
+FAILS = """
+import sys, torch
+print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
+print(torch.cuda.current_stream.__module__, sys.argv[1:])
+from megatron_loss_agg.errors import MaskError
+def train():
+    raise MaskError('step 1000')
+train()
+"""
 
 
-def test_an_error_of_the_training_keeps_its_traceback(tmp_path: Path) -> None:
-    text = (
-        "from megatron_loss_agg.errors import MaskError\n"
-        "def train():\n"
-        "    raise MaskError('step 1000')\n"
-        "train()\n"
-    )
-    done = launched(tmp_path / "script.py", text, "--loss-aggregation", "token_mean")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert f'File "{tmp_path / "script.py"}", line 3, in train' in done.stderr
-    assert done.stderr.endswith("MaskError: step 1000\n")
+def test_the_script_runs_as_itself_and_its_errors_keep_their_traceback(tmp_path: Path) -> None:
+    flags = ("--flag", "--loss-aggregation", "token_mean")
+    code, said, complained = launched(tmp_path, FAILS, *flags)
+    # Without --cpu, nothing stands in for a GPU.
+    assert said.splitlines() == ["[]", f"torch.cuda {[*flags]}"], complained[-2000:]
+    assert code == 1
+    assert "Traceback" in complained
+    assert f'File "{tmp_path / "script.py"}", line 7, in train' in complained
+    assert complained.endswith("MaskError: step 1000\n")
 
 
 # What Megatron's `pretrain` does first.
@@ -169,14 +168,12 @@ training.setup_model_and_optimizer(None, None)
 """
 
 
-def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(
-    tmp_path: Path,
-) -> None:
+def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(tmp_path: Path) -> None:
     flags = ("--loss-aggregation", "token_mean", "--cuda-graph-impl", "full_iteration")
-    done = launched(tmp_path / "script.py", PARSES_AND_BUILDS, *flags)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("megatron_loss_agg: "))
+    code, _, complained = launched(tmp_path, PARSES_AND_BUILDS, *flags)
+    assert code == 2
+    assert "Traceback" not in complained
+    (line,) = (line for line in complained.splitlines() if line.startswith("megatron_loss_agg: "))
     assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration ")
 
 
