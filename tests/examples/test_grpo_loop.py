@@ -92,27 +92,21 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_reward_rises(trained: tuple[Options, list[int]]) -> None:
-    options, _ = trained
-    rewards = [metrics["reward"] for metrics in _metrics(options.output)]
+def test_the_reward_rises_and_tensorboard_has_what_is_logged(
+    trained: tuple[Options, list[int]],
+) -> None:
+    options, padding = trained
+    metrics = _metrics(options.output)
+    rewards = [of_step["reward"] for of_step in metrics]
     first, last = (sum(some) / len(some) for some in (rewards[:4], rewards[-4:]))
     assert first < 0.35
     assert last > 0.42
-
-
-def test_data_parallel_ranks_needed_padding(trained: tuple[Options, list[int]]) -> None:
-    _, padding = trained
-    assert padding[0] == padding[1] and padding[2] == padding[3]  # a pack is on two ranks
-    assert padding[0] + padding[2] > 0
-
-
-def test_tensorboard_has_what_is_logged(trained: tuple[Options, list[int]]) -> None:
-    options, _ = trained
-    metrics = _metrics(options.output)
     events = EventAccumulator(str(options.output / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {*metrics[0]} - {"step"}
-    shown = [event.value for event in events.Scalars("reward")]
-    assert shown == pytest.approx([m["reward"] for m in metrics])
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx(rewards)
+    # Data-parallel ranks needed padding.
+    assert padding[0] == padding[1] and padding[2] == padding[3]  # a pack is on two ranks
+    assert padding[0] + padding[2] > 0
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
@@ -139,9 +133,7 @@ def _leaves(state: Any) -> list[Any]:
     return [state]
 
 
-def test_a_plot_of_several_runs_is_drawn(
-    trained: tuple[Options, list[int]], tmp_path: Path
-) -> None:
+def test_several_runs_are_plotted(trained: tuple[Options, list[int]], tmp_path: Path) -> None:
     from examples.grpo import plot
 
     options, _ = trained
