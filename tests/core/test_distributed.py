@@ -1,4 +1,4 @@
-"""StepPlan over processes: counts cross ranks, nothing hangs, errors reach all."""
+"""Over processes: counts cross data-parallel and context-parallel ranks, and errors reach all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg import AggregationError, Microbatch, StepPlan
+from megatron_loss_agg import AggregationError, CPLayout, Microbatch, StepPlan
 from tests.core.operations import Operations
 from tests.core.steps import (
     CONFIGS,
@@ -138,3 +138,107 @@ def test_bad_input_on_one_rank_stops_every_rank(several_terms):
             else:
                 assert name == "PeerError", defect
                 assert f"rank(s) [{where}]" in text  # which rank to look at
+
+
+def groups_of_rank(cp: int) -> tuple[Any, Any, int, int]:
+    """(data-parallel group without CP, CP group, dp rank, cp rank); CP ranks are neighbours."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cp_groups = [dist.new_group(list(range(a, a + cp))) for a in range(0, world, cp)]
+    dp_groups = [dist.new_group(list(range(c, world, cp))) for c in range(cp)]
+    return dp_groups[rank % cp], cp_groups[rank // cp], rank // cp, rank % cp
+
+
+def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
+    """For every step and config: what the oracle is to be compared with."""
+    dp_group, cp_group, dp_rank, cp_rank = groups_of_rank(cp)
+    answers = []
+    for n, step in enumerate(steps):
+        laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
+        maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
+        wholes = [Microbatch(**x.inputs) for x in laid]
+        parts = [sharded(x.inputs, m, cp) for x, m in zip(laid, maps, strict=True)]
+        answers.append([])
+        for mode, empty in CONFIGS:
+            agg = aggregation(mode, empty=empty)
+            whole = StepPlan.build(agg, wholes, group=dp_group)
+            with Operations() as made:
+                part = StepPlan.build(agg, parts, group=dist.group.WORLD, sharded_over=cp_group)
+            weights = [whole.weights(k, dtype=F64) for k in range(len(laid))]
+            by_sample = [x.samples(w) for x, w in zip(laid, weights, strict=True)]
+            shards = [m.shard(w).tolist() for m, w in zip(maps, weights, strict=True)]
+            of_parts = [part.weights(k, dtype=F64).tolist() for k in range(len(laid))]
+            counts = (whole.counts, part.counts)
+            answers[-1].append((by_sample, shards, of_parts, counts, len(made.collectives)))
+    return answers
+
+
+def cp_layout(inputs: dict[str, Any], cp: int, cp_rank: int) -> CPLayout:
+    if "cu_seqlens" not in inputs:
+        return CPLayout.bshd(inputs["loss_mask"].shape[-1], cp, cp_rank)
+    return CPLayout.thd(inputs.get("cu_seqlens_padded", inputs["cu_seqlens"]), cp, cp_rank)
+
+
+def sharded(inputs: dict[str, Any], layout: CPLayout, cp: int) -> Microbatch:
+    """The microbatch as this rank sees it: local mask, local offsets, same samples."""
+    local = {**inputs, "loss_mask": layout.shard(inputs["loss_mask"])}
+    if "cu_seqlens" in inputs:
+        padded = local.pop("cu_seqlens_padded", inputs["cu_seqlens"])
+        local["cu_seqlens"] = padded // cp
+    return Microbatch(**local)
+
+
+def test_whole_and_sharded_masks_give_the_same_weights_and_counts():
+    cp, dp = 2, 2
+    steps = [fixed_step(dp), fixed_step(dp), *HOLES, *(random_step(s, dp) for s in range(200, 208))]
+    answers = run_ranks(plan_over_cp, dp * cp, steps, cp, timeout=300.0)
+    for n, step in enumerate(steps):
+        for c, (mode, empty) in enumerate(CONFIGS):
+            expected = expected_weights(mode, step, empty=empty)
+            for rank in range(dp * cp):
+                by_sample, shards, of_parts, counts, collectives = answers[rank][n][c]
+                assert_weights(by_sample, expected[rank // cp])
+                assert_weights(of_parts, shards)
+                for of_masks in counts:
+                    assert_counts(of_masks, step, mode)
+                assert 1 <= collectives <= 2
+
+
+CASES = [("bshd", -1), ("thd", 0), ("contiguous", -1)]
+
+
+def unshard_and_pull_back() -> list[tuple[Any, Any]]:
+    """For every case: whether the shards make the whole, and the gradient of this rank's."""
+    rank, cp = dist.get_rank(), dist.get_world_size()
+    answers = []
+    for kind, dim in CASES:
+        layout, x = make_layout(kind, cp, rank), whole_tensor(dim)
+        local = layout.shard(x, dim=dim).requires_grad_()
+        whole = layout.unshard(local, group=dist.group.WORLD, dim=dim)
+        (whole * pullback(rank, dim)).sum().backward()
+        answers.append((torch.equal(whole.detach(), x), local.grad.tolist()))
+    return answers
+
+
+def make_layout(kind: str, cp: int, rank: int) -> CPLayout:
+    if kind == "thd":
+        return CPLayout.thd(torch.tensor([0, 2 * cp, 2 * cp, 8 * cp]), cp, rank)
+    return (CPLayout.bshd if kind == "bshd" else CPLayout.contiguous)(8 * cp, cp, rank)
+
+
+def whole_tensor(dim: int, cp: int = 2) -> torch.Tensor:
+    return torch.arange(16.0 * cp, dtype=F64).reshape((2, 8 * cp) if dim == -1 else (8 * cp, 2))
+
+
+def pullback(rank: int, dim: int) -> torch.Tensor:
+    """The gradient that a rank hands back for the whole tensor; another one on every rank."""
+    return (whole_tensor(dim) + 1) ** (rank + 1)
+
+
+def test_unshard_gradient_is_the_adjoint():
+    # Every rank's result depends on every rank's shard, so a shard's gradient is the sum over
+    # ranks of what they hand back for its positions; averaging or keeping one's own is wrong.
+    for rank, answers in enumerate(run_ranks(unshard_and_pull_back, 2)):
+        for (kind, dim), (equal, grad) in zip(CASES, answers, strict=True):
+            assert equal
+            total = pullback(0, dim) + pullback(1, dim)
+            assert grad == make_layout(kind, 2, rank).shard(total, dim=dim).tolist()

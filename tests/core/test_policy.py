@@ -37,18 +37,6 @@ def spec_cispo(lp: float, old: float, a: float) -> tuple[float, float]:
     return -weight * a * lp, -weight * a
 
 
-def spec_k1(lp: float, ref: float) -> tuple[float, float]:
-    return lp - ref, 1.0
-
-
-def spec_k2(lp: float, ref: float) -> tuple[float, float]:
-    return (lp - ref) ** 2 / 2, lp - ref
-
-
-def spec_k3(lp: float, ref: float) -> tuple[float, float]:
-    return math.exp(ref - lp) - 1 - (ref - lp), 1 - math.exp(ref - lp)
-
-
 def spec_value(v: float, old: float, r: float) -> tuple[float, float]:
     near = min(max(v, old - LOW), old + LOW)
     if (near - r) ** 2 > (v - r) ** 2:
@@ -58,6 +46,10 @@ def spec_value(v: float, old: float, r: float) -> tuple[float, float]:
 
 def clipped(loss: Callable[..., Any], *inputs: Any, **options: Any) -> Tensor:
     return loss(*inputs, clip_low=LOW, clip_high=HIGH, **options).losses
+
+
+def kl(estimator: str) -> Callable[..., Tensor]:
+    return lambda *inputs: policy.kl_penalty(*inputs, estimator)
 
 
 # A loss, its specification, and the number of its inputs.
@@ -71,9 +63,9 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[float, float]
     # Of sequences of one token, it is PPO.
     "gspo": (lambda *x: clipped(policy.sequence_policy_loss, *x, lambda v: v), spec_ppo, 3),
     "cispo": (partial(clipped, policy.cispo_loss), spec_cispo, 3),
-    "k1": (lambda *x: policy.kl_penalty(*x, "k1"), spec_k1, 2),
-    "k2": (lambda *x: policy.kl_penalty(*x, "k2"), spec_k2, 2),
-    "k3": (lambda *x: policy.kl_penalty(*x, "k3"), spec_k3, 2),
+    "k1": (kl("k1"), lambda lp, ref: (lp - ref, 1.0), 2),
+    "k2": (kl("k2"), lambda lp, ref: ((lp - ref) ** 2 / 2, lp - ref), 2),
+    "k3": (kl("k3"), lambda lp, ref: (math.expm1(ref - lp) + lp - ref, -math.expm1(ref - lp)), 2),
     "value": (lambda *x: policy.clipped_value_loss(*x, clip=LOW), spec_value, 3),
 }
 in_every_loss = pytest.mark.parametrize("name", LOSSES)
@@ -109,7 +101,7 @@ def test_value_and_gradient_are_those_of_a_loop(name, drawn):
     expected = [spec(*x) for x in zip(*inputs[:arity], strict=True)]
     values = [w * value for w, (value, _) in zip(weights, expected, strict=True)]
     slopes = [w * slope for w, (_, slope) in zip(weights, expected, strict=True)]
-    # k3 near 0 is a small difference of numbers near 1, in the specification too.
+    # k3 near 0 is a small difference of numbers near 1.
     room = 1e-12 * (1 + sum(map(abs, values)))
     assert total.item() == pytest.approx(math.fsum(values), abs=room)
     torch.testing.assert_close(first.grad, tensor(slopes, shape), rtol=1e-12, atol=1e-14)

@@ -19,30 +19,16 @@ pytestmark = pytest.mark.host
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
 ITERATIONS = 3
-FLAGS = {
-    "--num-layers": "1",
-    "--hidden-size": "16",
-    "--ffn-hidden-size": "32",
-    "--num-attention-heads": "2",
-    "--position-embedding-type": "rope",
-    "--attention-dropout": "0",
-    "--hidden-dropout": "0",
-    "--seq-length": "256",
-    "--max-position-embeddings": "256",
-    "--micro-batch-size": "1",
-    "--global-batch-size": "4",
-    "--train-iters": str(ITERATIONS),
-    "--lr": "5e-3",
-    "--lr-decay-style": "constant",
-    "--eval-interval": str(ITERATIONS),
-    "--eval-iters": "1",
-    "--log-interval": "1",
-    "--logging-level": "40",
-    "--save-interval": str(ITERATIONS),
-    "--ckpt-format": "torch",
-    # As --cpu sets them: here the script also starts without the plugin.
-    **CPU_FLAGS,
-}
+FLAGS = f"""
+    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 4
+    --train-iters {ITERATIONS} --lr 5e-3 --lr-decay-style constant
+    --eval-interval {ITERATIONS} --eval-iters 1 --log-interval 1 --logging-level 40
+    --save-interval {ITERATIONS} --ckpt-format torch
+""".split()
+# As --cpu sets them: here the script also starts without the plugin.
+FLAGS += [part for pair in CPU_FLAGS.items() for part in pair if part is not None]
 # The same stand-ins for a GPU, and nothing else of the plugin.
 WITHOUT_PLUGIN = """
 import runpy, sys
@@ -83,11 +69,10 @@ def runs(folder: Path) -> dict[str, Run]:
 
 def start(starter: list[str], extra: list[str], save: Path) -> Run:
     """Two data-parallel ranks by torchrun, which log to a file each: lines never mix."""
-    flags = [part for pair in FLAGS.items() for part in pair if part is not None]
     logs = save.with_suffix(".logs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--tee", "3", "--log-dir", str(logs)]
-    command += [*starter, str(SCRIPT), *flags, *extra]
+    command += [*starter, str(SCRIPT), *FLAGS, *extra]
     done = subprocess.run(
         [*command, "--save", str(save)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
