@@ -62,6 +62,7 @@ class Laid:
 
     def samples(self, weights: torch.Tensor) -> list[list[float]]:
         """Weights per sample and token; anything at a position of no token must be 0."""
+        assert weights.shape == self.inputs["loss_mask"].shape
         flat = weights.reshape(-1)
         padding = torch.ones(flat.numel(), dtype=torch.bool)
         padding[flatten(self.index)] = False

@@ -92,13 +92,6 @@ def test_weights_in_a_dtype_where_they_would_vanish_are_refused(dtype):
         token_weights(aggregation("token_mean"), torch.ones(1, 3), dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_have_the_shape_of_the_mask(layout):
-    laid = lay([Sample((1.0, 1.0)), Sample((1.0,))], layout)
-    w = token_weights(aggregation("sample_mean"), **laid.inputs)
-    assert w.shape == laid.inputs["loss_mask"].shape
-
-
 def test_padded_offsets_say_where_a_sample_lies():
     # Sample 0 owns positions 0..1, sample 1 owns 4..6, the rest is padding: M_0 = 2, M_1 = 3.
     w = token_weights(

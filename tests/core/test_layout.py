@@ -126,12 +126,6 @@ def test_the_last_dimension_is_the_default():
     assert layout.unshard([x[:, [0, 3]], x[:, [1, 2]]]).tolist() == x.tolist()
 
 
-def test_shard_is_differentiable():
-    x = torch.zeros(4, dtype=F64, requires_grad=True)
-    (CPLayout.bshd(4, 2, 1).shard(x) * torch.tensor([10.0, 20.0])).sum().backward()
-    assert x.grad.tolist() == [0, 10, 20, 0]  # rank 1 holds positions 1 and 2
-
-
 REFUSED = [
     *(
         (lambda make=make, x=x, rank=rank: make(x, 2, rank), "cp_rank")

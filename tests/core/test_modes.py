@@ -101,24 +101,12 @@ def test_count_replaces_the_unit_of_the_outer_mean(mode, count, step, empty):
 def test_a_step_without_tokens_or_microbatches_can_be_planned(mode, empty):
     agg, ids = aggregation(mode, empty=empty), torch.tensor([1, 2])
     w = token_weights(agg, torch.zeros(2, 3), prompt_ids=ids, rollout_ids=ids)
-    assert torch.equal(w, torch.zeros(2, 3))
+    assert torch.equal(w, torch.zeros(2, 3))  # and not NaN
     counts = StepPlan.build(agg, []).counts
     assert float(counts.tokens) == int(counts.active_tokens) == int(counts.microbatches) == 0
 
 
-def test_empty_samples_count_unless_told_otherwise():
-    # Of three samples one has no active token: 1/N = 1/3 counted, 1/2 skipped.
-    mask = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=F64)
-    for options, number in (({}, 3), ({"empty": "skip"}, 2)):
-        w = token_weights(LossAggregation(mode="sample_sum", **options), mask, dtype=F64)
-        assert torch.equal(w, mask / number)
-
-
-def test_a_fractional_mask_below_one_token_is_not_clamped():
-    # M_s = 0.25, N = 1: the two weights are 0.125 / 0.25 = 0.5 each.
-    w = token_weights(aggregation("sample_mean"), torch.tensor([[0.125, 0.125]]), dtype=F64)
-    assert w.tolist() == [[0.5, 0.5]]
-    # Without a divisor, a sum weighs by the mask itself.
+def test_sum_without_a_divisor_weighs_by_the_mask():
     mask = torch.tensor([[1.0, 0.25, 0.0]])
     assert torch.equal(token_weights(LossAggregation(mode="sum"), mask), mask)
 

@@ -112,10 +112,6 @@ def test_scaled_advantages_give_a_trainer_that_sums_the_same_gradient():
     assert not torch.allclose(gradient(lambda r: clipped(r, sane).sum()), wanted)
     with pytest.raises(MaskError, match=r"advantages .* for a mask of shape"):
         plan.scaled_advantages(0, torch.ones(3))
-
-
-def test_negative_custom_weights_scale_no_advantage():
     agg = LossAggregation(mode="custom", function=lambda p, i: -p.microbatches[i].loss_mask)
-    plan = StepPlan.build(agg, [Microbatch(torch.ones(1, 2))])
     with pytest.raises(FunctionError, match="negative weights"):
-        plan.scaled_advantages(0, torch.ones(1, 2))
+        StepPlan.build(agg, [microbatch]).scaled_advantages(0, advantages)

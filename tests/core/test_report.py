@@ -203,24 +203,15 @@ DIFFERENT = {
     "a kind": lambda: [two("a", Max)],
     "a row more": lambda: [two() | {f"more {i}": two()["a"] for i in range(METRICS_A_ROW)}],
 }
-BAD = {
-    "no list": lambda: None,
-    "one report": two,
-    "no report": lambda: [None],
-    "no metric": lambda: [{"loss": torch.ones(()), "a": torch.ones(2)}],
-    "a mean of vectors": lambda: [{"loss": Mean(torch.ones(3), torch.ones(3))}],
-    "a mean of numbers": lambda: [{"loss": Mean(1.0, 2.0)}],
-    "another name later": lambda: [two(), two("b")],
-    "another kind later": lambda: [two(), two("a", Max)],
-    "an error of its own": one_of_them_fails,
-}
 
 
 def reduce_with_defects(where: int) -> dict[str, tuple[str, Any]]:
     """For each defect what this rank sees when rank ``where`` has it."""
     answers: dict[str, tuple[str, Any]] = {}
-    for defect, reports in (DIFFERENT | BAD).items():
-        mine = reports() if dist.get_rank() == where else [two()]
+    made = [(defect, of_defect()) for defect, of_defect in DIFFERENT.items()]
+    made += [(str(reports), reports) for reports, _ in BAD_REPORTS]
+    for defect, reports in [*made, ("an error of its own", one_of_them_fails())]:
+        mine = reports if dist.get_rank() == where else [two()]
         try:
             answers[defect] = "", reduce_reports(mine, dist.group.WORLD)
         except (KeyError, PeerError, ReportError) as error:
@@ -243,12 +234,11 @@ def test_no_rank_waits_for_one_whose_reports_are_bad_or_missing():
                 assert said.startswith("this rank reports Mean 'a', Mean 'loss', and"), defect
             elif defect in ("nothing", "empty"):
                 assert said.startswith("this rank reports nothing, and"), defect
-        for defect in BAD:
-            name, said = answers.pop(defect)
+        assert len(answers) == len(BAD_REPORTS) + 1
+        for defect, (name, said) in answers.items():
             if rank == where:
                 own = "KeyError" if defect == "an error of its own" else "ReportError"
                 assert name == own, defect
             else:
                 assert name == "PeerError", defect
                 assert "bad metrics on rank(s) [1] of the group" in said
-        assert not answers

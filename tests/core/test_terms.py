@@ -59,26 +59,22 @@ def two_microbatches() -> list[Microbatch]:
     ]
 
 
-def test_the_sum_of_the_terms():
+def test_the_sum_of_the_terms_takes_each_by_its_own_denominator():
     terms = {
         "policy": aggregation("prompt_mean"),
-        "kl": Term(TOKEN_MEAN, coefficient=0.5),
+        "kl": Term(TOKEN_MEAN, coefficient=Fraction(1, 2)),
         "off": Term(aggregation("sum"), coefficient=0),
     }
     plans = StepPlan.build_terms(terms, iter(two_microbatches()))  # read once for all terms
     assert [plan.counts.tokens for plan in plans.values()] == [6.0, 6.0, 6.0]
-    losses = [{name: torch.ones_like(m.loss_mask) for name in terms} for m in two_microbatches()]
-    total = sum(plans.weighted_sum(i, of_mb) for i, of_mb in enumerate(losses))
-    # A mean of ones is 1, whichever it is: 1 + 0.5 * 1 + 0 * (6 tokens / 4).
-    assert total.item() == pytest.approx(1.5)
-    # KL with the policy's denominator, by prompts, of a loss that is 1 on prompt 7's five tokens
-    # and 0 on prompt 9's one, would be 1/2; by tokens it is 5/6.
-    of_prompt_7 = [torch.tensor([[1.0, 1, 1], [0, 0, 0]]), torch.tensor([[1.0, 1, 0]])]
-    by_tokens, by_prompts = (
-        sum(float((plans[name].weights(i) * x).sum()) for i, x in enumerate(of_prompt_7))
-        for name in ("kl", "policy")
-    )
-    assert (by_tokens, by_prompts) == pytest.approx((5 / 6, 1 / 2))
+    # A loss that is 1 on prompt 7's five tokens and 0 on prompt 9's one: by prompts 1/2, and by
+    # tokens 5/6; in all 1/2 + 1/2 * 5/6 + 0 = 11/12.
+    losses = [torch.tensor([[1.0, 1, 1], [0, 0, 0]]), torch.tensor([[1.0, 1, 0]])]
+    for name, mean in (("policy", 1 / 2), ("kl", 5 / 6)):
+        parts = [(plans[name].weights(i) * x).sum().item() for i, x in enumerate(losses)]
+        assert sum(parts) == pytest.approx(mean)
+    total = sum(plans.weighted_sum(i, dict.fromkeys(terms, x)) for i, x in enumerate(losses))
+    assert total.item() == pytest.approx(11 / 12)
 
 
 def test_terms_may_have_masks_of_their_own():
@@ -138,22 +134,21 @@ def test_an_error_names_the_place_of_the_microbatch_in_its_step():
             StepPlan.build_terms({"a": aggregation("sum"), "b": aggregation("sum")}, lists)
 
 
-def test_a_coefficient_is_any_finite_real_number():
-    assert Term(aggregation("sum"), Fraction(1, 2)).coefficient == 0.5
-
-
-TERMS = {
-    "one": ["policy"],
-    "two": ["policy", "kl"],
-    "in another order": ["kl", "policy"],
-    "under another name": ["policy", "entropy"],
-    "nine": [str(i) for i in range(9)],
-    "ten": [str(i) for i in range(10)],
+TERMS: dict[str, dict[str, Any]] = {
+    "one": {"policy": TOKEN_MEAN},
+    "in another mode": {"policy": aggregation("sample_mean")},
+    "with a divisor": {"policy": aggregation("sum")},
+    "with another divisor": {"policy": aggregation("sum", divisor=2)},
+    "two": {"policy": TOKEN_MEAN, "kl": TOKEN_MEAN},
+    "in another order": {"kl": TOKEN_MEAN, "policy": TOKEN_MEAN},
+    "under another name": {"policy": TOKEN_MEAN, "entropy": TOKEN_MEAN},
+    "nine": dict.fromkeys("abcdefghi", TOKEN_MEAN),
+    "ten": dict.fromkeys("abcdefghij", TOKEN_MEAN),
 }
 
 
 def build_unlike_and_many_terms() -> tuple[list[str], list[tuple[float, float]], list[list[str]]]:
-    """What this rank hears when rank 1 has other terms, of the same aggregation, than rank 0.
+    """What this rank hears when rank 1 has other terms than rank 0, and at last other samples.
 
     Then a weight of each of 19 terms, in one plan and alone, and collectives of 1 and 5 terms.
     """
@@ -161,9 +156,9 @@ def build_unlike_and_many_terms() -> tuple[list[str], list[tuple[float, float]],
     modes = ["token_mean", "sample_mean", "prompt_mean", "sum"]
     mine = two_microbatches()
 
-    def heard(names: list[str]) -> str:
+    def heard(terms: dict[str, Any], step: Any = mine, **options: Any) -> str:
         try:
-            plans = StepPlan.build_terms(dict.fromkeys(names, TOKEN_MEAN), mine, world)
+            plans = StepPlan.build_terms(terms, step, world, **options)
         except AggregationError as error:
             return f"{type(error).__name__}: {error}"
         return f"{len(plans)} plans"
@@ -177,6 +172,7 @@ def build_unlike_and_many_terms() -> tuple[list[str], list[tuple[float, float]],
         return made.collectives
 
     unlike = [heard(TERMS[pair[rank]]) for pair in itertools.product(TERMS, repeat=2)]
+    unlike.append(heard(TERMS["one"], mine[: 1 + rank], sharded_over=world))
     many = {str(i): aggregation(modes[i % len(modes)]) for i in range(19)}
     together = StepPlan.build_terms(many, mine[: 1 + rank], world).values()
     alone = [StepPlan.build(agg, mine[: 1 + rank], world) for agg in many.values()]
@@ -189,13 +185,15 @@ def test_ranks_with_other_terms_all_hear_of_it_and_any_number_is_exact():
     for _, (together, alone), collectives in answers:
         assert together == alone
         assert collectives == [["c10d::_allgather_base_"] * 2] * 2
-    heard = answers[0][0]
-    assert heard == answers[1][0]
+    *heard, other_samples = answers[0][0]
+    assert answers[0][0] == answers[1][0]
+    assert other_samples.startswith("GroupError: ranks that share samples have 2 and 3 of them")
     for (first, second), said in zip(itertools.product(TERMS, repeat=2), heard, strict=True):
         numbers = sorted({len(TERMS[first]), len(TERMS[second])})
         if first == second:
             assert said == f"{numbers[0]} plans"
         elif len(numbers) > 1:
-            assert f"the ranks have {numbers} terms; expected the same on every rank" in said
+            text = f"the ranks have {numbers} terms; expected the same on every rank"
+            assert said == f"ModeError: {text}"
         else:
-            assert "terms in another order; expected the same on every rank" in said
+            assert said.startswith("ModeError: the ranks have different aggregations, or terms in")

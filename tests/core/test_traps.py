@@ -166,23 +166,6 @@ def test_whole_masks_are_not_counted_over_context_parallel_ranks():
     assert [CPLayout.bshd(8, 2, rank).shard(w).sum().item() for rank in range(2)] == [0.5, 0.5]
 
 
-def test_a_rank_without_loss_tokens_keeps_its_autograd_path():
-    # An early return of zeros has none: its backward never reaches the attention's collectives.
-    parameter = torch.ones(1, 4, dtype=F64, requires_grad=True)
-    total = weighted_sum(token_weights(TOKEN_MEAN, torch.zeros(1, 4), dtype=F64), parameter * 2)
-    assert total.item() == 0
-    total.backward()
-    assert parameter.grad.tolist() == [[0.0] * 4]
-
-
-def test_a_step_without_any_token_has_weights_zero_and_says_so():
-    mask = torch.zeros(1, 3)
-    assert math.isnan((mask.sum() / mask.sum()).item())
-    plan = StepPlan.build(TOKEN_MEAN, [Microbatch(mask)])
-    assert plan.weights(0).tolist() == [[0.0, 0.0, 0.0]]
-    assert plan.is_empty and int(plan.counts.active_tokens) == 0
-
-
 def test_counts_are_beyond_int32_and_fp32():
     mask = torch.full((1, 3), 2**30, dtype=torch.int32)
     assert mask.sum(dtype=torch.int32).item() < 0

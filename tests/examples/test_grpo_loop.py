@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import is_tensor
+from torch.utils._pytree import tree_flatten
 
 from examples.grpo import checkpoint, packing, task
 from examples.grpo.options import Options
@@ -19,18 +21,8 @@ from tests.host.ranks import run_host_ranks
 pytestmark = [pytest.mark.host, pytest.mark.slow]
 
 # 9 prompts with 5 different sums: learnt in seconds.
-TINY = Options(
-    cpu=True,
-    steps=26,
-    save_every=20,
-    largest=2,
-    prompts=8,
-    answers=32,
-    updates=2,
-    warmup=30,
-    lr=3e-3,
-    token_budget=640,
-)
+SIZES = {"largest": 2, "prompts": 8, "answers": 32, "updates": 2, "token_budget": 640}
+TINY = Options(cpu=True, steps=26, save_every=20, warmup=30, lr=3e-3, **SIZES)
 
 
 def _train(options: Options) -> int:
@@ -122,15 +114,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert _leaves(whole) == _leaves(resumed)
 
 
-def _leaves(state: Any) -> list[Any]:
-    """All values in ``state``; tensors as bytes."""
-    if isinstance(state, torch.Tensor):
-        return [state.dtype, state.shape, state.numpy().tobytes()]
-    if isinstance(state, dict):
-        return [leaf for key in state for leaf in (key, *_leaves(state[key]))]
-    if isinstance(state, (list, tuple)):
-        return [leaf for value in state for leaf in _leaves(value)]
-    return [state]
+def _leaves(state: Any) -> tuple[list[Any], Any]:
+    """All values in ``state``, tensors as bytes; and its structure."""
+    leaves, structure = tree_flatten(state)
+    found = [(x.dtype, x.shape, x.numpy().tobytes()) if is_tensor(x) else x for x in leaves]
+    return found, structure
 
 
 def test_several_runs_are_plotted(trained: tuple[Options, list[int]], tmp_path: Path) -> None:

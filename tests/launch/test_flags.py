@@ -39,11 +39,6 @@ def test_the_flag_set_is_frozen() -> None:
     assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
 
 
-def test_without_flags_nothing_is_asked_for() -> None:
-    assert given() is None
-    assert flags.aggregation_from(argparse.Namespace()) is None
-
-
 @pytest.mark.parametrize("mode", sorted(MODES.keys() - {"constant", "custom"}))
 def test_every_mode_is_a_value(mode: str) -> None:
     assert given(FLAG, mode) == LossAggregation(mode=mode)
@@ -57,7 +52,9 @@ def test_every_preset_is_a_value(name: str) -> None:
     assert given(FLAG, name, *divisor) == expected
 
 
-def test_options_reach_the_aggregation() -> None:
+def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None:
+    assert given() is None
+    assert flags.aggregation_from(argparse.Namespace()) is None
     constant = given(FLAG, "constant", f"{FLAG}-divisor", "7.5", f"{FLAG}-empty", "skip")
     assert constant == LossAggregation(mode="constant", divisor=7.5, empty="skip")
     custom = given(FLAG, "custom", f"{FLAG}-function", "json:dumps")
