@@ -76,19 +76,18 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
 
 
 @pytest.mark.parametrize(
-    ("step", "more"),
+    ("mode", "step", "more"),
     [
-        (lambda number: [microbatch(3, "bshd")] * number, 2),
-        (lambda number: [microbatch(3, "thd")] * number, 1),
-        (of_mixed_widths, 3),
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 2),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 1),
+        ("sample_mean", of_mixed_widths, 3),
     ],
     ids=["rows", "packs", "both"],
 )
-def test_planning_takes_a_copy_more_for_each_microbatch_and_a_sum_of_rows(step, more):
+def test_planning_takes_a_copy_more_for_each_microbatch_and_a_sum_of_rows(mode, step, more):
     def planning(number: int) -> int:
         microbatches = step(number)
-        made = operations(lambda: StepPlan.build(aggregation("sample_mean"), microbatches))
-        return made.but_views
+        return operations(lambda: StepPlan.build(aggregation(mode), microbatches)).but_views
 
     assert planning(100) == planning(10) + 90 * more
 
@@ -124,7 +123,7 @@ OF_SEQUENCES: dict[str, tuple[Callable[[int], Callable[[], Any]], bool]] = {
 def test_any_number_of_sequences_takes_the_same_operations(name):
     of, may_wait = OF_SEQUENCES[name]
     few, many = operations(of(2)), operations(of(300))
-    assert len(few.names) == len(many.names)
+    assert few.names == many.names
     assert may_wait or not (few.waits or many.waits)
     assert name != "shard" or len(few.names) <= 2
 

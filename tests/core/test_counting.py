@@ -54,7 +54,7 @@ def test_ids_that_a_narrower_type_confuses_stay_apart(unit, ids):
     assert w.tolist() == [[1 / 2, 0], [1 / 4, 1 / 4]]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int32", "int64", "float16"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int32", "int64", "float16", "float64"])
 def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
     # 4099 is above what uint8, int8, fp16 (2048) and bf16 (256) count one by one.
     masks = [torch.ones(1, 4099).to(getattr(torch, dtype)), torch.ones(1, 4099).bfloat16()]
@@ -80,7 +80,8 @@ def test_weights_are_the_fp64_ones_but_for_rounding_each_factor(dtype):
     # Mask, coefficient and their product are rounded: at most half a unit each.
     torch.testing.assert_close(w.double(), exact, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
     default = token_weights(aggregation("prompt_mean"), **step)
-    assert default.dtype == torch.float32
+    of_plan = StepPlan.build(aggregation("prompt_mean"), [Microbatch(**step)]).weights(0)
+    assert default.dtype == of_plan.dtype == torch.float32
     if dtype == torch.bfloat16:  # rounded once
         assert torch.equal(w, default.bfloat16())
 

@@ -207,10 +207,6 @@ def test_bad_lines_are_named(capsys, tmp_path, line):
     message = message if "Error: " in message else f"InputError: PATH:2: {message}"
     expected = "megatron_loss_agg: " + message.replace("PATH", str(path))
     assert refusal(capsys, "--jsonl", str(path)).startswith(expected)
-
-
-def test_a_file_without_lines_is_named(capsys, tmp_path):
-    path = tmp_path / "step.jsonl"
     path.write_text("\n")
     assert f"InputError: --jsonl {path}: no line" in refusal(capsys, "--jsonl", str(path))
 

@@ -40,7 +40,8 @@ MAPS = [
     (CPLayout.thd, offsets(0), [[], []]),
     # TransformerEngine's own test of thd_get_partitioned_indices has these.
     (CPLayout.thd, offsets(0, 8, 16), [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]),
-    (CPLayout.contiguous, 6, [[0, 1], [2, 3], [4, 5]]),  # a multiple of 3, and not of twice that
+    (CPLayout.contiguous, 6, [[0, 1], [2, 3], [4, 5]]),
+    (CPLayout.contiguous, 6, [[0, 1, 2], [3, 4, 5]]),  # a multiple of 2, and not of twice that
     (CPLayout.contiguous, 5, [[0, 1, 2, 3, 4]]),
     (CPLayout.contiguous, 0, [[], []]),
 ]
