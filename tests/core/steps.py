@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from megatron_loss_agg import LossAggregation
+from megatron_loss_agg import CPLayout, LossAggregation
 from tests import oracle
 from tests.oracle import Sample, Step
 
@@ -104,6 +104,15 @@ def lay(
     if layout == "thd_row":
         mask = mask.unsqueeze(0)
     return Laid({"loss_mask": mask, **offsets, **ids}, index)
+
+
+def cp_layout(inputs: dict[str, Any], cp: int, rank: int, kind: str | None = None) -> CPLayout:
+    """How a context-parallel rank sees a microbatch: by ``kind``, or as the host splits it."""
+    kind = kind or ("thd" if "cu_seqlens" in inputs else "bshd")
+    axis = inputs["loss_mask"].shape[-1]
+    if kind == "thd":
+        axis = inputs.get("cu_seqlens_padded", inputs["cu_seqlens"])
+    return getattr(CPLayout, kind)(axis, cp, rank)
 
 
 # Ids collide where a host rounds them through fp64 (2**53), fp32 (2**24), int32, or takes a

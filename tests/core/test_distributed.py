@@ -17,6 +17,7 @@ from tests.core.steps import (
     aggregation,
     assert_counts,
     assert_weights,
+    cp_layout,
     expected_weights,
     fixed_step,
     lay,
@@ -170,12 +171,6 @@ def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
             counts = (whole.counts, part.counts)
             answers[-1].append((by_sample, shards, of_parts, counts, len(made.collectives)))
     return answers
-
-
-def cp_layout(inputs: dict[str, Any], cp: int, cp_rank: int) -> CPLayout:
-    if "cu_seqlens" not in inputs:
-        return CPLayout.bshd(inputs["loss_mask"].shape[-1], cp, cp_rank)
-    return CPLayout.thd(inputs.get("cu_seqlens_padded", inputs["cu_seqlens"]), cp, cp_rank)
 
 
 def sharded(inputs: dict[str, Any], layout: CPLayout, cp: int) -> Microbatch:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import CPLayout, Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
 from tests import oracle
-from tests.core.steps import Laid, aggregation, expected_weights, flatten, lay, samples
+from tests.core.steps import Laid, aggregation, cp_layout, expected_weights, flatten, lay, samples
 from tests.oracle import Sample
 
 F64 = torch.float64
@@ -32,14 +32,6 @@ def whole_step(mode: str, step: oracle.Step, **options) -> torch.Tensor:
 
 def token_losses(tokens: int) -> torch.Tensor:
     return (torch.arange(tokens, dtype=F64) * 0.7).sin().mul(3).requires_grad_()
-
-
-def cp_layouts(laid: Laid, layout: str, cp: int) -> list[CPLayout]:
-    """How each context-parallel rank sees a microbatch."""
-    axis = laid.inputs["loss_mask"].shape[-1]
-    if layout == "thd":
-        axis = laid.inputs.get("cu_seqlens_padded", laid.inputs["cu_seqlens"])
-    return [getattr(CPLayout, layout)(axis, cp, rank) for rank in range(cp)]
 
 
 def spread_losses(laid: Laid, tokens: list[int], losses: torch.Tensor) -> torch.Tensor:
@@ -65,7 +57,8 @@ def summed_parts(agg, split, samples, layouts, cp, losses) -> torch.Tensor:
         tokens = [first[i] + t for i in split[k] for t in range(len(samples[i].mask))]
         here = spread_losses(x, tokens, losses)
         w = plan.weights(k, dtype=F64)
-        for local in cp_layouts(x, layout, cp):
+        for rank in range(cp):
+            local = cp_layout(x.inputs, cp, rank, layout)
             total = total + weighted_sum(local.shard(w), local.shard(here))
     return total
 

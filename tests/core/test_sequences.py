@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_loss_agg import CPLayout, Microbatch, SequenceMean, policy, weighted_sum
 from megatron_loss_agg.errors import LayoutError, MaskError
 from tests.core.operations import Operations
-from tests.core.steps import lay
+from tests.core.steps import cp_layout, lay
 from tests.distributed import run_ranks
 from tests.oracle import Sample
 
@@ -78,17 +78,11 @@ def reference(data: dict[str, Any]) -> dict[str, Any]:
     return {"loss": math.fsum(terms), "gradient": gradient, "ratio": ratio, "clipped": clipped}
 
 
-def cut_of(whole: Microbatch, layout: str, cp: int, rank: int) -> CPLayout:
-    if layout == "bshd":
-        return CPLayout.bshd(whole.loss_mask.shape[-1], cp, rank)
-    return CPLayout.thd(whole.sample_starts, cp, rank)
-
-
-def gspo(data: dict[str, Any], layout: str, poison: float | None) -> dict[str, Any]:
+def gspo(data: dict[str, Any], poison: float | None) -> dict[str, Any]:
     """This rank's part of the loss and of the gradient, and the collectives that it took."""
     cp, rank = dist.get_world_size(), dist.get_rank()
     whole = Microbatch(**data["microbatch"])
-    cut = cut_of(whole, layout, cp, rank)
+    cut = cp_layout(data["microbatch"], cp, rank)
     sequence_mean = SequenceMean(whole, cut, dist.group.WORLD)
     mask, w = cut.shard(whole.loss_mask), cut.shard(data["w"])
     log_probs, old, advantages = (cut.shard(data[x]) for x in ("log_probs", "old", "advantages"))
@@ -110,31 +104,31 @@ def gspo(data: dict[str, Any], layout: str, poison: float | None) -> dict[str, A
     }
 
 
-def gspo_cases(cases: list[tuple[dict[str, Any], str, float | None]]) -> list[dict[str, Any]]:
+def gspo_cases(cases: list[tuple[dict[str, Any], float | None]]) -> list[dict[str, Any]]:
     return [gspo(*case) for case in cases]
 
 
-def gathered(parts: list[Tensor], data: dict[str, Any], layout: str) -> list[Any]:
+def gathered(parts: list[Tensor], data: dict[str, Any]) -> list[Any]:
     """The whole flat tensor out of all ranks' parts."""
-    cut = cut_of(Microbatch(**data["microbatch"]), layout, len(parts), 0)
+    cut = cp_layout(data["microbatch"], len(parts), 0)
     return cut.unshard(parts).reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("cp", CP)
 def test_gspo_over_ranks_is_that_of_one_process(cp):
     cases = [
-        (inputs(samples, layout), layout, poison)
+        (inputs(samples, layout), poison)
         for samples in (SAMPLES, LONELY)
         for layout in ("thd", "thd_row", "bshd")
         for poison in (None, math.nan, math.inf, -math.inf)
     ]
     answers = run_ranks(gspo_cases, cp, cases)
-    for n, (data, layout, poison) in enumerate(cases):
+    for n, (data, poison) in enumerate(cases):
         expected = reference(data)
         ranks = [answer[n] for answer in answers]
         assert sum(r["loss"] for r in ranks) == pytest.approx(expected["loss"], rel=1e-12)
         got = {
-            name: gathered([r[name] for r in ranks], data, layout)
+            name: gathered([r[name] for r in ranks], data)
             for name in ("gradient", "ratio", "clipped")
         }
         assert got["gradient"] == pytest.approx(expected["gradient"], rel=1e-12, abs=1e-15)

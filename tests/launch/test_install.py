@@ -38,31 +38,28 @@ def _functions() -> dict[tuple[str, str], Any]:
     return {(n, key): value for n, module in modules for key, value in vars(module).items()}
 
 
-def seams_on_host() -> dict[str, Any]:
-    """One rank: facts by the names that the tests below ask for."""
-    from megatron.core import parallel_state
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def has_flags() -> bool:
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    return hasattr(parser.parse_known_args([])[0], "loss_aggregation")
+
+
+def what_is_wrapped() -> dict[str, Any]:
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-    from megatron.training import arguments, training
-    from megatron.training.global_vars import set_args
+    from megatron.training import training
 
-    from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.install import hook_from_args, install
-
-    parallel_state.initialize_model_parallel()
-
-    def has_flags() -> bool:
-        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-        return hasattr(parser.parse_known_args([])[0], "loss_aggregation")
-
-    def error_of(call: Any) -> str:
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "none"
+    from megatron_loss_agg.mcore.install import install
 
     facts: dict[str, Any] = {}
-    set_args(argparse.Namespace())
     before = _functions()
 
     def changed() -> list[tuple[str, str]]:
@@ -70,24 +67,30 @@ def seams_on_host() -> dict[str, Any]:
         return sorted(key for key in before if now.get(key) is not before[key])
 
     uninstall = install()
-    facts["wrapped"] = changed()
-    facts["flags"] = has_flags()
-
+    facts["wrapped"], facts["flags"] = changed(), has_flags()
     schedule = training.get_forward_backward_func()
     facts["without the flag"] = schedule is forward_backward_no_pipelining
     uninstall()
-    facts["left"] = changed()
-    facts["flags left"] = has_flags()
+    facts["left"], facts["flags left"] = changed(), has_flags()
 
     uninstall = install()
     before = _functions()
     uninstall_again = install()
-    facts["wrapped again"] = changed()
-    facts["flags again"] = has_flags()
+    facts["wrapped again"], facts["flags again"] = changed(), has_flags()
     uninstall_again()
     facts["left by the second"] = changed()
     uninstall()
+    return facts
 
+
+def what_is_refused() -> dict[str, Any]:
+    from megatron.training import arguments, training
+    from megatron.training.global_vars import set_args
+
+    from megatron_loss_agg.mcore import flags
+    from megatron_loss_agg.mcore.install import hook_from_args, install
+
+    facts: dict[str, Any] = {}
     for name, value in REFUSED.items():
         parser = flags.add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
         args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
@@ -100,13 +103,25 @@ def seams_on_host() -> dict[str, Any]:
             if not change:
                 facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
             uninstall()
-
-    args, _ = flags.add_arguments(argparse.ArgumentParser()).parse_known_args(
-        ["--loss-aggregation", "token_mean"]
-    )
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
     for args.sft in (False, True):
         facts[f"SFT {args.sft}"] = hook_from_args(args).evaluates_by_microbatch
+    return facts
 
+
+def seams_on_host() -> dict[str, Any]:
+    """One rank: facts by the names that the tests below ask for."""
+    from megatron.core import parallel_state
+    from megatron.training import arguments, training
+    from megatron.training.global_vars import set_args
+
+    from megatron_loss_agg.mcore.install import install
+
+    parallel_state.initialize_model_parallel()
+    set_args(argparse.Namespace())
+    facts = what_is_wrapped() | what_is_refused()
+    # At last, a host with other seams.
     add_arguments = arguments.add_megatron_arguments
     get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
