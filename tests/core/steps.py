@@ -1,17 +1,56 @@
-"""Steps of the oracle as tensors in the layouts that the package takes, and strategies for them."""
+"""Steps of the oracle: fixed, at random and drawn, and as tensors in the layouts of the package."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from megatron_loss_agg import CPLayout, LossAggregation
+from tests import oracle
 from tests.oracle import Sample, Step
 
+F64 = torch.float64
 LAYOUTS = ("thd", "thd_row", "thd_padded", "bshd")
-UNITS_WITH_IDS = ("prompt_ids", "rollout_ids")
+MODES = sorted(oracle.INNER)
+CONFIGS = [(mode, empty) for mode in MODES for empty in ("count", "skip")]
+
+
+def divisor_of(mode: str, divisor: float = 4.0) -> float | None:
+    return divisor if mode in ("constant", "sum") else None
+
+
+def aggregation(mode: str, **options: Any) -> LossAggregation:
+    return LossAggregation(**{"mode": mode, "divisor": divisor_of(mode), **options})
+
+
+def expected_weights(mode: str, step: Step, **options: Any) -> list[Any]:
+    """The oracle's, for ``aggregation(mode, **options)``."""
+    return oracle.step_weights(mode, step, **{"divisor": divisor_of(mode), **options})
+
+
+def flatten(nested: Any) -> list[float]:
+    return [x for part in nested for x in flatten(part)] if isinstance(nested, list) else [nested]
+
+
+def assert_weights(got: list[Any], expected: list[Any]) -> None:
+    got, expected = (torch.tensor(flatten(x), dtype=F64) for x in (got, expected))
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+
+
+def assert_counts(counts: Any, step: Step, mode: str) -> None:
+    """Those of a plan in ``mode`` against loops over the step; of groups where the mode has any."""
+    values = [m for _, sample in oracle.samples_of(step) for m in sample.mask]
+    torch.testing.assert_close(counts.tokens, float(sum(values)), rtol=1e-13, atol=0)
+    assert int(counts.active_tokens) == sum(1 for m in values if m)
+    assert int(counts.samples) == oracle.number_of(step, "sample")
+    assert int(counts.microbatches) == sum(len(rank) for rank in step)
+    for unit in ("prompt", "rollout"):
+        if mode == f"{unit}_mean":
+            assert int(getattr(counts, f"{unit}s")) == oracle.number_of(step, unit)
 
 
 @dataclass(frozen=True)
@@ -23,11 +62,11 @@ class Laid:
 
     def samples(self, weights: torch.Tensor) -> list[list[float]]:
         """Weights per sample and token; anything at a position of no token must be 0."""
+        assert weights.shape == self.inputs["loss_mask"].shape
         flat = weights.reshape(-1)
-        taken = torch.zeros(flat.numel(), dtype=torch.bool)
-        for positions in self.index:
-            taken[positions] = True
-        assert not flat[~taken].any(), "weight at a padding position"
+        padding = torch.ones(flat.numel(), dtype=torch.bool)
+        padding[flatten(self.index)] = False
+        assert not flat[padding].any(), "weight at a padding position"
         return [flat[positions].tolist() for positions in self.index]
 
 
@@ -53,12 +92,11 @@ def lay(
         gap = multiple if layout == "thd_padded" else 0
         padded = [padded_length(n, multiple) + gap for n in lengths]
         starts = [sum(padded[:s]) for s in range(len(samples) + 1)]
-        tail = multiple if layout == "thd_padded" else 0
-        mask = torch.zeros(starts[-1] + tail, dtype=dtype)
+        mask = torch.zeros(starts[-1] + gap, dtype=dtype)
         index = [list(range(starts[s], starts[s] + n)) for s, n in enumerate(lengths)]
         real = [sum(lengths[:s]) for s in range(len(samples) + 1)]
         offsets = {"cu_seqlens": torch.tensor(real, dtype=torch.int32)}
-        if starts != real or tail:
+        if starts != real or gap:
             offsets["cu_seqlens_padded"] = torch.tensor(starts, dtype=torch.int32)
     for sample, positions in zip(samples, index, strict=True):
         if positions:
@@ -68,26 +106,19 @@ def lay(
     return Laid({"loss_mask": mask, **offsets, **ids}, index)
 
 
-def flatten(nested: Any) -> list[float]:
-    return [x for part in nested for x in flatten(part)] if isinstance(nested, list) else [nested]
+def cp_layout(inputs: dict[str, Any], cp: int, rank: int, kind: str | None = None) -> CPLayout:
+    """How a context-parallel rank sees a microbatch: by ``kind``, or as the host splits it."""
+    kind = kind or ("thd" if "cu_seqlens" in inputs else "bshd")
+    axis = inputs["loss_mask"].shape[-1]
+    if kind == "thd":
+        axis = inputs.get("cu_seqlens_padded", inputs["cu_seqlens"])
+    return getattr(CPLayout, kind)(axis, cp, rank)
 
 
 # Ids collide where a host rounds them through fp64 (2**53), fp32 (2**24), int32, or takes a
 # sentinel (-1, 0, the ends of int64) for "no group".
-IDS = (
-    0,
-    -1,
-    1,
-    2**24,
-    2**24 + 1,
-    2**31,
-    2**32,
-    2**53,
-    2**53 + 1,
-    -(2**53) - 1,
-    2**63 - 1,
-    -(2**63),
-)
+IDS = (0, -1, 1, 2**24, 2**24 + 1, 2**31, 2**32, 2**53, 2**53 + 1, -(2**53) - 1)
+IDS += (2**63 - 1, -(2**63))
 
 masks = st.one_of(
     st.lists(st.sampled_from([0.0, 1.0]), max_size=6),
@@ -121,3 +152,41 @@ def steps(draw: st.DrawFn, max_ranks: int = 3) -> Step:
     for sample in draw(samples()):
         draw(st.sampled_from(places)).append(sample)
     return step
+
+
+def random_step(seed: int, ranks: int) -> Step:
+    """Ranks with 0 to 3 microbatches of 0 to 3 samples; groups lie across ranks at random."""
+    rng = random.Random(seed)
+    prompts, rollouts = rng.sample(IDS, 3), rng.sample(IDS, 4)
+
+    def sample() -> Sample:
+        fill = rng.choice([[0.0, 1.0], [1.0], [0.0], [0.0, 0.3, 2.5]])
+        mask = tuple(rng.choice(fill) for _ in range(rng.randrange(6)))
+        return Sample(mask, rng.choice(prompts), rng.choice(rollouts))
+
+    return [
+        [[sample() for _ in range(rng.randrange(4))] for _ in range(rng.randrange(4))]
+        for _ in range(ranks)
+    ]
+
+
+def fixed_step(ranks: int) -> Step:
+    """Groups lie on several ranks; ranks differ in microbatches and samples."""
+    return [
+        [
+            [Sample((1.0,) * (r + s + k), 7 if s == 0 else 2**53, 2**53 + s) for s in range(r + 1)]
+            for k in range(1 + r % 3)
+        ]
+        for r in range(ranks)
+    ]
+
+
+FULL = Sample((1.0, 0.0, 1.0), prompt=1, rollout=-1)
+EMPTY = Sample((0.0, 0.0), prompt=1, rollout=-1)
+HOLES = [
+    [[], [[FULL], [FULL, EMPTY]]],  # a rank without microbatches
+    [[[FULL]], [[EMPTY], [EMPTY, EMPTY]]],  # a rank without active tokens
+    [[[]], [[FULL, FULL]]],  # a microbatch without samples
+    [[[EMPTY]], [[EMPTY]]],  # nobody has a token
+    [[], []],  # nobody has anything
+]

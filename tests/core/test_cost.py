@@ -1,42 +1,33 @@
 """Cost: the same tensor operations for any number of samples, and no wait for the device.
 
 Counted and not timed: a Python loop over samples or tokens shows as more operations, a wait
-(``.item()``, ``bool(tensor)``, a data-dependent shape) as one of the operations in `WAITS`. Memory
-is counted as the storages that operations make.
+(``.item()``, ``bool(tensor)``, a data-dependent shape) as one of them. Memory is counted as the
+storages that operations make.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import LiveBytes
 from megatron_loss_agg import (
     CPLayout,
-    LossAggregation,
     Microbatch,
+    SequenceMean,
     StepPlan,
     predicting_mask,
     weighted_sum,
 )
-from tests.distributed import run_ranks
+from tests.core.operations import Operations
+from tests.core.steps import aggregation
 
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
-VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
+in_every_mode = pytest.mark.parametrize("mode", MODES)
+in_both_layouts = pytest.mark.parametrize("layout", ["bshd", "thd"])
 
 
 def microbatch(samples: int, layout: str) -> Microbatch:
@@ -48,109 +39,105 @@ def microbatch(samples: int, layout: str) -> Microbatch:
     return Microbatch(mask, cu_seqlens=real, cu_seqlens_padded=4 * real, **ids)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize("mode", MODES)
+def operations(call: Callable[[], Any]) -> Operations:
+    with Operations() as made:
+        call()
+    return made
+
+
+@in_both_layouts
+@in_every_mode
 def test_planning_takes_the_same_operations_for_any_number_of_samples(mode, layout):
-    def operations(samples: int) -> int:
-        with Operations() as counted:
-            StepPlan.build(LossAggregation(mode=mode), [microbatch(samples, layout)])
-        return len(counted.names)
+    def planning(samples: int) -> int:
+        step = [microbatch(samples, layout)]
+        return len(operations(lambda: StepPlan.build(aggregation(mode), step)).names)
 
-    assert operations(3) == operations(300)
-
-
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_planning_many_microbatches_takes_a_copy_more_for_each_and_a_sum_of_rows(layout):
-    def operations(number: int) -> int:
-        step = [microbatch(3, layout) for _ in range(number)]
-        with Operations() as counted:
-            StepPlan.build(LossAggregation(mode="prompt_mean"), step)
-        return sum(name not in VIEWS for name in counted.names)
-
-    assert operations(100) == operations(10) + 90 * {"bshd": 2, "thd": 1}[layout]
+    assert planning(3) == planning(300)
 
 
-def test_rows_of_many_lengths_and_packs_with_and_without_padding_are_read_together():
-    def operations(number: int) -> int:
-        rows = [Microbatch(torch.ones(2, 3 + i)) for i in range(number)]
-        packs = [microbatch(3, "thd") for _ in range(number)]
-        packs[1::2] = [Microbatch(torch.ones(6), 2 * torch.arange(4)) for _ in packs[1::2]]
-        with Operations() as counted:
-            StepPlan.build(LossAggregation(mode="sample_mean"), [*rows, *packs])
-        return sum(name not in VIEWS for name in counted.names)
+@in_both_layouts
+@in_every_mode
+def test_a_microbatch_takes_few_operations_and_no_wait(mode, layout):
+    def weighing(samples: int) -> Operations:
+        plan = StepPlan.build(aggregation(mode), [microbatch(samples, layout)])
+        loss = torch.ones_like(plan.microbatches[0].loss_mask)
+        return operations(lambda: weighted_sum(plan.weights(0), loss))
 
-    assert operations(100) == operations(10) + 90 * 3
+    assert weighing(3).names == weighing(300).names
+    assert not weighing(3).waits
+
+
+def of_mixed_widths(number: int) -> list[Microbatch]:
+    """Rows of many lengths, and packs of which every other one has no padding."""
+    rows = [Microbatch(torch.ones(2, 3 + i)) for i in range(number)]
+    packs = [microbatch(3, "thd") for _ in range(number)]
+    packs[1::2] = [Microbatch(torch.ones(6), 2 * torch.arange(4)) for _ in packs[1::2]]
+    return [*rows, *packs]
+
+
+@pytest.mark.parametrize(
+    ("mode", "step", "more"),
+    [
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 2),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 1),
+        ("sample_mean", of_mixed_widths, 3),
+    ],
+    ids=["rows", "packs", "both"],
+)
+def test_planning_takes_a_copy_more_for_each_microbatch_and_a_sum_of_rows(mode, step, more):
+    def planning(number: int) -> int:
+        microbatches = step(number)
+        return operations(lambda: StepPlan.build(aggregation(mode), microbatches)).but_views
+
+    assert planning(100) == planning(10) + 90 * more
+
+
+def sharding(sequences: int) -> Callable[[], Any]:
+    layout, x = CPLayout.thd(8 * torch.arange(sequences + 1), 2, 1), torch.ones(8 * sequences)
+    return lambda: layout.shard(x)
+
+
+def sequence_mean(layout: str) -> Callable[[int], Callable[[], Any]]:
+    def of(sequences: int) -> Callable[[], Any]:
+        whole = microbatch(sequences, layout)
+        x = torch.ones_like(whole.loss_mask).requires_grad_()
+        return lambda: SequenceMean(whole)(x).sum().backward()
+
+    return of
+
+
+# What is done to some sequences, and whether it may wait for the device.
+OF_SEQUENCES: dict[str, tuple[Callable[[int], Callable[[], Any]], bool]] = {
+    "layout": (lambda n: lambda: CPLayout.thd(8 * torch.arange(n + 1), 2, 1), True),
+    "shard": (sharding, False),
+    "predict": (
+        lambda n: lambda: predicting_mask(torch.ones(4 * n), 4 * torch.arange(n + 1)),
+        True,
+    ),
+    "mean of rows": (sequence_mean("bshd"), False),
+    "mean of packs": (sequence_mean("thd"), False),
+}
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_any_number_of_sequences_takes_the_same_operations(name):
+    of, may_wait = OF_SEQUENCES[name]
+    few, many = operations(of(2)), operations(of(300))
+    assert few.names == many.names
+    assert may_wait or not (few.waits or many.waits)
+    assert name != "shard" or len(few.names) <= 2
 
 
 @pytest.mark.parametrize("number", [1, 4])
 def test_reading_a_step_of_rows_takes_little_memory(number):
     step = [Microbatch(torch.ones(512, 1024)) for _ in range(number)]
     with LiveBytes() as counted:
-        StepPlan.build(LossAggregation(mode="sample_mean"), step)
+        StepPlan.build(aggregation("sample_mean"), step)
     assert counted.peak <= (number + 0.5) * step[0].loss_mask.nbytes
 
 
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_microbatch_takes_few_operations_and_no_wait(mode, layout):
-    def operations(samples: int) -> list[str]:
-        plan = StepPlan.build(LossAggregation(mode=mode), [microbatch(samples, layout)])
-        loss = torch.ones_like(plan.microbatches[0].loss_mask)
-        with Operations() as counted:
-            weighted_sum(plan.weights(0), loss)
-        return counted.names
-
-    assert operations(3) == operations(300)
-    assert not WAITS & set(operations(3))
-
-
-@pytest.mark.parametrize("sequences", [2, 300])
-def test_sharding_does_not_wait(sequences):
-    layout = CPLayout.thd(8 * torch.arange(sequences + 1), 2, 1)
-    x = torch.ones(8 * sequences)
-    with Operations() as counted:
-        layout.shard(x)
-    assert not WAITS & set(counted.names)
-    assert len(counted.names) <= 2
-
-
-def test_layouts_take_the_same_operations_for_any_number_of_sequences():
-    def operations(sequences: int) -> int:
-        with Operations() as counted:
-            CPLayout.thd(8 * torch.arange(sequences + 1), 2, 1)
-        return len(counted.names)
-
-    assert operations(2) == operations(300)
-
-
-def test_moving_a_mask_takes_the_same_operations_for_any_number_of_sequences():
-    def operations(sequences: int) -> int:
-        with Operations() as counted:
-            predicting_mask(torch.ones(4 * sequences), 4 * torch.arange(sequences + 1))
-        return len(counted.names)
-
-    assert operations(2) == operations(300)
-
-
-def collectives_of_terms(number: int) -> list[str]:
-    """Of one plan of ``number`` terms that group by prompt and by rollout; every rank."""
-    terms: dict[str, Any] = {
-        f"term {i}": LossAggregation(mode=("prompt_mean", "rollout_mean")[i % 2])
-        for i in range(number)
-    }
-    with Operations() as counted:
-        StepPlan.build_terms(terms, [microbatch(4, "bshd")], torch.distributed.group.WORLD)
-    return [name for name in counted.names if name.startswith("c10d::")]
-
-
-@pytest.mark.parametrize("terms", [1, 5])
-def test_a_plan_takes_two_collectives_for_any_number_of_terms(terms):
-    for counted in run_ranks(collectives_of_terms, 2, terms):
-        assert counted == ["c10d::_allgather_base_"] * 2
-
-
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-@pytest.mark.parametrize("mode", MODES)
+@in_both_layouts
+@in_every_mode
 def test_a_plan_keeps_a_few_numbers_a_sample_and_none_a_token(mode, layout):
     samples, length = 64, 4096
     mask = torch.ones(samples, length)
@@ -159,7 +146,7 @@ def test_a_plan_keeps_a_few_numbers_a_sample_and_none_a_token(mode, layout):
     if layout == "thd":
         step = Microbatch(mask.view(-1), length * torch.arange(samples + 1), **ids)
     with LiveBytes() as counted:
-        plan = StepPlan.build(LossAggregation(mode=mode), [step])
+        plan = StepPlan.build(aggregation(mode), [step])
         before = sum(x.nbytes for x in (mask, *ids.values())) + 8 * (samples + 1)
         assert counted.now <= before + 8 * 10 * samples
     assert plan.counts.tokens == samples * length

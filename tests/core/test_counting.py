@@ -1,122 +1,102 @@
-"""Counting: nothing is lost to a narrow type, to padding, or to ids that look alike."""
+"""Counting: nothing is lost to a narrow type or to padding, and no bad mask goes unnamed."""
 
 from __future__ import annotations
+
+import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
-from megatron_loss_agg.errors import MaskError
-from megatron_loss_agg.exchange import Groups
-from megatron_loss_agg.masks import active_tokens
-from tests import oracle
-from tests.core.steps import LAYOUTS, lay, steps
+from megatron_loss_agg import Microbatch, StepPlan, token_weights
+from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
+from tests.core.steps import LAYOUTS, aggregation, assert_counts, lay, samples
 from tests.oracle import Sample
 
 F64 = torch.float64
 
 
-@given(step=steps(max_ranks=1))
-@settings(max_examples=50, deadline=None)
-def test_counts_describe_the_whole_step(step):
-    microbatches = [Microbatch(**lay(mb, "thd_padded").inputs) for mb in step[0]]
-    counts = StepPlan.build(LossAggregation(mode="prompt_mean"), microbatches).counts
-    values = [m for _, sample in oracle.samples_of(step) for m in sample.mask]
-    assert float(counts.tokens) == pytest.approx(sum(values), rel=1e-13)
-    assert int(counts.active_tokens) == sum(1 for m in values if m)
-    assert int(counts.samples) == oracle.number_of(step, "sample")
-    assert int(counts.prompts) == oracle.number_of(step, "prompt")
-    assert int(counts.microbatches) == len(step[0])
+@given(st.lists(st.tuples(samples(max_size=4), st.sampled_from(LAYOUTS)), max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_sums_and_counts_of_any_mixture_of_layouts_are_those_of_the_samples(step):
+    microbatches = [Microbatch(**lay(of_one, layout).inputs) for of_one, layout in step]
+    for mode in ("sample_mean", "prompt_mean", "rollout_mean"):
+        plan = StepPlan.build(aggregation(mode), microbatches)
+        assert_counts(plan.counts, [[of_one for of_one, _ in step]], mode)
+        for i, (of_one, _) in enumerate(step):
+            sums = [sum(sample.mask) for sample in of_one]
+            assert plan.group_sums("sample", i).tolist() == pytest.approx(sums, rel=1e-14)
 
 
-@given(step=steps(max_ranks=1))
-@settings(max_examples=20, deadline=None)
-def test_rollouts_are_counted(step):
-    microbatches = [Microbatch(**lay(mb, "bshd").inputs) for mb in step[0]]
-    counts = StepPlan.build(LossAggregation(mode="rollout_mean"), microbatches).counts
-    assert int(counts.rollouts) == oracle.number_of(step, "rollout")
+def test_microbatches_of_any_size_are_counted_whole():
+    # From a row to more tokens than any cache, whole or cut where they are read.
+    for layout in ("bshd", "thd_padded"):
+        step = [[Sample((1.0, 0.5) * n)] * k for n, k in ((35_000, 1), (9_000, 7), (1, 3), (0, 2))]
+        plan = StepPlan.build(
+            aggregation("sample_mean"), [Microbatch(**lay(mb, layout).inputs) for mb in step]
+        )
+        assert_counts(plan.counts, [step], "sample_mean")
+        sums = [plan.group_sums("sample", i).tolist() for i in range(len(step))]
+        assert sums == [[52_500], [13_500] * 7, [1.5] * 3, [0, 0]]
 
 
-@pytest.mark.parametrize("name", ["prompt_ids", "rollout_ids"])
+@pytest.mark.parametrize("unit", ["prompt", "rollout"])
 @pytest.mark.parametrize(
     "ids",
     [(2**24, 2**24 + 1), (2**53, 2**53 + 1), (0, 2**32), (-1, 2**32 - 1), (-(2**63), 2**63 - 1)],
 )
-def test_ids_that_a_narrower_type_confuses_stay_apart(name, ids):
+def test_ids_that_a_narrower_type_confuses_stay_apart(unit, ids):
     # Two groups of 1 and 2 tokens: 1/(2*1) and 1/(2*2); taken for one group, 1/3 each.
-    agg = LossAggregation(mode=name.replace("ids", "mean"))
     mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    w = token_weights(agg, mask, **{name: torch.tensor(ids)}, dtype=F64)
+    named = {f"{unit}_ids": torch.tensor(ids)}
+    w = token_weights(aggregation(f"{unit}_mean"), mask, **named, dtype=F64)
     assert w.tolist() == [[1 / 2, 0], [1 / 4, 1 / 4]]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16],
-)
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int32", "int64", "float16", "float64"])
 def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
     # 4099 is above what uint8, int8, fp16 (2048) and bf16 (256) count one by one.
-    mask = torch.ones(1, 4099).to(dtype)
-    plan = StepPlan.build(LossAggregation(mode="sample_mean"), [Microbatch(mask)])
-    assert float(plan.counts.tokens) == 4099
-    assert plan.weights(0, dtype=F64)[0, 0].item() == 1 / 4099
+    masks = [torch.ones(1, 4099).to(getattr(torch, dtype)), torch.ones(1, 4099).bfloat16()]
+    masks.append(torch.ones(1, 4099))
+    plan = StepPlan.build(aggregation("sample_mean"), [Microbatch(mask) for mask in masks])
+    assert float(plan.counts.tokens) == int(plan.counts.active_tokens) == 3 * 4099
+    assert plan.weights(0, dtype=F64)[0, 0].item() == 1 / 4099 / 3
+
+
+def test_more_active_tokens_than_fp32_can_count():
+    mask = torch.ones(1, 1, dtype=torch.bool).expand(1, 2**24 + 3)
+    counts = StepPlan.build(aggregation("token_mean"), [Microbatch(mask)]).counts
+    assert float(counts.tokens) == int(counts.active_tokens) == 2**24 + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_weights_are_the_fp64_ones_but_for_rounding_each_factor(dtype):
-    agg = LossAggregation(mode="prompt_mean")
     step = {"loss_mask": torch.tensor([[0.1, 0.7], [1.0, 0.3], [3.0, 0.0]])}
     step["prompt_ids"] = torch.tensor([7, 7, 9])
-    exact = token_weights(agg, **step, dtype=F64)
-    w = token_weights(agg, **step, dtype=dtype)
+    exact = token_weights(aggregation("prompt_mean"), **step, dtype=F64)
+    w = token_weights(aggregation("prompt_mean"), **step, dtype=dtype)
     assert w.dtype == dtype
     # Mask, coefficient and their product are rounded: at most half a unit each.
     torch.testing.assert_close(w.double(), exact, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_half_precision_weights_are_rounded_once():
-    mask = torch.rand(4, 16, generator=torch.Generator().manual_seed(0))
-    agg = LossAggregation(mode="sample_mean")
-    w = token_weights(agg, mask, dtype=torch.bfloat16)
-    assert torch.equal(w, token_weights(agg, mask).bfloat16())
+    default = token_weights(aggregation("prompt_mean"), **step)
+    of_plan = StepPlan.build(aggregation("prompt_mean"), [Microbatch(**step)]).weights(0)
+    assert default.dtype == of_plan.dtype == torch.float32
+    if dtype == torch.bfloat16:  # rounded once
+        assert torch.equal(w, default.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.int64, "float32"])
 def test_weights_in_a_dtype_where_they_would_vanish_are_refused(dtype):
     # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
-    agg = LossAggregation(mode="token_mean")
     with pytest.raises(MaskError, match="expected a floating-point one of the range of fp32"):
-        token_weights(agg, torch.ones(1, 3), dtype=dtype)
-
-
-def test_more_active_tokens_than_fp32_can_count():
-    assert int(active_tokens(torch.ones(1).expand(2**24 + 3))) == 2**24 + 3
-
-
-def test_a_group_that_is_none_of_the_step_sums_to_nothing():
-    groups = Groups(torch.tensor([1, 3]), torch.tensor([2.0, 4.0], dtype=F64))
-    assert groups.sums_of(torch.tensor([0, 1, 2, 3, 5])).tolist() == [0, 2, 0, 4, 0]
-
-
-def test_weights_are_fp32_unless_told_otherwise():
-    agg = LossAggregation(mode="token_mean")
-    plan = StepPlan.build(agg, [Microbatch(torch.ones(1, 3))])
-    assert plan.weights(0).dtype == torch.float32
-    assert token_weights(agg, torch.ones(1, 3)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_have_the_shape_of_the_mask(layout):
-    laid = lay([Sample((1.0, 1.0)), Sample((1.0,))], layout)
-    w = token_weights(LossAggregation(mode="sample_mean"), **laid.inputs)
-    assert w.shape == laid.inputs["loss_mask"].shape
+        token_weights(aggregation("token_mean"), torch.ones(1, 3), dtype=dtype)
 
 
 def test_padded_offsets_say_where_a_sample_lies():
     # Sample 0 owns positions 0..1, sample 1 owns 4..6, the rest is padding: M_0 = 2, M_1 = 3.
     w = token_weights(
-        LossAggregation(mode="sample_mean"),
+        aggregation("sample_mean"),
         torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 0, 0]),
         cu_seqlens=torch.tensor([0, 2, 5]),
         cu_seqlens_padded=torch.tensor([0, 4, 8]),
@@ -128,6 +108,104 @@ def test_padded_offsets_say_where_a_sample_lies():
 
 def test_weights_carry_no_gradient_and_leave_the_mask_alone():
     mask = torch.ones(1, 3, requires_grad=True)
-    w = token_weights(LossAggregation(mode="token_mean"), mask)
-    assert not w.requires_grad
+    assert not token_weights(aggregation("token_mean"), mask).requires_grad
     assert mask.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_a_group_that_is_none_of_the_step_sums_to_nothing():
+    # Prompts 0, 2 and 5 have rejected samples alone, and are skipped.
+    step = Microbatch(
+        torch.tensor([[3.0], [2.0], [3.0], [4.0], [3.0]]),
+        prompt_ids=torch.tensor([0, 1, 2, 3, 5]),
+        rejected=torch.tensor([True, False, True, False, True]),
+    )
+    plan = StepPlan.build(aggregation("prompt_mean", rejected="skip"), [step])
+    assert plan.group_sums("prompt", 0).tolist() == [0, 2, 0, 4, 0]
+    assert plan.weights(0).tolist() == [[0], [0.5], [0], [0.5], [0]]
+
+
+def test_a_plan_can_be_pickled():
+    step = [Microbatch(torch.ones(2, 3), prompt_ids=torch.arange(2))]
+    plan = StepPlan.build(aggregation("prompt_mean"), step)
+    assert torch.equal(pickle.loads(pickle.dumps(plan)).weights(0), plan.weights(0))
+
+
+ONE = torch.tensor([0, 2, 4])
+
+
+def pack(tokens: torch.Tensor, offsets: object, padded: object = None) -> Microbatch:
+    offsets, padded = (None if x is None else torch.as_tensor(x) for x in (offsets, padded))
+    return Microbatch(tokens, offsets, cu_seqlens_padded=padded)
+
+
+GOOD = {
+    "rows": Microbatch(torch.ones(2, 3)),
+    "wide rows": Microbatch(torch.ones(2, 4)),
+    "pack": pack(torch.ones(4), ONE),
+    "padded pack": pack(torch.tensor([1.0, 1, 0, 1, 1, 0]), ONE, 3 * ONE // 2),
+    "no rows": Microbatch(torch.ones(0, 3)),
+    "no samples": pack(torch.zeros(2), [0]),
+    "no tokens": Microbatch(torch.ones(2, 0)),
+}
+LONG = Microbatch(torch.ones(3, 30_000))  # more tokens than are read at once
+# Were these read, the process would die.
+FAR = [0, 2**63 - 1, -2]
+BAD = {
+    "negative": (Microbatch(torch.tensor([[-1.0, 2.0]])), MaskError),
+    "NaN": (pack(torch.tensor([torch.nan, 1, 1, 1]), ONE), MaskError),
+    "infinite": (Microbatch(torch.full((2, 3), torch.inf)), MaskError),
+    "beyond fp32": (Microbatch(torch.full((1, 2), 1e39, dtype=F64)), MaskError),
+    "first offset": (pack(torch.zeros(6), ONE + 1), GroupError),
+    "padded first offset": (pack(torch.zeros(9), ONE, ONE + 1), GroupError),
+    "padded decreasing": (pack(torch.zeros(9), 0 * ONE, [0, 3, 1]), GroupError),
+    "decreasing": (pack(torch.zeros(4), [0, 3, 1]), GroupError),
+    "wrapping": (pack(torch.ones(8), [*FAR, 8]), GroupError),
+    "padded wrapping": (pack(torch.zeros(9), ONE, FAR), GroupError),
+    "beyond the mask": (pack(torch.zeros(3), ONE), GroupError),
+    "far beyond the mask": (pack(torch.ones(4), [0, 2, 2**40]), GroupError),
+    "outside of samples": (pack(torch.ones(5), ONE), MaskError),
+    "padding": (pack(torch.ones(8), ONE, 2 * ONE), MaskError),
+    "padded place": (pack(torch.zeros(9), ONE, ONE // 2), GroupError),
+}
+
+
+def error_of(step: list[Microbatch]) -> AggregationError:
+    with pytest.raises(AggregationError) as error:
+        StepPlan.build(aggregation("sample_mean"), step)
+    return error.value
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_the_first_bad_microbatch_is_named(bad):
+    microbatch, kind = BAD[bad]
+    alone = error_of([microbatch])
+    assert isinstance(alone, kind)
+    assert str(alone).startswith("microbatch 0: ")
+    if bad == "padded decreasing":
+        assert "cu_seqlens_padded must start at 0 and not decrease" in str(alone)
+    alike = GOOD["padded pack" if microbatch.cu_seqlens_padded is not None else "pack"]
+    if microbatch.cu_seqlens is None:
+        alike = Microbatch(torch.ones_like(microbatch.loss_mask))
+    steps = {
+        0: [*GOOD.values()],
+        2: [*GOOD.values()],
+        3: [LONG, *[GOOD["rows"]] * 4, LONG],
+        4: [*[GOOD["no tokens"]] * 2, *[alike] * 3],
+        5: [*GOOD.values()],
+    }
+    for place, step in steps.items():
+        step[place:place] = [microbatch]
+        # Neither the neighbours nor what comes later is taken for it.
+        error = error_of([*step, BAD["negative"][0]])
+        assert (type(error), str(error)) == (
+            kind,
+            str(alone).replace("microbatch 0", f"microbatch {place}"),
+        )
+
+
+def test_masks_may_be_large_together_but_not_in_one_microbatch():
+    large = Microbatch(torch.full((1, 2), 1e38))
+    assert StepPlan.build(aggregation("sample_mean"), [large] * 8).weights(7).sum() > 0
+    error = error_of([GOOD["rows"], Microbatch(torch.full((2, 64), 4e36))])
+    assert isinstance(error, MaskError)
+    assert str(error).startswith("microbatch 1: loss_mask sums to 5.12e+38, beyond fp32")

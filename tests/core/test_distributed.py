@@ -1,167 +1,239 @@
-"""StepPlan over data-parallel processes: counts cross ranks, nothing hangs, errors reach all."""
+"""Over processes: counts cross data-parallel and context-parallel ranks, and errors reach all."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, StepPlan
-from tests import oracle
-from tests.core.ranks import (
+from megatron_loss_agg import AggregationError, CPLayout, Microbatch, StepPlan
+from tests.core.operations import Operations
+from tests.core.steps import (
     CONFIGS,
     HOLES,
-    Collectives,
+    aggregation,
+    assert_counts,
     assert_weights,
-    divisor_of,
+    cp_layout,
+    expected_weights,
     fixed_step,
+    lay,
     random_step,
 )
-from tests.core.steps import lay
 from tests.distributed import run_ranks
 from tests.oracle import Step
 
 F64 = torch.float64
 
 
-def plan_every_mode(steps: list[Step]) -> list[list[tuple[Any, Any, int]]]:
-    """On each rank: for every step and config its weights, its counts, its collectives."""
+def plan_every_mode(steps: list[Step]) -> tuple[list[Any], list[Any]]:
+    """On each rank: for every step and config its weights, counts and collectives.
+
+    And for every step what a plan of the first config without a group counts.
+    """
     rank = dist.get_rank()
-    answers = []
+    answers, alone = [], []
     for n, step in enumerate(steps):
         answers.append([])
         laid = [lay(mb, ("thd_padded", "bshd")[(n + k) % 2]) for k, mb in enumerate(step[rank])]
         microbatches = [Microbatch(**x.inputs) for x in laid]
+        with Operations() as made:
+            counts = StepPlan.build(aggregation(CONFIGS[0][0]), microbatches).counts
+        alone.append((counts, len(made.collectives)))
         for mode, empty in CONFIGS:
-            agg = LossAggregation(mode=mode, divisor=divisor_of(mode), empty=empty)
-            with Collectives() as collectives:
-                plan = StepPlan.build(agg, microbatches, group=dist.group.WORLD)
+            with Operations() as made:
+                plan = StepPlan.build(
+                    aggregation(mode, empty=empty), microbatches, group=dist.group.WORLD
+                )
                 weights = [plan.weights(k, dtype=F64) for k in range(len(laid))]
             by_sample = [x.samples(w) for x, w in zip(laid, weights, strict=True)]
-            answers[-1].append((by_sample, plan.counts, len(collectives.names)))
-    return answers
+            answers[-1].append((by_sample, plan.counts, len(made.collectives)))
+    return answers, alone
 
 
 STEPS = {
-    2: [fixed_step(2), *HOLES, *(random_step(seed, 2) for seed in range(12))],
-    4: [fixed_step(4), *(random_step(seed, 4) for seed in range(100, 108))],
+    2: [fixed_step(2), *HOLES, *(random_step(seed, 2) for seed in range(8))],
+    4: [fixed_step(4), *(random_step(seed, 4) for seed in range(100, 105))],
 }
 
 
-@functools.cache
-def planned(ranks: int) -> list[Any]:
-    """The answers of ``plan_every_mode``, by rank; one run for all tests."""
-    return run_ranks(plan_every_mode, ranks, STEPS[ranks], timeout=300.0)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_are_exact_over_the_ranks(ranks):
+@pytest.mark.parametrize("ranks", STEPS)
+def test_weights_and_counts_are_of_the_whole_step_in_at_most_two_collectives(ranks):
+    answers = run_ranks(plan_every_mode, ranks, STEPS[ranks], timeout=300.0)
     for n, step in enumerate(STEPS[ranks]):
         for c, (mode, empty) in enumerate(CONFIGS):
-            expected = oracle.step_weights(mode, step, divisor=divisor_of(mode), empty=empty)
+            expected = expected_weights(mode, step, empty=empty)
             for rank in range(ranks):
-                assert_weights(planned(ranks)[rank][n][c][0], expected[rank])
+                weights, counts, collectives = answers[rank][0][n][c]
+                assert_weights(weights, expected[rank])
+                assert_counts(counts, step, mode)
+                assert collectives in (1, 2)  # 0 would mean that nothing was counted
+        for rank in range(ranks):  # without a group, a rank plans alone
+            counts, collectives = answers[rank][1][n]
+            assert_counts(counts, [step[rank]], CONFIGS[0][0])
+            assert collectives == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_counts_are_of_the_whole_step_on_every_rank(ranks):
-    for answers in planned(ranks):
-        for step, per_config in zip(STEPS[ranks], answers, strict=True):
-            values = [m for _, sample in oracle.samples_of(step) for m in sample.mask]
-            for (mode, _), (_, counts, _) in zip(CONFIGS, per_config, strict=True):
-                assert float(counts.tokens) == pytest.approx(sum(values), rel=1e-13)
-                assert int(counts.active_tokens) == sum(1 for m in values if m)
-                assert int(counts.samples) == oracle.number_of(step, "sample")
-                assert int(counts.microbatches) == sum(len(rank) for rank in step)
-                if mode == "prompt_mean":
-                    assert int(counts.prompts) == oracle.number_of(step, "prompt")
-                if mode == "rollout_mean":
-                    assert int(counts.rollouts) == oracle.number_of(step, "rollout")
+IDS = {"prompt_ids": torch.tensor([1, 2])}
+GOOD = Microbatch(torch.ones(2, 3), **IDS)
+AGG = aggregation("prompt_mean")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_at_most_two_collectives_a_step(ranks):
-    for answers in planned(ranks):
-        numbers = {number for per_config in answers for _, _, number in per_config}
-        assert numbers <= {1, 2}  # 0 would mean that nothing was counted
+def build(*microbatches: Any) -> Callable[[Any], Any]:
+    return lambda group: StepPlan.build(AGG, [GOOD, *microbatches], group=group)
 
 
-def without_a_group() -> tuple[float, int]:
-    with Collectives() as collectives:
-        plan = StepPlan.build(LossAggregation(mode="token_mean"), [Microbatch(torch.ones(1, 4))])
-    return float(plan.counts.tokens), len(collectives.names)
-
-
-def test_without_a_group_a_rank_plans_alone():
-    assert run_ranks(without_a_group, 2) == [(4.0, 0), (4.0, 0)]
-
-
-DEFECTS = {  # and the error of the rank that has it
-    "negative": "MaskError",
-    "nan": "MaskError",
-    "padding": "MaskError",
-    "no ids": "GroupError",
-    "offsets": "GroupError",
-    "small": "MaskError",
-    "no list": "MaskError",
-    "no microbatch": "MaskError",
-    "no aggregation": "ModeError",
-    "no term": "ModeError",
-    "no terms": "ModeError",
-    "abandon": "abandoned",
-    "none": "nothing",
+# What the rank does that has the defect, and the error that it sees.
+DEFECTS: dict[str, tuple[Callable[[Any], Any] | None, str]] = {
+    "negative": (build(Microbatch(-torch.ones(2, 3), **IDS)), "MaskError"),
+    "nan": (build(Microbatch(torch.full((2, 3), torch.nan), **IDS)), "MaskError"),
+    "padding": (build(Microbatch(torch.ones(6), torch.tensor([0, 2, 5]), **IDS)), "MaskError"),
+    "no ids": (build(Microbatch(torch.ones(2, 3))), "GroupError"),
+    "offsets": (build(Microbatch(torch.ones(6), torch.tensor([0, 7, 6]), **IDS)), "GroupError"),
+    "small": (build(Microbatch(torch.full((2, 3), 1e-42), **IDS)), "MaskError"),
+    "no microbatch": (build(torch.ones(2, 3)), "MaskError"),
+    "no list": (lambda group: StepPlan.build(AGG, GOOD, group=group), "MaskError"),
+    "no mode": (lambda group: StepPlan.build("prompt_mean", [GOOD], group=group), "ModeError"),
+    "no term": (lambda group: StepPlan.build_terms({"a": "sum"}, [GOOD], group=group), "ModeError"),
+    "no terms": (lambda group: StepPlan.build_terms({}, [GOOD], group=group), "ModeError"),
+    "term without a mask": (
+        lambda group: StepPlan.build_terms({"a": AGG, "b": AGG}, [{"a": GOOD}], group=group),
+        "MaskError",
+    ),
+    "abandoned": (StepPlan.abandon, "nothing"),
+    "none": (None, "nothing"),
 }
 
 
-def build_with_defects(where: int) -> list[tuple[str, str]]:
+def build_with_defects(where: int, several_terms: bool) -> list[tuple[str, str]]:
     """For each defect the error this rank sees when rank ``where`` has it."""
-    ids = {"prompt_ids": torch.tensor([1, 2])}
-    good = Microbatch(torch.ones(2, 3), **ids)
-    bad = {
-        "negative": Microbatch(-torch.ones(2, 3), **ids),
-        "nan": Microbatch(torch.full((2, 3), torch.nan), **ids),
-        "no ids": Microbatch(torch.ones(2, 3)),
-        "padding": Microbatch(torch.ones(6), cu_seqlens=torch.tensor([0, 2, 5]), **ids),
-        "offsets": Microbatch(torch.ones(6), cu_seqlens=torch.tensor([0, 7, 6]), **ids),
-        "small": Microbatch(torch.full((2, 3), 1e-42), **ids),
-        "no microbatch": torch.ones(2, 3),
-        "none": good,
-    }
-    agg = LossAggregation(mode="prompt_mean")
+    world = dist.group.WORLD
 
-    def outcome(defect: str) -> tuple[str, str]:
+    def outcome(defect: Callable[[Any], Any] | None) -> tuple[str, str]:
         try:
-            if dist.get_rank() != where:
-                StepPlan.build(agg, [good], group=dist.group.WORLD)
-            elif defect == "abandon":
-                StepPlan.abandon(dist.group.WORLD)
-                return "abandoned", ""
-            elif defect == "no list":
-                StepPlan.build(agg, good, group=dist.group.WORLD)
-            elif defect == "no aggregation":
-                StepPlan.build("prompt_mean", [good], group=dist.group.WORLD)
-            elif defect == "no term":
-                StepPlan.build_terms({"loss": "prompt_mean"}, [good], group=dist.group.WORLD)
-            elif defect == "no terms":
-                StepPlan.build_terms({}, [good], group=dist.group.WORLD)
+            if defect and dist.get_rank() == where:
+                defect(world)
+            elif several_terms:
+                terms = {"a": AGG, "b": aggregation("token_mean")}
+                StepPlan.build_terms(terms, [GOOD], group=world)
             else:
-                StepPlan.build(agg, [good, bad[defect]], group=dist.group.WORLD)
+                StepPlan.build(AGG, [GOOD], group=world)
         except AggregationError as error:
             return type(error).__name__, str(error)
         return "nothing", ""
 
-    return [outcome(defect) for defect in DEFECTS]
+    return [outcome(defect) for defect, _ in DEFECTS.values()]
 
 
-def test_bad_input_on_one_rank_stops_every_rank():
+@pytest.mark.parametrize("several_terms", [False, True])
+def test_bad_input_on_one_rank_stops_every_rank(several_terms):
     ranks, where = 3, 1
-    for rank, outcomes in enumerate(run_ranks(build_with_defects, ranks, where, timeout=60.0)):
-        for (defect, own), (name, text) in zip(DEFECTS.items(), outcomes, strict=True):
+    answers = run_ranks(build_with_defects, ranks, where, several_terms, timeout=60.0)
+    for rank, outcomes in enumerate(answers):
+        for (defect, (_, own)), (name, text) in zip(DEFECTS.items(), outcomes, strict=True):
             if rank == where or defect == "none":
                 assert name == own, defect
             else:
                 assert name == "PeerError", defect
-                assert str(where) in text  # which rank to look at
+                assert f"rank(s) [{where}]" in text  # which rank to look at
+
+
+def groups_of_rank(cp: int) -> tuple[Any, Any, int, int]:
+    """(data-parallel group without CP, CP group, dp rank, cp rank); CP ranks are neighbours."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cp_groups = [dist.new_group(list(range(a, a + cp))) for a in range(0, world, cp)]
+    dp_groups = [dist.new_group(list(range(c, world, cp))) for c in range(cp)]
+    return dp_groups[rank % cp], cp_groups[rank // cp], rank // cp, rank % cp
+
+
+def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
+    """For every step and config: what the oracle is to be compared with."""
+    dp_group, cp_group, dp_rank, cp_rank = groups_of_rank(cp)
+    answers = []
+    for n, step in enumerate(steps):
+        laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
+        maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
+        wholes = [Microbatch(**x.inputs) for x in laid]
+        parts = [sharded(x.inputs, m, cp) for x, m in zip(laid, maps, strict=True)]
+        answers.append([])
+        for mode, empty in CONFIGS:
+            agg = aggregation(mode, empty=empty)
+            whole = StepPlan.build(agg, wholes, group=dp_group)
+            with Operations() as made:
+                part = StepPlan.build(agg, parts, group=dist.group.WORLD, sharded_over=cp_group)
+            weights = [whole.weights(k, dtype=F64) for k in range(len(laid))]
+            by_sample = [x.samples(w) for x, w in zip(laid, weights, strict=True)]
+            shards = [m.shard(w).tolist() for m, w in zip(maps, weights, strict=True)]
+            of_parts = [part.weights(k, dtype=F64).tolist() for k in range(len(laid))]
+            counts = (whole.counts, part.counts)
+            answers[-1].append((by_sample, shards, of_parts, counts, len(made.collectives)))
+    return answers
+
+
+def sharded(inputs: dict[str, Any], layout: CPLayout, cp: int) -> Microbatch:
+    """The microbatch as this rank sees it: local mask, local offsets, same samples."""
+    local = {**inputs, "loss_mask": layout.shard(inputs["loss_mask"])}
+    if "cu_seqlens" in inputs:
+        padded = local.pop("cu_seqlens_padded", inputs["cu_seqlens"])
+        local["cu_seqlens"] = padded // cp
+    return Microbatch(**local)
+
+
+def test_whole_and_sharded_masks_give_the_same_weights_and_counts():
+    cp, dp = 2, 2
+    steps = [fixed_step(dp), fixed_step(dp), *HOLES, *(random_step(s, dp) for s in range(200, 208))]
+    answers = run_ranks(plan_over_cp, dp * cp, steps, cp, timeout=300.0)
+    for n, step in enumerate(steps):
+        for c, (mode, empty) in enumerate(CONFIGS):
+            expected = expected_weights(mode, step, empty=empty)
+            for rank in range(dp * cp):
+                by_sample, shards, of_parts, counts, collectives = answers[rank][n][c]
+                assert_weights(by_sample, expected[rank // cp])
+                assert_weights(of_parts, shards)
+                for of_masks in counts:
+                    assert_counts(of_masks, step, mode)
+                assert 1 <= collectives <= 2
+
+
+CASES = [("bshd", -1), ("thd", 0), ("contiguous", -1)]
+
+
+def unshard_and_pull_back() -> list[tuple[Any, Any]]:
+    """For every case: whether the shards make the whole, and the gradient of this rank's."""
+    rank, cp = dist.get_rank(), dist.get_world_size()
+    answers = []
+    for kind, dim in CASES:
+        layout, x = make_layout(kind, cp, rank), whole_tensor(dim)
+        local = layout.shard(x, dim=dim).requires_grad_()
+        whole = layout.unshard(local, group=dist.group.WORLD, dim=dim)
+        (whole * pullback(rank, dim)).sum().backward()
+        answers.append((torch.equal(whole.detach(), x), local.grad.tolist()))
+    return answers
+
+
+def make_layout(kind: str, cp: int, rank: int) -> CPLayout:
+    if kind == "thd":
+        return CPLayout.thd(torch.tensor([0, 2 * cp, 2 * cp, 8 * cp]), cp, rank)
+    return (CPLayout.bshd if kind == "bshd" else CPLayout.contiguous)(8 * cp, cp, rank)
+
+
+def whole_tensor(dim: int, cp: int = 2) -> torch.Tensor:
+    return torch.arange(16.0 * cp, dtype=F64).reshape((2, 8 * cp) if dim == -1 else (8 * cp, 2))
+
+
+def pullback(rank: int, dim: int) -> torch.Tensor:
+    """The gradient that a rank hands back for the whole tensor; another one on every rank."""
+    return (whole_tensor(dim) + 1) ** (rank + 1)
+
+
+def test_unshard_gradient_is_the_adjoint():
+    # Every rank's result depends on every rank's shard, so a shard's gradient is the sum over
+    # ranks of what they hand back for its positions; averaging or keeping one's own is wrong.
+    for rank, answers in enumerate(run_ranks(unshard_and_pull_back, 2)):
+        for (kind, dim), (equal, grad) in zip(CASES, answers, strict=True):
+            assert equal
+            total = pullback(0, dim) + pullback(1, dim)
+            assert grad == make_layout(kind, 2, rank).shard(total, dim=dim).tolist()

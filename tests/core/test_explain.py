@@ -12,34 +12,28 @@ import pytest
 
 from megatron_loss_agg.__main__ import main
 
+ROOT = Path(__file__).parents[2]
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
 # rollout and one microbatch.
 STEP = ["--lengths", "10,1000,40", "--prompts", "a,a,b", "--rollouts", "7,7,9"]
 STEP += ["--microbatches", "0,0,1"]
 
-PAIRED = [10 / 1010 / 2, 1000 / 1010 / 2, 1 / 2]
-LINEAR = [10 / 1050, 1000 / 1050, 40 / 1050]
-SHARES = {
-    "token_mean": LINEAR,
-    "sample_mean": [1 / 3, 1 / 3, 1 / 3],
-    "rollout_mean": PAIRED,
-    "prompt_mean": PAIRED,
-    "sample_sum": LINEAR,
-    "constant": LINEAR,
-    "sum": LINEAR,
-    "microbatch_mean": PAIRED,
-}
 # Weight of a token of each sample; with D = 100.
+PAIRED = [1 / 2020, 1 / 2020, 1 / 80]
 WEIGHTS = {
     "token_mean": [1 / 1050] * 3,
     "sample_mean": [1 / 30, 1 / 3000, 1 / 120],
-    "rollout_mean": [1 / 2020, 1 / 2020, 1 / 80],
-    "prompt_mean": [1 / 2020, 1 / 2020, 1 / 80],
+    "rollout_mean": PAIRED,
+    "prompt_mean": PAIRED,
     "sample_sum": [1 / 3] * 3,
     "constant": [1 / 300] * 3,
     "sum": [1 / 100] * 3,
-    "microbatch_mean": [1 / 2020, 1 / 2020, 1 / 80],
+    "microbatch_mean": PAIRED,
 }
+# A sample's part of the sum of all weights, where that is not its part of the tokens.
+PAIRED_SHARES = [10 / 1010 / 2, 1000 / 1010 / 2, 1 / 2]
+SHARES = dict.fromkeys(("rollout_mean", "prompt_mean", "microbatch_mean"), PAIRED_SHARES)
+SHARES |= {"sample_mean": [1 / 3] * 3}
 
 
 def explained(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
@@ -64,9 +58,10 @@ def write(path: Path, *rows: object) -> str:
 def test_shares_and_weights_are_those_derived_by_hand(capsys):
     found = explained(capsys, *STEP, "--divisor", "100")
     assert found["left_out"] == {}
-    assert found["modes"].keys() == SHARES.keys()
+    assert found["modes"].keys() == WEIGHTS.keys()
     for mode, row in found["modes"].items():
-        assert row["share"] == pytest.approx(SHARES[mode], rel=1e-14)
+        share = SHARES.get(mode, [10 / 1050, 1000 / 1050, 40 / 1050])
+        assert row["share"] == pytest.approx(share, rel=1e-14)
         assert row["weight_per_token"] == pytest.approx(WEIGHTS[mode], rel=1e-14)
         relative = [1050 * weight for weight in WEIGHTS[mode]]
         assert row["relative_to_token_mean"] == pytest.approx(relative, rel=1e-14)
@@ -74,20 +69,12 @@ def test_shares_and_weights_are_those_derived_by_hand(capsys):
         assert row["sum_of_weights"] == pytest.approx(total, rel=1e-14)
 
 
-def test_the_table_is_readable():
+def test_the_table_is_readable(capsys):
     command = ["explain", "--lengths", "10,1000,40"]
-    command += ["--modes", "token_mean,sample_mean,prompt_mean"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_loss_agg", *command],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert main([*command, "--modes", "token_mean,sample_mean,prompt_mean"]) == 0
     # 10 / 1050 = 0.952 %; (1 / 30) / (1 / 1050) = 35.
-    assert (
-        done.stdout
-        == """\
+    assert capsys.readouterr() == (
+        """\
 Share of the gradient: the sample's part of the sum of all weights, in percent
 sample  tokens  token_mean  sample_mean
      0      10       0.952         33.3
@@ -101,8 +88,17 @@ sample  tokens  token_mean  sample_mean
      2      40           1         8.75
 
 left out: prompt_mean needs --prompts, or 'prompt' on every line
-"""
+""",
+        "",
     )
+
+
+def test_the_command_escapes_a_prompt_that_the_output_cannot_show(tmp_path):
+    path = write(tmp_path / "step.jsonl", {"length": 3, "prompt": "\ud800"})
+    command = [sys.executable, "-m", "megatron_loss_agg", "explain", "--jsonl", path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\ud800" in done.stdout
 
 
 def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
@@ -151,107 +147,66 @@ def test_modes_without_their_input_are_left_out(capsys):
     }
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (
-            ["--lengths", "1,x"],
-            "InputError: --lengths '1,x'; expected integers >= 0, up to 2**53, with "
-            "commas between them",
-        ),
-        (["--lengths", "1," + "9" * 400], "InputError: --lengths '1,9999999"),
-        (["--lengths", "1", "--microbatches", "9" * 5000], "InputError: --microbatches '999"),
-        (["--lengths", str(2**53 + 1)], "InputError: --lengths '9007199254740993'; expected"),
-        (
-            ["--lengths", "1,2", "--prompts", "0"],
-            "InputError: --prompts has 1 values and --lengths has 2; expected one for each sample",
-        ),
-        (
-            ["--lengths", "1", "--modes", "mean"],
-            "ModeError: unknown mode 'mean'; expected one of token_mean, ",
-        ),
-        (
-            ["--lengths", "1", "--modes", "custom"],
-            "FunctionError: mode 'custom' has no table: its weights are what your function says",
-        ),
-        (
-            ["--lengths", "1", "--modes", "prompt_mean"],
-            "InputError: no mode to show: prompt_mean needs --prompts, ",
-        ),
-        (
-            ["--lengths", "1", "--divisor", "many"],
-            "DivisorError: --divisor 'many'; expected a finite number > 0",
-        ),
-        (
-            ["--lengths", "1", "--divisor", "-1"],
-            "DivisorError: divisor=-1.0; expected a finite number > 0",
-        ),
-        (
-            ["--jsonl", "no/such/file"],
-            "InputError: --jsonl no/such/file: ",
-        ),
-        (
-            ["--jsonl", "no/such/file", "--prompts", "1"],
-            "InputError: --prompts with --jsonl; write 'prompt' on the file's lines",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(capsys, args, message):
-    assert refusal(capsys, *args).startswith(f"megatron_loss_agg: {message}")
+# Arguments after --lengths, or instead of it; and the beginning of what is said.
+BAD_ARGUMENTS = {
+    "1,x": "InputError: --lengths '1,x'; expected integers >= 0, up to 2**53, with commas between",
+    "1," + "9" * 400: "InputError: --lengths '1,9999999",
+    "1 --microbatches " + "9" * 5000: "InputError: --microbatches '999",
+    str(2**53 + 1): "InputError: --lengths '9007199254740993'; expected",
+    "1,2 --prompts 0": (
+        "InputError: --prompts has 1 values and --lengths has 2; expected one for each sample"
+    ),
+    "1 --modes mean": "ModeError: unknown mode 'mean'; expected one of token_mean, ",
+    "1 --modes custom": (
+        "FunctionError: mode 'custom' has no table: its weights are what your function says"
+    ),
+    "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
+    "1 --divisor many": "DivisorError: --divisor 'many'; expected a finite number > 0",
+    "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
+    "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
+    "--jsonl no/such/file --prompts 1": (
+        "InputError: --prompts with --jsonl; write 'prompt' on the file's lines"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "InputError: PATH:2: no JSON ("),
-        ('{"length": ' + "9" * 5000 + "}", "InputError: PATH:2: no JSON ("),
-        ('{"prompt": ' + "[" * 20_000 + "]" * 20_000 + "}", "InputError: PATH:2: no JSON ("),
-        ('{"length": ' + "9" * 400 + "}", "InputError: PATH:2: 'length' is 999"),
-        ('{"length": 1, "rank": ' + "9" * 400 + "}", "InputError: PATH:2: 'rank' is 999"),
-        ('{"loss_mask": [1, ' + "9" * 400 + "]}", "InputError: PATH:2: 'loss_mask' is not a list"),
-        ('{"loss_mask": [9e15, 9e15]}', "InputError: PATH:2: 'loss_mask' is not a list"),
-        ("[1]", "InputError: PATH:2: list; expected a JSON object"),
-        ("{}", "InputError: PATH:2: has keys []; expected either 'length' or 'loss_mask'"),
-        (
-            '{"length": 1, "loss_mask": [1]}',
-            "InputError: PATH:2: has keys ['length', 'loss_mask']; expected either",
-        ),
-        ('{"length": -1}', "InputError: PATH:2: 'length' is -1; expected an integer >= 0"),
-        ('{"length": 1.5}', "InputError: PATH:2: 'length' is 1.5; expected an integer >= 0"),
-        (
-            '{"length": 1, "rank": "0"}',
-            "InputError: PATH:2: 'rank' is '0'; expected an integer >= 0",
-        ),
-        (
-            '{"loss_mask": [1, -1]}',
-            "InputError: PATH:2: 'loss_mask' is not a list of finite numbers >= 0",
-        ),
-        (
-            '{"loss_mask": [NaN]}',
-            "InputError: PATH:2: 'loss_mask' is not a list of finite numbers >= 0",
-        ),
-        (
-            '{"length": 1, "prompt": 0}',
-            "GroupError: PATH:1 has no 'prompt' and PATH:2 has; expected it on every line",
-        ),
-    ],
-)
-def test_bad_lines_are_named(capsys, tmp_path, line, message):
-    path = tmp_path / "step.jsonl"
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=lambda x: x[:40])
+def test_bad_arguments_are_named(capsys, arguments):
+    args = arguments.split() if arguments.startswith("--") else ["--lengths", *arguments.split()]
+    assert refusal(capsys, *args).startswith(f"megatron_loss_agg: {BAD_ARGUMENTS[arguments]}")
+
+
+NO_NUMBERS = "'loss_mask' is not a list of finite numbers >= 0"
+# The second line of a file, and how what is said of it begins; an InputError, unless named.
+BAD_LINES = {
+    "{": "no JSON (",
+    '{"length": ' + "9" * 5000 + "}": "no JSON (",
+    '{"prompt": ' + "[" * 20_000 + "]" * 20_000 + "}": "no JSON (",
+    '{"length": ' + "9" * 400 + "}": "'length' is 999",
+    '{"length": 1, "rank": ' + "9" * 400 + "}": "'rank' is 999",
+    '{"loss_mask": [1, ' + "9" * 400 + "]}": "'loss_mask' is not a list",
+    '{"loss_mask": [9e15, 9e15]}': "'loss_mask' is not a list",
+    "[1]": "list; expected a JSON object",
+    "{}": "has keys []; expected either 'length' or 'loss_mask'",
+    '{"length": 1, "loss_mask": [1]}': "has keys ['length', 'loss_mask']; expected either",
+    '{"length": -1}': "'length' is -1; expected an integer >= 0",
+    '{"length": 1.5}': "'length' is 1.5; expected an integer >= 0",
+    '{"length": 1, "rank": "0"}': "'rank' is '0'; expected an integer >= 0",
+    '{"loss_mask": [1, -1]}': NO_NUMBERS,
+    '{"loss_mask": [NaN]}': NO_NUMBERS,
+    '{"length": 1, "prompt": 0}': (
+        "GroupError: PATH:1 has no 'prompt' and PATH:2 has; expected it on every line"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda x: x[:40])
+def test_bad_lines_are_named(capsys, tmp_path, line):
+    path, message = tmp_path / "step.jsonl", BAD_LINES[line]
     path.write_text('{"length": 3}\n' + line + "\n")
+    message = message if "Error: " in message else f"InputError: PATH:2: {message}"
     expected = "megatron_loss_agg: " + message.replace("PATH", str(path))
     assert refusal(capsys, "--jsonl", str(path)).startswith(expected)
-
-
-def test_a_prompt_that_the_output_cannot_show_is_escaped(tmp_path):
-    path = write(tmp_path / "step.jsonl", {"length": 3, "prompt": "\ud800"})
-    command = [sys.executable, "-m", "megatron_loss_agg", "explain", "--jsonl", path]
-    done = subprocess.run(command, capture_output=True, check=True)
-    assert b"\\ud800" in done.stdout
-
-
-def test_a_file_without_lines_is_named(capsys, tmp_path):
-    path = tmp_path / "step.jsonl"
     path.write_text("\n")
     assert f"InputError: --jsonl {path}: no line" in refusal(capsys, "--jsonl", str(path))
 
@@ -263,18 +218,13 @@ def test_the_picture_without_matplotlib_says_what_to_install(capsys, tmp_path, m
     assert "pip install 'megatron-loss-agg[plot]'" in error
 
 
-@pytest.mark.parametrize(
-    "suffix, magic", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
-)
-def test_the_picture_is_written(capsys, tmp_path, suffix, magic):
+def test_the_picture_is_written_or_the_path_named(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"out.{suffix}"
-    assert main(["explain", *STEP, "--divisor", "100", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(magic)
-
-
-def test_a_picture_that_cannot_be_written_is_named(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
+    for name, magic in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")):
+        path = tmp_path / name
+        assert main(["explain", *STEP, "--divisor", "100", "--plot", str(path)]) == 0
+        assert path.read_bytes().startswith(magic)
+    capsys.readouterr()
     for name in ("out.docx", "no/such/folder/out.png"):
         path = tmp_path / name
         assert f"InputError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
@@ -283,6 +233,6 @@ def test_a_picture_that_cannot_be_written_is_named(capsys, tmp_path):
 
 
 def test_the_guide_shows_what_is_printed(capsys):
-    guide = (Path(__file__).parents[2] / "docs" / "explain.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
     assert main(["explain", "--lengths", "10,1000,40", "--prompts", "0,0,1"]) == 0
     assert f"```text\n{capsys.readouterr().out}```\n" in guide

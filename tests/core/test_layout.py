@@ -1,62 +1,56 @@
-"""CPLayout and predicting_mask: small maps by hand, inverses, gradients, errors."""
+"""CPLayout and predicting_mask: maps by hand and by the host, inverses, gradients, errors."""
 
 from __future__ import annotations
 
+import inspect
+from importlib.util import find_spec
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import AggregationError, CPLayout
+from megatron_loss_agg import CPLayout, LossAggregation, predicting_mask, token_weights
 from megatron_loss_agg.errors import GroupError, LayoutError
-from megatron_loss_agg import predicting_mask
+from tests.host.ranks import run_host_ranks
 
 F64 = torch.float64
+HALF = CPLayout.bshd(8, 2, 0)
 
 
 def offsets(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-# 2 * cp chunks, rank r holds chunk r and chunk 2 cp - 1 - r.
-BSHD = [
-    (4, 1, [[0, 1, 2, 3]]),
-    (4, 2, [[0, 3], [1, 2]]),
-    (8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
-    (12, 3, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
-    (8, 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
-]
-# The same inside every sequence; lengths 4 and 8, then an empty one between.
-THD = [
-    (offsets(0, 4, 12), 2, [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]),
-    (offsets(0, 4, 4, 8), 2, [[0, 3, 4, 7], [1, 2, 5, 6]]),
-    (offsets(0, 3, 5), 1, [[0, 1, 2, 3, 4]]),
-    (offsets(0, 6), 3, [[0, 5], [1, 4], [2, 3]]),
-    (offsets(0), 2, [[], []]),
+MAKERS = (CPLayout.bshd, CPLayout.thd, CPLayout.contiguous)
+# What each rank holds. Of 2 * cp chunks, rank r holds chunk r and chunk 2 cp - 1 - r; in a pack
+# (thd), the same inside every sequence.
+MAPS = [
+    (CPLayout.bshd, 4, [[0, 1, 2, 3]]),
+    (CPLayout.bshd, 4, [[0, 3], [1, 2]]),
+    (CPLayout.bshd, 8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    (CPLayout.bshd, 12, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+    (CPLayout.bshd, 8, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+    (CPLayout.thd, offsets(0, 4, 12), [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]),
+    (CPLayout.thd, offsets(0, 4, 4, 8), [[0, 3, 4, 7], [1, 2, 5, 6]]),  # an empty sequence
+    (CPLayout.thd, offsets(0, 3, 5), [[0, 1, 2, 3, 4]]),
+    (CPLayout.thd, offsets(0, 6), [[0, 5], [1, 4], [2, 3]]),
+    (CPLayout.thd, offsets(0), [[], []]),
     # TransformerEngine's own test of thd_get_partitioned_indices has these.
-    (offsets(0, 8, 16), 2, [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]),
+    (CPLayout.thd, offsets(0, 8, 16), [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]),
+    (CPLayout.contiguous, 6, [[0, 1], [2, 3], [4, 5]]),
+    (CPLayout.contiguous, 6, [[0, 1, 2], [3, 4, 5]]),  # a multiple of 2, and not of twice that
+    (CPLayout.contiguous, 5, [[0, 1, 2, 3, 4]]),
+    (CPLayout.contiguous, 0, [[], []]),
 ]
-CONTIGUOUS = [(6, 3, [[0, 1], [2, 3], [4, 5]]), (5, 1, [[0, 1, 2, 3, 4]]), (0, 2, [[], []])]
 
 
-@pytest.mark.parametrize(("seq_len", "cp", "maps"), BSHD)
-def test_bshd_map(seq_len, cp, maps):
+@pytest.mark.parametrize(("make", "axis", "maps"), MAPS)
+def test_maps_are_those_written_by_hand(make, axis, maps):
     for rank, expected in enumerate(maps):
-        index = CPLayout.bshd(seq_len, cp, rank).index
-        assert index.dtype == torch.int64 and index.tolist() == expected
-
-
-@pytest.mark.parametrize(("cu_seqlens", "cp", "maps"), THD)
-def test_thd_map(cu_seqlens, cp, maps):
-    for rank, expected in enumerate(maps):
-        index = CPLayout.thd(cu_seqlens, cp, rank).index
-        assert index.dtype == torch.int64 and index.tolist() == expected
-
-
-@pytest.mark.parametrize(("total", "cp", "maps"), CONTIGUOUS)
-def test_contiguous_map(total, cp, maps):
-    for rank, expected in enumerate(maps):
-        index = CPLayout.contiguous(total, cp, rank).index
+        index = make(axis, len(maps), rank).index
         assert index.dtype == torch.int64 and index.tolist() == expected
 
 
@@ -133,52 +127,43 @@ def test_the_last_dimension_is_the_default():
     assert layout.unshard([x[:, [0, 3]], x[:, [1, 2]]]).tolist() == x.tolist()
 
 
-def test_shard_is_differentiable():
-    x = torch.zeros(4, dtype=F64, requires_grad=True)
-    (CPLayout.bshd(4, 2, 1).shard(x) * torch.tensor([10.0, 20.0])).sum().backward()
-    assert x.grad.tolist() == [0, 10, 20, 0]  # rank 1 holds positions 1 and 2
+REFUSED = [
+    *(
+        (lambda make=make, x=x, rank=rank: make(x, 2, rank), "cp_rank")
+        for make, x in zip(MAKERS, (8, offsets(0, 8), 8), strict=True)
+        for rank in (-1, 2)
+    ),
+    *((lambda size=size: CPLayout.bshd(8, size, 0), "cp_size") for size in (0, -1)),
+    *((lambda n=n: CPLayout.bshd(n, 2, 0), rf"{n}.*4|4.*{n}") for n in (6, 7, 2, 9)),
+    (lambda: CPLayout.contiguous(7, 2, 0), "7"),
+    # Lengths 4, 6, 6: the second is not a multiple of 2 * cp = 4, though the total is.
+    (lambda: CPLayout.thd(offsets(0, 4, 10, 16), 2, 0), "6.*4.*pad|4.*6.*pad|pad.*4.*6|pad.*6.*4"),
+    (lambda: CPLayout.thd(offsets(4, 8), 2, 0), r"cu_seqlens.* start at 0"),
+    (lambda: CPLayout.thd(offsets(0, 8, 4), 2, 0), r"cu_seqlens.* not decrease"),
+    (lambda: CPLayout.thd(torch.tensor([0.0, 4.0]), 2, 0), "cu_seqlens"),
+    (lambda: HALF.shard(torch.zeros(2, 4)), "8"),
+    (lambda: HALF.shard(torch.zeros(2, 16)), "8"),
+    (lambda: HALF.unshard([torch.zeros(4)]), "2"),
+    (
+        lambda: HALF.unshard([torch.zeros(4), torch.zeros(3)]),
+        "length 3; expected this rank's 4",
+    ),
+    (lambda: HALF.unshard(torch.zeros(4)), "one part without a group"),
+    (lambda: HALF.unshard(None), "NoneType without a group"),
+    (lambda: HALF.unshard([torch.zeros(4), None]), "no axis -1 in NoneType"),
+    (lambda: HALF.unshard([torch.zeros(4), torch.zeros(())]), r"no axis -1 in shape \(\)"),
+    (lambda: HALF.unshard([torch.zeros(4)] * 2, dim=1), r"no axis 1 in shape \(4,\)"),
+    (
+        lambda: HALF.unshard([torch.zeros(2, 4), torch.zeros(3, 4)]),
+        r"shapes \[\(2, 4\), \(3, 4\)\]",
+    ),
+]
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_rank_must_be_in_the_group(rank):
-    for make in (
-        lambda: CPLayout.bshd(8, 2, rank),
-        lambda: CPLayout.thd(offsets(0, 8), 2, rank),
-        lambda: CPLayout.contiguous(8, 2, rank),
-    ):
-        with pytest.raises(LayoutError, match="cp_rank"):
-            make()
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_size_must_be_positive(size):
-    with pytest.raises(LayoutError, match="cp_size"):
-        CPLayout.bshd(8, size, 0)
-
-
-@pytest.mark.parametrize("seq_len", [6, 7, 2, 9])
-def test_bshd_needs_a_multiple_of_twice_the_size(seq_len):
-    with pytest.raises(LayoutError, match=rf"{seq_len}.*4|4.*{seq_len}"):
-        CPLayout.bshd(seq_len, 2, 0)
-
-
-def test_contiguous_needs_a_multiple_of_the_size():
-    with pytest.raises(LayoutError, match="7"):
-        CPLayout.contiguous(7, 2, 0)
-    assert CPLayout.contiguous(6, 2, 1).index.tolist() == [3, 4, 5]  # not of twice the size
-
-
-def test_thd_names_the_sequence_that_cannot_be_split():
-    # Lengths 4, 6, 4: the second is not a multiple of 2 * cp = 4, though the total may be.
-    with pytest.raises(LayoutError, match="6") as error:
-        CPLayout.thd(offsets(0, 4, 10, 16), 2, 0)
-    assert "4" in str(error.value) and "pad" in str(error.value)
-
-
-@pytest.mark.parametrize("bad", [offsets(4, 8), offsets(0, 8, 4), torch.tensor([0.0, 4.0])])
-def test_thd_checks_the_offsets(bad):
-    with pytest.raises((LayoutError, GroupError), match="cu_seqlens"):
-        CPLayout.thd(bad, 2, 0)
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_what_cannot_be_split_or_joined_is_named(call, text):
+    with pytest.raises((LayoutError, GroupError), match=text):
+        call()
 
 
 def test_offsets_may_be_overwritten_once_the_layout_is_made():
@@ -190,71 +175,63 @@ def test_offsets_may_be_overwritten_once_the_layout_is_made():
     assert torch.equal(layouts[0].unshard(parts), whole)
 
 
-def test_shard_needs_the_whole_axis():
-    layout = CPLayout.bshd(8, 2, 0)
-    with pytest.raises(LayoutError, match="8"):
-        layout.shard(torch.zeros(2, 4))
-    with pytest.raises(AggregationError):
-        layout.shard(torch.zeros(2, 16))
+PREDICTED = {
+    # The token at t + 1 is predicted at t; the last position predicts nothing.
+    "rows": ([[0, 0, 1, 1], [1, 0, 1, 0]], None, None, [[0, 1, 1, 0], [0, 1, 0, 0]]),
+    # Sequences 0..2 and 3..5: position 2 must not predict the first token of the second one.
+    "a pack": ([0.0, 1, 1, 1, 0.5, 1], [0, 3, 6], None, [1.0, 1, 0, 0.5, 1, 0]),
+    # Sequence 0 owns 0..1 of 0..3, sequence 1 owns 4..6 of 4..7.
+    "padding": ([1, 1, 0, 0, 0, 1, 1, 0], [0, 2, 5], [0, 4, 8], [1, 0, 0, 0, 1, 1, 0, 0]),
+    # Position 3 is padding, and predicts nothing.
+    "a first token": ([1, 1, 1, 0, 1, 1, 0, 0], [0, 3, 5], [0, 4, 8], [1, 1, 0, 0, 1, 0, 0, 0]),
+    "empty sequences and a tail": ([1, 1, 1, 0, 0], [0, 0, 2, 2, 3], None, [1, 0, 0, 0, 0]),
+    "a pack of one row": ([[1, 1, 1, 1]], [0, 2, 4], None, [[1, 0, 1, 0]]),
+}
 
 
-def test_unshard_needs_every_shard():
-    layout = CPLayout.bshd(8, 2, 0)
-    with pytest.raises(LayoutError, match="2"):
-        layout.unshard([torch.zeros(4)])
-    with pytest.raises(LayoutError, match="length 3; expected this rank's 4"):
-        layout.unshard([torch.zeros(4), torch.zeros(3)])
-    with pytest.raises(LayoutError, match="one part without a group"):
-        layout.unshard(torch.zeros(4))
+@pytest.mark.parametrize("name", PREDICTED)
+def test_a_mask_is_moved_to_the_position_that_predicts_the_token(name):
+    mask, *offsets, expected = PREDICTED[name]
+    real, padded = (None if x is None else torch.tensor(x) for x in offsets)
+    moved = predicting_mask(torch.tensor(mask), real, padded)
+    assert torch.equal(moved, torch.tensor(expected))
+    if padded is not None:  # and so fits the same offsets
+        token_weights(LossAggregation(mode="sample_mean"), moved, real, cu_seqlens_padded=padded)
 
 
-@pytest.mark.parametrize(
-    ("parts", "dim", "text"),
-    [
-        (None, -1, "NoneType without a group"),
-        ([torch.zeros(4), None], -1, "no axis -1 in NoneType"),
-        ([torch.zeros(4), torch.zeros(())], -1, r"no axis -1 in shape \(\)"),
-        ([torch.zeros(4), torch.zeros(4)], 1, r"no axis 1 in shape \(4,\)"),
-        ([torch.zeros(2, 4), torch.zeros(3, 4)], -1, r"shapes \[\(2, 4\), \(3, 4\)\]"),
-    ],
-)
-def test_unshard_names_what_is_no_part(parts, dim, text):
-    with pytest.raises(LayoutError, match=text):
-        CPLayout.bshd(8, 2, 0).unshard(parts, dim=dim)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 1), (2, 0)])
+def test_a_moved_mask_keeps_its_shape_and_dtype(dtype, shape):
+    moved = predicting_mask(torch.ones(shape).to(dtype))
+    assert moved.shape == shape and moved.dtype == dtype
 
 
-class TestPredictingMask:
-    def test_rows(self):
-        # The token at t + 1 is predicted at t; the last position predicts nothing.
-        mask = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0]])
-        assert predicting_mask(mask).tolist() == [[0, 1, 1, 0], [0, 1, 0, 0]]
+def batch_of(seq_len: int) -> dict[str, torch.Tensor]:
+    rows = torch.arange(3 * seq_len).reshape(3, seq_len)
+    return {"tokens": rows, "loss_mask": rows % 5 / 4, "labels": rows + 1}
 
-    def test_packed_sequences_do_not_predict_each_other(self):
-        # Sequences 0..2 and 3..5: position 2 must not predict the first token of the second one.
-        mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5, 1.0])
-        got = predicting_mask(mask, cu_seqlens=torch.tensor([0, 3, 6]))
-        assert got.tolist() == [1.0, 1.0, 0.0, 0.5, 1.0, 0.0]
 
-    def test_padding_between_sequences(self):
-        # Sequence 0 owns 0..1 of 0..3, sequence 1 owns 4..6 of 4..7.
-        mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0])
-        got = predicting_mask(
-            mask, cu_seqlens=torch.tensor([0, 2, 5]), cu_seqlens_padded=torch.tensor([0, 4, 8])
-        )
-        assert got.tolist() == [1, 0, 0, 0, 1, 1, 0, 0]
+def host_shards(seq_lens: list[int]) -> list[dict[str, Any]]:
+    """What Megatron gives this rank of each whole batch, with a CP group of all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
-    def test_empty_sequences_and_a_tail(self):
-        mask = torch.tensor([1, 1, 1, 0, 0])
-        got = predicting_mask(mask, cu_seqlens=torch.tensor([0, 0, 2, 2, 3]))
-        assert got.tolist() == [1, 0, 0, 0, 0]
+    options: dict[str, Any] = {"is_hybrid_cp": False, "cp_group": dist.group.WORLD}
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters
+    if "cp_group" not in known:
+        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    options = {name: x for name, x in options.items() if name in known}
+    batches = [get_batch_on_this_cp_rank(batch_of(n), **options) for n in seq_lens]
+    return [{name: batch[name].tolist() for name in batch_of(4)} for batch in batches]
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-    @pytest.mark.parametrize("shape", [(2, 4), (1, 1), (2, 0)])
-    def test_shape_and_dtype_are_kept(self, dtype, shape):
-        mask = torch.ones(shape).to(dtype)
-        got = predicting_mask(mask)
-        assert got.shape == mask.shape and got.dtype == dtype
 
-    def test_a_row_of_packed_tokens(self):
-        got = predicting_mask(torch.tensor([[1, 1, 1, 1]]), cu_seqlens=torch.tensor([0, 2, 4]))
-        assert got.tolist() == [[1, 0, 1, 0]]
+@pytest.mark.host
+# Looked up and not imported: the import takes seconds, and only the ranks need it.
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+@pytest.mark.parametrize(("cp", "seq_lens"), [(2, [8, 20]), (4, [16])])
+def test_bshd_is_megatrons_split(cp, seq_lens):
+    for rank, batches in enumerate(run_host_ranks(host_shards, cp, seq_lens)):
+        for seq_len, theirs in zip(seq_lens, batches, strict=True):
+            layout = CPLayout.bshd(seq_len, cp, rank)
+            ours = {name: layout.shard(x).tolist() for name, x in batch_of(seq_len).items()}
+            assert ours == theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,18 +37,6 @@ def spec_cispo(lp: float, old: float, a: float) -> tuple[float, float]:
     return -weight * a * lp, -weight * a
 
 
-def spec_k1(lp: float, ref: float) -> tuple[float, float]:
-    return lp - ref, 1.0
-
-
-def spec_k2(lp: float, ref: float) -> tuple[float, float]:
-    return (lp - ref) ** 2 / 2, lp - ref
-
-
-def spec_k3(lp: float, ref: float) -> tuple[float, float]:
-    return math.exp(ref - lp) - 1 - (ref - lp), 1 - math.exp(ref - lp)
-
-
 def spec_value(v: float, old: float, r: float) -> tuple[float, float]:
     near = min(max(v, old - LOW), old + LOW)
     if (near - r) ** 2 > (v - r) ** 2:
@@ -55,38 +44,31 @@ def spec_value(v: float, old: float, r: float) -> tuple[float, float]:
     return (v - r) ** 2 / 2, v - r
 
 
-Function = Callable[..., Tensor]
-LOSSES: dict[str, tuple[Function, Callable[..., tuple[float, float]], int]] = {
-    "ppo": (
-        lambda *x: policy.clipped_policy_loss(*x, clip_low=LOW, clip_high=HIGH).losses,
-        spec_ppo,
-        3,
-    ),
+def clipped(loss: Callable[..., Any], *inputs: Any, **options: Any) -> Tensor:
+    return loss(*inputs, clip_low=LOW, clip_high=HIGH, **options).losses
+
+
+def kl(estimator: str) -> Callable[..., Tensor]:
+    return lambda *inputs: policy.kl_penalty(*inputs, estimator)
+
+
+# A loss, its specification, and the number of its inputs.
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[float, float]], int]] = {
+    "ppo": (partial(clipped, policy.clipped_policy_loss), spec_ppo, 3),
     "dual": (
-        lambda *x: (
-            policy.clipped_policy_loss(*x, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL).losses
-        ),
-        lambda *x: spec_ppo(*x, dual=DUAL),
+        partial(clipped, policy.clipped_policy_loss, dual_clip=DUAL),
+        partial(spec_ppo, dual=DUAL),
         3,
     ),
-    "gspo": (  # of sequences of one token, it is PPO
-        lambda *x: (
-            policy.sequence_policy_loss(*x, lambda v: v, clip_low=LOW, clip_high=HIGH).losses
-        ),
-        spec_ppo,
-        3,
-    ),
-    "cispo": (
-        lambda *x: policy.cispo_loss(*x, clip_low=LOW, clip_high=HIGH).losses,
-        spec_cispo,
-        3,
-    ),
-    "k1": (lambda *x: policy.kl_penalty(*x, "k1"), spec_k1, 2),
-    "k2": (lambda *x: policy.kl_penalty(*x, "k2"), spec_k2, 2),
-    "k3": (lambda *x: policy.kl_penalty(*x, "k3"), spec_k3, 2),
+    # Of sequences of one token, it is PPO.
+    "gspo": (lambda *x: clipped(policy.sequence_policy_loss, *x, lambda v: v), spec_ppo, 3),
+    "cispo": (partial(clipped, policy.cispo_loss), spec_cispo, 3),
+    "k1": (kl("k1"), lambda lp, ref: (lp - ref, 1.0), 2),
+    "k2": (kl("k2"), lambda lp, ref: ((lp - ref) ** 2 / 2, lp - ref), 2),
+    "k3": (kl("k3"), lambda lp, ref: (math.expm1(ref - lp) + lp - ref, -math.expm1(ref - lp)), 2),
     "value": (lambda *x: policy.clipped_value_loss(*x, clip=LOW), spec_value, 3),
 }
-NAMES = list(LOSSES)
+in_every_loss = pytest.mark.parametrize("name", LOSSES)
 
 numbers = st.floats(-3.0, 3.0)
 shapes = st.lists(st.integers(0, 4), max_size=3)
@@ -106,10 +88,10 @@ def tensor(values: Any, shape: tuple[int, ...] = (-1,)) -> Tensor:
     return torch.tensor(values, dtype=F64).reshape(shape)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_loss
 @given(tokens())
 @settings(deadline=None, max_examples=60)
-def test_value_and_gradient_against_a_loop(name, drawn):
+def test_value_and_gradient_are_those_of_a_loop(name, drawn):
     function, spec, arity = LOSSES[name]
     shape, inputs, weights = drawn
     first, *others = (tensor(x, shape) for x in inputs[:arity])
@@ -119,14 +101,14 @@ def test_value_and_gradient_against_a_loop(name, drawn):
     expected = [spec(*x) for x in zip(*inputs[:arity], strict=True)]
     values = [w * value for w, (value, _) in zip(weights, expected, strict=True)]
     slopes = [w * slope for w, (_, slope) in zip(weights, expected, strict=True)]
-    # k3 near 0 is a small difference of numbers near 1, in the specification too.
+    # k3 near 0 is a small difference of numbers near 1.
     room = 1e-12 * (1 + sum(map(abs, values)))
     assert total.item() == pytest.approx(math.fsum(values), abs=room)
     torch.testing.assert_close(first.grad, tensor(slopes, shape), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize("name", NAMES)
+@in_every_loss
 def test_masked_positions_may_hold_anything(name, poison):
     function, _, arity = LOSSES[name]
     clean = [tensor([0.3, 0.1]), tensor([0.1, 0.2]), tensor([-1.0, 1.0])][:arity]
@@ -148,7 +130,7 @@ def test_masked_positions_may_hold_anything(name, poison):
         assert run(inputs) == expected, where
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_loss
 def test_nan_at_a_position_that_counts_is_shown(name):
     function, _, arity = LOSSES[name]
     for bad in range(arity):
@@ -170,7 +152,7 @@ def test_far_log_ratios_overflow_neither_value_nor_gradient(name, distance):
         assert losses.isfinite().all() and first.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_loss
 def test_only_the_first_input_gets_a_gradient(name):
     function, _, arity = LOSSES[name]
     inputs = [tensor([0.3]).requires_grad_() for _ in range(arity)]
@@ -178,7 +160,7 @@ def test_only_the_first_input_gets_a_gradient(name):
     assert grads[0] is not None and not any(g is not None for g in grads[1:])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_loss
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_fp32(name, dtype):
     function, _, arity = LOSSES[name]
@@ -192,7 +174,7 @@ def test_half_precision_is_computed_in_fp32(name, dtype):
     assert halves[0].grad.dtype == dtype
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_every_loss
 def test_the_autograd_path_is_kept(name):
     function, _, arity = LOSSES[name]
     for count in (0, 3):

@@ -1,17 +1,21 @@
-"""Metrics: exact over microbatches, each with its own denominator."""
+"""Metrics: exact over microbatches and ranks, and no rank waits for a bad one."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
-from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.report import Max, Mean, Min, reduce_reports
+from megatron_loss_agg.errors import PeerError, ReportError
+from megatron_loss_agg.report import METRICS_A_ROW, Max, Mean, Min, reduce_reports
+from tests.core.operations import Operations
+from tests.distributed import run_ranks
 
 F64 = torch.float64
 
@@ -23,12 +27,9 @@ def test_a_mean_of_masked_values():
     assert mean.pair().tolist() == [6.0, 1.5]
 
 
-def test_a_mean_of_flags_under_a_mask_of_integers():
-    mean = Mean.of(torch.tensor([True, False, True]), torch.tensor([1, 1, 0]))
-    assert mean.value().item() == 0.5
-
-
 def test_a_mean_keeps_the_precision_of_its_weights():
+    flags = Mean.of(torch.tensor([True, False, True]), torch.tensor([1, 1, 0]))
+    assert flags.value().item() == 0.5
     assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
 
 
@@ -54,36 +55,26 @@ def test_metrics_made_by_hand_add_up_in_fp64():
     assert reduce_reports(reports, None) == {"a": (2**24 + 1) / 2}
 
 
-class Vectors(TorchDispatchMode):
+class VectorTypes(TorchDispatchMode):
     """Dtypes of the tensors of several elements that the calls inside made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dtypes: set[torch.dtype] = set()
+        self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel() > 1]
-        self.dtypes.update(x.dtype for x in made)
+        self.found.update(x.dtype for x in made)
         return out
 
 
 @pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
 def test_losses_are_not_copied_to_fp64(values, mask):
-    with Vectors() as made:
+    with VectorTypes() as made:
         Mean.of(torch.ones(8, dtype=values), torch.ones(8, dtype=mask))
-    assert F64 not in made.dtypes
-
-
-def test_means_add_up_by_tokens_and_not_by_microbatches():
-    # Microbatches with means 1 (one token) and 4 (three tokens). Right: (1 + 12) / 4 = 3.25;
-    # the mean of the means would be 2.5.
-    first = Mean.of(torch.tensor([1.0]), torch.ones(1))
-    second = Mean.of(torch.full((3,), 4.0), torch.ones(3))
-    assert ((first.value() + second.value()) / 2).item() == 2.5
-    assert (first + second).value().item() == 3.25
-    assert reduce_reports([{"x": first}, {"x": second}], None) == {"x": 3.25}
+    assert F64 not in made.found
 
 
 def test_a_mean_in_the_weights_of_a_plan_is_that_aggregation():
@@ -116,43 +107,138 @@ def test_extremes_look_at_active_positions_alone():
 
 
 def test_a_nan_that_counts_is_shown():
-    values = torch.tensor([1.0, math.nan])
-    assert math.isnan(Max.of(values, torch.ones(2)).value())
-    assert math.isnan(Min.of(values, torch.ones(2)).value())
-
-
-def test_a_nan_count_is_shown():
+    for metric in (Max, Min):
+        assert math.isnan(metric.of(torch.tensor([1.0, math.nan]), torch.ones(2)).value())
     assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
 
 
-def test_one_denominator_for_all_metrics_would_be_another_number():
-    # Trap: two means whose counts differ, divided by one of them.
-    loss, accuracy = Mean.of(torch.ones(4), torch.ones(4)), Mean.of(torch.ones(2), torch.ones(2))
-    assert (accuracy.sum / loss.count).item() == 0.5
-    answer = reduce_reports([{"loss": loss, "accuracy": accuracy}], None)
-    assert answer == {"loss": 1.0, "accuracy": 1.0}
+ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
+NO_METRIC = "expected a Mean, Max or Min"
+BAD_REPORTS = [
+    ([{"a": ONE}, {"b": ONE}], r"microbatch 1 reports \['b'\] and the first \['a'\]"),
+    ([{"a": ONE}, {"a": GREATEST}], "'a' is Mean and Max in different microbatches"),
+    ([{"a": Mean(torch.ones(3), torch.ones(3))}], f"{NO_METRIC} of scalars"),
+    ([{"a": torch.tensor(1.0)}], rf"'a' is tensor\(1.\); {NO_METRIC}"),
+    ([{"a": Mean(1.0, 2.0)}], NO_METRIC),
+    (None, "NoneType; expected a list of mappings"),
+    *((bad, "expected a mapping") for bad in ({"a": ONE}, [None], [{1: ONE}], [ONE])),
+]
 
 
-def test_reports_that_differ_are_refused():
-    mean, extreme = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
+@pytest.mark.parametrize("reports, text", BAD_REPORTS, ids=[text for _, text in BAD_REPORTS])
+def test_reports_that_differ_or_are_none_are_refused(reports, text):
+    with pytest.raises(ReportError, match=text):
+        reduce_reports(reports, None)
+
+
+@pytest.mark.parametrize("metric", [Mean, Max, Min])
+def test_a_metric_is_of_two_real_tensors_of_one_shape(metric):
     assert reduce_reports([], None) == {}
-    with pytest.raises(ReportError, match=r"microbatch 1 reports \['b'\] and the first \['a'\]"):
-        reduce_reports([{"a": mean}, {"b": mean}], None)
-    with pytest.raises(ReportError, match="'a' is Mean and Max in different microbatches"):
-        reduce_reports([{"a": mean}, {"a": extreme}], None)
-    three = Mean(torch.ones(3), torch.ones(3))
-    with pytest.raises(ReportError, match="expected a Mean, Max or Min of scalars"):
-        reduce_reports([{"a": three}], None)
-    for metric in (Mean, Max, Min):
-        with pytest.raises(ReportError, match=r"has shape \(2, 2\) and values \(2,\)"):
-            metric.of(torch.ones(2), torch.ones(2, 2))
-        with pytest.raises(ReportError, match="values is list; expected a real tensor"):
-            metric.of([1.0], torch.ones(1))
-    with pytest.raises(ReportError, match=r"'a' is tensor\(1.\); expected a Mean, Max or Min"):
-        reduce_reports([{"a": torch.tensor(1.0)}], None)
-    for bad in (None, {"a": mean}, [None], [{1: mean}], [{"a": Mean(1.0, 2.0)}], [mean]):
-        with pytest.raises(ReportError, match="expected a"):
-            reduce_reports(bad, None)
-    for metric in (Mean, Max, Min):
-        with pytest.raises(ReportError, match=r"values is torch.complex64; expected"):
-            metric.of(torch.ones(2, dtype=torch.complex64), torch.ones(2))
+    with pytest.raises(ReportError, match=r"values \(2,\) under a mask \(2, 2\)"):
+        metric.of(torch.ones(2), torch.ones(2, 2))
+    with pytest.raises(ReportError, match="a metric of list and Tensor; expected two tensors"):
+        metric.of([1.0], torch.ones(1))
+    with pytest.raises(ReportError, match=r"of torch.complex64 and torch.float32; expected"):
+        metric.of(torch.ones(2, dtype=torch.complex64), torch.ones(2))
+
+
+NUMBERS = [0, 1, METRICS_A_ROW, METRICS_A_ROW + 1, 3 * METRICS_A_ROW]
+
+
+def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
+    """Two microbatches a rank, of all kinds; then one of each of NUMBERS of metrics."""
+    rank = dist.get_rank()
+    steps: list[Any] = [
+        [
+            {
+                "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
+                "pair": torch.tensor([float(rank), 5.0]),
+                "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
+                "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+                "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+            }
+            for n in (1, 1 + 2 * rank)
+        ]
+    ]
+    for number in NUMBERS:
+        # Metric i is i on rank 0 and i + 2**24 + 1 on rank 1, which fp32 could not tell.
+        values = torch.arange(number) + rank * (2**24 + 1)
+        steps.append([{f"{i:03}": Max.of(x, torch.ones(())) for i, x in enumerate(values)}])
+    answers = []
+    for reports in steps:
+        with Operations() as made:
+            answer = reduce_reports(reports, dist.group.WORLD)
+        answers.append((answer, len(made.collectives)))
+    return answers
+
+
+def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at_most():
+    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3.
+    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
+    expected = {"loss": 3.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
+    for (answer, collectives), *of_numbers in run_ranks(reduced_on_every_rank, 2):
+        assert answer == pytest.approx(expected)
+        assert collectives == 1
+        for number, (answer, collectives) in zip(NUMBERS, of_numbers, strict=True):
+            assert answer == {f"{i:03}": i + 2**24 + 1 for i in range(number)}
+            assert collectives == 1 + (number > METRICS_A_ROW)
+
+
+def two(name: str = "a", kind: Any = Mean) -> Any:
+    return {"loss": kind.of(torch.ones(1), torch.ones(1)), name: torch.tensor([1.0, 1.0])}
+
+
+def one_of_them_fails() -> Any:
+    yield two()
+    raise KeyError("of the loader")
+
+
+DIFFERENT = {
+    "as the others, in another order": lambda: [dict(reversed(two().items()))],
+    "as the others, in more microbatches": lambda: [two()] * 2,
+    "nothing": list,
+    "empty": lambda: [{}],
+    "one metric less": lambda: [{"a": two()["a"]}],
+    "a name": lambda: [two("b")],
+    "a kind": lambda: [two("a", Max)],
+    "a row more": lambda: [two() | {f"more {i}": two()["a"] for i in range(METRICS_A_ROW)}],
+}
+
+
+def reduce_with_defects(where: int) -> dict[str, tuple[str, Any]]:
+    """For each defect what this rank sees when rank ``where`` has it."""
+    answers: dict[str, tuple[str, Any]] = {}
+    made = [(defect, of_defect()) for defect, of_defect in DIFFERENT.items()]
+    made += [(str(reports), reports) for reports, _ in BAD_REPORTS]
+    for defect, reports in [*made, ("an error of its own", one_of_them_fails())]:
+        mine = reports if dist.get_rank() == where else [two()]
+        try:
+            answers[defect] = "", reduce_reports(mine, dist.group.WORLD)
+        except (KeyError, PeerError, ReportError) as error:
+            answers[defect] = type(error).__name__, str(error)
+    return answers
+
+
+def test_no_rank_waits_for_one_whose_reports_are_bad_or_missing():
+    ranks, where = 3, 1
+    for rank, answers in enumerate(run_ranks(reduce_with_defects, ranks, where, timeout=60.0)):
+        others = [0, 2] if rank == where else [where]
+        for defect in DIFFERENT:
+            name, said = answers.pop(defect)
+            if defect.startswith("as the others"):
+                assert (name, said) == ("", {"a": 1.0, "loss": 1.0}), defect
+                continue
+            assert name == "ReportError", defect
+            assert f", and rank(s) {others} of the group other metrics; expected the same" in said
+            if rank != where:
+                assert said.startswith("this rank reports Mean 'a', Mean 'loss', and"), defect
+            elif defect in ("nothing", "empty"):
+                assert said.startswith("this rank reports nothing, and"), defect
+        assert len(answers) == len(BAD_REPORTS) + 1
+        for defect, (name, said) in answers.items():
+            if rank == where:
+                own = "KeyError" if defect == "an error of its own" else "ReportError"
+                assert name == own, defect
+            else:
+                assert name == "PeerError", defect
+                assert "bad metrics on rank(s) [1] of the group" in said

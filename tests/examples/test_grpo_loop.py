@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import is_tensor
+from torch.utils._pytree import tree_flatten
 
 from examples.grpo import checkpoint, packing, task
 from examples.grpo.options import Options
@@ -19,18 +21,8 @@ from tests.host.ranks import run_host_ranks
 pytestmark = [pytest.mark.host, pytest.mark.slow]
 
 # 9 prompts with 5 different sums: learnt in seconds.
-TINY = Options(
-    cpu=True,
-    steps=26,
-    save_every=20,
-    largest=2,
-    prompts=8,
-    answers=32,
-    updates=2,
-    warmup=30,
-    lr=3e-3,
-    token_budget=640,
-)
+SIZES = {"largest": 2, "prompts": 8, "answers": 32, "updates": 2, "token_budget": 640}
+TINY = Options(cpu=True, steps=26, save_every=20, warmup=30, lr=3e-3, **SIZES)
 
 
 def _train(options: Options) -> int:
@@ -92,27 +84,21 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_reward_rises(trained: tuple[Options, list[int]]) -> None:
-    options, _ = trained
-    rewards = [metrics["reward"] for metrics in _metrics(options.output)]
+def test_the_reward_rises_and_tensorboard_has_what_is_logged(
+    trained: tuple[Options, list[int]],
+) -> None:
+    options, padding = trained
+    metrics = _metrics(options.output)
+    rewards = [of_step["reward"] for of_step in metrics]
     first, last = (sum(some) / len(some) for some in (rewards[:4], rewards[-4:]))
     assert first < 0.35
     assert last > 0.42
-
-
-def test_data_parallel_ranks_needed_padding(trained: tuple[Options, list[int]]) -> None:
-    _, padding = trained
-    assert padding[0] == padding[1] and padding[2] == padding[3]  # a pack is on two ranks
-    assert padding[0] + padding[2] > 0
-
-
-def test_tensorboard_has_what_is_logged(trained: tuple[Options, list[int]]) -> None:
-    options, _ = trained
-    metrics = _metrics(options.output)
     events = EventAccumulator(str(options.output / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {*metrics[0]} - {"step"}
-    shown = [event.value for event in events.Scalars("reward")]
-    assert shown == pytest.approx([m["reward"] for m in metrics])
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx(rewards)
+    # Data-parallel ranks needed padding.
+    assert padding[0] == padding[1] and padding[2] == padding[3]  # a pack is on two ranks
+    assert padding[0] + padding[2] > 0
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
@@ -128,20 +114,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert _leaves(whole) == _leaves(resumed)
 
 
-def _leaves(state: Any) -> list[Any]:
-    """All values in ``state``; tensors as bytes."""
-    if isinstance(state, torch.Tensor):
-        return [state.dtype, state.shape, state.numpy().tobytes()]
-    if isinstance(state, dict):
-        return [leaf for key in state for leaf in (key, *_leaves(state[key]))]
-    if isinstance(state, (list, tuple)):
-        return [leaf for value in state for leaf in _leaves(value)]
-    return [state]
+def _leaves(state: Any) -> tuple[list[Any], Any]:
+    """All values in ``state``, tensors as bytes; and its structure."""
+    leaves, structure = tree_flatten(state)
+    found = [(x.dtype, x.shape, x.numpy().tobytes()) if is_tensor(x) else x for x in leaves]
+    return found, structure
 
 
-def test_a_plot_of_several_runs_is_drawn(
-    trained: tuple[Options, list[int]], tmp_path: Path
-) -> None:
+def test_several_runs_are_plotted(trained: tuple[Options, list[int]], tmp_path: Path) -> None:
     from examples.grpo import plot
 
     options, _ = trained

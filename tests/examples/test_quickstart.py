@@ -1,4 +1,4 @@
-"""What `examples/quickstart.sh` runs: the training, in the shell's own flags, and the proof."""
+"""`examples/quickstart.sh` in its own flags: the training and the proof; and the custom loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.host, pytest.mark.slow]
+pytestmark = pytest.mark.host
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10
@@ -42,13 +42,10 @@ def quickstart_flags() -> list[str]:
     return shlex.split(found.group(1), comments=True)
 
 
-def losses(ranks: int, *flags: str) -> dict[str, list[float]]:
+def losses(ranks: int) -> dict[str, list[float]]:
     """Train for a few steps; the loss of every step, by the name that its progress line gives."""
-    run = torchrun(
-        ranks,
-        *("-m", "megatron_loss_agg", "--cpu", "examples/pretrain_gpt.py"),
-        *(*quickstart_flags(), "--train-iters", str(STEPS), "--eval-iters", "1", *flags),
-    )
+    command = ["-m", "megatron_loss_agg", "--cpu", "examples/pretrain_gpt.py", *quickstart_flags()]
+    run = torchrun(ranks, *command, "--train-iters", str(STEPS), "--eval-iters", "1")
     assert run.returncode == 0, run.stdout[-4000:]
     lines = re.findall(r"iteration +\d+/ .*", run.stdout)
     found: dict[str, list[float]] = {}
@@ -62,6 +59,7 @@ def trained() -> dict[str, list[float]]:
     return losses(4)
 
 
+@pytest.mark.slow
 def test_every_step_prints_both_losses_and_they_fall(trained: dict[str, list[float]]) -> None:
     assert set(trained) == {"lm loss", "prompt_mean loss"}
     for values in trained.values():
@@ -70,12 +68,22 @@ def test_every_step_prints_both_losses_and_they_fall(trained: dict[str, list[flo
         assert max(values[-3:]) < values[0] - 1.5
 
 
+@pytest.mark.slow
 def test_half_the_ranks_train_the_same_model(trained: dict[str, list[float]]) -> None:
     alone = losses(2)  # CP 2 x DP 1: the same packs in twice as many microbatches a rank
     for name, values in trained.items():
         assert alone[name] == pytest.approx(values, rel=1e-4)
 
 
+def test_the_custom_loop_proves_its_gradient() -> None:
+    run = torchrun(2, "examples/custom_loop.py", "--cpu")
+    assert run.returncode == 0, run.stdout[-4000:]
+    errors = re.findall(r"gradient error (\S+)", run.stdout)
+    assert len(errors) == 5
+    assert all(float(error) < 1e-12 for error in errors)
+
+
+@pytest.mark.slow
 def test_proof_holds_and_stock_averages_differ() -> None:
     run = torchrun(4, "examples/proof.py")
     assert run.returncode == 0, run.stdout[-4000:]
@@ -104,6 +112,7 @@ proof.host_gradients = spoiled
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", [WITHOUT_THE_HOOK, NAN])
 def test_proof_fails_when_the_gradient_is_wrong(tmp_path: Path, defect: str) -> None:
     script = tmp_path / "with_a_defect.py"

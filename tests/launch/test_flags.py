@@ -21,33 +21,23 @@ from megatron_loss_agg.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 FLAG = "--loss-aggregation"
-SCRIPT = "examples/pretrain_gpt.py"
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return parser.parse_args(arguments)
 
 
 def given(*arguments: str) -> LossAggregation | None:
-    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return flags.aggregation_from(parser.parse_args(arguments))
+    return flags.aggregation_from(parsed(*arguments))
 
 
 def test_the_flag_set_is_frozen() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
-    found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
-    assert found == {
-        "--loss-aggregation": ("loss_aggregation", None, None),
-        "--loss-aggregation-divisor": ("loss_aggregation_divisor", None, None),
-        "--loss-aggregation-empty": ("loss_aggregation_empty", None, None),
-        "--loss-aggregation-rejected": ("loss_aggregation_rejected", None, None),
-        "--loss-aggregation-function": ("loss_aggregation_function", None, None),
-        "--loss-aggregation-batch": ("loss_aggregation_batch", None, None),
-        "--loss-aggregation-empty-step": ("loss_aggregation_empty_step", None, None),
-        "--loss-aggregation-audit": ("loss_aggregation_audit", 0, False),
-    }
-    assert all(len(action.option_strings) == 1 for action in parser._actions)
-
-
-def test_without_flags_nothing_is_asked_for() -> None:
-    assert given() is None
-    assert flags.aggregation_from(argparse.Namespace()) is None
+    found = {tuple(a.option_strings): (a.dest, a.nargs, a.default) for a in parser._actions}
+    values = ("", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step")
+    expected = {(FLAG + x,): ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
+    assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
 
 
 @pytest.mark.parametrize("mode", sorted(MODES.keys() - {"constant", "custom"}))
@@ -63,7 +53,9 @@ def test_every_preset_is_a_value(name: str) -> None:
     assert given(FLAG, name, *divisor) == expected
 
 
-def test_options_reach_the_aggregation() -> None:
+def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None:
+    assert given() is None
+    assert flags.aggregation_from(argparse.Namespace()) is None
     constant = given(FLAG, "constant", f"{FLAG}-divisor", "7.5", f"{FLAG}-empty", "skip")
     assert constant == LossAggregation(mode="constant", divisor=7.5, empty="skip")
     custom = given(FLAG, "custom", f"{FLAG}-function", "json:dumps")
@@ -71,22 +63,21 @@ def test_options_reach_the_aggregation() -> None:
 
 
 def test_a_function_that_reads_batches_is_loaded() -> None:
-    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args = parser.parse_args([FLAG, "token_mean", f"{FLAG}-batch", "json:dumps"])
+    args = parsed(FLAG, "token_mean", f"{FLAG}-batch", "json:dumps")
     assert flags.read_batch_from(args) is json.dumps
     assert flags.aggregation_from(args) == LossAggregation(mode="token_mean")
-    assert flags.read_batch_from(parser.parse_args([FLAG, "token_mean"])) is None
+    assert flags.read_batch_from(parsed(FLAG, "token_mean")) is None
 
 
 def test_what_to_do_about_an_empty_step() -> None:
-    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    found = [
-        flags.empty_step_from(parser.parse_args([FLAG, "token_mean", *extra]))
-        for extra in ([], [f"{FLAG}-empty-step", "skip"], [f"{FLAG}-empty-step", "error"])
-    ]
-    assert found == ["step", "skip", "error"]
+    def found(*extra: str) -> str:
+        return flags.empty_step_from(parsed(FLAG, "token_mean", *extra))
+
+    assert found() == "step"
+    for choice in ("skip", "error"):
+        assert found(f"{FLAG}-empty-step", choice) == choice
     with pytest.raises(ModeError, match="-empty-step stop; expected one of error, skip, step"):
-        flags.empty_step_from(parser.parse_args([FLAG, "sum", f"{FLAG}-empty-step", "stop"]))
+        found(f"{FLAG}-empty-step", "stop")
     with pytest.raises(ModeError, match="--loss-aggregation-empty-step skip without"):
         given(f"{FLAG}-empty-step", "skip")
 
@@ -97,66 +88,49 @@ def test_a_preset_keeps_its_own_choice_unless_told(extra: tuple[str, ...], empty
     assert aggregation is not None and aggregation.empty == empty
 
 
-# Arguments after the script; the error's name, and what its text says: what was got, and what to
-# change.
-BAD_FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    f"{FLAG} bogus": ("ModeError", ("unknown mode 'bogus'", "expected one of token_mean, ")),
-    f"{FLAG}=": ("ModeError", ("unknown mode ''",)),
-    f"{FLAG} verl/bogus": ("ModeError", ("unknown preset 'verl/bogus'", "verl/token-mean")),
-    f"{FLAG} sample_mean {FLAG}-empty maybe": (
-        "ModeError",
-        ("empty='maybe'", "expected 'count' or 'skip'"),
+# Arguments after the script, with @ for --loss-aggregation; and what is said of them: the error's
+# name, what was got, and what to change.
+NO_MODE, NOT_FINITE = "without @;|give a mode, or drop", "a finite number > 0"
+CHOICE = "expected 'count' or 'skip'"
+BAD_FLAGS = {
+    "@ bogus": "ModeError|unknown mode 'bogus'|expected one of token_mean, ",
+    "@=": "ModeError|unknown mode ''",
+    "@ verl/bogus": "ModeError|unknown preset 'verl/bogus'|verl/token-mean",
+    "@ sample_mean @-empty maybe": f"ModeError|empty='maybe'|{CHOICE}",
+    "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
+    "@ sum @-empty-step=": "ModeError|expected one of error, skip, step",
+    "@-rejected skip": "ModeError|@-rejected skip without @|give a mode",
+    "@-divisor=": f"ModeError|-divisor  {NO_MODE}",
+    "@-divisor 3": f"ModeError|-divisor 3 {NO_MODE}",
+    "@-empty skip": f"ModeError|-empty skip {NO_MODE}",
+    "@-function json:dumps": f"ModeError|{NO_MODE}",
+    "@-batch json:dumps": f"ModeError|-batch json:dumps {NO_MODE}",
+    "@-audit": f"ModeError|@-audit {NO_MODE}",
+    "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
+    "@ trl/dr_grpo": "DivisorError|'trl/dr_grpo' needs a divisor|give one > 0",
+    "@ open-instruct/constant": "DivisorError|needs a divisor|give one > 0",
+    "@ constant @-divisor many": f"DivisorError|'many'|{NOT_FINITE}",
+    "@ constant @-divisor nan": f"DivisorError|nan|{NOT_FINITE}",
+    "@ constant @-divisor inf": f"DivisorError|inf|{NOT_FINITE}",
+    "@ constant @-divisor 0": f"DivisorError|0.0|{NOT_FINITE}",
+    "@ sum @-divisor -3": f"DivisorError|-3.0|{NOT_FINITE}",
+    "@ sum @-divisor 1e46": "DivisorError|1e+46|from 1e-37 to 1e+37",
+    "@ sum @-divisor 1e-40": "DivisorError|1e-40|from 1e-37 to 1e+37",
+    "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
+    "@ verl/token-mean @-divisor 3": "DivisorError|takes none|drop it",
+    "@ custom": "FunctionError|custom without @-function;|module:name",
+    "@ custom @-function json": "FunctionError|'json'|module:name",
+    "@ custom @-function :dumps": "FunctionError|':dumps'|module:name",
+    "@ custom @-function no_module:f": (
+        "FunctionError|cannot be loaded|No module named 'no_module'|PYTHONPATH"
     ),
-    f"{FLAG} sample_mean {FLAG}-rejected maybe": (
-        "ModeError",
-        ("rejected='maybe'", "expected 'count' or 'skip'"),
-    ),
-    f"{FLAG}-rejected skip": ("ModeError", (f"{FLAG}-rejected skip without {FLAG}", "give a mode")),
-    f"{FLAG} constant": ("DivisorError", ("'constant' needs a divisor", "give one > 0")),
-    f"{FLAG} trl/dr_grpo": ("DivisorError", ("'trl/dr_grpo' needs a divisor", "give one > 0")),
-    f"{FLAG} open-instruct/constant": ("DivisorError", ("needs a divisor", "give one > 0")),
-    f"{FLAG} constant {FLAG}-divisor many": ("DivisorError", ("'many'", "a finite number > 0")),
-    f"{FLAG} constant {FLAG}-divisor nan": ("DivisorError", ("nan", "a finite number > 0")),
-    f"{FLAG} constant {FLAG}-divisor inf": ("DivisorError", ("inf", "a finite number > 0")),
-    f"{FLAG} constant {FLAG}-divisor 0": ("DivisorError", ("0.0", "a finite number > 0")),
-    f"{FLAG} sum {FLAG}-divisor -3": ("DivisorError", ("-3.0", "a finite number > 0")),
-    f"{FLAG} sum {FLAG}-divisor 1e46": ("DivisorError", ("1e+46", "from 1e-37 to 1e+37")),
-    f"{FLAG} sum {FLAG}-divisor 1e-40": ("DivisorError", ("1e-40", "from 1e-37 to 1e+37")),
-    f"{FLAG} token_mean {FLAG}-divisor 3": (
-        "DivisorError",
-        ("divisor=3.0 with mode 'token_mean'", "drop it"),
-    ),
-    f"{FLAG} verl/token-mean {FLAG}-divisor 3": ("DivisorError", ("takes none", "drop it")),
-    f"{FLAG} custom": ("FunctionError", (f"custom without {FLAG}-function;", "module:name")),
-    f"{FLAG} custom {FLAG}-function json": ("FunctionError", ("'json'", "module:name")),
-    f"{FLAG} custom {FLAG}-function :dumps": ("FunctionError", ("':dumps'", "module:name")),
-    f"{FLAG} custom {FLAG}-function no_module:f": (
-        "FunctionError",
-        ("cannot be loaded", "No module named 'no_module'", "PYTHONPATH"),
-    ),
-    f"{FLAG} custom {FLAG}-function json:no_function": (
-        "FunctionError",
-        ("cannot be loaded", "no_function", "PYTHONPATH"),
-    ),
-    f"{FLAG} custom {FLAG}-function json:__name__": ("FunctionError", ("is not callable",)),
-    f"{FLAG} sum {FLAG}-function json:dumps": ("FunctionError", ("only 'custom' takes one",)),
-    f"{FLAG} trl/dapo {FLAG}-function json:dumps": (
-        "FunctionError",
-        ("preset 'trl/dapo'", "only 'custom' takes one"),
-    ),
-    f"{FLAG} sum {FLAG}-batch json": ("FunctionError", (f"{FLAG}-batch 'json'", "module:name")),
-    f"{FLAG} sum {FLAG}-batch no_module:f": (
-        "FunctionError",
-        (f"{FLAG}-batch 'no_module:f'", "cannot be loaded", "PYTHONPATH"),
-    ),
-    f"{FLAG} sum {FLAG}-batch json:__name__": ("FunctionError", ("is not callable",)),
-    f"{FLAG}-divisor=": ("ModeError", (f"-divisor  without {FLAG};", "give a mode, or drop")),
-    f"{FLAG} sum {FLAG}-empty-step=": ("ModeError", ("expected one of error, skip, step",)),
-    f"{FLAG}-divisor 3": ("ModeError", (f"-divisor 3 without {FLAG};", "give a mode, or drop")),
-    f"{FLAG}-empty skip": ("ModeError", (f"-empty skip without {FLAG};", "give a mode, or drop")),
-    f"{FLAG}-function json:dumps": ("ModeError", (f"without {FLAG};", "give a mode, or drop")),
-    f"{FLAG}-batch json:dumps": ("ModeError", (f"-batch json:dumps without {FLAG};", "give a")),
-    f"{FLAG}-audit": ("ModeError", (f"{FLAG}-audit without {FLAG};", "give a mode, or drop")),
+    "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
+    "@ custom @-function json:__name__": "FunctionError|is not callable",
+    "@ sum @-function json:dumps": "FunctionError|only 'custom' takes one",
+    "@ trl/dapo @-function json:dumps": "FunctionError|preset 'trl/dapo'|only 'custom' takes one",
+    "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
+    "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
+    "@ sum @-batch json:__name__": "FunctionError|is not callable",
 }
 
 STARTS = """
@@ -172,10 +146,14 @@ print(json.dumps(results))
 """
 
 
+def bad_start(arguments: str) -> str:
+    return f"examples/pretrain_gpt.py --train-iters 1 {arguments.replace('@', FLAG)}"
+
+
 @functools.cache
 def starts() -> dict[str, tuple[int, str, str, bool]]:
     """Each start's exit code, stdout and stderr, and whether Megatron was imported by then."""
-    lines = [f"{SCRIPT} --train-iters 1 {arguments}" for arguments in BAD_FLAGS]
+    lines = [bad_start(arguments) for arguments in BAD_FLAGS]
     lines += ["", "--cpu", "-h", "--help", "--cpu -h", "--gpu script.py", "missing.py"]
     command = [sys.executable, "-c", STARTS, *lines]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -184,10 +162,9 @@ def starts() -> dict[str, tuple[int, str, str, bool]]:
 
 @pytest.mark.parametrize("arguments", BAD_FLAGS)
 def test_a_bad_flag_stops_the_start_with_one_line(arguments: str) -> None:
-    code, said, complained, imported = starts()[f"{SCRIPT} --train-iters 1 {arguments}"]
-    name, texts = BAD_FLAGS[arguments]
-    assert code == 2
-    assert said == ""
+    code, said, complained, imported = starts()[bad_start(arguments)]
+    name, *texts = BAD_FLAGS[arguments].replace("@", FLAG).split("|")
+    assert (code, said) == (2, "")
     assert complained.startswith(f"megatron_loss_agg: {name}: ")
     assert complained.count("\n") == 1 and complained.endswith("\n")
     for text in texts:
@@ -207,18 +184,14 @@ def test_a_start_without_a_script_shows_the_usage(line: str, code: int) -> None:
         assert f"{flag} " in said or f"{flag}]" in said
 
 
-def test_a_flag_in_the_place_of_the_script_is_refused() -> None:
+def test_a_start_with_something_else_than_a_script_is_refused() -> None:
     code, _, complained, _ = starts()["--gpu script.py"]
     assert code == 2
     assert "'--gpu' before the script" in complained
-
-
-def test_a_script_that_is_not_there_is_named() -> None:
     code, _, complained, imported = starts()["missing.py"]
-    assert code == 2
+    assert (code, imported) == (2, False)
     assert complained.startswith("megatron_loss_agg: InputError: 'missing.py' is not a file")
     assert complained.count("\n") == 1
-    assert not imported
 
 
 def test_the_command_itself_stops_before_megatron_is_imported(tmp_path: Path) -> None:

@@ -24,37 +24,42 @@ REFUSED: dict[str, Any] = {
 }
 
 
+# Added to the flags in turn.
+CASES: dict[str, dict[str, Any]] = {
+    "": {},
+    " with a reader": {"loss_aggregation_batch": "json:dumps"},
+    " over two ranks": {"context_parallel_size": 2},
+}
+
+
 def _functions() -> dict[tuple[str, str], Any]:
     """Everything that Megatron's modules define."""
     modules = [(n, m) for n, m in sys.modules.items() if n == "megatron" or n[:9] == "megatron."]
     return {(n, key): value for n, module in modules for key, value in vars(module).items()}
 
 
-def seams_on_host() -> dict[str, Any]:
-    """One rank: facts by the names that the tests below ask for."""
-    from megatron.core import parallel_state
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def has_flags() -> bool:
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    return hasattr(parser.parse_known_args([])[0], "loss_aggregation")
+
+
+def what_is_wrapped() -> dict[str, Any]:
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-    from megatron.training import arguments, training
-    from megatron.training.global_vars import set_args
+    from megatron.training import training
 
-    from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.install import hook_from_args, install
-
-    parallel_state.initialize_model_parallel()
-
-    def has_flags() -> bool:
-        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-        return hasattr(parser.parse_known_args([])[0], "loss_aggregation")
-
-    def error_of(call: Any) -> str:
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "none"
+    from megatron_loss_agg.mcore.install import install
 
     facts: dict[str, Any] = {}
-    set_args(argparse.Namespace())
     before = _functions()
 
     def changed() -> list[tuple[str, str]]:
@@ -62,53 +67,63 @@ def seams_on_host() -> dict[str, Any]:
         return sorted(key for key in before if now.get(key) is not before[key])
 
     uninstall = install()
-    facts["wrapped"] = changed()
-    facts["flags"] = has_flags()
-
+    facts["wrapped"], facts["flags"] = changed(), has_flags()
     schedule = training.get_forward_backward_func()
     facts["without the flag"] = schedule is forward_backward_no_pipelining
     uninstall()
-    facts["left"] = changed()
-    facts["flags left"] = has_flags()
+    facts["left"], facts["flags left"] = changed(), has_flags()
 
     uninstall = install()
     before = _functions()
     uninstall_again = install()
-    facts["wrapped again"] = changed()
-    facts["flags again"] = has_flags()
+    facts["wrapped again"], facts["flags again"] = changed(), has_flags()
     uninstall_again()
     facts["left by the second"] = changed()
     uninstall()
+    return facts
 
+
+def what_is_refused() -> dict[str, Any]:
+    from megatron.training import arguments, training
+    from megatron.training.global_vars import set_args
+
+    from megatron_loss_agg.mcore import flags
+    from megatron_loss_agg.mcore.install import hook_from_args, install
+
+    facts: dict[str, Any] = {}
     for name, value in REFUSED.items():
-        uninstall = install()
-        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        parser = flags.add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
         args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
         setattr(args, name, value)
         set_args(args)
-        facts[name] = error_of(training.get_forward_backward_func)
-        facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
-        args.loss_aggregation_batch = "json:dumps"
-        uninstall()
-        uninstall = install()
-        facts[f"{name} with a reader"] = error_of(training.get_forward_backward_func)
-        args.context_parallel_size = 2
-        uninstall()
-        uninstall = install()
-        facts[f"{name} over two ranks"] = error_of(training.get_forward_backward_func)
-        uninstall()
-
-    args, _ = flags.add_arguments(argparse.ArgumentParser()).parse_known_args(
-        ["--loss-aggregation", "token_mean"]
-    )
-    facts["SFT"] = []
+        for case, change in CASES.items():
+            vars(args).update(change)
+            uninstall = install()
+            facts[name + case] = error_of(training.get_forward_backward_func)
+            if not change:
+                facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
+            uninstall()
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
     for args.sft in (False, True):
-        facts["SFT"].append(hook_from_args(args).evaluates_by_microbatch)
+        facts[f"SFT {args.sft}"] = hook_from_args(args).evaluates_by_microbatch
+    return facts
 
-    add_arguments, get_schedule = (
-        arguments.add_megatron_arguments,
-        training.get_forward_backward_func,
-    )
+
+def seams_on_host() -> dict[str, Any]:
+    """One rank: facts by the names that the tests below ask for."""
+    from megatron.core import parallel_state
+    from megatron.training import arguments, training
+    from megatron.training.global_vars import set_args
+
+    from megatron_loss_agg.mcore.install import install
+
+    parallel_state.initialize_model_parallel()
+    set_args(argparse.Namespace())
+    facts = what_is_wrapped() | what_is_refused()
+    # At last, a host with other seams.
+    add_arguments = arguments.add_megatron_arguments
+    get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
     facts["missing"] = error_of(install)
     facts["untouched"] = arguments.add_megatron_arguments is add_arguments
@@ -124,22 +139,18 @@ def seams() -> dict[str, Any]:
     return run_host_ranks(seams_on_host, 1)[0]
 
 
-def test_three_public_functions_are_wrapped_and_no_more() -> None:
+def test_three_public_functions_are_wrapped_and_restored() -> None:
     assert seams()["wrapped"] == [
         ("megatron.training.arguments", "add_megatron_arguments"),
         ("megatron.training.training", "get_forward_backward_func"),
         ("megatron.training.training", "setup_model_and_optimizer"),
     ]
-    assert seams()["flags"]
-
-
-def test_uninstalling_restores_every_function() -> None:
-    assert seams()["left"] == []
-    assert not seams()["flags left"]
-
-
-def test_without_the_flag_the_schedule_is_the_hosts_own() -> None:
+    assert (seams()["left"], seams()["flags"], seams()["flags left"]) == ([], True, False)
+    # Without the flag, the schedule is the host's own.
     assert seams()["without the flag"]
+    # A second install, as by the launcher before a script that has the patch, changes nothing.
+    assert seams()["wrapped again"] == seams()["left by the second"] == []
+    assert seams()["flags again"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -149,24 +160,15 @@ def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
     assert re.search("drop|choose", seams()[name])
     # Before the model is built, which takes long.
     assert seams()[f"{name} at the start"] == seams()[name]
-
-
-def test_a_second_install_changes_nothing() -> None:
-    # As with the launcher in front of a script that has the patch applied.
-    assert seams()["wrapped again"] == seams()["left by the second"] == []
-    assert seams()["flags again"]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_only_the_rl_loop_is_let_in_by_a_function_that_reads_its_batches(name: str) -> None:
-    error = seams()[f"{name} with a reader"]
-    assert error == "none" if name == "perform_rl_step" else error == seams()[name]
-    assert ("--loss-aggregation-batch" in seams()[name]) == (name == "perform_rl_step")
+    # The RL loop alone is let in by a function that reads its batches.
+    is_rl = name == "perform_rl_step"
+    assert ("--loss-aggregation-batch" in seams()[name]) == is_rl
+    assert seams()[f"{name} with a reader"] == ("none" if is_rl else seams()[name])
 
 
 def test_evaluations_of_sft_are_known() -> None:
     # Megatron's evaluation divides every microbatch's report then.
-    assert seams()["SFT"] == [False, True]
+    assert (seams()["SFT False"], seams()["SFT True"]) == (False, True)
 
 
 def test_the_rl_loop_is_refused_with_context_parallelism() -> None:
@@ -174,20 +176,19 @@ def test_the_rl_loop_is_refused_with_context_parallelism() -> None:
     assert error.startswith("HostError: --perform-rl-step with --context-parallel-size > 1: ")
 
 
-@pytest.mark.parametrize(
-    "case, what",
-    [
-        ("missing", "megatron.training.training has no get_forward_backward_func"),
-        (
-            "other parameters",
-            "megatron.training.arguments.add_megatron_arguments takes ['group', 'parser']",
-        ),
-    ],
-)
-def test_a_host_with_other_seams_is_refused_by_name_and_version(case: str, what: str) -> None:
+OTHER_SEAMS = {
+    "missing": "megatron.training.training has no get_forward_backward_func",
+    "other parameters": (
+        "megatron.training.arguments.add_megatron_arguments takes ['group', 'parser']"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SEAMS)
+def test_a_host_with_other_seams_is_refused_by_name_and_version(case: str) -> None:
     error = seams()[case]
     # The host adds the commit of the checkout that it runs in to its version.
     assert error.startswith(f"HostError: megatron-core {version('megatron-core')}")
-    assert f": {what}; " in error
+    assert f": {OTHER_SEAMS[case]}; " in error
     assert "expected the seams of Megatron-Core" in error
     assert seams()["untouched"]

@@ -19,30 +19,16 @@ pytestmark = pytest.mark.host
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
 ITERATIONS = 3
-FLAGS = {
-    "--num-layers": "1",
-    "--hidden-size": "16",
-    "--ffn-hidden-size": "32",
-    "--num-attention-heads": "2",
-    "--position-embedding-type": "rope",
-    "--attention-dropout": "0",
-    "--hidden-dropout": "0",
-    "--seq-length": "256",
-    "--max-position-embeddings": "256",
-    "--micro-batch-size": "1",
-    "--global-batch-size": "4",
-    "--train-iters": str(ITERATIONS),
-    "--lr": "5e-3",
-    "--lr-decay-style": "constant",
-    "--eval-interval": str(ITERATIONS),
-    "--eval-iters": "1",
-    "--log-interval": "1",
-    "--logging-level": "40",
-    "--save-interval": str(ITERATIONS),
-    "--ckpt-format": "torch",
-    # As --cpu sets them: here the script also starts without the plugin.
-    **CPU_FLAGS,
-}
+FLAGS = f"""
+    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 4
+    --train-iters {ITERATIONS} --lr 5e-3 --lr-decay-style constant
+    --eval-interval {ITERATIONS} --eval-iters 1 --log-interval 1 --logging-level 40
+    --save-interval {ITERATIONS} --ckpt-format torch
+""".split()
+# As --cpu sets them: here the script also starts without the plugin.
+FLAGS += [part for pair in CPU_FLAGS.items() for part in pair if part is not None]
 # The same stand-ins for a GPU, and nothing else of the plugin.
 WITHOUT_PLUGIN = """
 import runpy, sys
@@ -83,11 +69,10 @@ def runs(folder: Path) -> dict[str, Run]:
 
 def start(starter: list[str], extra: list[str], save: Path) -> Run:
     """Two data-parallel ranks by torchrun, which log to a file each: lines never mix."""
-    flags = [part for pair in FLAGS.items() for part in pair if part is not None]
     logs = save.with_suffix(".logs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--tee", "3", "--log-dir", str(logs)]
-    command += [*starter, str(SCRIPT), *flags, *extra]
+    command += [*starter, str(SCRIPT), *FLAGS, *extra]
     done = subprocess.run(
         [*command, "--save", str(save)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -121,40 +106,39 @@ def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
 
 
-def launched(script: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The launcher in front of ``script``, which is to be ``text``; on one rank."""
-    script.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_loss_agg", str(script), *arguments],
+def launched(folder: Path, text: str, *arguments: str) -> tuple[int, str, str]:
+    """The launcher in front of a script of this text, on one rank: exit code, stdout, stderr."""
+    (folder / "script.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_loss_agg", str(folder / "script.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_without_cpu_nothing_stands_in_for_a_gpu(tmp_path: Path) -> None:
-    text = (
-        "import sys, torch\n"
-        "print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])\n"
-        "print(torch.cuda.current_stream.__module__, sys.argv[1:])\n"
-    )
-    done = launched(tmp_path / "script.py", text, "--flag")
-    assert done.stdout.splitlines() == ["[]", "torch.cuda ['--flag']"], done.stderr[-2000:]
+FAILS = """
+import sys, torch
+print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
+print(torch.cuda.current_stream.__module__, sys.argv[1:])
+from megatron_loss_agg.errors import MaskError
+def train():
+    raise MaskError('step 1000')
+train()
+"""
 
 
-def test_an_error_of_the_training_keeps_its_traceback(tmp_path: Path) -> None:
-    text = (
-        "from megatron_loss_agg.errors import MaskError\n"
-        "def train():\n"
-        "    raise MaskError('step 1000')\n"
-        "train()\n"
-    )
-    done = launched(tmp_path / "script.py", text, "--loss-aggregation", "token_mean")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert f'File "{tmp_path / "script.py"}", line 3, in train' in done.stderr
-    assert done.stderr.endswith("MaskError: step 1000\n")
+def test_the_script_runs_as_itself_and_its_errors_keep_their_traceback(tmp_path: Path) -> None:
+    flags = ("--flag", "--loss-aggregation", "token_mean")
+    code, said, complained = launched(tmp_path, FAILS, *flags)
+    # Without --cpu, nothing stands in for a GPU.
+    assert said.splitlines() == ["[]", f"torch.cuda {[*flags]}"], complained[-2000:]
+    assert code == 1
+    assert "Traceback" in complained
+    assert f'File "{tmp_path / "script.py"}", line 7, in train' in complained
+    assert complained.endswith("MaskError: step 1000\n")
 
 
 # What Megatron's `pretrain` does first.
@@ -169,14 +153,12 @@ training.setup_model_and_optimizer(None, None)
 """
 
 
-def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(
-    tmp_path: Path,
-) -> None:
+def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(tmp_path: Path) -> None:
     flags = ("--loss-aggregation", "token_mean", "--cuda-graph-impl", "full_iteration")
-    done = launched(tmp_path / "script.py", PARSES_AND_BUILDS, *flags)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("megatron_loss_agg: "))
+    code, _, complained = launched(tmp_path, PARSES_AND_BUILDS, *flags)
+    assert code == 2
+    assert "Traceback" not in complained
+    (line,) = (line for line in complained.splitlines() if line.startswith("megatron_loss_agg: "))
     assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration ")
 
 
@@ -192,7 +174,7 @@ def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
     assert [name for name, t in expected.items() if not torch.equal(t, found[name])] == []
 
 
-def test_with_the_flag_the_script_trains_on_the_mode(runs: dict[str, Run]) -> None:
+def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[str, Run]) -> None:
     logged, saved = runs["without the plugin"]
     aggregated_logged, aggregated_saved = runs["with the flag"]
     steps = [line for line in aggregated_logged if re.search(r"iteration +\d+/", line)]
@@ -202,14 +184,11 @@ def test_with_the_flag_the_script_trains_on_the_mode(runs: dict[str, Run]) -> No
     first = [float(re.findall(r"lm loss: (\S+)", lines[0])[0]) for lines in (logged, steps)]
     assert first[1] == pytest.approx(first[0], rel=1e-6)
     assert any("prompt_mean loss value: " in line for line in aggregated_logged)  # evaluation
-    weights, aggregated = tensors(saved["model"]), tensors(aggregated_saved["model"])
-    assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())
-
-
-def test_the_audit_is_printed_when_asked_for(runs: dict[str, Run]) -> None:
-    (line,) = (line for line in runs["with the flag"][0] if "audit" in line)
+    (line,) = (line for line in aggregated_logged if "audit" in line)
     assert "gradients are 1.000000 of the planned ones" in line
     assert not any("audit" in line for line in runs["without the flag"][0])
+    weights, aggregated = tensors(saved["model"]), tensors(aggregated_saved["model"])
+    assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())
 
 
 def test_a_skipped_step_leaves_weights_and_optimizer_untouched(

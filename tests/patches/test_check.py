@@ -46,22 +46,16 @@ def test_a_patch_fits_then_is_applied(patch: Path, tmp_path: Path) -> None:
     assert "install()" in (path / "pretrain_gpt.py").read_text()
 
 
-def test_a_changed_script_is_said_not_to_fit(tmp_path: Path) -> None:
-    path = checkout(tmp_path / "checkout", PATCHES[0], PATCHES[0].stem.removeprefix("core_v"))
-    (path / "pretrain_gpt.py").write_text("main()\n")
-    code, text = check(path)
-    assert code == 1
-    assert "does not fit" in text
-
-
-def test_an_unknown_release_is_said_to_have_none(tmp_path: Path) -> None:
-    path = checkout(tmp_path / "checkout", PATCHES[0], "0.13.0")
-    code, text = check(path)
-    assert code == 1
-    assert "no patch for this release" in text
-
-
-def test_another_folder_is_no_checkout(tmp_path: Path) -> None:
-    code, text = check(tmp_path)
-    assert code == 1
-    assert "not a Megatron-LM checkout" in text
+def test_what_no_patch_fits_is_said(tmp_path: Path) -> None:
+    version = PATCHES[0].stem.removeprefix("core_v")
+    changed = checkout(tmp_path / "changed", PATCHES[0], version)
+    (changed / "pretrain_gpt.py").write_text("main()\n")
+    unknown = checkout(tmp_path / "unknown", PATCHES[0], "0.13.0")
+    for path, said in (
+        (changed, "does not fit"),
+        (unknown, "no patch for this release"),
+        (tmp_path, "not a Megatron-LM checkout"),
+    ):
+        code, text = check(path)
+        assert code == 1
+        assert said in text

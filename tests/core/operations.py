@@ -1,0 +1,33 @@
+"""What calls do to tensors, by the name of each operation: tests count, and need not time."""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
+VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that the calls inside made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def collectives(self) -> list[str]:
+        return [name for name in self.names if name.startswith("c10d::")]
+
+    @property
+    def but_views(self) -> int:
+        return sum(name not in VIEWS for name in self.names)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waited for the device."""
+        return not WAITS.isdisjoint(self.names)
