@@ -41,6 +41,21 @@ from tests.host.steps import VOCAB, Sequence
 
 Model = DistributedDataParallel | list[DistributedDataParallel]  # its chunks under interleaving
 
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "use_cpu_initialization": True,
+    "moe_token_dispatcher_type": "alltoall",  # required with microbatches of unequal size
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "attention_softmax_in_fp32": False,
+    "finalize_model_grads_func": finalize_model_grads,
+}
+
 
 class KeepDouble(TorchFunctionMode):
     """Keeps fp64 where Megatron casts to fp32: in its router's softmax and its cross entropy."""
@@ -80,23 +95,12 @@ def build(
     """
     torch.set_default_dtype(dtype)
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    settings: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "use_cpu_initialization": True,
+    settings = {
+        **SETTINGS,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "variable_seq_lengths": pipelined,  # microbatches are of unequal size here
-        "moe_token_dispatcher_type": "alltoall",  # required with that
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "attention_softmax_in_fp32": False,
         "calculate_per_token_loss": per_token,
-        "finalize_model_grads_func": finalize_model_grads,
         **_parallel_sizes(),
         **config,
     }

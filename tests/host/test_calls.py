@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_loss_agg import Microbatch
-from tests.core.ranks import Collectives
+from tests.core.operations import Operations
 from tests.host.harness import (
     CP2,
     EP2,
@@ -239,10 +239,10 @@ def forward_only(cp: int, wanted: float) -> dict[str, Any]:
         return output, collect
 
     options = {"forward_step_func": forward_step, "forward_only": True}
-    with Collectives() as ours:
+    with Operations() as ours:
         reports = gpt.run_step(hook, model, data, N_MB, **options)
     first, left = left, []
-    with Collectives() as stock:
+    with Operations() as stock:
         gpt.run_step(None, model, Counted(), N_MB, **options)
     evaluated = gpt.run_step(hook, model, batches(PLACES[1][0], "thd"), N_MB, forward_only=True)
     total = torch.stack([report["sample_mean loss"] for report in evaluated]).sum(dim=0)
@@ -250,7 +250,7 @@ def forward_only(cp: int, wanted: float) -> dict[str, Any]:
     return {
         "names": [list(report) for report in reports],
         "left": first,
-        "same collectives": ours.names == stock.names,
+        "same collectives": ours.collectives == stock.collectives,
         "evaluated": abs(float(total[0] / total[1]) / wanted - 1),
     }
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.host.harness import run_host_ranks
 
+pytestmark = pytest.mark.host
+
 HEADS, GROUPS, DIM, BATCH = 4, 2, 3, 2
 # Padded to multiples of 8 = 2 * the largest context-parallel size.
 LENGTHS, PADDED = [5, 16, 1, 9], [8, 16, 8, 16]
@@ -19,15 +21,13 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-13}
 
 def attention(cp: int, **config: Any) -> Any:
     """What the local layer specification builds, in fp64."""
-    from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(context_parallel_size=cp)
-        model_parallel_cuda_manual_seed(1)
+    from tests.host import gpt
+
+    gpt.initialize(cp)
     torch.set_default_dtype(torch.float64)
     settings = {
         "num_layers": 1,
@@ -79,20 +79,17 @@ def whole(cp: int, mask: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     return got, [layout.shard(x, dim=0) for x in expected]
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("cp", [2, 4])
 def test_whole_sequences(cp: int) -> None:
     for got, expected in run_host_ranks(whole, cp, cp, None):
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-@pytest.mark.host
 def test_groups_that_do_not_begin_at_rank_0() -> None:
     for got, expected in run_host_ranks(whole, 4, 2, None):
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-@pytest.mark.host
 def test_a_mask_from_the_data_is_kept() -> None:
     """As with --reset-attention-mask: documents that end at 11 and 20."""
     document = torch.searchsorted(torch.tensor([11, 20]), torch.arange(32), right=True)
@@ -134,7 +131,6 @@ def packed(cp: int, causal: bool) -> tuple[list[Tensor], list[Tensor]]:
     return [x.view(y.shape) for x, y in zip(got, expected, strict=True)], expected
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_packed_sequences(cp: int, causal: bool) -> None:
@@ -157,49 +153,47 @@ def alone_in_a_larger_group() -> bool:
     return torch.equal(out[[0, 7], 0], seen[[0, 7]])
 
 
-@pytest.mark.host
 def test_a_batch_may_have_its_own_group() -> None:
     assert run_host_ranks(alone_in_a_larger_group, 2) == [True, True]
 
 
-def refused(real: list[int], padded: list[int], kind: str, config: dict[str, Any]) -> str:
+# Offsets of 16 tokens, the padded ones, the kind of mask and the configuration; and the error. A
+# causal query never sees the padding, so the real offsets are needed without causality alone.
+REFUSED: list[tuple[list[int], list[int], str, dict[str, Any], str]] = [
+    (
+        *([0, 12], [0, 12], "causal", {}),
+        "got 16 tokens on context-parallel rank 0 of 1; expected 12 by the sequence offsets, which "
+        "end at 12: let them cover every token, padding included",
+    ),
+    (
+        *([0, 16], [0, 16], "causal", {"window_size": (4, 0)}),
+        "got a sliding window (--window-size) with context parallelism or packed",
+    ),
+    (*([0, 5], [0, 8, 16], "padding", {}), "got 2 offsets and 3 padded ones; expected as many"),
+]
+
+
+def refusals() -> list[str]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_loss_agg import AggregationError
 
-    attend = attention(1, **config)
-    q, q_padded = torch.tensor(real), torch.tensor(padded)
-    params = PackedSeqParams("thd", q, q, q_padded, q_padded, 16, 16)
-    *qkv, _ = (x.squeeze(1) for x in inputs(16, 1))
-    with pytest.raises(AggregationError) as error:
-        attend(*qkv, None, AttnMaskType[kind], packed_seq_params=params)
-    return str(error.value)
+    errors = []
+    for real, padded, kind, config, _ in REFUSED:
+        q, q_padded = torch.tensor(real), torch.tensor(padded)
+        params = PackedSeqParams("thd", q, q, q_padded, q_padded, 16, 16)
+        *qkv, _ = (x.squeeze(1) for x in inputs(16, 1))
+        with pytest.raises(AggregationError) as error:
+            attention(1, **config)(*qkv, None, AttnMaskType[kind], packed_seq_params=params)
+        errors.append(str(error.value))
+    return errors
 
 
-@pytest.mark.host
-def test_offsets_must_cover_all_tokens() -> None:
-    assert run_host_ranks(refused, 1, [0, 12], [0, 12], "causal", {}) == [
-        "got 16 tokens on context-parallel rank 0 of 1; expected 12 by the sequence offsets, which "
-        "end at 12: they must cover every token, including padding"
-    ]
-
-
-@pytest.mark.host
-def test_a_sliding_window_is_refused_where_it_would_be_ignored() -> None:
-    window = {"window_size": (4, 0)}
-    (error,) = run_host_ranks(refused, 1, [0, 16], [0, 16], "causal", window)
-    assert error.startswith(
-        "got a sliding window (--window-size) with context parallelism or packed"
-    )
-
-
-@pytest.mark.host
-def test_sequences_whose_length_is_unknown_are_refused() -> None:
-    # A causal query never sees the padding, so there the real offsets are not needed.
-    assert run_host_ranks(refused, 1, [0, 5], [0, 8, 16], "padding", {}) == [
-        "got 2 offsets and 3 padded; expected equal numbers"
-    ]
+def test_what_would_be_ignored_or_is_not_known_is_refused() -> None:
+    (errors,) = run_host_ranks(refusals, 1)
+    for error, (*_, text) in zip(errors, REFUSED, strict=True):
+        assert error.startswith(text)
 
 
 def stock() -> bool:
@@ -211,6 +205,5 @@ def stock() -> bool:
     return torch.equal(attend(*qkv, None), DotProductAttention.forward(attend, *qkv, None))
 
 
-@pytest.mark.host
 def test_nothing_changes_without_need() -> None:
     assert run_host_ranks(stock, 1) == [True]

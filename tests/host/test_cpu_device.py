@@ -90,63 +90,35 @@ def test_events_tell_the_time() -> None:
     run_host_ranks(events, 1)
 
 
-def model(tp: int, dtype: torch.dtype) -> Any:
-    """Decoder of a tiny GPT, with equal weights whatever the tensor-parallel size."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
+def trained(tp: int, dtype: torch.dtype, **options: Any) -> Any:
+    """The decoder of the tiny GPT in DDP, after one backward pass on the same data."""
+    from megatron.core.distributed import finalize_model_grads
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-    )
-    return GPTModel(config, get_gpt_layer_local_spec(), 16, 8, post_process=False)
+    from tests.host import gpt
 
-
-def data_parallel(module: Any, **options: Any) -> Any:
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **options)
-    ddp = DistributedDataParallel(module.config, settings, module)
+    gpt.initialize(tensor_model_parallel_size=tp)
+    module = gpt.build(dtype, sequence_parallel=tp > 1)
+    module.post_process = False  # hidden states, and no logits
+    ddp = gpt.data_parallel(module, **options)
     ddp.zero_grad_buffer()
     tokens = torch.arange(8).unsqueeze(0)
     out = ddp(tokens, tokens, None)
-    torch.manual_seed(7)
-    weight = torch.randn(8, 1, 8)
-    if module.config.sequence_parallel:
+    weight = torch.randn(8, 1, 16, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    if tp > 1:
         weight = weight.chunk(2)[torch.distributed.get_rank()]
-    (out * weight).sum().backward()
+    (out * weight.to(dtype)).sum().backward()
     finalize_model_grads([ddp])
     return ddp
 
 
 def norm_gradients(tp: int) -> dict[str, Tensor]:
-    ddp = data_parallel(model(tp, torch.float64))
+    ddp = trained(tp, torch.float64)
     return {n: p.main_grad for n, p in ddp.module.named_parameters() if "norm" in n}
 
 
 def test_norms_under_sequence_parallelism() -> None:
     [expected] = run_host_ranks(norm_gradients, 1, 1)
-    assert len(expected) == 4  # weight and bias of two norms
+    assert len(expected) == 10  # weight and bias of two norms a layer, and of the last one
     for got in run_host_ranks(norm_gradients, 2, 2):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
@@ -155,7 +127,7 @@ def optimized(distributed: bool) -> tuple[float, list[Tensor]]:
     """Norm of the gradient, and the parameters after one step of Adam, clipped to a norm of 1."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    ddp = data_parallel(model(1, torch.float32), use_distributed_optimizer=distributed)
+    ddp = trained(1, torch.float32, use_distributed_optimizer=distributed)
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.5,

@@ -15,45 +15,46 @@ from tests.host.steps import Counted, aggregation
 pytestmark = pytest.mark.host
 
 
+def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
+    """As in pretrain_gpt.py under ``--check-for-spiky-loss``."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    from tests.host import gpt
+
+    machine = get_rerun_state_machine()
+    loss, *others = gpt.stock_loss_func(loss_mask, output)
+    machine.validate_result(
+        result=loss,
+        rejection_func=functools.partial(
+            machine.is_unexpectedly_large, threshold=100, context="loss", num_samples=1
+        ),
+        message="Spiky loss",
+        tolerance=0.0,
+        fatal=False,
+    )
+    return loss, *others
+
+
 def gradients_on_host() -> dict[str, list[Tensor]]:
     """Every rank, DP 2: the gradients of each run of two usual steps and of a spiky one."""
-    from megatron.core import parallel_state
-    from megatron.core.rerun_state_machine import (
-        RerunDataIterator,
-        RerunMode,
-        get_rerun_state_machine,
-        initialize_rerun_state_machine,
-    )
+    from megatron.core import parallel_state, rerun_state_machine
 
     from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize()
     ddp = gpt.ddp_model()
-    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    machine = get_rerun_state_machine()
-    data = RerunDataIterator(Counted(parallel_state.get_data_parallel_rank()))
+    validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.initialize_rerun_state_machine(mode=validates)
+    machine = rerun_state_machine.get_rerun_state_machine()
+    source = Counted(parallel_state.get_data_parallel_rank())
+    data = rerun_state_machine.RerunDataIterator(source)
     hook = LossHook(aggregation("prompt_mean"))
-    is_spiky = functools.partial(
-        machine.is_unexpectedly_large, threshold=100, context="loss", num_samples=1
-    )
-
-    def loss_func(loss_mask: Tensor, output: Tensor) -> Any:
-        """As in pretrain_gpt.py under ``--check-for-spiky-loss``."""
-        loss, *others = gpt.stock_loss_func(loss_mask, output)
-        machine.validate_result(
-            result=loss,
-            rejection_func=is_spiky,
-            message="Spiky loss",
-            tolerance=0.0,
-            fatal=False,
-        )
-        return loss, *others
 
     def step(scale: float) -> list[Tensor]:
         def forward_step(iterator: Any, model: Any) -> Any:
             losses, stock = gpt.forward_step(iterator, model)
-            return losses * scale, functools.partial(loss_func, *stock.args)
+            return losses * scale, functools.partial(judged_loss, *stock.args)
 
         found = []
         while machine.should_run_forward_backward(data):

@@ -1,0 +1,125 @@
+"""What users' scripts do with masks, losses, models and schedules, right and wrong.
+
+The loss functions are made of the stock one and its mask, see `gpt.forward_step_with`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.host.steps import Counted
+
+
+def without_mask(stock: Any, mask: Tensor) -> Any:
+    return lambda output: stock(mask, output)
+
+
+def with_keyword(stock: Any, mask: Tensor) -> Any:
+    return functools.partial(lambda output, loss_mask: stock(loss_mask, output), loss_mask=mask)
+
+
+def with_object(stock: Any, mask: Tensor) -> Any:
+    class Loss:
+        def __call__(self, loss_mask: Tensor, output: Tensor) -> Any:
+            return stock(loss_mask, output)
+
+    return functools.partial(functools.partial(Loss()), mask)
+
+
+def with_another_name(stock: Any, mask: Tensor) -> Any:
+    def own_loss(tokens: Tensor, output: Tensor) -> Any:
+        return stock(tokens, output)
+
+    return functools.partial(own_loss, mask)
+
+
+class HoldsMask:
+    """A loss function of the user's that is no partial."""
+
+    def __init__(self, stock: Any, mask: Tensor) -> None:
+        self.stock, self.loss_mask = stock, mask
+
+    def __call__(self, output: Tensor) -> Any:
+        return self.stock(self.loss_mask, output)
+
+
+def with_a_term(stock: Any, mask: Tensor) -> Any:
+    def loss_and_term(loss_mask: Tensor, output: Tensor) -> Any:
+        loss, num_tokens, report = stock(loss_mask, output)
+        return loss + 0.1 * output.square().sum(), num_tokens, report
+
+    return functools.partial(loss_and_term, mask)
+
+
+def with_a_changed_mask(stock: Any, mask: Tensor) -> Any:
+    return functools.partial(stock, mask.roll(1, dims=-1))
+
+
+def with_first_token(value: float, stock: Any, mask: Tensor) -> Any:
+    return functools.partial(stock, mask.masked_fill(mask.cumsum(dim=-1) == 1, value))
+
+
+def with_part_of_the_losses(stock: Any, mask: Tensor) -> Any:
+    from megatron_loss_agg.mcore import TokenLoss
+
+    return TokenLoss(lambda output: (output[:, 1:], {}), mask)
+
+
+def mean_and_no_count(stock: Any, mask: Tensor) -> Any:
+    """A 2-tuple with the mean, as legacy loss functions return it."""
+
+    def mean(loss_mask: Tensor, output: Tensor) -> Any:
+        loss, _, report = stock(loss_mask, output)
+        return loss / loss_mask.sum().clamp(min=1), report
+
+    return functools.partial(mean, mask)
+
+
+def transposed(iterator: Any, model: Any) -> Any:
+    """As of a model whose output is [seq, samples]."""
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(iterator, model)
+    (mask,) = loss_func.args
+    return losses.T, functools.partial(loss_func.func, mask.T.contiguous())
+
+
+def packed_call(iterator: Any, model: Any, by_position: bool = False, **options: Any) -> Any:
+    """Calls the model with packed sequences, whatever the batch says."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from tests.host import gpt
+
+    batch = next(iterator)
+    tokens, mask = batch["tokens"].view(1, -1), batch["loss_mask"]
+    length = tokens.shape[1]
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length, **options)
+    given = [tokens, torch.arange(length).unsqueeze(0), None]
+    if by_position:
+        logits = model(*given, None, None, None, packed)
+    else:
+        logits = model(*given, packed_seq_params=packed)
+    losses = logits.logsumexp(-1).view_as(mask)  # of the right shape, and no more is needed
+    return losses, functools.partial(gpt.stock_loss_func, mask)
+
+
+def other_number(more: int, **kwargs: Any) -> Any:
+    """Megatron's schedule, for more microbatches than it is told."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    number = kwargs.pop("num_microbatches") + more
+    return get_forward_backward_func()(**kwargs, num_microbatches=number)
+
+
+def masks_with(value: float, rank: int) -> Any:
+    """A data iterator whose first mask is fractional, and whose second one has ``value``."""
+    data = Counted(rank)
+    fraction, batch = next(data), next(data)
+    for x, number in ((fraction, 0.5), (batch, value)):
+        x["loss_mask"] = x["loss_mask"].masked_fill(x["loss_mask"].cumsum(dim=-1) == 1, number)
+    return iter([fraction, batch])
