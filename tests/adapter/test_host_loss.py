@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError
-from megatron_loss_agg.mcore.lossfunc import TokenLoss, check_is_masked_sum, token_losses
+from megatron_loss_agg.mcore.host_loss import TokenLoss, check_is_masked_sum, token_losses
 
 MASK = torch.tensor([1.0, 0.0, 1.0])
 LOSSES = torch.tensor([1.0, 2.0, 3.0])
