@@ -46,8 +46,7 @@ def lacking(key: str) -> Callable[[int], Any]:
 
 
 CHANGED = ("MaskError", "is not this rank's part", "read_batch")
-UNUSABLE = ("MaskError", "negative, infinite or NaN values; expected finite values >= 0")
-FRACTIONS = ("MaskError", "fractional loss masks with --calculate-per-token-loss", "drop that flag")
+UNUSABLE = ("MaskError", "microbatch 1: loss_mask has negative, infinite or NaN values")
 NO_OFFSETS = ("GroupError", "has no 'cu_seqlens'", "add it")
 fractional = functools.partial(Counted, masks="fractional")
 
@@ -111,13 +110,8 @@ CASES = {
         ("HostError", "local_cp_size=2", "--hybrid-context-parallel"),
         step=functools.partial(scripts.packed_call, local_cp_size=2),
     ),
-    "layout changed": Case(
-        ("HostError", "first step of 2 rows", "a LossHook for each"),
-        step=scripts.packed_call,
-        mode="sample_mean",
-        after="step",
-    ),
-    "fractions": Case(FRACTIONS, data=fractional, mode="token_mean", per_token=True),
+    "packed later": Case(NO_OFFSETS, step=scripts.packed_call, mode="sample_mean", after="step"),
+    "fractions": Case(data=fractional, mode="token_mean", per_token=True),
     **{
         f"mask of {value}, {mode}": Case(
             UNUSABLE,
@@ -125,7 +119,6 @@ CASES = {
             mode=mode,
             per_token=per_token,
         )
-        # Without the flag, and with it, under which fractions alone would be refused.
         for mode, per_token in (("sum", False), ("token_mean", True))
         for value in (-1.0, torch.nan, torch.inf)
     },
@@ -134,7 +127,7 @@ CASES = {
         schedule=functools.partial(scripts.other_number, -1),
     ),
     "too many": Case(
-        ("HostError", "a loss beyond the step's 2 microbatches"),
+        ("HostError", "a loss beyond the call's 2 microbatches"),
         schedule=functools.partial(scripts.other_number, 1),
     ),
     "good again": Case(),
