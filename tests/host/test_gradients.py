@@ -39,6 +39,7 @@ LOSSES = [
     Case("custom"),
     Case("token_mean", masks="fractional"),
     Case("prompt_mean", masks="fractional"),
+    Case("sample_mean", masks="fractional"),  # of which one sums to a quarter of a token
 ]
 
 
