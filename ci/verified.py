@@ -61,7 +61,7 @@ def main(paths: list[str]) -> None:
     everywhere = set.intersection(*(set(map(title, cases)) for cases in reports.values()))
     print(HEAD)
     print("## Gradients\n")
-    print("Norm-wise, relative to one fp64 process. The bound is 1e-12 in fp64, and in fp32 twice")
+    print("Norm-wise, relative to one fp64 process. The bound is 1e-14 in fp64, and in fp32 twice")
     print("the error of one unsplit fp32 process.\n")
     print(f"| Megatron-Core | comparisons that hold | {' | '.join(TITLES.values())} |")
     print("|---|---|---|---|")

@@ -152,8 +152,8 @@ def main() -> None:
         got = [parameter.main_grad for parameter in ddp.module.parameters()]
         difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
         error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
-        if not error < 1e-12:  # NaN neither
-            raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-12")
+        if not error < 1e-14:  # NaN neither
+            raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-14")
         for parameter in ddp.module.parameters():
             parameter.grad = parameter.main_grad
         optimizer.step()

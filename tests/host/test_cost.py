@@ -40,7 +40,7 @@ def counted_on_host() -> dict[Any, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_loss_agg.mcore import LossHook, TokenLoss
-    from tests.core.test_cost import Operations
+    from tests.core.operations import Operations
     from tests.host import gpt
 
     gpt.initialize()
