@@ -6,7 +6,10 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import megatron_loss_agg
 
@@ -55,28 +58,67 @@ def test_the_core_imports_and_works_without_megatron():
     assert done.stdout.splitlines() == ["[[0.5, 0.5]]", "[]"]
 
 
-def imported_by(path: Path) -> set[Path]:
-    """The package's files that a file needs before it can be used itself."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            module = ROOT / node.module.replace(".", "/")
-            places = [module / alias.name for alias in node.names] + [module]
-            found |= {place.with_suffix(".py") for place in places}
-    return found
+def file_of(module: str) -> Path | None:
+    """The package's file with this dotted name, if it is one."""
+    place = ROOT / module.replace(".", "/")
+    files = (place.with_name(place.name + ".py"), place / "__init__.py")
+    return next((file for file in files if file.is_relative_to(PACKAGE) and file.exists()), None)
+
+
+def imported_by(source: str) -> set[Path]:
+    """The package's files that a source imports anywhere: also in a function, or for types alone.
+
+    The packages around an imported file do not count: Python runs them before the file.
+    """
+    found: set[Path | None] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {file_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, "a relative import, which this test cannot place"
+            whole = file_of(node.module)
+            assert whole or node.module.split(".")[0] != PACKAGE.name, f"no file {node.module}"
+            found |= {file_of(f"{node.module}.{alias.name}") or whole for alias in node.names}
+    return {file for file in found if file is not None}
+
+
+@pytest.mark.parametrize(
+    ("source", "files"),
+    [
+        ("import megatron_loss_agg.plan", {"plan.py"}),
+        ("def f():\n    from megatron_loss_agg.plan import StepPlan", {"plan.py"}),
+        ("if TYPE_CHECKING:\n    from megatron_loss_agg import plan, StepPlan", {"plan.py", ""}),
+        ("try:\n    import torch, megatron_loss_agg.explain as e\nfinally:\n    0", {"explain/"}),
+        ("from megatron_loss_agg.mcore.cpu import device, enable", {"mcore/cpu/device.py", "cpu/"}),
+        ("from megatron.core import parallel_state", set()),
+    ],
+)
+def test_an_import_is_seen_wherever_it_stands(source, files):
+    full = {"": "__init__.py", "explain/": "explain/__init__.py", "cpu/": "mcore/cpu/__init__.py"}
+    assert imported_by(source) == {PACKAGE / full.get(file, file) for file in files}
 
 
 def test_a_file_of_the_guide_imports_only_what_stands_above_it():
     guide = (ROOT / "docs/derivation.md").read_text().partition("| file | holds |")[2]
     above: set[Path] = set()
     everything = {*PACKAGE.rglob("*.py")}
+    public = PACKAGE / "__init__.py"  # stands below the last file whose names it makes public
+    made_public = imported_by(public.read_text())
     for name in re.findall(r"`([a-z_/]+(?:\.py|/))`", guide):
         files = {*(PACKAGE / name).glob("*.py")} if name.endswith("/") else {PACKAGE / name}
         above |= files
+        above |= {public} if made_public <= above else set()
         for file in files:
-            unknown = imported_by(file) & everything - above
+            unknown = imported_by(file.read_text()) - above
             assert not unknown, f"{file} imports {unknown}"
-    assert {path.name for path in everything - above} == {"__init__.py", "__main__.py"}
+    assert everything - above == {PACKAGE / "mcore/__init__.py", PACKAGE / "__main__.py"}
+
+
+def test_no_file_imports_itself_over_others():
+    # Also among the files of one folder, which stand in one line of the guide.
+    imports = {file: imported_by(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    assert len(imports[PACKAGE / "plan.py"]) > 5
+    TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_public_names_are_frozen():
