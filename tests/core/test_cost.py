@@ -78,13 +78,13 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
 @pytest.mark.parametrize(
     ("mode", "step", "more"),
     [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 2),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 1),
-        ("sample_mean", of_mixed_widths, 3),
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 3),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 2),
+        ("sample_mean", of_mixed_widths, 3 + 2),
     ],
     ids=["rows", "packs", "both"],
 )
-def test_planning_takes_a_copy_more_for_each_microbatch_and_a_sum_of_rows(mode, step, more):
+def test_planning_takes_a_copy_and_a_sum_for_each_microbatch_and_a_sum_of_rows(mode, step, more):
     def planning(number: int) -> int:
         microbatches = step(number)
         return operations(lambda: StepPlan.build(aggregation(mode), microbatches)).but_views
