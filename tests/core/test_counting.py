@@ -89,7 +89,7 @@ def test_weights_are_the_fp64_ones_but_for_rounding_each_factor(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.int64, "float32"])
 def test_weights_in_a_dtype_where_they_would_vanish_are_refused(dtype):
     # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
-    with pytest.raises(MaskError, match="expected a floating-point one of the range of fp32"):
+    with pytest.raises(MaskError, match="expected a floating dtype with the range of fp32"):
         token_weights(aggregation("token_mean"), torch.ones(1, 3), dtype=dtype)
 
 

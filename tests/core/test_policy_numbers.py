@@ -142,7 +142,7 @@ ppo, gspo, cispo = policy.clipped_policy_loss, policy.sequence_policy_loss, poli
 weight = policy.truncated_importance_weight
 REFUSED = [
     (lambda: ppo(X, X[0], X), "old_log_probs has shape (3,) and log_probs (2, 3); expected the"),
-    (lambda: weight(X, X, cap=2, mask=X[0]), "mask of shape (3,) for log_probs of shape (2, 3); "),
+    (lambda: weight(X, X, cap=2, mask=X[0]), "mask has shape (3,) and log_probs (2, 3); expected"),
     (lambda: cispo(X, X, 1.0, clip_low=1, clip_high=1), "advantages is float; expected a floating"),
     (
         lambda: policy.kl_penalty(X, X.long(), "k1"),

@@ -72,7 +72,7 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
         for x in OUT_OF_RANGE
     ),
     *(
-        ({"mode": "custom", "function": function}, FunctionError, f"function and got {function!r}")
+        ({"mode": "custom", "function": function}, FunctionError, f"function, got {function!r}")
         for function in (None, "module:name", 3)
     ),
     ({"mode": "sum", "function": print}, FunctionError, "function given with mode 'sum'"),
@@ -168,7 +168,7 @@ CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
     (lambda: StepPlan.build(AGG, [torch.ones(1, 2)]), MaskError, "list of Microbatch"),
     (lambda: Microbatch(ONES.view(1, 6), rejected=ONES[:1]), GroupError, "rejected .* bool tensor"),
     (lambda: StepPlan.build(AGG, [], sharded_over=object()), GroupError, "over without group"),
-    (lambda: weighted_sum([1.0], [1.0]), MaskError, "two tensors"),
+    (lambda: weighted_sum([1.0], [1.0]), MaskError, "w is list; expected a real"),
     (lambda: CPLayout.bshd(8, 2, 0.5), LayoutError, "cp_rank=0.5"),
     (lambda: CPLayout.contiguous(-8, 2, 0), LayoutError, "length -8"),
     (lambda: CPLayout.bshd(8, 2, 0).shard(torch.ones(8), dim=3), LayoutError, "no axis 3"),
@@ -209,7 +209,7 @@ def test_weights_that_fp32_cannot_hold_are_refused() -> None:
     with pytest.raises(MaskError, match=text):
         token_weights(agg, torch.full((1, 2), 1e10))
     mask = tensor([[1.0, 1.0], [1e-42, 0]], dtype=F64)
-    with pytest.raises(MaskError, match="sample sums to 1e-42, whose inverse overflows fp32"):
+    with pytest.raises(MaskError, match="sample sums to 1e-42, whose reciprocal overflows fp32"):
         token_weights(AGG, mask)
     assert torch.equal(token_weights(SUM, mask), mask.float())
 

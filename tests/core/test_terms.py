@@ -193,7 +193,7 @@ def test_ranks_with_other_terms_all_hear_of_it_and_any_number_is_exact():
         if first == second:
             assert said == f"{numbers[0]} plans"
         elif len(numbers) > 1:
-            text = f"the ranks have {numbers} terms; expected the same on every rank"
+            text = f"ranks have {numbers} terms; expected the same number on every rank"
             assert said == f"ModeError: {text}"
         else:
-            assert said.startswith("ModeError: the ranks have different aggregations, or terms in")
+            assert said.startswith("ModeError: ranks have different aggregations, or terms in")
