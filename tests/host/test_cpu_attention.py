@@ -163,13 +163,13 @@ REFUSED: list[tuple[list[int], list[int], str, dict[str, Any], str]] = [
     (
         *([0, 12], [0, 12], "causal", {}),
         "got 16 tokens on context-parallel rank 0 of 1; expected 12 by the sequence offsets, which "
-        "end at 12: let them cover every token, padding included",
+        "end at 12: they must cover every token, including padding",
     ),
     (
         *([0, 16], [0, 16], "causal", {"window_size": (4, 0)}),
         "got a sliding window (--window-size) with context parallelism or packed",
     ),
-    (*([0, 5], [0, 8, 16], "padding", {}), "got 2 offsets and 3 padded ones; expected as many"),
+    (*([0, 5], [0, 8, 16], "padding", {}), "got 2 offsets and 3 padded; expected equal numbers"),
 ]
 
 
