@@ -357,6 +357,10 @@ def _build(
     Args:
         by_term: function that returns the microbatches of each aggregation.
     """
+    if sharded_over is not None and group is None:
+        raise GroupError(
+            "sharded_over without group; expected the combined data-and-context-parallel group"
+        )
     try:
         # Terms with the same microbatches share one reading of their masks.
         lists = [_checked_microbatches(microbatches) for microbatches in by_term()]
