@@ -1,10 +1,11 @@
-"""Counting a step: this rank's samples first, then the exchange with all other ranks.
+"""Counts of a step: on this rank, then over all ranks.
 
 Suffix: ``_S`` samples of all this rank's microbatches, in order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,9 +26,9 @@ from megatron_loss_agg.errors import GroupError, MaskError, ModeError
 from megatron_loss_agg.samples import Samples
 
 CROSS_RANK_UNITS: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
-"""Units whose groups may lie on several ranks: the last two only where masks are sharded."""
+"""Units whose groups can span ranks; the last two do only where masks are sharded."""
 TERMS_CAPACITY = 8
-"""Terms whose counts go into the first collective."""
+"""Number of terms whose counts fit in the first collective."""
 UNDECIDED = (
     "some samples are rejected, and the aggregation does not say whether rejected samples count; "
     "expected LossAggregation(rejected='count') or rejected='skip'"
@@ -35,19 +36,19 @@ UNDECIDED = (
 
 
 class GroupSums(NamedTuple):
-    """Mask sums by group: ``ids`` int64 [groups], sorted and distinct; ``sums`` fp64 [groups]."""
+    """Mask sums by group."""
 
-    ids: Tensor
-    sums: Tensor
+    ids: Tensor  # int64 [groups], sorted and distinct
+    sums: Tensor  # fp64 [groups]
 
     @classmethod
     def merge(cls, ids: Tensor, sums: Tensor) -> GroupSums:
-        """Add up the ``sums`` of equal ``ids``."""
+        """Sum over equal ``ids``."""
         distinct, inverse = ids.unique(return_inverse=True)
         return cls(distinct, sums.new_zeros(distinct.numel()).index_add_(0, inverse, sums))
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The sum of each of ``ids``; 0 for an id that is not here."""
+        """The sum of each of ``ids``; 0 for an unknown id."""
         padded = torch.cat([self.ids, self.ids.new_zeros(1)])
         place = torch.searchsorted(self.ids, ids)
         found = (place < self.ids.numel()) & (padded[place] == ids)
@@ -55,7 +56,7 @@ class GroupSums(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """One rank's totals for one term of the loss. Over ranks, all of them add up."""
+    """One rank's totals for one term of the loss; each is summed over ranks."""
 
     tokens: float
     kept_tokens: float
@@ -75,10 +76,10 @@ class StepCounts:
 
     tokens: float  # sum of the masks
     kept_tokens: float  # without those of rejected samples
-    active_tokens: int | None  # positions with a mask other than 0; None where masks are unknown
+    active_tokens: int | None  # positions with a nonzero mask; None where masks are unknown
     microbatches: int
     samples: int
-    rollouts: int | None  # None: the mode does not need it, or some rank has no ids
+    rollouts: int | None  # None: the mode does not use them, or some rank has no ids
     prompts: int | None
     nonempty: Mapping[Unit, int]  # number of groups with tokens
 
@@ -86,16 +87,15 @@ class StepCounts:
         """Number of groups; without empty ones if ``empty`` is ``skip``."""
         if empty == "skip":
             return self.nonempty[unit]
-        names = {"microbatch": "microbatches"}
-        return int(getattr(self, names.get(unit, f"{unit}s")))
+        return int(getattr(self, "microbatches" if unit == "microbatch" else f"{unit}s"))
 
 
 class LocalCounts:
     """This rank's counts of a step for one term of the loss.
 
     Raises:
-        MaskError, GroupError: sums that weights in fp32 cannot hold; ids that are missing; rejected
-            samples without a decision.
+        MaskError: mask sums that overflow fp32 weights.
+        GroupError: missing ids, or rejected samples without `LossAggregation.rejected`.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class LocalCounts:
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         )
         _check_fits_fp32(agg, self.sums_S, self._by_microbatch)
-        # Ranks that hold parts of the same samples name them by the first such rank, and only that
-        # rank counts them.
+        # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
+        # counts them, and its rank is part of their ids.
         self._owner: int | None = None
         if sharded_over is not None:
             self._owner = min(dist.get_process_group_ranks(sharded_over))
-        # For every unit the distinct ids, and the place of each sample's id among them.
+        # For every unit the distinct ids, and the index of each sample's id in them.
         self._ids = {
             unit: ids.unique(return_inverse=True)
             for unit in _cross_rank_units(agg, sharded_over is not None)
@@ -129,15 +129,18 @@ class LocalCounts:
         self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
 
     def record(self) -> list[float]:
-        """What this rank tells the others: totals, owner and number of samples, group sizes."""
-        sizes = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
+        """What this rank sends: totals; owner and number of samples; number of groups by unit.
+
+        -1 stands for no owner, and for a unit without ids.
+        """
+        numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
         owner = -1 if self._owner is None else self._owner
-        return [*self._totals(), owner, self.sums_S.numel(), *sizes]
+        return [*self._totals(), owner, self.sums_S.numel(), *numbers]
 
     def of_step(
         self, totals: Totals, groups: Mapping[Unit, GroupSums]
     ) -> tuple[StepCounts, dict[Unit, Tensor]]:
-        """Counts of the whole step, and by unit the mask sum of each sample's group (fp64)."""
+        """Counts of the whole step, and by unit the mask sum of each sample's group, fp64."""
         sums: dict[Unit, Tensor] = {
             "step": self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S),
             "microbatch": self._by_microbatch.repeat_interleave(self._sizes),
@@ -151,11 +154,10 @@ class LocalCounts:
             nonempty[unit] = int((of_unit.sums > 0).sum())
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
-        unknown = totals.active_tokens != totals.active_tokens
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
-            active_tokens=None if unknown else round(totals.active_tokens),
+            active_tokens=None if math.isnan(totals.active_tokens) else round(totals.active_tokens),
             microbatches=round(totals.microbatches),
             samples=round(totals.samples),
             rollouts=groups["rollout"].ids.numel() if "rollout" in groups else None,
@@ -174,7 +176,7 @@ class LocalCounts:
         return Totals(
             tokens=float(self.sums_S.sum()),
             kept_tokens=float(kept_S.sum()),
-            active_tokens=float("nan") if active is None else active,
+            active_tokens=math.nan if active is None else sum(active),
             microbatches=len(self._sizes) * counts_samples,
             active_microbatches=int((self._by_microbatch > 0).sum()) * counts_samples,
             samples=samples * counts_samples,
@@ -182,7 +184,7 @@ class LocalCounts:
         )
 
     def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:
-        """Of the groups that count."""
+        """Mask sums of the groups that count."""
         sums = self.sums_S.new_zeros(distinct.numel()).index_add_(0, inverse, self.sums_S)
         if self._counted_S is None:
             return GroupSums(distinct, sums)
@@ -191,8 +193,8 @@ class LocalCounts:
         return GroupSums(distinct[counted], sums[counted])
 
     def _ids_of(self, unit: Unit) -> Tensor | None:
-        """Ids of each sample's group that mean the same on every rank; None if there are none."""
-        if unit in ("sample", "microbatch"):  # named by the rank that counts them
+        """The id of each sample's group, comparable between ranks; None if there are none."""
+        if unit in ("sample", "microbatch"):
             assert self._owner is not None
             ordinal = torch.arange(len(self.sums_S))
             if unit == "microbatch":
@@ -210,13 +212,14 @@ class LocalCounts:
 def count_step(
     terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
 ) -> list[tuple[StepCounts, dict[Unit, Tensor]]]:
-    """Add up every term's counts over ``group``; see `LocalCounts.of_step`.
+    """Sum every term's counts over ``group``; see `LocalCounts.of_step`.
 
-    At most two collectives for up to `TERMS_CAPACITY` terms, three for any number.
+    At most two collectives for up to `TERMS_CAPACITY` terms, three for more.
 
     Raises:
-        PeerError: another rank has no counts, since its input is bad (see `abandon`).
+        PeerError: another rank called `abandon`.
         ModeError: ranks have different terms.
+        GroupError: ranks that share samples have different numbers of them.
     """
     local = list(terms.values())
     records = gather_records(
@@ -227,55 +230,44 @@ def count_step(
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
     )
-    by_term = [
-        (Totals(*totals.sum(dim=0).tolist()), columns.long().tolist())
-        for totals, columns in (
-            of_term.tensor_split([len(Totals._fields)], dim=1) for of_term in records.unbind(dim=1)
-        )
-    ]
-    for _, rows in by_term:
-        _check_sharded_samples(rows)
+    width = len(Totals._fields)
+    totals, shared, numbers = records.tensor_split([width, width + 2], dim=2)
+    for of_ranks in shared.long().unbind(dim=1):
+        _check_sharded_samples(of_ranks.tolist())
     # The groups of a unit are exchanged only if every rank has ids for it.
-    exchanged = [
-        (t, unit, column)
-        for t, (_, rows) in enumerate(by_term)
-        for column, unit in enumerate(CROSS_RANK_UNITS, start=2)
-        if all(row[column] >= 0 for row in rows)
-    ]
-    sizes = [
-        [by_term[t][1][rank][column] for t, _, column in exchanged]
-        for rank in range(records.shape[0])
-    ]
-    mine = [local[t].groups[unit] for t, unit, _ in exchanged]
+    exchanged = (numbers >= 0).all(dim=0)  # [terms, units]
+    places = [(t, CROSS_RANK_UNITS[u]) for t, u in exchanged.nonzero().tolist()]
+    mine = [local[t].groups[unit] for t, unit in places]
+    merged = _exchange_groups(mine, numbers[:, exchanged].long().tolist(), group)
     groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
-    for (t, unit, _), merged in zip(exchanged, _exchange_groups(mine, sizes, group), strict=True):
-        groups[t][unit] = merged
+    for (t, unit), sums in zip(places, merged, strict=True):
+        groups[t][unit] = sums
     return [
-        counts.of_step(totals, of_term)
-        for counts, (totals, _), of_term in zip(local, by_term, groups, strict=True)
+        counts.of_step(Totals(*of_term), of_units)
+        for counts, of_term, of_units in zip(local, totals.sum(dim=0).tolist(), groups, strict=True)
     ]
 
 
 def abandon(group: dist.ProcessGroup | None) -> None:
-    """Stand in for `count_step` on a rank that could not count."""
+    """Call instead of `count_step` on a rank that failed: the others raise PeerError."""
     abandon_records(TERMS_CAPACITY, _WIDTH, group)
 
 
 def _exchange_groups(
-    mine: list[GroupSums], sizes: list[list[int]], group: dist.ProcessGroup | None
+    mine: list[GroupSums], numbers: list[list[int]], group: dist.ProcessGroup | None
 ) -> list[GroupSums]:
-    """Merge each of ``mine`` with the other ranks' groups, in one collective for all.
+    """Merge each of ``mine`` with that of the other ranks, in one collective for all.
 
     Args:
-        sizes: for every rank, the number of groups in each entry.
+        numbers: for every rank, the number of groups in each entry.
     """
-    if len(sizes) == 1 or not any(map(sum, sizes)):
+    if len(numbers) == 1 or not any(map(sum, numbers)):
         return mine
-    payload = packed_groups(mine, max(map(sum, sizes)))
+    payload = packed_groups(mine, max(map(sum, numbers)))
     entries: list[list[GroupSums]] = [[] for _ in mine]
-    for row, row_sizes in zip(all_gather(payload, group), sizes, strict=True):
+    for row, of_rank in zip(all_gather(payload, group), numbers, strict=True):
         # Each entry is its ids, then as many sums.
-        parts = row[: 2 * sum(row_sizes)].split([n for n in row_sizes for _ in range(2)])
+        parts = row[: 2 * sum(of_rank)].split([n for n in of_rank for _ in range(2)])
         for entry, ids, sums in zip(entries, parts[::2], parts[1::2], strict=True):
             entry.append(GroupSums(ids, sums.view(torch.float64)))
     return [
@@ -285,7 +277,7 @@ def _exchange_groups(
 
 
 def packed_groups(groups: Sequence[GroupSums], width: int) -> Tensor:
-    """int64 [2 * width]: every entry's ids, then its sums' bits; zeros up to the end."""
+    """int64 [2 * width]: each entry's ids, then the bits of its sums; padded with zeros."""
     payload = torch.zeros(2 * width, dtype=torch.int64)
     flat = torch.cat([part for g in groups for part in (g.ids, g.sums.view(torch.int64))])
     payload[: flat.numel()] = flat
@@ -293,7 +285,7 @@ def packed_groups(groups: Sequence[GroupSums], width: int) -> Tensor:
 
 
 def _cross_rank_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
-    """Units that ``agg`` needs and whose groups may lie on several ranks, in a fixed order."""
+    """Units that ``agg`` uses and whose groups can span ranks, in a fixed order."""
     units = CROSS_RANK_UNITS if sharded else CROSS_RANK_UNITS[:2]
     return [unit for unit in units if agg.mode == "custom" or unit in (agg.within, agg.across)]
 
@@ -314,7 +306,7 @@ def _different_terms(headers: Sequence[Header]) -> ModeError:
 
 
 def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:
-    """Raise MaskError if weights in fp32 cannot hold what the masks ask for."""
+    """Raise MaskError if the masks' sums or their reciprocals overflow fp32."""
     largest = torch.finfo(torch.float32).max
     totals = by_microbatch * max(agg.scale, 1.0)
     large = (totals > largest).nonzero().view(-1).tolist()
@@ -333,13 +325,13 @@ def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor
 
 
 def _check_sharded_samples(rows: list[list[int]]) -> None:
-    """Raise, on every rank alike, if ranks that hold parts of the same samples disagree.
+    """Raise GroupError on every rank if ranks with the same owner differ in number of samples.
 
     Args:
         rows: for every rank, the owner of its samples (-1 for none) and their number.
     """
     samples: dict[int, int] = {}
-    for owner, number, *_ in rows:
+    for owner, number in rows:
         if owner >= 0 and samples.setdefault(owner, number) != number:
             raise GroupError(
                 f"ranks that share samples have {samples[owner]} and {number} of them; expected "

@@ -1,7 +1,8 @@
-"""The plan of one optimizer step: counts over all of it, exchanged once, and every weight."""
+"""The plan of one optimizer step: counts over all ranks, and the weight of every token."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,39 +31,39 @@ _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 class StepPlan:
     """The weight of every token of this rank's microbatches, exact for the whole step.
 
-    Made by `build`, `build_terms` (a loss of several terms) or `from_mask_sums` (without tokens).
-    It keeps the microbatches, and a few numbers per sample; weights are made when asked for.
+    Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
+    alone). It holds the microbatches and a few numbers per sample; `weights` computes the weights
+    of a microbatch on every call.
 
     Attributes:
-        aggregation: what it computes.
-        microbatches: this rank's, in order; none in a plan from mask sums.
-        counts: `StepCounts`, over all microbatches of all ranks.
-        active_tokens: of each microbatch: positions with a mask other than 0.
+        aggregation: the `LossAggregation` it was built for.
+        microbatches: this rank's, in order; empty in a plan from mask sums.
+        counts: `StepCounts` over all microbatches of all ranks.
+        active_tokens: for each microbatch, the number of positions with a nonzero mask; empty in a
+            plan from mask sums.
     """
 
     def __init__(
         self,
-        samples: Samples,
         microbatches: Sequence[Microbatch],
-        active_tokens: Sequence[int],
         local: LocalCounts,
-        of_step: tuple[StepCounts, dict[Unit, Tensor]],
+        step: tuple[StepCounts, dict[Unit, Tensor]],
     ) -> None:
-        agg = local.agg
+        agg, samples = local.agg, local.samples
         self.aggregation = agg
         self.microbatches = list(microbatches)
-        self.counts, self._group_sums = of_step
-        self.active_tokens = list(active_tokens)
+        self.counts, self._group_sums = step
+        self.active_tokens = samples.active_tokens or []
         self._sizes = samples.sizes
         self._mask_sums = samples.sums_S.split(self._sizes)
         sums_S = self._group_sums["sample"]
         within_S = torch.ones_like(sums_S) if agg.within is None else self._group_sums[agg.within]
         across = 1 if agg.across is None else self.counts.number(agg.across, agg.empty)
         coefficient_S = sample_coefficients(within_S, across, agg.scale)
-        weightless_S = samples.sums_S == 0
+        zero_S = samples.sums_S == 0
         if samples.rejected_S is not None:
-            weightless_S |= samples.rejected_S
-        self._coefficients = coefficient_S.masked_fill(weightless_S, 0.0).split(self._sizes)
+            zero_S |= samples.rejected_S
+        self._coefficients = coefficient_S.masked_fill(zero_S, 0.0).split(self._sizes)
 
     @classmethod
     def build(
@@ -73,9 +74,9 @@ class StepPlan:
         *,
         sharded_over: dist.ProcessGroup | None = None,
     ) -> StepPlan:
-        """Count the step and exchange the counts, in at most two collectives.
+        """Count the step over all ranks, in at most two collectives.
 
-        Masks come whole or sharded, and the caller says which:
+        Masks are whole or sharded; the caller says which:
 
         - whole (every context-parallel rank has the same full mask): ``group`` is the
           data-parallel group *without* context parallelism;
@@ -83,16 +84,16 @@ class StepPlan:
           data-and-context-parallel group, and masks and offsets are this rank's local ones.
 
         Args:
-            agg: what to compute.
-            microbatches: this rank's, all of the step. Numbers may differ between ranks.
+            agg: what to compute; the same on every rank.
+            microbatches: this rank's, for the whole step. Their number may differ between ranks.
             group: the ranks that share the step; None for one process.
 
         Raises:
             MaskError, GroupError: bad values or missing ids on this rank.
-            ModeError: no aggregation, or another one on another rank.
+            ModeError: ``agg`` is not a `LossAggregation`, or differs between ranks.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        (plan,) = _build({"": agg}, lambda: [microbatches], group, sharded_over)
+        (plan,) = _build({"": agg}, [microbatches], group, sharded_over)
         return plan
 
     @staticmethod
@@ -105,26 +106,21 @@ class StepPlan:
     ) -> StepTerms:
         """`build` for a loss of several terms, each with a denominator of its own.
 
-        Still at most two collectives, for up to eight terms; three for any number.
+        At most two collectives for up to eight terms, three for more.
 
         Args:
-            terms: by name, the same in the same order on every rank; an aggregation alone has the
+            terms: by name, the same in the same order on every rank; a bare aggregation has
                 coefficient 1.
-            microbatches: each one for all terms, or one for each where their masks differ.
+            microbatches: as for `build`; where the terms' masks differ, mappings of term name to
+                `Microbatch`.
             group, sharded_over: as for `build`.
 
-        Raises: as `build`, also for bad terms.
+        Raises: as `build`; ModeError also for bad ``terms``.
         """
-        try:
+        with _abandon_on_error(group):
             named = named_terms(terms)
-        except ModeError:
-            abandon(group)
-            raise
-
-        def by_term() -> list[list[Microbatch]]:
-            of_step = _listed(microbatches)
-            return [[of_term(name, m) for m in of_step] for name in named]
-
+            listed = _listed(microbatches)
+            by_term = [[of_term(name, m) for m in listed] for name in named]
         aggregations = {name: term.aggregation for name, term in named.items()}
         plans = _build(aggregations, by_term, group, sharded_over)
         return StepTerms(named, dict(zip(named, plans, strict=True)))
@@ -140,17 +136,17 @@ class StepPlan:
         rejected: Tensor | Sequence[Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StepPlan:
-        """A plan without tokens, for `coefficients`: where a loop keeps its own scaling.
+        """A plan from mask sums alone, for loops that apply the `coefficients` themselves.
 
-        A controller process that knows the samples of all ranks makes it with ``group=None`` and
-        hands every rank its slice.
+        A controller that knows the samples of all ranks calls this with ``group=None`` and sends
+        each rank its slice.
 
         Args:
             agg: any mode but ``custom``, whose function needs masks.
-            mask_sums: the mask sum of each sample, [samples], of anything that converts to fp64;
-                or a list of such vectors, one for each microbatch.
-            prompt_ids, rollout_ids, rejected: as in `Microbatch`, for all samples in their order;
-                or a list of them, one for each microbatch.
+            mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
+                tensor; or a list of such vectors, one for each microbatch.
+            prompt_ids, rollout_ids, rejected: as in `Microbatch`, for all samples in order; or a
+                list, one entry for each microbatch.
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
@@ -158,7 +154,7 @@ class StepPlan:
             FunctionError: mode ``custom``.
             GroupError, ModeError, PeerError: as `build`.
         """
-        try:
+        with _abandon_on_error(group):
             samples = Samples.of_sums(mask_sums, prompt_ids, rollout_ids, rejected)
             local = LocalCounts(_checked_aggregation(agg), samples, None)
             if agg.mode == "custom":
@@ -166,56 +162,53 @@ class StepPlan:
                     "mode 'custom' with mask sums alone; expected masks, which its function reads: "
                     "use StepPlan.build"
                 )
-        except Exception:
-            abandon(group)
-            raise
-        return cls(samples, [], [], local, count_step({"": local}, group)[0])
+        return cls([], local, count_step({"": local}, group)[0])
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
-        """Stand in for `build`, or its likes, on a rank that could not read its step.
+        """Call instead of a constructor on a rank that could not read its step.
 
-        No rank waits for it then: the others raise PeerError, and this one its own error.
+        The other ranks then raise PeerError instead of hanging. This rank raises its own error.
         """
         abandon(group)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token of the whole step weighs anything: masked, or of a rejected sample."""
+        """Whether every token of the whole step is masked or belongs to a rejected sample."""
         return self.counts.kept_tokens == 0
 
     def coefficients(self, i: int) -> Tensor:
         """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
 
-        0 for a sample without tokens, or rejected.
+        0 for rejected samples and for samples whose mask sum is 0.
         """
         return self._coefficients[i]
 
     def mask_sums(self, i: int) -> Tensor:
-        """Mask sum of each sample of microbatch ``i``, rejected or not: fp64 [samples]."""
+        """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
         return self._mask_sums[i]
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
-        """Mask sum, over the step, of the group that each sample of microbatch ``i`` is in.
+        """Mask sum over the step of each sample's group, for microbatch ``i``.
 
         fp64 [samples], on the CPU.
 
         Raises:
-            GroupError: the mode does not need ``unit``, or a microbatch has no ids of it.
+            GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
         return self._group_sums[unit].split(self._sizes)[i]
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Weights of microbatch ``i``: ``dtype``, in the shape and on the device of its mask.
+        """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
 
         Summed over all microbatches and data-parallel ranks, ``(w * token_loss).sum()`` is the
         aggregated loss of the step.
 
         Raises:
-            MaskError: a ``dtype`` that is not floating, or has less range than fp32, in which the
-                weights of a large step vanish; or a plan from mask sums.
+            MaskError: a plan from mask sums; or a ``dtype`` that is not floating-point, or has less
+                range than fp32, so that the weights of a large step would underflow.
             FunctionError: a custom function returned something that cannot be weights.
         """
         if not isinstance(dtype, torch.dtype) or dtype not in _WEIGHT_DTYPES:
@@ -242,17 +235,17 @@ class StepPlan:
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
 
-        A policy loss is proportional to its advantage, so the sum of ``loss(w_t * A_t)`` over the
-        step has the gradient of the sum of ``w_t * loss(A_t)``: the sum over tokens, without a
-        mask, that Tinker's ``importance_sampling`` and ``ppo`` losses take. Weights must be
-        non-negative, as those of all modes are, since a clip looks at the advantage's sign.
+        Policy losses scale with the advantage, so the sum of ``loss(w_t * A_t)`` over the step is
+        the sum of ``w_t * loss(A_t)``. Tinker's ``importance_sampling`` and ``ppo`` losses are such
+        sums, without a mask. Weights must be non-negative, as they are in all modes but ``custom``,
+        since clipping depends on the sign of the advantage.
 
         Args:
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
-            MaskError: the shapes differ.
-            FunctionError: a custom aggregation has negative weights, or see `weights`.
+            MaskError: the shapes differ; or as `weights`.
+            FunctionError: a custom aggregation has negative weights; or as `weights`.
         """
         mask = self.microbatches[i].loss_mask
         if not isinstance(advantages, Tensor) or advantages.shape != mask.shape:
@@ -272,10 +265,13 @@ class StepPlan:
 
 
 class StepTerms(Mapping[str, StepPlan]):
-    """The plans of one step's terms, by name. Made by `StepPlan.build_terms`.
+    """The plans of one step's terms, by name; built by `StepPlan.build_terms`.
 
-    The loss of the step is the sum over terms, microbatches and ranks of ``coefficient * w_t *
-    loss_t``; `weighted_sum` is one microbatch's part of it.
+    The loss of the step is the sum of ``coefficient * w_t * loss_t`` over terms, tokens,
+    microbatches and ranks; `weighted_sum` computes one microbatch's part of it.
+
+    Attributes:
+        terms: `Term` by name.
     """
 
     def __init__(self, terms: Mapping[str, Term], plans: Mapping[str, StepPlan]) -> None:
@@ -293,7 +289,7 @@ class StepTerms(Mapping[str, StepPlan]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token of the whole step weighs anything in the loss."""
+        """Whether the plan of every term with a nonzero coefficient is empty."""
         return all(
             plan.is_empty for name, plan in self._plans.items() if self.terms[name].coefficient != 0
         )
@@ -302,10 +298,11 @@ class StepTerms(Mapping[str, StepPlan]):
         """``sum over terms of coefficient * sum_t w_t * loss_t`` of microbatch ``i``; a scalar.
 
         Args:
-            losses: for every term its token losses, in the shape of the microbatch's mask.
+            losses: token losses of every term, in the shape of the microbatch's mask.
 
         Raises:
-            MaskError: a term has no losses, or losses have no term.
+            MaskError: not exactly the terms' names, or losses of another shape.
+            FunctionError: as `StepPlan.weights`.
         """
         _check_losses(losses, self.terms)
         parts = []
@@ -326,14 +323,14 @@ def token_weights(
     *,
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
-    """Weights of a whole step that lies in one process, as one microbatch.
+    """Weights of a step that is one microbatch on one rank.
 
     ``(token_weights(agg, mask) * token_loss).sum()`` is the aggregated loss. Equivalent code for
     ``sample_mean`` on rows::
 
         sum((mask[s] * loss[s]).sum() / mask[s].sum() for s in range(batch)) / batch
 
-    Args: as those of `Microbatch`.
+    Args: as for `Microbatch` and `StepPlan.weights`.
 
     Returns:
         ``dtype``, shape of ``loss_mask``; counted in fp64.
@@ -348,37 +345,39 @@ def token_weights(
 
 def _build(
     aggregations: Mapping[str, LossAggregation],
-    by_term: Any,
+    by_term: Sequence[Any],
     group: dist.ProcessGroup | None,
     sharded_over: dist.ProcessGroup | None,
 ) -> list[StepPlan]:
     """A plan for each aggregation, in the collectives of one.
 
     Args:
-        by_term: function that returns the microbatches of each aggregation.
+        by_term: the microbatches of each aggregation, unchecked.
     """
     if sharded_over is not None and group is None:
         raise GroupError(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
-    try:
-        # Terms with the same microbatches share one reading of their masks.
-        lists = [_checked_microbatches(microbatches) for microbatches in by_term()]
-        masks = {of_term: MaskSums.read(of_term) for of_term in dict.fromkeys(lists)}
-        samples = [Samples.of_microbatches(of_term, masks[of_term]) for of_term in lists]
+    with _abandon_on_error(group):
+        checked = [_checked_microbatches(microbatches) for microbatches in by_term]
+        # Terms with the same microbatches share one reading of them.
+        samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
         local = {
-            name: LocalCounts(_checked_aggregation(agg), of_term, sharded_over)
-            for (name, agg), of_term in zip(aggregations.items(), samples, strict=True)
+            name: LocalCounts(_checked_aggregation(agg), samples[m], sharded_over)
+            for (name, agg), m in zip(aggregations.items(), checked, strict=True)
         }
+    steps = count_step(local, group)
+    return [StepPlan(*parts) for parts in zip(checked, local.values(), steps, strict=True)]
+
+
+@contextlib.contextmanager
+def _abandon_on_error(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let the other ranks of ``group`` raise PeerError if the body fails here."""
+    try:
+        yield
     except Exception:
         abandon(group)
         raise
-    return [
-        StepPlan(of_term, microbatches, masks[microbatches].active_tokens, counts, of_step)
-        for of_term, microbatches, counts, of_step in zip(
-            samples, lists, local.values(), count_step(local, group), strict=True
-        )
-    ]
 
 
 def _checked_aggregation(agg: object) -> LossAggregation:
@@ -396,14 +395,14 @@ def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
 
 
 def _listed(microbatches: Any) -> list[Any]:
-    """A list, since every term iterates over the microbatches."""
+    """A list, since the microbatches are iterated over once per term."""
     if not isinstance(microbatches, Iterable) or isinstance(microbatches, Tensor):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
 
 
 def _check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None:
-    """Raise MaskError unless ``losses`` are tensors of ``terms``."""
+    """Raise MaskError unless ``losses`` has one tensor for each of ``terms``."""
     if not isinstance(losses, Mapping) or losses.keys() != terms.keys():
         got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
         raise MaskError(f"losses {got} for the terms {sorted(terms)}; expected one for each term")

@@ -1,4 +1,4 @@
-"""This rank's samples of a step: read from microbatches, or given by their mask sums.
+"""This rank's samples of a step, from microbatches or from mask sums.
 
 Suffix: ``_S`` samples of all this rank's microbatches, in order.
 """
@@ -20,13 +20,13 @@ from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_id
 
 @dataclass(frozen=True)
 class Samples:
-    """All that the counts of a step are made of, for one term of the loss; on the CPU."""
+    """What the counts of a step are made from; tensors are on the CPU."""
 
-    sums_S: Tensor  # fp64, the mask sum of each
+    sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
     ids: Mapping[Unit, Tensor]  # int64 [samples], by "prompt" and "rollout" where given
     rejected_S: Tensor | None  # bool
-    active_tokens: int | None  # positions with a mask other than 0; None where masks are unknown
+    active_tokens: list[int] | None  # of each microbatch; None where masks are unknown
 
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch], masks: MaskSums) -> Samples:
@@ -36,7 +36,7 @@ class Samples:
         ids: dict[Unit, Tensor] = {}
         for unit in ("prompt", "rollout"):
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
-            if not any(of_microbatch is None for of_microbatch in given):
+            if not any(part is None for part in given):
                 ids[unit] = on_cpu(given, torch.int64)
         rejected_S = None
         if any(m.rejected is not None for m in microbatches):
@@ -46,7 +46,7 @@ class Samples:
             ]
             rejected_S = on_cpu(flags, torch.bool)
         sizes = [m.num_samples for m in microbatches]
-        return cls(masks.by_sample, sizes, ids, rejected_S, sum(masks.active_tokens))
+        return cls(masks.by_sample, sizes, ids, rejected_S, masks.active_tokens)
 
     @classmethod
     def of_sums(cls, mask_sums: Any, prompt_ids: Any, rollout_ids: Any, rejected: Any) -> Samples:
@@ -58,11 +58,8 @@ class Samples:
         by_microbatch = isinstance(mask_sums, (list, tuple)) and not all(map(_is_number, mask_sums))
         sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
         sizes = [x.numel() for x in sums]
-        ids: dict[Unit, Tensor] = {}
-        if prompt_ids is not None:
-            ids["prompt"] = _joined_ids("prompt_ids", prompt_ids, sizes)
-        if rollout_ids is not None:
-            ids["rollout"] = _joined_ids("rollout_ids", rollout_ids, sizes)
+        given: dict[Unit, Any] = {"prompt": prompt_ids, "rollout": rollout_ids}
+        ids = {u: _joined_ids(f"{u}_ids", x, sizes) for u, x in given.items() if x is not None}
         rejected_S = None
         if rejected is not None:
             parts = _by_microbatch("rejected", rejected, sizes)
@@ -78,7 +75,7 @@ def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:
 
 
 def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:
-    """``given`` with its number of samples: one part for each microbatch, or one for all."""
+    """Parts of ``given``, each with its number of samples: one per microbatch, or one for all."""
     if not isinstance(given, (list, tuple)) or any(isinstance(x, str) for x in given):
         return [(given, sum(sizes))]
     if len(given) != len(sizes):
