@@ -1,6 +1,6 @@
-"""Collectives in which every rank learns that another one failed, or has other data.
+"""Collectives that raise on every rank if one rank fails or has different data; none hangs.
 
-No rank waits for one that failed. All tensors are on the CPU on both ends, whatever the backend.
+Inputs and results are on the CPU, whatever the backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Header(NamedTuple):
 
     failed: bool
     records: int
-    tag: int  # differs where ranks send other records, or in another order
+    tag: int  # checksum of the records' names and order
 
 
 def gather_records(
@@ -34,23 +34,23 @@ def gather_records(
     failure: str,
     difference: Callable[[Sequence[Header]], AggregationError],
 ) -> Tensor:
-    """Gather records that every rank has, such as one per term or per metric.
+    """All-gather records, such as one per term or per metric; all ranks must have as many.
 
-    One all-gather for up to ``capacity`` records, a second one for all further ones. The first has
-    a fixed size, since ranks that disagree on a size hang or crash; before the second, all ranks
-    are known to agree.
+    One all-gather for up to ``capacity`` records, a second one for the rest. The first has a fixed
+    size, since ranks that disagree on a size hang or crash; the second runs only if all agree.
 
     Args:
         mine: fp64 [records, width].
         tag: see `tag_of`.
         failure: message for ranks that failed, with ``{}`` for their list.
-        difference: makes the error to raise, on every rank, if the headers differ.
+        difference: makes the error that every rank raises if the headers differ.
 
     Returns:
         fp64 [ranks, records, width].
 
     Raises:
         PeerError: some rank called `abandon_records`.
+        AggregationError: from ``difference``.
     """
     header = Header(False, len(mine), tag)
     rows = all_gather(padded_row(header, mine[:capacity], capacity), group)
@@ -71,7 +71,7 @@ def gather_records(
 
 
 def abandon_records(capacity: int, width: int, group: dist.ProcessGroup | None) -> None:
-    """Stand in for `gather_records` on a rank that failed."""
+    """Call instead of `gather_records` on a rank that failed."""
     all_gather(padded_row(Header(True, 0, 0), torch.zeros(0, width), capacity), group)
 
 
@@ -117,7 +117,7 @@ def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Itera
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Whether ``flag`` is set on some rank of ``group``. One collective; waits for the device."""
+    """Whether ``flag`` is set on any rank of ``group``. One collective; waits for the device."""
     if dist.get_world_size(group) == 1:
         return flag
     value = torch.tensor(int(flag), dtype=torch.int, device=communication_device(group))
@@ -126,7 +126,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors ``group``'s backend takes."""
+    """The device of tensors that ``group``'s backend takes."""
     if "gloo" in dist.get_backend(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

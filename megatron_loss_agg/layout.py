@@ -1,6 +1,6 @@
-"""Which tokens a context-parallel rank holds: one index map, its use and its inverse.
+"""Which tokens a context-parallel rank holds, to shard tensors and to unshard them.
 
-Causal attention costs more for late tokens, so a sequence is cut in ``2 * cp`` chunks and rank
+Causal attention costs more for late tokens, so a sequence is cut into ``2 * cp`` chunks and rank
 ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` ("zigzag"): of the whole sequence in Megatron's
 bshd layout, of every packed sequence in Transformer Engine's thd layout.
 """
@@ -21,11 +21,12 @@ from megatron_loss_agg.microbatch import are_offsets
 class CPLayout:
     """Positions of the sequence (or flat token) axis that one context-parallel rank holds.
 
-    Build it by `bshd`, `thd` or `contiguous`.
+    Built by `bshd`, `thd` or `contiguous`.
 
     Attributes:
         index: int64 [local tokens], positions in the order in which this rank holds them.
-        total_len: length of the axis that is split.
+        total_len: length of the whole axis.
+        cp_size, cp_rank: size of the context-parallel group, and this rank in it.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class CPLayout:
 
         Raises:
             LayoutError: the offsets do not start at 0 or decrease, a length is not such a
-                multiple, or there is no such rank.
+                multiple, or ``cp_rank`` is out of range.
         """
         _check_rank(cp_size, cp_rank)
         _check_offsets(cu_seqlens_padded)
-        # Of its own, since `unshard` makes the other ranks' maps when it is called.
+        # A copy, since `unshard` computes the other ranks' maps from it later.
         starts = cu_seqlens_padded[:-1].to(torch.int64, copy=True)
         lengths = cu_seqlens_padded.diff().to(torch.int64)
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
@@ -74,8 +75,8 @@ class CPLayout:
         if cp_size == 1:
             return cls.contiguous(int(cu_seqlens_padded[-1]), cp_size, cp_rank)
         chunk = lengths // (2 * cp_size)
-        # Every sequence gives two runs of one chunk: run k begins at run_start[k] in the pack, and
-        # at run_end[k] - chunk[k] among this rank's tokens.
+        # Each sequence gives this rank two runs of one chunk each: run k begins at run_start[k] in
+        # the pack, and ends at run_end[k] among this rank's tokens.
         run_length = chunk.repeat_interleave(2)
         run_end = run_length.cumsum(0)
 
@@ -92,7 +93,8 @@ class CPLayout:
         """Rank ``r`` holds the ``r``-th of ``cp_size`` equal parts.
 
         Raises:
-            LayoutError: ``total_len`` is not a multiple of ``cp_size``, or there is no such rank.
+            LayoutError: ``total_len`` is not a multiple of ``cp_size``, or ``cp_rank`` is out of
+                range.
         """
         _check_rank(cp_size, cp_rank)
         _check_length(total_len)
@@ -112,7 +114,7 @@ class CPLayout:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
 
         Raises:
-            LayoutError: ``x`` has no such axis, or one of another length than the layout's.
+            LayoutError: ``x`` has no axis ``dim``, or its length there is not ``total_len``.
         """
         _check_axis(x, dim, self.total_len, "the layout's")
         return x.index_select(dim, self.index.to(x.device))
@@ -123,17 +125,16 @@ class CPLayout:
         group: dist.ProcessGroup | None = None,
         dim: int = -1,
     ) -> Tensor:
-        """Inverse of `shard`, differentiable: the whole axis again.
+        """The inverse of `shard`; differentiable.
 
         Args:
             local: this rank's part; without ``group``, the list of all parts in rank order.
-            group: the context-parallel group. Every rank must call; the gradient of a part is the
-                sum of what all ranks' results hand back for its positions (the adjoint of the
-                all-gather).
+            group: the context-parallel group; every rank must call. Backward is the adjoint of the
+                all-gather: a part's gradient is summed over all ranks' results.
 
         Raises:
-            LayoutError: not ``cp_size`` tensors of one shape, as long as this rank's part; or not
-                what goes with ``group``.
+            LayoutError: not ``cp_size`` parts of one shape and of this rank's length; a list with
+                ``group``, or a tensor without it.
         """
         parts = self._gathered(local, group, dim)
         if len(parts) != self.cp_size:

@@ -1,7 +1,7 @@
-"""Reading the masks of a step, once: sums by sample, active tokens, and whether they are usable.
+"""Reads the masks of a step once: sums by sample, active tokens, and defects.
 
-Microbatches of one kind are read as one long one, so that many small ones take hardly more
-operations than one large one. They are read in chunks that fit into the processor's cache.
+Consecutive microbatches of the same kind are read as one, so that many small ones take hardly more
+operations than one large one. They are read in chunks that fit in the CPU cache.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
 
 _CHUNK = 2**16
-"""Tokens up to which masks are joined, which copies them."""
+"""Masks are copied into chunks of at most this many tokens; a longer mask is one chunk."""
 
 
 @dataclass(frozen=True)
 class MaskSums:
-    """What the masks of some microbatches hold; tensors are on the CPU."""
+    """What was read from the masks of some microbatches; tensors are on the CPU."""
 
     by_sample: Tensor  # fp64 [samples of all of them]
-    active_tokens: list[int]  # of each microbatch: positions with a mask other than 0
+    active_tokens: list[int]  # of each microbatch: positions with a nonzero mask
     error: AggregationError | None  # the first defect of the values
 
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """Waits for the device once, if all masks are on one device and none has a defect."""
-        runs = [list(run) for _, run in groupby(microbatches, _read_together)]
+        """Waits for the device once if all masks are on one device and none has a defect."""
+        runs = [list(run) for _, run in groupby(microbatches, _devices)]
         readings = [_read(run) for run in runs]
         found = on_cpu(readings, torch.float64).split([reading.numel() for reading in readings])
         sums: list[Tensor] = []
@@ -49,7 +49,7 @@ class MaskSums:
 
 
 def sample_sums(microbatch: Microbatch) -> Tensor:
-    """fp64 [samples], on the device of the mask and without waiting for it; nothing is checked."""
+    """fp64 [samples], on the mask's device and without waiting for it; nothing is checked."""
     mask = microbatch.loss_mask.detach()
     if microbatch.cu_seqlens is None:
         return mask.sum(dim=1, dtype=torch.float64)
@@ -58,16 +58,16 @@ def sample_sums(microbatch: Microbatch) -> Tensor:
 
 
 def active_tokens(mask: Tensor) -> int:
-    """Positions with a mask above 0. Faster on a CPU than `torch.count_nonzero`."""
-    # fp32 is several times as fast again, and exact up to 2**24.
+    """Number of positions with a nonzero mask. Faster on CPU than `torch.count_nonzero`."""
+    # fp32 is several times faster than fp64, and exact up to 2**24.
     computed = torch.float32 if mask.numel() <= 2**24 else torch.float64
     return int(mask.detach().sign().sum(dtype=computed))
 
 
 def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` as one vector on the CPU, of ``dtype`` also if there is none.
+    """``parts`` joined to one ``dtype`` vector on the CPU; empty if there are none.
 
-    One copy, and so one wait for the device, if they are all on one device.
+    Copies once, and so waits for the device once, if all are on one device.
     """
     if len({part.device for part in parts}) > 1:
         parts = [part.cpu() for part in parts]
@@ -77,11 +77,11 @@ def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def predicting_mask(
     loss_mask: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None
 ) -> Tensor:
-    """Move a mask over tokens to the positions whose logits predict them.
+    """Shift a mask of tokens to the positions whose logits predict them.
 
-    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position. RL data masks the
-    tokens of the response; a causal model's loss for token ``t + 1`` lies at position ``t``. The
-    mask of a sequence's first token, which nothing predicts, is dropped.
+    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position. In RL data the mask
+    marks the tokens of the response; a causal model's loss for token ``t + 1`` is at position
+    ``t``. The mask of a sequence's first token, which nothing predicts, is dropped.
 
     Args:
         loss_mask: [samples, seq]; or [tokens] or [1, tokens] with ``cu_seqlens``.
@@ -105,15 +105,15 @@ def predicting_mask(
     return moved.masked_fill(~same_sample.view(moved.shape), 0)
 
 
-def _read_together(microbatch: Microbatch) -> tuple[object, ...]:
-    """What microbatches that are read as one have in common."""
+def _devices(microbatch: Microbatch) -> tuple[object, ...]:
+    """Of mask and offsets; consecutive microbatches where these are equal are read as one."""
     starts = microbatch.sample_starts
     if microbatch.cu_seqlens is None or starts is None:
         return (microbatch.loss_mask.device,)
     return microbatch.loss_mask.device, microbatch.cu_seqlens.device, starts.device
 
 
-# The first is of the values alone, the others involve the offsets.
+# The first concerns the values alone; the others involve the offsets.
 _DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
     (
         MaskError,
@@ -158,7 +158,7 @@ def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
 
 
 def _read(run: Sequence[Microbatch]) -> Tensor:
-    """fp64: sums (see `_of_samples`), active tokens of each microbatch, and which of `_DEFECTS`."""
+    """fp64: sums (see `_of_samples`), active tokens by microbatch, and a flag for each defect."""
     segments = None if run[0].cu_seqlens is None else _Segments.of(run)
     sums: list[Tensor] = []
     least: list[Tensor] = []
@@ -184,7 +184,7 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
     by_segment = torch.cat(sums)
     good, entries = [by_segment.new_ones((), dtype=torch.bool)], by_segment
     if least:
-        # A sum of numbers >= 0 that is finite, in fp32 too, has no NaN or inf in it.
+        # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
         finite = by_segment.amax() <= torch.finfo(torch.float32).max
         good = [finite & (torch.stack(least).amin() >= 0)]
     if segments is not None:
@@ -195,20 +195,20 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
 
 
 def _unpacked(reading: Tensor, run: Sequence[Microbatch]) -> tuple[Tensor, ...]:
-    """The three things that `_read` returns as one tensor, so that one copy brings all."""
+    """The three parts of a reading, which `_read` joins so that one copy to the CPU is enough."""
     end = len(reading) - len(_DEFECTS)
     return reading.tensor_split([end - len(run), end])
 
 
 def _few_rows(mask: Tensor) -> tuple[Tensor, ...]:
-    """``mask`` [samples, seq] in pieces of `_CHUNK` tokens at most, or of one row."""
+    """``mask`` [samples, seq] in pieces of at most `_CHUNK` tokens, or of one longer row."""
     return mask.split(max(1, _CHUNK // max(1, mask.shape[1])))
 
 
 def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[Tensor]]]:
-    """Which masks, of `_CHUNK` tokens at most or one alone; their values in fp64, joined and apart.
+    """Yield each chunk: indices of its masks, their values in fp64, and these split by mask.
 
-    All chunks use the same memory: allocating some costs more than a sum over it.
+    All chunks reuse one buffer: allocating one costs more than a sum over it.
     """
     sizes = [mask.numel() for mask in masks]
     memory = masks[0].new_empty(max(min(_CHUNK, sum(sizes)), *sizes), dtype=torch.float64)
@@ -226,15 +226,15 @@ def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[T
 
 
 class _Segments(NamedTuple):
-    """Packs joined to one, cut in two segments per offset: a sample, and the padding after it.
+    """Packs joined to one and cut into two segments per offset: a sample and its padding.
 
     At a pack's last offset the sample is empty, and the padding is the rest of the pack.
     """
 
     bounds: Tensor  # int64 [2 * offsets + 1], on the masks' device; not decreasing
     good: list[Tensor]  # bool: whether real offsets, padded ones, and both together are valid
-    first: list[int]  # index of each pack's first offset, and their number
-    tokens: list[int]  # number before each pack, and in all
+    first: list[int]  # index of each pack's first offset; last, the number of offsets
+    tokens: list[int]  # number of tokens before each pack; last, the total
 
     @classmethod
     def of(cls, packs: Sequence[Microbatch]) -> _Segments:
@@ -264,7 +264,7 @@ class _Segments(NamedTuple):
         return cls(bounds.cummax(0).values, [good, good_padded, good_places], first, tokens)
 
     def of_packs(self, packs: range) -> Tensor:
-        """The bounds in the tokens of some of the packs, and never outside of them."""
+        """The bounds of ``packs``, relative to their first token and clamped to their tokens."""
         first, last = self.first[packs.start], self.first[packs.stop]
         before, end = self.tokens[packs.start], self.tokens[packs.stop]
         return (self.bounds[2 * first : 2 * last + 1] - before).clamp_(0, end - before)
@@ -275,12 +275,12 @@ def _joined(packs: Sequence[Microbatch], offsets: str) -> Tensor:
 
 
 def _segment_sums(values: Tensor, bounds: Tensor) -> Tensor:
-    """Of ``values`` [tokens] between ``bounds``."""
+    """Sums of ``values`` [tokens] between ``bounds``."""
     return torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
 
 
 def _of_samples(run: Sequence[Microbatch], sums: Tensor) -> Tensor:
-    """The samples' own: in a pack, `_read` adds a 0 after its last sample."""
+    """Drop the 0 that `_read` adds after the last sample of each pack."""
     if run[0].cu_seqlens is None:
         return sums
     return torch.cat([of_pack[:-1] for of_pack in sums.split([m.num_samples + 1 for m in run])])

@@ -1,4 +1,4 @@
-"""What a microbatch says about its loss: mask, sequence bounds, groups.
+"""A microbatch as the loss sees it: mask, sequence bounds and groups.
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
@@ -24,9 +24,9 @@ class Microbatch:
     """The loss mask of one microbatch of this rank, and how its tokens group into samples.
 
     Rows (bshd): ``loss_mask`` is [samples, seq]. Packed (thd): it is [tokens] or [1, tokens], and
-    ``cu_seqlens`` [samples + 1] cuts it. If sequences are padded inside the pack, sample ``s``
+    ``cu_seqlens`` [samples + 1] splits it. If sequences are padded inside the pack, sample ``s``
     starts at ``cu_seqlens_padded[s]`` and is ``cu_seqlens[s + 1] - cu_seqlens[s]`` long; the mask
-    must be 0 outside of all samples.
+    must be 0 outside all samples.
 
     Args:
         loss_mask: non-negative and finite; may be fractional.
@@ -36,8 +36,8 @@ class Microbatch:
             [samples]; or strings, which become int64 by a hash (BLAKE2b) that is the same on every
             rank and machine. Two of a million distinct strings collide with probability 3e-8.
         rollout_ids: likewise for samples cut from one rollout.
-        rejected: bool [samples]; samples that weigh nothing. Whether they still count in the
-            denominators is `LossAggregation.rejected`.
+        rejected: bool [samples]; True for samples of weight 0. `LossAggregation.rejected` says
+            whether they count in the denominators.
 
     Raises:
         MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -83,7 +83,7 @@ class Microbatch:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def sample_index(self, position: Tensor | None = None) -> Tensor | None:
-        """The sample of each token, ``num_samples`` for a token of none; None for rows.
+        """Index of each token's sample, ``num_samples`` outside all samples; None for rows.
 
         Args:
             position: int64 positions in the pack; when absent all of them, in order.
@@ -96,7 +96,7 @@ class Microbatch:
         sample_T = torch.searchsorted(starts_S[1:].contiguous(), position, right=True)
         if self.cu_seqlens_padded is None or self.num_samples == 0:
             return sample_T
-        # Past the last start there is no sample: clamp to read a length there, and ignore it.
+        # Clamp the index of tokens after the last sample, for the look-up alone.
         nearest_T = sample_T.clamp(max=self.num_samples - 1)
         length_S = self.cu_seqlens.diff().to(position)
         inside = position - starts_S[nearest_T] < length_S[nearest_T]
@@ -126,7 +126,7 @@ class Microbatch:
 
 
 MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
-"""One for all terms of the loss, or one for each by name, where their masks differ."""
+"""One for all terms of the loss, or one for each by name if their masks differ."""
 
 
 def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
@@ -145,7 +145,7 @@ def checked_ids(name: str, given: Any, number: int) -> Tensor | None:
     """``given`` as int64 [samples]; strings are hashed.
 
     Raises:
-        GroupError: neither int64 nor strings, or not ``number`` of them.
+        GroupError: neither int64 nor strings, or not ``number`` ids.
     """
     if given is not None and not isinstance(given, Tensor):
         given = hashed(name, given)
@@ -167,7 +167,7 @@ def hashed(name: str, strings: Any) -> Tensor:
 
 
 def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:
-    """Raise GroupError unless ``given`` is None, or ``dtype`` [samples]."""
+    """Raise GroupError unless ``given`` is None or ``dtype`` [number]."""
     if given is None:
         return
     if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
@@ -180,7 +180,7 @@ def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> N
 
 
 def are_offsets(x: object) -> bool:
-    """Whether ``x`` is a non-empty vector of integers; its values are not looked at."""
+    """Whether ``x`` is a non-empty int32 or int64 vector; its values are not checked."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         return False
     return _is_dense(x) and x.dim() == 1 and x.numel() >= 1

@@ -21,19 +21,19 @@ class SequenceMean:
     ``M_s`` is the mask sum of the *whole* sequence, which every rank knows without communication.
     The sum takes one all-reduce per call over the context-parallel group, for all sequences of the
     microbatch. Its backward is an all-reduce too, since every rank's loss depends on every rank's
-    values. All ranks must therefore call it, and run backward, equally often, even without active
-    tokens.
+    values. All ranks must therefore call it, and run backward, the same number of times, even
+    without active tokens.
 
-    Values under mask 0 are ignored, even NaN. The mean is 0 for sequences without active tokens and
-    for tokens outside all sequences.
+    Values at masked positions are ignored, even NaN. The mean is 0 for sequences without active
+    tokens and for tokens outside all sequences.
 
     Args:
         microbatch: with the whole mask, the same on all ranks of ``group``.
-        layout: the tokens that this rank holds; default: all of them.
+        layout: the tokens that this rank holds; None: all of them.
         group: the context-parallel group; required if the layout has more than one rank.
 
     Raises:
-        LayoutError: the layout does not match the mask or the group.
+        LayoutError: ``layout`` does not match the mask or ``group``.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class SequenceMean:
         if sample_T is None:
             rows = torch.arange(microbatch.num_samples, device=mask.device)
             sample_T = rows.repeat_interleave(mask.shape[-1])
-        # One more entry, for tokens outside all sequences; their mask is 0.
+        # The extra entry is for tokens outside all sequences; their mask is 0.
         total_S = torch.nn.functional.pad(sample_sums(microbatch), (0, 1))
-        self._share_S = sample_coefficients(total_S, across=1, scale=1.0)
+        self._coefficient_S = sample_coefficients(total_S, across=1, scale=1.0)
         self._mask = mask.to(torch.float64)
         self._sample_T = sample_T
         self._group = group if ranks > 1 else None
@@ -77,10 +77,10 @@ class SequenceMean:
         """
         check_tensors(MaskError, "floating-point", local_loss_mask=self._mask, values=values)
         kept = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
-        sum_S = torch.zeros_like(self._share_S).index_add(0, self._sample_T, kept.reshape(-1))
+        sum_S = torch.zeros_like(self._coefficient_S).index_add(0, self._sample_T, kept.reshape(-1))
         if self._group is not None:
             sum_S = _SumOverRanks.apply(sum_S, self._group)  # type: ignore[no-untyped-call]
-        mean_S = sum_S * self._share_S
+        mean_S = sum_S * self._coefficient_S
         dtype = torch.promote_types(values.dtype, torch.float32)
         return mean_S[self._sample_T].view(values.shape).to(dtype)
 

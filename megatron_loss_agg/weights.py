@@ -1,6 +1,6 @@
-"""The weight of a token, and the weighted sum of losses. Both formulas are here and nowhere else.
+"""The weight of a token, and the weighted sum of losses: the only place with these formulas.
 
-Every mode (see `aggregation`) is a coefficient that all tokens of a sample share, times the mask:
+In every mode (see `aggregation`) the weight is the mask times a coefficient of the sample:
 
     w_t = m_t * c_s        c_s = 1 / (D * M_within(s) * N_across)        L = sum_t w_t * loss_t
 
@@ -24,7 +24,7 @@ _BLOCK = 2**18
 def check_tensors(
     error: type[AggregationError], kind: Literal["real", "floating-point"], /, **inputs: Tensor
 ) -> None:
-    """Raise ``error`` unless the inputs are tensors of that kind and of the first one's shape."""
+    """Raise ``error`` unless all inputs are tensors of this kind and have the same shape."""
     (first_name, first), *_ = inputs.items()
     for name, x in inputs.items():
         fits = isinstance(x, Tensor) and not x.is_complex()
@@ -42,7 +42,7 @@ def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor
     """``c_s = scale / (M_within(s) * N_across)``; 0 for a group without tokens.
 
     Args:
-        within_S: fp64 [samples]; mask sum over the whole step of the group each sample is in.
+        within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
         across: number of groups in the whole step.
         scale: ``1 / D``.
 
@@ -75,8 +75,7 @@ def token_weights_of(
     if length_S is None:
         weights = mask * coefficient_S.unsqueeze(-1)
     else:
-        # Tokens after the last sample get 0. The total length is given, so nothing waits for the
-        # device.
+        # Tokens after the last sample get 0. Passing `output_size` avoids a device sync.
         length_S = length_S.to(mask.device, non_blocking=True)
         rest = mask.numel() - length_S.sum(dim=0, keepdim=True)
         coefficient_T = torch.cat([coefficient_S, coefficient_S.new_zeros(1)]).repeat_interleave(
@@ -95,7 +94,8 @@ def custom_weights(
         kept: 0 on tokens of rejected samples, in the shape of ``mask``; None if there are none.
 
     Raises:
-        FunctionError: these cannot be weights for ``mask``.
+        FunctionError: not real, finite weights in the shape of ``mask``, or not 0 on masked tokens
+            or on rejected samples.
     """
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or weights.is_complex():
         got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
@@ -103,7 +103,7 @@ def custom_weights(
             f"the aggregation function returned {got}; expected real weights of the mask's shape "
             f"{tuple(mask.shape)}"
         )
-    weights = weights.detach().to(dtype, copy=True)  # it may be a tensor of the batch
+    weights = weights.detach().to(dtype, copy=True)  # it may alias the batch
     if not bool((weights.isfinite() & ((weights == 0) | (mask != 0))).all()):
         raise FunctionError(
             "the aggregation function returned weights that are not finite, or not 0 where the "
@@ -148,7 +148,8 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
     """``coefficient * part``, where ``part`` is a weighted sum of ``losses``.
 
-    A coefficient of 0 gives 0 whatever ``part`` is, and stays in the autograd graph.
+    With coefficient 0 the result is 0 even if ``part`` is not finite, and stays attached to the
+    autograd graph.
     """
     if coefficient == 0:
         return weighted_sum(torch.zeros_like(losses), losses).to(part.dtype)
@@ -164,7 +165,7 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
 
 
 def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
-    # The gradient of the dot product is w, whatever the losses are: only the value needs a repair.
+    # The gradient is w even where losses are not finite: only the value needs a repair.
     total = _dot(token_loss, w)
     if not _is_known_finite(total):
         with torch.no_grad():
@@ -173,7 +174,7 @@ def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, w: Tensor) -> Tensor:
-    """In blocks on CPU, where the rounding error of `torch.dot` grows with the length."""
+    """In blocks on CPU, since the rounding error of `torch.dot` there grows with the length."""
     if x.numel() <= _BLOCK or not x.is_cpu:
         return torch.dot(x, w)
     blocks = zip(x.split(_BLOCK), w.split(_BLOCK), strict=True)
@@ -181,7 +182,7 @@ def _dot(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _is_known_finite(total: Tensor) -> bool:
-    """Whether no NaN or inf entered the sum; False if that is unknown without a device sync."""
+    """Whether ``total`` is finite; False if that is unknown without a device sync."""
     if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
