@@ -1,4 +1,4 @@
-"""The adapter: everything that knows Megatron."""
+"""The Megatron adapter: the only code that depends on Megatron."""
 
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.host_loss import TokenLoss

@@ -1,4 +1,4 @@
-"""Batches of a data iterator -> microbatches."""
+"""From the batches of a data iterator to microbatches."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def read_batch(batch: Any) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
-    ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``. A data
-    loader's collation may have added an axis in front. Several packs in one batch are joined to one
-    long pack, as Megatron joins them to call its model; offsets that repeat the last one (the last
-    padded one, if those are given) only fill up packs of fewer samples. A microbatch that pads a
-    rank has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
+    ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``; all may
+    have a leading axis from the data loader's collation. Several packs in one batch are joined into
+    one long pack, as Megatron joins them before it calls the model. Trailing offsets that repeat
+    the last one (the last padded one, if given) pad the rows of packs with fewer samples. A dummy
+    microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
 
     Raises:
-        MaskError, GroupError: a key is missing or misshapen, and what to provide instead.
+        MaskError, GroupError: a key is missing, or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -59,7 +59,7 @@ def read_batch(batch: Any) -> Microbatch:
     }
     numbers = {len(value) for value in ids.values()}
     mask = batch["loss_mask"]
-    # The padded ones first: if they are misshapen, they cannot tell how many the others are.
+    # Padded offsets first: reading the others needs padded ones of a valid shape.
     offsets = {
         name: _one_pack(name, given, mask, numbers) for name in reversed(_OFFSETS) if name in given
     }
@@ -74,7 +74,7 @@ def read_batch(batch: Any) -> Microbatch:
 
 
 def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set[int]) -> Tensor:
-    """Offsets [samples + 1] of one pack, out of [samples + 1] or [packs, samples + 1]."""
+    """Offsets [samples + 1] of one joined pack, from [samples + 1] or [packs, samples + 1]."""
     offsets = given[name]
     if offsets.dim() == 1:
         return offsets
@@ -88,7 +88,7 @@ def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set
         return offsets[0]
     padded = given.get("cu_seqlens_padded", offsets)
     places = padded if padded.dim() == 2 else offsets
-    rows = [row[: _number(row, place)] for row, place in zip(offsets, places, strict=True)]
+    rows = [row[: _num_offsets(row, place)] for row, place in zip(offsets, places, strict=True)]
     if packs > 1 and any(int(row[-1]) != mask.shape[1] for row in rows):
         raise GroupError(
             f"batch key {name!r} does not end at the length {mask.shape[1]} of every pack, and "
@@ -98,28 +98,30 @@ def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set
     return torch.cat([rows[0][:1], *shifted])
 
 
-def _number(row: Tensor, place: Tensor) -> int:
-    """How many offsets of ``row`` are no fill; ``place`` are those in the padded pack, if any.
+def _num_offsets(row: Tensor, place: Tensor) -> int:
+    """Number of offsets in ``row`` without the fill at its end.
 
-    An empty sample that has a place repeats the last offset of ``row``, but not of ``place``.
+    Args:
+        place: the padded offsets, or ``row``. An empty last sample repeats the last offset of
+            ``row``, as fill does, but not that of ``place`` if it is padded.
     """
     return int((place < place[-1]).sum()) + 1 if int(row[-1]) > 0 else 1
 
 
 class LookAhead:
-    """An iterator whose next ``number`` elements can be seen before they are drawn.
+    """An iterator over ``source`` that can read its next ``number`` batches ahead.
 
-    Megatron's own data iterators have ``__next__`` alone, and so ``source`` needs nothing else.
+    ``source`` needs only ``__next__``, as Megatron's own data iterators have no more.
     """
 
     def __init__(self, source: Iterator[Any], number: int) -> None:
         self._source = source
-        self._number = number  # that were not drawn from the source
+        self._number = number  # not yet drawn from the source
         self._seen: list[Any] = []
         self._served: deque[Any] = deque()
 
     def batches(self) -> list[Any]:
-        """All ``number`` of them, those that were served included. To be called once."""
+        """All ``number`` batches, including those already returned by ``next``. Call it once."""
         while self._number:
             self._served.append(self._draw())
         seen, self._seen = self._seen, []
@@ -143,12 +145,13 @@ class LookAhead:
 def checked_microbatches(
     microbatches: Any, number: int, terms: Mapping[str, Term]
 ) -> list[MicrobatchOfTerms]:
-    """``microbatches``, if they are ``number`` that the terms can be computed of.
+    """``microbatches`` as a list, checked against ``number`` and ``terms``.
 
     Raises:
-        FunctionError: they are not so many, or not `Microbatch`, or mappings of them by term.
+        FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
+        MaskError: a mapping lacks a term.
         GroupError: a mode groups by ids that a microbatch does not have, or samples are rejected
-            without a decision.
+            without `LossAggregation.rejected`.
     """
     found = list(microbatches)
     if len(found) != number:

@@ -1,4 +1,4 @@
-"""The command line: an argparse group, and its values -> `LossAggregation` and `ReadBatch`."""
+"""The command-line flags, and how to read them into `Settings`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         f"{FLAG}-rejected",
         metavar="{count,skip}",
-        help="whether samples that the batch key 'rejected' names, which weigh nothing, count in "
-        "the denominators; needed where there are any",
+        help="whether samples that the batch key 'rejected' marks (weight 0) count in the "
+        "denominators; required if there are any",
     )
     group.add_argument(
         f"{FLAG}-function",
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def refuse(error: AggregationError) -> int:
-    """Say in one line on stderr what is wrong with a command line; returns its exit code."""
+    """Print ``error`` as one line on stderr; return the exit code."""
     print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr)
     return 2
 
@@ -85,10 +85,10 @@ class Settings(NamedTuple):
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
-    """All that the flags say, checked; None without ``--loss-aggregation``.
+    """The flags' values, checked; None without ``--loss-aggregation``.
 
     Raises:
-        AggregationError: a flag's value is bad, cannot be loaded, or does not go with the others.
+        AggregationError: a flag's value is bad, cannot be loaded, or conflicts with another flag.
     """
     aggregation = aggregation_from(args)
     if aggregation is None:
@@ -101,7 +101,7 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     """The aggregation that the flags ask for; None without ``--loss-aggregation``.
 
     Raises:
-        AggregationError: a flag's value is bad, or does not go with the others.
+        AggregationError: a flag's value is bad, or conflicts with another flag.
     """
     mode = getattr(args, "loss_aggregation", None)
     divisor, empty, function = (
@@ -144,7 +144,7 @@ def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:
 
 
 def empty_step_from(args: argparse.Namespace) -> str:
-    """What ``--loss-aggregation-empty-step`` says; ``step`` without it.
+    """The value of ``--loss-aggregation-empty-step``; ``step`` without it.
 
     Raises:
         ModeError: another value.

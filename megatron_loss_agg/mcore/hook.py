@@ -27,7 +27,7 @@ from megatron_loss_agg.microbatch import MicrobatchOfTerms
 ForwardBackward = Callable[..., Any]
 
 EMPTY_STEPS = ("error", "skip", "step")
-"""What can be done about a step without any token."""
+"""What to do about a step without tokens; see `LossHook`."""
 
 _FAILED = (
     "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
@@ -36,7 +36,7 @@ _FAILED = (
 
 
 class LossHook:
-    """Makes Megatron's schedule compute one loss exactly, whatever it averages itself.
+    """Makes Megatron's schedule compute an exact loss, whatever averaging the host does itself.
 
     In a custom loop::
 
@@ -44,10 +44,10 @@ class LossHook:
         forward_backward = hook.wrap(get_forward_backward_func())
 
     Every call of ``forward_backward`` is one optimizer step, or one evaluation; for a step of
-    several calls see `step`. Its forward step returns what Megatron's own does: per-token losses
-    with ``partial(loss_func, loss_mask)``; or a `TokenLoss`. Reports keep ``lm loss`` as the mean
-    over tokens, and get ``"<mode> loss"``, the aggregated loss of the step; both as (sum, count)
-    pairs.
+    several calls see `step`. The forward step returns what Megatron's own does, per-token losses
+    and ``partial(loss_func, loss_mask)``, or a `TokenLoss` as the loss function. Reports keep ``lm
+    loss`` as the mean over tokens, and get ``"<mode> loss"``, the aggregated loss of the step; both
+    are (sum, count) pairs.
 
     A loss of several terms, each with a denominator of its own::
 
@@ -55,14 +55,14 @@ class LossHook:
                          "kl": Term(LossAggregation(mode="token_mean"), coefficient=0.01)})
 
     Its forward step returns a `TokenLoss` with losses by name. Reports get ``"<name> loss"`` for
-    each, without its coefficient, and ``"loss"``, the sum that is differentiated.
+    each, without its coefficient, and ``"loss"``, the weighted sum that is differentiated.
 
     Args:
-        aggregation: what to compute; or several terms, by name. The tokens that the host counts,
-            and those of ``lm loss``, are the first one's.
-        read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or one for each
+        aggregation: what to compute; or several terms, by name. The host's token count and ``lm
+            loss`` are those of the first term.
+        read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or a mapping by
             term, where their masks differ. The hook draws the step's batches before its first
-            forward pass and hands them on.
+            forward pass and then passes them to the schedule.
         read_step: (data iterator of the last model chunk, number of microbatches) -> list of that
             many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
             iterator must not be drawn ahead. The hook then draws nothing.
@@ -70,16 +70,22 @@ class LossHook:
             and print it; without it, it is measured once, before the first step.
         evaluates_by_microbatch: the host's evaluation divides every microbatch's report before it
             averages (Megatron's training loop under ``--sft``); reports stay exact.
-        empty_step: what to do about a step without any token: raise an error (``error``); say so in
-            `step_is_empty`, by which the caller leaves the optimizer alone (``skip``); or nothing,
-            so that momentum and weight decay still move the model (``step``).
-        in_training_loop: called by Megatron's own training loop. The next step's batches are then
-            drawn behind the compute of this one (`Prefetch`), and evaluation is aggregated as
-            training is. In a custom loop, a call with ``forward_only=True`` whose loss functions
-            carry no mask is left alone.
+        empty_step: what to do about a step in which every token is masked or rejected: raise
+            MaskError (``error``); set `step_is_empty`, so that the caller can skip the optimizer
+            (``skip``); or nothing, so that momentum and weight decay still move the model
+            (``step``).
+        in_training_loop: called by Megatron's own training loop. Batches of the next step are then
+            drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
+            In a custom loop, a call with ``forward_only=True`` is left alone if its loss functions
+            carry no mask.
+
+    Attributes:
+        terms: `Term` by name.
+        step_is_empty: whether the last training step was empty, the same on every rank; always
+            False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step``, or terms that are none.
+        ModeError: an unknown ``empty_step``, or bad terms.
     """
 
     def __init__(
@@ -107,8 +113,6 @@ class LossHook:
         self.read_step = read_step
         self.empty_step = empty_step
         self.step_is_empty = False
-        """Whether the last training step held no token; the same on every rank. Known only with
-        ``empty_step="skip"``."""
         self.evaluates_by_microbatch = evaluates_by_microbatch
         self._in_training_loop = in_training_loop
         self._auditor = Auditor(repeat=audit)
@@ -117,14 +121,21 @@ class LossHook:
         self._open_step: _OptimizerStep | None = None
 
     def wrap(self, forward_backward: ForwardBackward) -> ForwardBackward:
-        """The same forward-backward function, computing the aggregation.
+        """``forward_backward`` with its loss aggregated.
 
-        It takes what the schedule takes, by keyword, and holds nothing of a call once it returns.
+        Args:
+            forward_backward: Megatron's schedule, from ``get_forward_backward_func()``.
 
-        Raises (when called, on every rank that the failure concerns):
-            MaskError, GroupError, LayoutError, FunctionError: batches, masks or ids are bad, or a
-                loss function's mask is not the planned one.
-            HostError: the host does not average as planned, or calls its loss functions otherwise.
+        Returns:
+            a function that takes the schedule's arguments, by keyword, and returns its result. Once
+            it returns, it keeps nothing of the call; only a `Prefetch` still reads the iterator.
+
+        Raises (when called):
+            MaskError, GroupError, LayoutError, FunctionError: bad batches, masks or ids, or a loss
+                function's mask differs from the planned one.
+            ReportError: the loss function reports a name that the hook adds.
+            ModeError: ranks have different terms.
+            HostError: the host scales or calls the loss in another way than planned.
             StepError: see `step`.
             PeerError: another rank failed.
         """
@@ -145,21 +156,22 @@ class LossHook:
 
     @contextlib.contextmanager
     def step(self, microbatches: Sequence[MicrobatchOfTerms]) -> Iterator[None]:
-        """One optimizer step of several forward-backward calls::
+        """Make several forward-backward calls one optimizer step::
 
             with hook.step(microbatches):
                 forward_backward(num_microbatches=2, **the_rest)
                 forward_backward(num_microbatches=6, **the_rest)
             optimizer.step()
 
-        Every training call inside takes its next ``num_microbatches``, and nothing is read from its
-        iterator. The step is counted once, by the first call. Gradients add up over the calls; the
-        host reduces and scales them in the last one alone, whatever it is set to do in each.
-        Reports are parts of the step's: add up both halves of the pairs over all calls, and divide.
+        Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
+        its iterator. The step is counted once, by the first call. Gradients accumulate over the
+        calls; the host reduces and scales them in the last call only, whatever its settings.
+        Reports are partial: sum both elements of the pairs over all calls, then divide.
 
         Args:
             microbatches: this data-parallel rank's whole optimizer step, in the order of the calls;
-                `Microbatch`, or mappings of them by term. As many on every rank of its model.
+                `Microbatch`, or mappings of them by term. The same number on all model-parallel
+                ranks.
 
         Raises:
             StepError: the block ends with microbatches left, a call asks for more than are left, or
@@ -180,7 +192,7 @@ class LossHook:
             self._open_step = None
 
     def _read_ahead(self, call: Call) -> tuple[_OptimizerStep, Any]:
-        """The step that a call is by itself, and the iterator to give to the schedule."""
+        """The step of a call outside `step`, and the iterator to pass to the schedule."""
         number, iterator = call.scale.num_microbatches, call.data_iterator
         if self.read_step is not None:
             read_step = self.read_step
@@ -198,9 +210,9 @@ class LossHook:
     def _run(
         self, forward_backward: ForwardBackward, call: Call, step: _OptimizerStep, iterator: Any
     ) -> Any:
-        """One call of the schedule, which is ``step`` or a part of it."""
+        """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
-        # Megatron's loop evaluates with masks; others take log-probabilities so, without any.
+        # Forward-only calls of other loops may compute log-probabilities, without a mask.
         lazily = call.forward_only and not self._in_training_loop
         is_empty = False if lazily else self._plan_together(step, call)
         with contextlib.ExitStack() as stack:
@@ -237,13 +249,13 @@ class LossHook:
         """Plan the step on the last pipeline stage; return whether it is known to be empty.
 
         Raises:
-            PeerError: that failed on the last stage, or on another context-parallel rank of it.
+            PeerError: planning failed on the last stage, or on another context-parallel rank.
         """
         trains, groups = not call.forward_only, call.groups
-        # Telling the others makes them wait for this rank, so only where a failure is likely.
-        tells = trains not in self._planned or (trains and self.empty_step == "error")
+        # Exchanging failures makes ranks wait for each other: only where a failure is likely.
+        exchanges = trains not in self._planned or (trains and self.empty_step == "error")
         is_empty = False
-        with failing_together([groups.cp, groups.pp] if tells else [], _FAILED):
+        with failing_together([groups.cp, groups.pp] if exchanges else [], _FAILED):
             if groups.last_stage:
                 is_empty = step.weights(functools.partial(self._plan, call)).is_empty
                 if is_empty and trains and self.empty_step == "error":
@@ -271,7 +283,7 @@ class LossHook:
 
 
 class _OptimizerStep:
-    """Microbatches that are counted together, and taken by one call of the schedule or several."""
+    """Microbatches that are counted together and taken by one or several calls of the schedule."""
 
     def __init__(self, number: int, read: Callable[[], Any]) -> None:
         self.number = number
@@ -280,10 +292,10 @@ class _OptimizerStep:
         self._weights: StepWeights | None = None
 
     def take(self, number: int) -> int:
-        """Take the next ``number`` microbatches; returns the index of the first.
+        """Take the next ``number`` microbatches; return the index of the first.
 
         Raises:
-            StepError: there are not so many.
+            StepError: fewer are left.
         """
         if number > self.left:
             raise StepError(
@@ -300,8 +312,9 @@ class _OptimizerStep:
         return self._weights
 
     def carried_tokens(self, first: int) -> int:
-        """What the last call, which begins with ``first``, counts of earlier calls: the host scales
-        the gradients of all calls by the active tokens of the last one.
+        """Active tokens of earlier calls, if the call that begins with ``first`` is the last one.
+
+        The host scales the gradients of all calls by the token count of the last one.
         """
         if self.left or not first:
             return 0

@@ -30,7 +30,7 @@ from megatron_loss_agg.errors import HostError
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups that a step's loss concerns, under Megatron's names."""
+    """The process groups that take part in a step's loss, under Megatron's names."""
 
     dp: dist.ProcessGroup  # without context parallelism
     cp: dist.ProcessGroup
@@ -40,7 +40,11 @@ class ParallelGroups:
 
     @classmethod
     def of(cls, pg_collection: Any = None) -> ParallelGroups:
-        """From the schedule's own collection if it got one, else from Megatron's globals."""
+        """From ``pg_collection`` if the schedule got one, else from Megatron's globals.
+
+        Raises:
+            HostError: a group is missing, or model parallelism is not initialized.
+        """
         from megatron.core import parallel_state
 
         if pg_collection is not None:
@@ -82,25 +86,26 @@ class HostScale:
 
     @property
     def reports(self) -> int:
-        """Number of reports over all microbatches and ranks, which the host adds up."""
+        """Number of reports that the host adds up, over all microbatches and ranks."""
         return self.num_microbatches * self.data_parallel_size * self.context_parallel_size
 
     def returned(
         self, loss: Tensor, num_tokens: Tensor, total_tokens: float, report: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """What to return so that the host's gradient is that of ``loss`` summed over the step.
+        """What a loss function returns to get the gradient of ``loss`` summed over the step.
 
         Args:
             loss: this rank's ``sum w * loss`` of one microbatch.
-            num_tokens: int32, this rank's active tokens of the microbatch. The host scales MoE and
-                MTP losses by their total, so it stays the true count.
-            total_tokens: sum of ``num_tokens`` over microbatches, data- and context-parallel ranks.
+            num_tokens: int32, this rank's active tokens of the microbatch. It must be the true
+                count, since the host scales MoE and MTP losses by the total.
+            total_tokens: ``num_tokens`` summed over microbatches, data- and context-parallel ranks.
+            report: passed through.
         """
         loss = loss * self.multiplier(total_tokens)
         return (loss, num_tokens, report) if self.per_token else (loss, report)
 
     def multiplier(self, total_tokens: float) -> float:
-        """The inverse of what the host does to the sum over ranks and microbatches."""
+        """The reciprocal of the host's factor on the loss summed over ranks and microbatches."""
         if self.per_token:
             return max(total_tokens, 1)
         return self.num_microbatches * self.data_parallel_size
@@ -119,14 +124,14 @@ class Call:
     forward_step: Callable[..., Any]
     data_iterator: Any  # of the last chunk, which computes the loss; None on ranks without data
     forward_only: bool
-    collects_other_data: bool  # and no loss
+    collects_other_data: bool  # collect_non_loss_data: computes no loss
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Call:
         """From the schedule's keyword arguments.
 
         Raises:
-            HostError: groups are missing, or the model has context-parallel groups per sample.
+            HostError: groups are missing, or samples have context-parallel groups of their own.
         """
         from megatron.core.utils import get_model_config
 
@@ -160,7 +165,7 @@ class Call:
     def run(
         self, schedule: Callable[..., Any], forward_step: Callable[..., Any], data_iterator: Any
     ) -> Any:
-        """The schedule's result, with these two in place of its own."""
+        """Run ``schedule`` with this forward step, and this iterator for the last chunk."""
         iterators = self.arguments["data_iterator"]
         if isinstance(iterators, list):
             data_iterator = [*iterators[:-1], data_iterator]
@@ -169,9 +174,9 @@ class Call:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep the host from reducing and scaling gradients, which a later call of the step does.
+        """Keep the host from reducing and scaling gradients, which the step's last call does.
 
-        Done in every call, it would reduce again what an earlier call has reduced.
+        If every call did it, gradients would be reduced more than once.
         """
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
         saved = {name: getattr(self.config, name) for name in names}

@@ -1,4 +1,4 @@
-"""The loss function that a forward step returns, with its reduction left to the hook."""
+"""Reads the per-token losses of a forward step; the hook reduces them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from megatron_loss_agg.weights import weighted_sum
 
 
 class TokenLoss:
-    """A loss function that leaves the reduction to the hook, for losses of your own.
+    """A loss function for custom losses that leaves the reduction to the hook.
 
-    Return it from a forward step beside the model's output::
+    Return it from a forward step together with the model's output::
 
         return output, TokenLoss(lambda output: (token_losses(output), report), loss_mask)
 
-    For a loss of several terms, the token losses are a mapping by term, and so is the mask where
-    the terms' masks differ. It holds what it is given until the schedule drops it; ``compute`` is
-    called once, with gradients.
+    For a loss of several terms, the token losses are a mapping by term, and so is the mask if the
+    terms' masks differ. It holds only its arguments, and lives as long as the schedule keeps it.
+    The hook calls ``compute`` once, in the schedule's gradient mode.
 
-    Without a hook a loss of one term is a stock Megatron loss function: it returns (sum over the
-    mask, number of tokens, report). Both add up in fp32, or in fp64 if that is given.
+    Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
+    the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs.
 
     Args:
         compute: model output -> (per-token losses, report); the losses in the shape of
-            ``loss_mask``. The report is a mapping of names to (sum, count) pairs, as Megatron's
-            training loop takes it, or to the metrics of `megatron_loss_agg.report`, which
-            `reduce_reports` takes.
-        loss_mask: of this rank's tokens: its context-parallel part of the batch's mask.
+            ``loss_mask``. The report is a mapping of names to (sum, count) pairs, for Megatron's
+            training loop, or to the metrics of `megatron_loss_agg.report`, for `reduce_reports`.
+        loss_mask: of this rank's tokens: its context-parallel shard of the batch's mask.
 
     Raises (when called):
-        HostError: several terms without a hook, or a report that is no mapping.
-        MaskError: not one loss per element of the mask, or other terms than the hook's.
+        HostError: several terms without a hook, or a report that is not a mapping.
+        MaskError: not one loss per element of the mask, or terms that differ from the hook's.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class TokenLoss:
                 "wrapped by LossHook"
             )
         _check_one_loss_per_token(losses, self.loss_mask)
-        # In a dtype whose sum can hold as many tokens as there are.
+        # Half precision could not count the tokens.
         losses, mask = (
             x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
             for x in (losses, self.loss_mask)
@@ -66,7 +65,7 @@ class TokenLoss:
 
 
 class TokenLosses(NamedTuple):
-    """One microbatch on one rank, before any reduction; by term."""
+    """One microbatch's losses on one rank before any reduction, by term."""
 
     losses: dict[str, Tensor]  # [tokens]
     masks: dict[str, Tensor]
@@ -75,29 +74,29 @@ class TokenLosses(NamedTuple):
 
     @property
     def first(self) -> tuple[Tensor, Tensor]:
-        """Losses and mask of the first term, whose tokens the host counts and ``lm loss`` means."""
+        """Losses and mask of the first term, from which ``lm loss`` is computed."""
         name = next(iter(self.losses))
         return self.losses[name], self.masks[name]
 
 
 def carries_mask(loss_func: Callable[..., Any]) -> bool:
-    """Whether this is a `TokenLoss`, or a `functools.partial` that binds ``loss_mask``."""
+    """Whether it is a `TokenLoss`, or a `functools.partial` that binds ``loss_mask``."""
     return isinstance(loss_func, TokenLoss) or _bound_mask(loss_func) is not None
 
 
 def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str]) -> TokenLosses:
-    """Per-token losses, their local mask and the report, of whatever a forward step returned.
+    """Per-token losses, local masks and report, from what a forward step returned.
 
-    A stock loss function is called, so that its checks (NaN, spikes) and its report stay in force;
-    only its loss is not used. Its mask is the argument ``loss_mask`` that it was bound to, and the
-    model's output is the per-token loss.
+    A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
+    used. Its mask is the bound argument ``loss_mask``, and the model's output is the per-token
+    loss.
 
     Args:
-        names: of the terms; a loss of one term need not name it.
+        names: of the terms; the losses of a single term need not be a mapping.
 
     Raises:
-        HostError: there is no mask, or the report is no mapping.
-        MaskError: the output is not one loss per element of the mask, or losses and terms differ.
+        HostError: there is no mask, or the report is not a mapping.
+        MaskError: not one loss per element of the mask, or losses or masks for other terms.
     """
     losses: Any = output
     mask: Any
@@ -133,7 +132,7 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
 
 
 def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) -> dict[str, Any]:
-    """``given`` for each term, in their order."""
+    """``given`` by term, in the order of ``names``."""
     if not isinstance(given, Mapping):
         if len(names) == 1 or shared:
             return dict.fromkeys(names, given)
@@ -144,7 +143,7 @@ def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) 
 
 
 def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
-    """Axes of length 1 do not matter, and one may be flat; a transposed pair is refused."""
+    """Raise MaskError unless shapes match up to axes of length 1, or one is flat."""
     if not isinstance(mask, Tensor):
         raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
     if isinstance(losses, Tensor) and losses.shape == mask.shape:
@@ -161,18 +160,18 @@ def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
 
 
 _TOLERANCE = 1e-3
-"""Relative, of what a loss function returns."""
+"""Relative tolerance of a loss function's result."""
 _ROUNDING = 16
-"""Machine epsilons that a sum may be off by, relative to the sum of absolute values."""
+"""Allowed rounding error of a sum, in machine epsilons of the sum of absolute values."""
 
 
 def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
-    """Raise HostError if a stock loss function computed something else than a masked sum or mean.
+    """Raise HostError if a stock loss function computed anything but a masked sum or mean.
 
-    Its reduction is replaced, so a term that it adds would be lost.
+    The hook replaces its reduction, so anything else that it computes would be lost.
 
     Args:
-        whole: this rank holds whole samples, so that a mean over them can be recognised.
+        whole: whether this rank holds whole samples, so that a mean can be recognized.
     """
     if tokens.reduced is None or (len(tokens.reduced) != 3 and not whole):
         return
@@ -184,7 +183,7 @@ def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
     if len(tokens.reduced) != 3:
         divisors.append(mask.sum().clamp(min=1))
     divisor = torch.stack(divisors)
-    # Where losses cancel, only the rounding error of their sum is left.
+    # Where losses cancel, the rounding error of their sum dominates.
     allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * absolute
     fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
     if bool(loss.isfinite() & ~fits.any()):  # waits for the device once
@@ -206,7 +205,7 @@ def _bound_mask(loss_func: Callable[..., Any]) -> Tensor | None:
 def _bound_arguments(call: functools.partial[Any]) -> Mapping[str, Any]:
     function = call.func
     if isinstance(function, FunctionType) and not vars(function):
-        # It wraps nothing, so its code has the names; making a signature takes much longer.
+        # A plain function: reading its code is much faster than making a signature.
         code = function.__code__
         names = code.co_varnames[: code.co_argcount]
         return {**call.keywords, **dict(zip(names, call.args, strict=False))}
@@ -217,7 +216,7 @@ def _bound_arguments(call: functools.partial[Any]) -> Mapping[str, Any]:
 
 
 def _name(loss_func: Callable[..., Any]) -> str:
-    """Of a function or `functools.partial`, without the tensors that it binds."""
+    """A readable name, without the tensors that a `functools.partial` binds."""
     if isinstance(loss_func, functools.partial):
         try:
             return f"partial({_name(loss_func.func)}) of {inspect.signature(loss_func.func)}"

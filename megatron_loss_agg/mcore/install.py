@@ -1,4 +1,4 @@
-"""Registers the plugin in `megatron.training`, and takes it out again."""
+"""Installs the plugin in `megatron.training`, and uninstalls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_loss_agg.mcore.hook import LossHook
 
 
 class Seam(NamedTuple):
-    """A public function of the host that is wrapped, where the host looks it up."""
+    """A public function of the host that is wrapped, and the module where the host finds it."""
 
     module: Any
     name: str
@@ -25,10 +25,10 @@ class Seam(NamedTuple):
 
 
 def seams() -> tuple[Seam, Seam, Seam]:
-    """What `install` wraps: Megatron's flags, its choice of a schedule, and its optimizer.
+    """What `install` wraps: Megatron's parser, choice of schedule, and optimizer setup.
 
     Raises:
-        HostError: one of them is missing, or takes other parameters.
+        HostError: one of them is missing, or has other parameters.
     """
     from megatron.training import arguments, training
 
@@ -40,10 +40,10 @@ def seams() -> tuple[Seam, Seam, Seam]:
 
 
 def hook_from_args(args: Any) -> LossHook | None:
-    """What Megatron's parsed flags ask for; None without ``--loss-aggregation``.
+    """The hook for Megatron's parsed flags; None without ``--loss-aggregation``.
 
     Raises:
-        AggregationError: they do not go together, see `check_host_flags`.
+        AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
     """
     settings = flags.settings_from(args)
     if settings is None:
@@ -68,19 +68,19 @@ def install(
 ) -> Callable[[], None]:
     """Add the flags to Megatron's parser, and the hook to its training and evaluation.
 
-    Without ``--loss-aggregation`` the host runs as it is. Where it is installed already, as by the
-    launcher in front of a patched script, nothing happens.
+    Without ``--loss-aggregation`` the host's behaviour does not change. Does nothing if already
+    installed, for example by the launcher of a patched script.
 
     Args:
-        prepare_parser: what to do to Megatron's parser once its own flags are there.
+        prepare_parser: applied to Megatron's parser after Megatron has added its flags.
         make_hook: Megatron's parsed flags -> hook, or None without ``--loss-aggregation``; called
             once, before the model is built.
 
     Returns:
-        ``uninstall``, which restores every function.
+        ``uninstall``, which restores every function; a no-op if it was already installed.
 
     Raises:
-        HostError: this Megatron has other seams than the plugin knows.
+        HostError: as `seams`.
     """
     originals = [(seam, seam.function) for seam in seams()]
     add_arguments, get_forward_backward, setup = (function for _, function in originals)
@@ -106,7 +106,7 @@ def install(
 
     @functools.wraps(setup)
     def checked_setup(*args: Any, **kwargs: Any) -> Any:
-        ours = hook()  # first, since it refuses bad flags, and to build a model takes long
+        ours = hook()  # refuse bad flags before the model is built, which takes long
         model, optimizer, scheduler = setup(*args, **kwargs)
         if optimizer is not None and ours is not None and ours.empty_step == "skip":
             optimizer.step = _step_unless_empty(optimizer.step, ours)
@@ -124,7 +124,7 @@ def install(
 
 
 def _step_unless_empty(step: Callable[..., Any], hook: LossHook) -> Callable[..., Any]:
-    """The optimizer's step, which says of an empty one what it says of one that overflowed."""
+    """The optimizer's ``step``, which returns for an empty step what it does on overflow."""
 
     @functools.wraps(step)
     def step_unless_empty(*args: Any, **kwargs: Any) -> Any:
@@ -139,10 +139,10 @@ def check_host_flags(args: Any) -> None:
     """Refuse flags of Megatron under which the plugin would not be exact.
 
     Args:
-        args: Megatron's parsed flags; one that is absent passes.
+        args: Megatron's parsed flags; absent ones are not checked.
 
     Raises:
-        HostError: naming the flag, and what to change.
+        HostError: names the flag and what to change.
     """
     if getattr(args, "hybrid_context_parallel", False):
         raise HostError(

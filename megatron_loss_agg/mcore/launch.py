@@ -24,11 +24,12 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]
 
     Returns:
         a function that runs the script as ``python script ...`` would. If a Megatron flag conflicts
-        with ours, it exits with code 2 and one line, before the model is built.
+        with ours, it prints one line and exits with code 2 before the model is built.
 
     Raises:
-        AggregationError: one of our flags is bad (raised before Megatron is imported), or this
-            Megatron lacks a function that the plugin wraps.
+        InputError: ``script`` is not a file.
+        HostError: Megatron lacks a function that the plugin wraps.
+        AggregationError: one of our flags is bad; raised before Megatron is imported.
     """
     if not Path(script).is_file():
         raise InputError(f"{script!r} is not a file; expected the path of a training script")
@@ -45,10 +46,7 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]
 
 
 def _hook_or_exit(args: Any) -> LossHook | None:
-    """The hook for Megatron's parsed flags, if they enable it.
-
-    Called from inside the script, where only an exit avoids a traceback.
-    """
+    """`hook_from_args`, but exits on an error: inside the script it would become a traceback."""
     try:
         return hook_from_args(args)
     except AggregationError as error:

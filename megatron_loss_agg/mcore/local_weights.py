@@ -1,9 +1,8 @@
-"""The weights of this rank's own tokens, microbatch by microbatch.
+"""The weights of this rank's own tokens, by microbatch.
 
-Weights of rows are made when their microbatch has its turn, from one coefficient per row and this
-rank's part of the mask, which the forward step hands to its loss function. Weights of packs, of
-short rows and of custom functions are made before the step: finding every token's sample then takes
-longer than summing its loss.
+Weights of rows are computed in the loss function, from one coefficient per row and this rank's
+shard of the mask. Weights of packs, of short rows and of custom functions are computed before the
+step, since finding the sample of every token takes longer than summing the losses.
 
 Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 """
@@ -29,19 +28,19 @@ from megatron_loss_agg.plan import StepPlan, StepTerms
 from megatron_loss_agg.weights import token_weights_of
 
 _SHORT_ROW = 32
-"""Local tokens of a row, below which its weights are made before the step."""
+"""Weights of rows with fewer local tokens are computed before the step."""
 
 
 @dataclass(frozen=True)
 class LocalMask:
-    """What a microbatch's mask holds on this rank; tensors are on the CPU."""
+    """What the plan knows about a microbatch's mask on this rank; tensors are on the CPU."""
 
     shape: tuple[int, ...]
     packed: bool
     active_tokens: int
-    sums: Tensor  # fp64: of each row; of a pack, in all
+    sums: Tensor  # fp64: of each row; one element for a pack
     total: float
-    values: Tensor | None  # a copy, where the loss function's mask is to be compared by value
+    values: Tensor | None  # a copy, if the loss function's mask is compared by value
 
     @classmethod
     def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, keeps_values: bool) -> LocalMask:
@@ -59,11 +58,11 @@ class LocalMask:
 
 @dataclass(frozen=True)
 class LocalWeights:
-    """Weights of one microbatch on this rank, for one term or for several that weigh it alike."""
+    """Weights of one microbatch on this rank; terms with equal weights share them."""
 
     mask: LocalMask
-    coefficient_S: Tensor | None  # fp64, of rows
-    weight_T: Tensor | None  # of packs, of short rows, or of a custom function; on the CPU
+    coefficient_S: Tensor | None  # fp64; for rows
+    weight_T: Tensor | None  # for packs, short rows and custom functions; on the CPU
 
     @classmethod
     def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask) -> LocalWeights:
@@ -74,7 +73,7 @@ class LocalWeights:
         return cls(mask, None, (whole if layout is None else layout.shard(whole)).cpu())
 
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens], on the device of ``mask``, which is this rank's part of the mask."""
+        """[tokens], on the device of ``mask``, which is this rank's shard."""
         if self.weight_T is not None:
             return self.weight_T.to(mask.device, dtype, non_blocking=True).reshape(-1)
         assert self.coefficient_S is not None
@@ -84,12 +83,12 @@ class LocalWeights:
 
 @dataclass(frozen=True)
 class StepWeights:
-    """Of all microbatches that were planned together."""
+    """The weights of all microbatches that were planned together."""
 
     terms: Mapping[str, Sequence[LocalWeights]]  # one for each microbatch
     tokens: Mapping[str, float]  # mask sum of the whole step
-    active_tokens: int  # of the whole step, as the host counts: by the first term's masks
-    is_empty: bool  # no token of the whole step weighs anything
+    active_tokens: int  # of the whole step, in the first term's masks, as the host counts them
+    is_empty: bool  # every token of the whole step is masked or rejected
 
     @classmethod
     def plan(
@@ -103,10 +102,11 @@ class StepWeights:
 
         Args:
             read: this data-parallel rank's microbatches; called on the ranks that read data.
-            keeps_masks: for the loss functions' masks to be compared by value.
+            keeps_masks: keep mask values, to compare the loss functions' masks with.
 
         Raises:
-            PeerError: another rank failed; this one's own error is raised as it is.
+            AggregationError: this rank's own error.
+            PeerError: another rank failed.
         """
 
         def plan_here() -> StepWeights:
@@ -124,8 +124,8 @@ class StepWeights:
 
     @classmethod
     def of(cls, plans: StepTerms, groups: ParallelGroups, keeps_masks: bool) -> StepWeights:
-        """On a rank that reads data, once every data-parallel rank has its plans."""
-        # A custom function may fail on one data-parallel rank, and then the others have to know.
+        """From this rank's plans; called on every rank that reads data."""
+        # A custom function may fail on one data-parallel rank alone; the others must learn of it.
         custom = any(plan.aggregation.function is not None for plan in plans.values())
         elsewhere = (
             "the aggregation function failed on another rank of the data-parallel group; "
@@ -142,10 +142,10 @@ class StepWeights:
 def _by_term(
     plans: StepTerms, groups: ParallelGroups, keeps_masks: bool
 ) -> dict[str, list[LocalWeights]]:
-    """By term and microbatch; terms that weigh a microbatch alike share its weights."""
+    """By term and microbatch; terms with equal weights for a microbatch share them."""
     weights: dict[str, list[LocalWeights]] = {name: [] for name in plans}
     for i in range(len(next(iter(plans.values())).microbatches)):
-        # A layout takes more memory than what is made by it, so it goes with its microbatch.
+        # Keep layouts for one microbatch only: they take more memory than the weights.
         masks: dict[int, tuple[CPLayout | None, LocalMask]] = {}
         made: list[tuple[StepPlan, LocalWeights]] = []
         for name, plan in plans.items():
@@ -164,8 +164,8 @@ def _by_term(
 def _weigh_alike(plan: StepPlan, other: StepPlan, i: int) -> bool:
     """Whether both give microbatch ``i`` the same weights.
 
-    Equal aggregations need not: the denominators count the masks of other microbatches and ranks
-    too, which may differ between terms.
+    Equal aggregations are not enough: the terms' masks may differ in other microbatches or ranks,
+    and so may their denominators.
     """
     custom = plan.aggregation.function is not None or other.aggregation.function is not None
     same_mask = plan.microbatches[i] is other.microbatches[i]
@@ -173,10 +173,10 @@ def _weigh_alike(plan: StepPlan, other: StepPlan, i: int) -> bool:
 
 
 def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGroup) -> StepWeights:
-    """The weights that the first rank of a tensor-parallel group made; every rank must call.
+    """The weights from the first rank of the tensor-parallel group; every rank must call.
 
     Raises:
-        PeerError: that rank failed (and raises its own error).
+        PeerError: that rank failed; it raises its own error.
     """
     answer: list[Any] = [None]
     try:
@@ -195,7 +195,7 @@ def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGrou
 def check_layouts(microbatches: Sequence[Microbatch], groups: ParallelGroups) -> None:
     """Raise LayoutError unless context-parallel ranks can split every microbatch.
 
-    All of them are looked at together; only a bad one is laid out, which says what is wrong.
+    One check for all microbatches; layouts are built only to raise the error of a bad one.
     """
     size = dist.get_world_size(groups.cp)
     if size == 1:

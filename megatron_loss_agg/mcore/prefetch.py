@@ -1,7 +1,7 @@
-"""Drawing the next step's batches behind the compute of this one.
+"""Draws the next step's batches while this one computes.
 
 The hook draws a step's batches before its first forward pass, where stock Megatron draws each just
-before its own. With a slow data loader the accelerator would wait for all of them at once.
+before its own. With a slow data loader, the accelerator would wait for the whole step's batches.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from typing import Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _POSITIONS = ("state_dict", "save_state")
-"""Methods by which data loaders return their position, for a checkpoint."""
+"""Methods that return a data loader's position, for checkpoints."""
 
 
 class Prefetch:
-    """The batches of ``source`` in their order, some of them drawn ahead by a thread.
+    """Iterates over ``source`` in order; a thread draws some batches ahead.
 
-    Nothing is lost or read twice, however the reader mixes with what was drawn ahead. An exception
-    of ``source`` is raised where the reader wants the batch that it came for. The thread ends with
-    the process.
+    No batch is lost or read twice. An exception of ``source`` is raised when the reader asks for
+    the batch that caused it. The thread is a daemon.
 
-    Megatron's own training loop gets one by itself, if it reads a `torch.utils.data.DataLoader`. In
-    a loop of your own, and for other loaders, give the schedule a ``Prefetch(batches)``, the same
-    in every step. ``source`` must not use collectives or the current device, since it runs in a
-    thread. Nor may it draw from the process's global random generators if others do: the order in
-    which both draw would be left to chance (give it a `torch.Generator` of its own; a
-    ``DataLoader`` draws in its workers, except with ``num_workers=0``).
+    Megatron's own training loop gets one automatically if it reads a `torch.utils.data.DataLoader`.
+    In a custom loop, or for other loaders, pass the same ``Prefetch(batches)`` to the schedule in
+    every step. ``source`` runs in a thread, so it must not use collectives or the current device.
+    Nor may it draw from the process's global random generators if other code does: the order of
+    draws would vary. Give it a `torch.Generator` of its own; a ``DataLoader`` draws in its workers,
+    except with ``num_workers=0``.
 
-    If ``source`` returns its position by ``state_dict()`` or ``save_state()``, so does this: the
-    position of the reader, whatever was drawn ahead. It is taken before each batch that is.
+    If ``source`` has ``state_dict()`` or ``save_state()``, so has this: they return the position of
+    the reader, as recorded before each batch that is drawn ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -45,7 +44,7 @@ class Prefetch:
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
-        """Begin to draw, so that the next ``number`` batches are at hand."""
+        """Start drawing, so that the next ``number`` batches are ready."""
         self._wait()
         missing = number - len(self._drawn)
         if missing > 0 and self._failure is None:
@@ -80,7 +79,7 @@ class Prefetch:
                 # A copy, since a loader may return its live state.
                 position = {n: copy.deepcopy(getattr(self._source, n)()) for n in names}
                 self._drawn.append((position, next(self._source)))
-        except BaseException as failure:  # kept for the reader, StopIteration too
+        except BaseException as failure:  # raised later in the reader, StopIteration too
             self._failure = failure
 
     def _wait(self) -> None:
@@ -91,13 +90,13 @@ class Prefetch:
 
 
 def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
-    """The `Prefetch` in or below ``data_iterator``; None if there is none.
+    """The `Prefetch` that ``data_iterator`` is or wraps; None if there is none.
 
     Args:
-        insert: put one below Megatron's own iterator, if that reads a
-            `torch.utils.data.DataLoader`. Megatron's iterator replays a step from the batches that
-            it handed out, so it must be the upper one. Other loaders may use collectives or a
-            device, and are left alone.
+        insert: if there is none, and Megatron's own iterator reads a
+            `torch.utils.data.DataLoader`, put one between them. Megatron's iterator must stay
+            outermost, since it replays a step from the batches that it returned. Other loaders are
+            left alone, since they may use collectives or a device.
     """
     if isinstance(data_iterator, Prefetch):
         return data_iterator

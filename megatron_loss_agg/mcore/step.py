@@ -1,7 +1,7 @@
-"""One call of the host's schedule: its loss functions get weights, and its reports exact numbers.
+"""One call of the host's schedule, with weighted losses and exact reports.
 
-The call is weighed by the masks that were planned, and the script masks its losses by those that it
-hands to its loss functions. A loss is what was asked for only where both are the same.
+Weights come from the planned masks, but the script masks its losses with those that it passes to
+its loss functions. The loss is right only if both are the same, which is checked here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _CHANGED_MASK = (
 
 
 class Options(NamedTuple):
-    """What a `Step` does beside weighing losses."""
+    """What a `Step` does besides weighting losses."""
 
-    verify: bool  # that stock loss functions return masked sums, which waits for the device
-    reports_total: bool  # report the loss of all terms, beside each of them
-    reports_quotients: bool  # the host averages each report's quotient, and does not add up pairs
-    passes_unmasked: bool  # leave loss functions alone that carry no mask
+    verify: bool  # check that stock loss functions return masked sums; waits for the device
+    reports_total: bool  # report the total loss besides each term
+    reports_quotients: bool  # the host averages quotients of reports instead of summing pairs
+    passes_unmasked: bool  # leave loss functions without a mask alone
 
 
 class Step:
@@ -49,10 +49,10 @@ class Step:
 
     Args:
         terms: of the loss, by name.
-        weights: the weights of the whole step; called when a loss needs them.
-        first: index in them of the call's first microbatch.
-        carried_tokens: active tokens of this rank in earlier calls of the step, which this call has
-            to count for the host.
+        weights: returns the weights of the whole step; called when a loss needs them.
+        first: index in the step of the call's first microbatch.
+        carried_tokens: this rank's active tokens in earlier calls of the step, which this call
+            reports to the host.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Step:
         self._next = 0
 
     def forward_step(self) -> Callable[..., Any]:
-        """The script's forward step, returning a loss function of ours in place of its own."""
+        """The script's forward step, with its loss function replaced by ours."""
         forward_step = self._call.forward_step
 
         @functools.wraps(forward_step)
@@ -85,11 +85,11 @@ class Step:
         return hooked
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
-        """See how the script calls its model while the body runs."""
+        """Observe how the script calls its model while the body runs."""
         return self._checks.watch()
 
     def finish(self) -> None:
-        """Checks that are due once all microbatches are through, before the optimizer's step.
+        """Checks after the last microbatch, before the optimizer's step.
 
         Raises:
             HostError: the schedule has not computed one loss for each microbatch.
@@ -135,7 +135,7 @@ class Step:
         for name, losses in tokens.losses.items():
             local, mask = weights.terms[name][i], tokens.masks[name]
             dtype = torch.promote_types(losses.dtype, torch.float32)
-            key = id(local), id(mask), dtype  # terms that weigh alike share weights and checks
+            key = id(local), id(mask), dtype  # terms with equal weights share them, and the checks
             if key not in made:
                 self._checks.check(mask, local.mask)
                 made[key] = local.made_for(mask, dtype)
@@ -150,12 +150,12 @@ class Step:
         local: LocalMask,
         weights: StepWeights,
     ) -> dict[str, Any]:
-        """The script's report, its ``lm loss`` made exact, and the aggregated losses beside it."""
+        """The script's report with an exact ``lm loss``, plus the aggregated losses."""
         scale, by_term = self._call.scale, next(iter(weights.terms.values()))
         number = len(by_term) * scale.data_parallel_size * scale.context_parallel_size
 
         def summed(part: Tensor) -> Tensor:
-            """The host adds up both halves of all ``number`` reports, or averages quotients."""
+            """A report that the host's mean over all ``number`` reports turns into the sum."""
             return _pair(part * number, 1.0)
 
         report = tokens.report
@@ -182,12 +182,12 @@ class Step:
 
 
 def _pair(total: Tensor, count: float) -> Tensor:
-    """[total, count], as Megatron's training loop takes a report."""
+    """[total, count], the form of a report in Megatron's training loop."""
     return torch.stack([total, total.new_full((), count)])
 
 
 def _groups_samples(term: Term) -> bool:
-    """Whether the weights of a term depend on which sample a token is in."""
+    """Whether the weights of a term depend on how tokens group into samples."""
     aggregation = term.aggregation
     return not {aggregation.within, aggregation.across} <= {"step", "microbatch", None}
 
@@ -195,8 +195,8 @@ def _groups_samples(term: Term) -> bool:
 class _Checks:
     """Compares a call's model calls and masks with what was planned.
 
-    What takes a tensor's values is collected and read once, by `finish`: reading it in each
-    microbatch would wait for the device in each.
+    Values on the device are collected, and read once by `finish`: reading them in each microbatch
+    would wait for the device each time.
     """
 
     def __init__(self, call: Call, groups_samples: bool) -> None:
@@ -208,7 +208,7 @@ class _Checks:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """See how the script calls the last model chunk, which computes the loss."""
+        """Observe how the script calls the last model chunk, which computes the loss."""
         handle = self._call.chunks[-1].register_forward_pre_hook(self._see_call, with_kwargs=True)
         try:
             yield
@@ -216,11 +216,11 @@ class _Checks:
             handle.remove()
 
     def check(self, mask: Tensor, planned: LocalMask) -> None:
-        """Check what is known of a loss function's mask at once, and collect the rest.
+        """Check a loss function's mask as far as possible now, and collect its sums for `finish`.
 
         Raises:
-            MaskError: another shape, or known to have other values, than planned.
-            GroupError: samples are packed, and the plan took them for rows.
+            MaskError: its shape, or its values if the plan kept them, are not the planned ones.
+            GroupError: samples are packed, but were planned as rows.
         """
         one_sequence = self._packed_sequences == planned.sums.numel() == 1
         rows = not planned.packed and not one_sequence
@@ -244,7 +244,7 @@ class _Checks:
         if not self._sums:
             return
         given, expected = torch.cat(self._sums).cpu(), torch.cat(self._expected_sums)
-        # `torch.allclose` takes twice as long, which is much of a small step.
+        # `torch.allclose` takes twice as long, a noticeable part of a small step.
         excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
         if not bool((excess <= 0).all()):  # NaN, too
             raise MaskError(_CHANGED_MASK)
@@ -266,7 +266,7 @@ class _Checks:
 
 
 def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise unless ``mask`` has the elements of ``expected`` in their order."""
+    """Raise MaskError unless ``mask`` has as many elements as ``expected``, in the same order."""
     if mask.numel() != math.prod(expected):
         raise MaskError(
             f"{mask.numel()} local losses for {math.prod(expected)} local weights; "
