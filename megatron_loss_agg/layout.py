@@ -100,7 +100,7 @@ class CPLayout:
         _check_length(total_len)
         if total_len % cp_size:
             raise LayoutError(
-                f"length {total_len} cannot be cut in {cp_size} equal parts; "
+                f"length {total_len} cannot be split into {cp_size} equal parts; "
                 f"expected a multiple of cp_size = {cp_size}: pad it"
             )
         part = total_len // cp_size

@@ -178,7 +178,7 @@ class LossHook:
                 a step is open already.
         """
         if self._open_step is not None:
-            raise StepError("hook.step inside of hook.step; expected one step at a time")
+            raise StepError("hook.step inside another hook.step; expected one step at a time")
         given = list(microbatches)
         self._open_step = step = _OptimizerStep(len(given), lambda: given)
         try:
@@ -260,9 +260,8 @@ class LossHook:
                 is_empty = step.weights(functools.partial(self._plan, call)).is_empty
                 if is_empty and trains and self.empty_step == "error":
                     raise MaskError(
-                        "no token of the whole step weighs anything: every loss mask is 0, or its "
-                        "sample rejected; expected some: give the step data, or choose "
-                        "--loss-aggregation-empty-step skip or step"
+                        "every token of the step is masked or rejected; expected an active token: "
+                        "fix the data, or choose --loss-aggregation-empty-step skip or step"
                     )
         self._planned.add(trains)
         return is_empty

@@ -149,7 +149,7 @@ def _by_term(
         masks: dict[int, tuple[CPLayout | None, LocalMask]] = {}
         made: list[tuple[StepPlan, LocalWeights]] = []
         for name, plan in plans.items():
-            found = next((w for other, w in made if _weigh_alike(plan, other, i)), None)
+            found = next((w for other, w in made if _equal_weights(plan, other, i)), None)
             if found is None:
                 microbatch = plan.microbatches[i]
                 if id(microbatch) not in masks:
@@ -161,7 +161,7 @@ def _by_term(
     return weights
 
 
-def _weigh_alike(plan: StepPlan, other: StepPlan, i: int) -> bool:
+def _equal_weights(plan: StepPlan, other: StepPlan, i: int) -> bool:
     """Whether both give microbatch ``i`` the same weights.
 
     Equal aggregations are not enough: the terms' masks may differ in other microbatches or ranks,

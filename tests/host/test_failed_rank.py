@@ -24,7 +24,7 @@ TOPOLOGIES = {
 }
 PLACES = ((0, 1), (2,))
 READER, FUNCTION = "OSError: disk", "FunctionError: the aggregation function returned weights that"
-EMPTY = "MaskError: no token of the whole step weighs anything"
+EMPTY = "MaskError: every token of the step is masked or rejected"
 # What happens, on which ranks, and what these say: all others raise a PeerError.
 DEFECTS = {
     ("dp2", "reader"): ([1], READER),
