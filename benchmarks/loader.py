@@ -71,8 +71,8 @@ class Steps:
     """Training steps of one kind, over a loader that goes on where the step before left it.
 
     Args:
-        name: ``stock``; or the hook, as the flags install it (``prefetch``), also over a loader that
-            saves its position (`SAVED`), or without drawing ahead of the step (``no prefetch``).
+        name: ``stock``; or the hook, as the flags install it (``prefetch``), the same over a loader
+            that saves its position (`SAVED`), or without drawing ahead (``no prefetch``).
         workers: processes that the loader draws in, each two batches ahead; 0: none.
     """
 

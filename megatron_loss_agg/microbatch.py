@@ -66,9 +66,10 @@ class Microbatch:
         else:
             self._check_packed(self.cu_seqlens)
         for name in ("prompt_ids", "rollout_ids"):
-            ids = checked_ids(name, getattr(self, name), self.num_samples)
-            object.__setattr__(self, name, ids)
-        check_by_sample("rejected", self.rejected, torch.bool, self.num_samples)
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked_ids(name, given, self.num_samples))
+        if self.rejected is not None:
+            check_by_sample("rejected", self.rejected, torch.bool, self.num_samples)
 
     @property
     def num_samples(self) -> int:
@@ -141,16 +142,15 @@ def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
     return microbatch[name]
 
 
-def checked_ids(name: str, given: Any, number: int) -> Tensor | None:
+def checked_ids(name: str, given: Any, number: int) -> Tensor:
     """``given`` as int64 [samples]; strings are hashed.
 
     Raises:
         GroupError: neither int64 nor strings, or not ``number`` ids.
     """
-    if given is not None and not isinstance(given, Tensor):
-        given = hashed(name, given)
-    check_by_sample(name, given, torch.int64, number)
-    return given
+    ids = given if isinstance(given, Tensor) else hashed(name, given)
+    check_by_sample(name, ids, torch.int64, number)
+    return ids
 
 
 def hashed(name: str, strings: Any) -> Tensor:
@@ -168,8 +168,6 @@ def hashed(name: str, strings: Any) -> Tensor:
 
 def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:
     """Raise GroupError unless ``given`` is None or ``dtype`` [number]."""
-    if given is None:
-        return
     if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
         expected = "an int64" if dtype == torch.int64 else "a bool"
         raise GroupError(f"{name} is {_kind(given)}; expected {expected} tensor [samples]")

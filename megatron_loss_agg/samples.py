@@ -70,18 +70,18 @@ class Samples:
 
 
 def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:
-    found = [checked_ids(name, ids, size) for ids, size in _by_microbatch(name, given, sizes)]
-    return on_cpu([ids for ids in found if ids is not None], torch.int64)
+    parts = _by_microbatch(name, given, sizes)
+    return on_cpu([checked_ids(name, ids, size) for ids, size in parts], torch.int64)
 
 
 def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:
     """Parts of ``given``, each with its number of samples: one per microbatch, or one for all."""
     if not isinstance(given, (list, tuple)) or any(isinstance(x, str) for x in given):
         return [(given, sum(sizes))]
-    if len(given) != len(sizes):
+    if len(given) != len(sizes) or any(part is None for part in given):
         raise GroupError(
-            f"{name} for {len(given)} microbatches and mask_sums for {len(sizes)}; expected one "
-            "entry for each microbatch, or one vector for all samples"
+            f"{name} for {sum(part is not None for part in given)} microbatches and mask_sums for "
+            f"{len(sizes)}; expected one entry for each microbatch, or one vector for all samples"
         )
     return list(zip(given, sizes, strict=True))
 

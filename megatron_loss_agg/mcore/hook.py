@@ -318,8 +318,7 @@ class _OptimizerStep:
         if self.left or not first:
             return 0
         assert self._weights is not None
-        by_microbatch = next(iter(self._weights.terms.values()))
-        return sum(weights.mask.active_tokens for weights in by_microbatch[:first])
+        return sum(weights.mask.active_tokens for weights in self._weights.first_term[:first])
 
 
 def _no_iterator() -> Any:

@@ -90,6 +90,11 @@ class StepWeights:
     active_tokens: int  # of the whole step, in the first term's masks, as the host counts them
     is_empty: bool  # every token of the whole step is masked or rejected
 
+    @property
+    def first_term(self) -> Sequence[LocalWeights]:
+        """Those of the term whose tokens the host counts."""
+        return next(iter(self.terms.values()))
+
     @classmethod
     def plan(
         cls,

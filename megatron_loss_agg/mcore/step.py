@@ -119,7 +119,7 @@ class Step:
             for name, part in parts.items()
         ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
-        mask = next(iter(weights.terms.values()))[self._first + i].mask
+        mask = weights.first_term[self._first + i].mask
         with torch.no_grad():
             report = self._report(tokens, parts, loss, mask, weights)
         active = mask.active_tokens + (0 if i else self._carried_tokens)
@@ -151,8 +151,8 @@ class Step:
         weights: StepWeights,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
-        scale, by_term = self._call.scale, next(iter(weights.terms.values()))
-        number = len(by_term) * scale.data_parallel_size * scale.context_parallel_size
+        scale = self._call.scale
+        number = len(weights.first_term) * scale.data_parallel_size * scale.context_parallel_size
 
         def summed(part: Tensor) -> Tensor:
             """A report that the host's mean over all ``number`` reports turns into the sum."""

@@ -120,6 +120,11 @@ BAD: dict[str, tuple[type[AggregationError], str, dict[str, Any]]] = {
         "for 1 microbatches and mask_sums for 2",
         {"mode": "prompt_mean", "mask_sums": [[1.0], [1.0]], "prompt_ids": [["a", "b"]]},
     ),
+    "ids of one microbatch missing": (
+        GroupError,
+        "prompt_ids for 1 microbatches and mask_sums for 2",
+        {"mode": "prompt_mean", "mask_sums": [[1.0], [1.0]], "prompt_ids": [["a"], None]},
+    ),
     "ids of no kind": (
         GroupError,
         "a sequence of strings",
