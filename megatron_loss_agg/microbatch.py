@@ -167,7 +167,7 @@ def hashed(name: str, strings: Any) -> Tensor:
 
 
 def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:
-    """Raise GroupError unless ``given`` is None or ``dtype`` [number]."""
+    """Raise GroupError unless ``given`` is a ``dtype`` tensor [number]."""
     if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
         expected = "an int64" if dtype == torch.int64 else "a bool"
         raise GroupError(f"{name} is {_kind(given)}; expected {expected} tensor [samples]")
