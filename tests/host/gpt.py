@@ -83,6 +83,16 @@ def initialize(cp: int = 1, **sizes: int) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
+def data_rank() -> int:
+    """This rank among those with data of their own."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def reads_data() -> bool:
+    """As in Megatron's scripts, only the first rank of a tensor-parallel group has an iterator."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
 def build(
     dtype: torch.dtype = torch.float64,
     per_token: bool = False,
@@ -190,10 +200,7 @@ def forward_step_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Ca
 def local_batch(
     data_iterator: Iterator[Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]:
-    """Tokens, labels and mask of this context-parallel rank, and how they are packed.
-
-    As in Megatron's scripts, only the first rank of a tensor-parallel group has an iterator.
-    """
+    """Tokens, labels and mask of this context-parallel rank, and how they are packed."""
     received = [None if data_iterator is None else next(data_iterator)]
     group = parallel_state.get_tensor_model_parallel_group()
     if dist.get_world_size(group) > 1:

@@ -87,10 +87,9 @@ def build_chunks(
 
 def data_for(topology: Topology, places: Places, layout: str, masks: str = "01") -> Any:
     """What stock scripts give the schedule: data on the first tensor-parallel rank alone."""
-    from megatron.core import parallel_state
+    from tests.host import gpt
 
-    place = places[parallel_state.get_data_parallel_rank()]
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    place, reads = places[gpt.data_rank()], gpt.reads_data()
     return _one_or_all(
         [batches(place, layout, masks) if reads else None for _ in range(topology.chunks)]
     )

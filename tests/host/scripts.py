@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import TokenLoss
 from tests.host.steps import Counted
 
 
@@ -64,7 +65,6 @@ def with_first_token(value: float, stock: Any, mask: Tensor) -> Any:
 
 
 def with_part_of_the_losses(stock: Any, mask: Tensor) -> Any:
-    from megatron_loss_agg.mcore import TokenLoss
 
     return TokenLoss(lambda output: (output[:, 1:], {}), mask)
 

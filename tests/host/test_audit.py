@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import TP2, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
 
@@ -22,12 +23,9 @@ PLACES = ((0, 1), (2,), (3, 4))
 
 def audited(model: Any) -> tuple[float | None, str | None]:
     """What the audit prints of a step's gradients, on rank 0, and how the step ends."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
 
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    reads = gpt.reads_data()
     data = batches(PLACES, "thd") if reads else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         hook = LossHook(aggregation("sum"), audit=True)

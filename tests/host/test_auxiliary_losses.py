@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import (
     CP2,
     EP2,
@@ -26,6 +27,7 @@ from tests.host.harness import (
     data_for,
     run_host_ranks,
 )
+from tests.host.reference import relative_error
 from tests.host.steps import N_MB, PLACES, aggregation
 
 pytestmark = pytest.mark.host
@@ -65,7 +67,6 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Call
 
 def gradient(topology: Topology, per_token: bool, layout: str, hooked: bool) -> Any:
     """Of this rank's parameters, for one step."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     hook = LossHook(aggregation("prompt_mean")) if hooked else None
@@ -80,7 +81,6 @@ def compare(topology: Topology, loss: str) -> dict[Any, tuple[float, float]]:
     gradient, and how much it adds, relative to all the rest.
     """
     from tests.host import gpt
-    from tests.host.reference import relative_error
 
     gpt.initialize(**topology.sizes)
     on, off = (

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import (
     EXACT,
     PP2,
@@ -61,7 +62,6 @@ def errors_of_run(topology: Topology, expected: list[dict[str, Any]]) -> dict[An
     """Every rank, for each (mode, layout, per-token flag): the error of every step."""
     from megatron.core import parallel_state
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg import policy, weighted_sum
+from megatron_loss_agg.mcore import LossHook, TokenLoss, logprobs
+from tests.core.operations import Operations
 from tests.host.harness import run_host_ranks
 from tests.host.steps import aggregation
 
@@ -39,8 +42,6 @@ def counted_on_host() -> dict[Any, Any]:
     """Every rank, DP 2: operations of one microbatch's loss, and all-gathers of one step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_loss_agg.mcore import LossHook, TokenLoss
-    from tests.core.operations import Operations
     from tests.host import gpt
 
     gpt.initialize()
@@ -124,8 +125,6 @@ def peaks(dtype: torch.dtype) -> dict[str, float]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from benchmarks.memory import LiveBytes
-    from megatron_loss_agg import policy, weighted_sum
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg import AggregationError, CPLayout
 from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
@@ -68,8 +69,6 @@ def whole(cp: int, mask: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     import torch.distributed as dist
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from megatron_loss_agg import CPLayout
-
     attend = attention(cp)
     layout = CPLayout.bshd(32, cp, dist.get_rank() % cp)
     tensors = inputs(32, BATCH)
@@ -105,8 +104,6 @@ def packed(cp: int, causal: bool) -> tuple[list[Tensor], list[Tensor]]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_loss_agg import CPLayout
 
     attend = attention(cp)
     real, padded = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (LENGTHS, PADDED))
@@ -176,8 +173,6 @@ REFUSED: list[tuple[list[int], list[int], str, dict[str, Any], str]] = [
 def refusals() -> list[str]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_loss_agg import AggregationError
 
     errors = []
     for real, padded, kind, config, _ in REFUSED:

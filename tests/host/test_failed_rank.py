@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import CP2, PP2, TP2, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.steps import aggregation
 
@@ -72,15 +73,13 @@ BAD_DATA = {
 def heard_on_host(name: str) -> dict[str, tuple[str | None, str | None]]:
     """Every rank, for each defect: what it hears of the step, and of a good one after it."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, rl
 
     topology = TOPOLOGIES[name]
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    reads = gpt.reads_data()
 
     def heard(hook: LossHook, data: Any) -> str | None:
         options = {"forward_step_func": rl.forward_step}

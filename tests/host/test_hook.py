@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import relative_error
 from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
@@ -27,17 +29,15 @@ class Rank:
     """A rank of two data-parallel ones: its models, and steps of the hook on these."""
 
     def __init__(self) -> None:
-        from megatron.core import parallel_state
 
         from tests.host import gpt
 
         gpt.initialize()
-        self.number = parallel_state.get_data_parallel_rank()
+        self.number = gpt.data_rank()
         self.models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
 
     def step(self, mode: str, data: Any = None, per_token: bool = False, **options: Any) -> Any:
         """The gradient of one step, and its reports."""
-        from megatron_loss_agg.mcore import LossHook
         from tests.host import gpt, gradients
 
         ddp, data = self.models[per_token], data or Counted(self.number)
@@ -48,9 +48,7 @@ class Rank:
 
 def own_losses() -> dict[str, Any]:
     """Losses in another shape than the mask, and no reduction at all."""
-    from megatron_loss_agg.mcore import TokenLoss
     from tests.host import gpt
-    from tests.host.reference import relative_error
 
     rank = Rank()
     report = {"own": torch.tensor([1.0, 2.0])}
@@ -65,8 +63,6 @@ def own_losses() -> dict[str, Any]:
 def last_of_chunks() -> dict[str, Any]:
     """A virtual pipeline has an iterator for each model chunk; the last chunk computes the loss."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from tests.host.reference import relative_error
 
     rank = Rank()
     chunks = [Counted(rank.number), Counted(rank.number)]
@@ -98,7 +94,6 @@ def other_data() -> list[Any]:
 def poisoned() -> dict[Any, tuple[float, bool]]:
     """Gradient error with NaN and infinity where the mask is 0, and are the reports the same?"""
     from tests.host import gpt
-    from tests.host.reference import relative_error
 
     rank = Rank()
 

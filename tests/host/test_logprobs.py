@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg import weighted_sum
+from megatron_loss_agg.errors import PolicyError
+from megatron_loss_agg.mcore import logprobs
 from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
@@ -45,7 +48,6 @@ def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
 
 
 def on_rank(tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
-    from megatron_loss_agg.mcore import logprobs
 
     logits, labels, pull_lp, pull_h = data(kind)
     mine = logits.chunk(tp, dim=-1)[dist.get_rank()]
@@ -123,8 +125,6 @@ def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
 
 
 def overwritten() -> list[str]:
-    from megatron_loss_agg.errors import PolicyError
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()
@@ -167,8 +167,6 @@ def test_overwritten_logits_are_refused() -> None:
 
 def at_unused_tokens() -> list[list[float]]:
     """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts."""
-    from megatron_loss_agg import weighted_sum
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()
@@ -196,8 +194,6 @@ def test_unused_tokens_may_hold_anything() -> None:
 
 
 def refusals() -> list[str]:
-    from megatron_loss_agg.errors import PolicyError
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import relative_error
 from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
@@ -55,18 +57,15 @@ class Drawn(NamedTuple):
 
 
 def drawn_on_host(cp: int) -> dict[Draw, Drawn]:
-    from megatron.core import parallel_state
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
-    from tests.host.reference import relative_error
 
     gpt.initialize(cp)
     models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
 
     def run(draw: Draw) -> Drawn:
         hook = LossHook(aggregation(draw.mode, empty=draw.empty), in_training_loop=draw.loop)
-        data = Counted(parallel_state.get_data_parallel_rank(), draw.layout)
+        data = Counted(gpt.data_rank(), draw.layout)
         given: list[int] = []
         order: list[int] = []
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import relative_error
 from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
@@ -28,9 +30,7 @@ MASKS = {
 
 def errors_on_host() -> dict[Any, float]:
     """One rank: the worst gradient error over some steps, for each mode, flag and mask."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
-    from tests.host.reference import relative_error
 
     gpt.initialize()
     generator = torch.Generator().manual_seed(3)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.mcore import LossHook, Prefetch
 from tests.host.harness import run_host_ranks
 from tests.host.steps import aggregation, batch_of, sequences
 
@@ -43,8 +44,6 @@ class Loader:
 def wrapped(train: Loader, how: str) -> Any:
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    from megatron_loss_agg.mcore import Prefetch
-
     iterator: Any = train if how == "plain" else Prefetch(train)
     return RerunDataIterator(iterator) if how == "rerun" else iterator
 
@@ -55,7 +54,6 @@ def steps_on_host() -> dict[str, Any]:
     """
     from megatron.core.rerun_state_machine import initialize_rerun_state_machine
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize()
@@ -100,7 +98,6 @@ def places_on_host() -> list[Any]:
     from megatron.core.rerun_state_machine import RerunDataIterator
     from torch.utils.data import DataLoader
 
-    from megatron_loss_agg.mcore import Prefetch
     from megatron_loss_agg.mcore.prefetch import prefetch_of
 
     def cyclic_iter(loader: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host import scripts
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
@@ -136,13 +137,10 @@ CASES = {
 
 def errors_on_host() -> dict[str, str | None]:
     """Every rank, DP 2: the error of each case."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
 
     gpt.initialize()
-    rank = parallel_state.get_data_parallel_rank()
+    rank = gpt.data_rank()
     models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
 
     def run(case: Case) -> None:
@@ -183,7 +181,6 @@ def test_bad_input_is_refused_on_every_rank(name: str) -> None:
 
 def packed_on_tensor_ranks() -> str | None:
     """Every rank, TP 2, of which the first reads the data."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)
@@ -215,7 +212,6 @@ CONTEXT_GROUPS: dict[str, tuple[int | None, dict[str, bool], tuple[str, ...]]] =
 
 def errors_of_context_groups() -> dict[str, str | None]:
     """Every rank, CP 2: the error of each case."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
 
     gpt.initialize(cp=2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import EXACT, error_of, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import aggregation, batch_of, sequences, weights_of
@@ -32,7 +33,6 @@ def wanted(choice: str | None, mode: str) -> list[Any]:
 
 def steps_on_host(choice: str | None, expected: dict[str, list[Any]]) -> dict[Any, Any]:
     """One rank, for each (mode, per-token flag): every step's gradient error, or what it says."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize()

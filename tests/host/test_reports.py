@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.cases import Case
 from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
 from tests.host.reference import reference
@@ -88,7 +89,6 @@ def with_another_key(stock: Any, mask: Tensor) -> Any:
 
 def logged_by_host() -> dict[Run, Logged]:
     """Every rank: what each run logs."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**TOPOLOGY.sizes)

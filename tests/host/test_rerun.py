@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import run_host_ranks
 from tests.host.steps import Counted, aggregation
 
@@ -37,9 +38,8 @@ def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
 
 def gradients_on_host() -> dict[str, list[Tensor]]:
     """Every rank, DP 2: the gradients of each run of two usual steps and of a spiky one."""
-    from megatron.core import parallel_state, rerun_state_machine
+    from megatron.core import rerun_state_machine
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize()
@@ -47,7 +47,7 @@ def gradients_on_host() -> dict[str, list[Tensor]]:
     validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
     machine = rerun_state_machine.get_rerun_state_machine()
-    source = Counted(parallel_state.get_data_parallel_rank())
+    source = Counted(gpt.data_rank())
     data = rerun_state_machine.RerunDataIterator(source)
     hook = LossHook(aggregation("prompt_mean"))
 

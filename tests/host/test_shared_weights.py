@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_loss_agg import Microbatch, Term
+from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests import oracle
 from tests.host.harness import EXACT, TP2, Topology, error_of, run_host_ranks
 from tests.host.reference import reference
@@ -153,7 +154,6 @@ class Script:
         return {name: shared[id(mask)] for name, mask in given.items()}
 
     def loss(self, stock: Any, mask: Tensor) -> Any:
-        from megatron_loss_agg.mcore import TokenLoss
 
         masks = self.given(self.rank, self.steps % Counted.N_MB, mask)
         self.steps += 1
@@ -180,15 +180,12 @@ class Script:
 
 def steps_on_host(sizes: dict[str, int], expected: dict[str, Any]) -> dict[str, list[Any]]:
     """Every rank, for each case: the (gradient error, weight vectors) of its steps, or an error."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**sizes)
     ddp = gpt.ddp_model()
-    rank = parallel_state.get_data_parallel_rank()
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    rank = gpt.data_rank()
+    reads = gpt.reads_data()
 
     def steps(case: Case, exact: Any) -> list[Any]:
         script = Script(case.planned, rank)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.report import reduce_reports
 from tests.host.harness import (
     CP2,
     EXACT,
@@ -55,13 +57,11 @@ def run(topology: Topology, gradient: Any) -> dict[Any, tuple[float, dict[str, f
     """Every rank, for each (microbatches, per-token flag): gradient error, and what is reported."""
     from megatron.core import parallel_state
 
-    from megatron_loss_agg.mcore import LossHook
-    from megatron_loss_agg.report import reduce_reports
     from tests.host import gpt, gradients, rl
 
     gpt.initialize(**topology.sizes)
-    rank = parallel_state.get_data_parallel_rank()
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    rank = gpt.data_rank()
+    reads = gpt.reads_data()
     answers = {}
     for per_token in topology.per_token_flags:
         chunks = build_chunks(topology, per_token)
@@ -101,7 +101,6 @@ def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
     """Every rank, for each policy, of a step with tokens, an evaluation without and a step without:
     the error of each, and whether the last training step is known to be empty.
     """
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients, rl
 
     gpt.initialize(**topology.sizes)
@@ -138,7 +137,6 @@ def test_an_empty_step_can_be_an_error_that_says_what_to_choose() -> None:
 
 def named(iterator: Any, model: Any, names: tuple[str, ...] = (), report: Any = None) -> Any:
     """The policy step, with the losses of some terms alone, and a report of its own."""
-    from megatron_loss_agg.mcore import TokenLoss
     from tests.host import rl
 
     output, loss = rl.forward_step(iterator, model)
@@ -152,7 +150,6 @@ def named(iterator: Any, model: Any, names: tuple[str, ...] = (), report: Any = 
 
 def unnamed(iterator: Any, model: Any, turned: bool = False) -> Any:
     """The policy step, with the losses of a single term, or those transposed."""
-    from megatron_loss_agg.mcore import TokenLoss
     from tests.host import rl
 
     if turned:
@@ -193,7 +190,6 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
 
 def misfits_on_host() -> dict[str, str | None]:
     """One rank: what forward steps that do not fit the terms are told."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, rl
 
     gpt.initialize()

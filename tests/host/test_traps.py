@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import LENGTHS, Places, aggregation, batches, sequences, weights_of
@@ -163,13 +164,10 @@ def errors_on_host(d: int, c: int, expected: dict[Trap, Any]) -> dict[Trap, tupl
     """Every rank, for each trap: the defective gradient's error against the factor times the
     reference, and the hook's error against the reference.
     """
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(c)
-    place = PLACES[d][parallel_state.get_data_parallel_rank()]
+    place = PLACES[d][gpt.data_rank()]
 
     def defective(trap: Trap, _: Any, mask: Tensor) -> Callable[..., Any]:
         def loss_func(output: Tensor) -> tuple[Any, ...]:
