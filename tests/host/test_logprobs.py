@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import weighted_sum
-from megatron_loss_agg.errors import PolicyError
 from megatron_loss_agg.mcore import logprobs
-from tests.host.harness import run_host_ranks
+from tests.host.harness import error_of, run_host_ranks
 
 pytestmark = pytest.mark.host
 
@@ -40,10 +39,9 @@ def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
     """For each of `CASES`, values and the gradient of this rank's logits, by function."""
     from tests.host import gpt
-    from tests.host.gpt import KeepDouble
 
     gpt.initialize(tensor_model_parallel_size=tp)
-    with KeepDouble():
+    with gpt.KeepDouble():
         return [on_rank(tp, *case) for case in CASES]
 
 
@@ -124,49 +122,45 @@ def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
         assert our_grad.dtype == dtype and torch.equal(our_grad, their_grad)
 
 
-def overwritten() -> list[str]:
+def overwritten() -> list[str | None]:
+    """One rank: which calls leave logits as they were; and the errors of those that did not."""
+    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()
     labels = torch.zeros(2, 1, dtype=torch.int64)
     logits = torch.randn(2, 1, 5)
     kept = logits.clone()
-    logprobs.vocab_parallel_entropy(logits)
+    expected = logprobs.vocab_parallel_entropy(logits)
     assert torch.equal(logits, kept)
     halved = kept.bfloat16()
     logprobs.vocab_parallel_log_probs(halved, labels)
     assert torch.equal(halved, kept.bfloat16())
     assert not logprobs.vocab_parallel_entropy(halved).isnan().any()
     with torch.inference_mode():
-        fresh = logits.clone()
-        logprobs.vocab_parallel_log_probs(fresh, labels)
+        logprobs.vocab_parallel_log_probs(logits.clone(), labels)
     logprobs.vocab_parallel_log_probs(logits, labels)
     assert not torch.equal(logits, kept)
-    errors = []
-    for again in (
-        lambda: logprobs.vocab_parallel_entropy(logits),
-        lambda: logprobs.vocab_parallel_log_probs_and_entropy(logits, labels),
-    ):
-        with pytest.raises(PolicyError) as error:
-            again()
-        errors.append(str(error.value))
+    errors = [
+        error_of(logprobs.vocab_parallel_entropy, logits),
+        error_of(logprobs.vocab_parallel_log_probs_and_entropy, logits, labels),
+    ]
     logits.copy_(kept)  # a buffer that is filled anew is logits again
-    assert torch.equal(
-        logprobs.vocab_parallel_entropy(logits), logprobs.vocab_parallel_entropy(kept)
-    )
+    assert torch.equal(logprobs.vocab_parallel_entropy(logits), expected)
     return errors
 
 
 def test_overwritten_logits_are_refused() -> None:
     text = (
-        "an earlier call has overwritten these fp32 logits with their softmax; expected logits: "
-        "call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
+        "PolicyError: an earlier call has overwritten these fp32 logits with their softmax; "
+        "expected logits: call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
     )
     assert run_host_ranks(overwritten, 1) == [[text, text]]
 
 
-def at_unused_tokens() -> list[list[float]]:
-    """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts."""
+def unusable() -> tuple[list[list[float]], list[str | None]]:
+    """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts; errors."""
+    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()
@@ -183,41 +177,25 @@ def at_unused_tokens() -> list[list[float]]:
         total = weighted_sum(w, losses(leaf * 1))
         assert total.isfinite()
         gradients.append(torch.autograd.grad(total, leaf)[0].view(-1).tolist())
-    return gradients
+    logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
+    log_probs = logprobs.vocab_parallel_log_probs
+    return gradients, [
+        error_of(log_probs, logits, labels.t()),
+        error_of(log_probs, logits.transpose(0, 1), labels.t()),
+        error_of(log_probs, logits, labels, 0.0),
+        error_of(logprobs.vocab_parallel_entropy, labels),
+    ]
 
 
-def test_unused_tokens_may_hold_anything() -> None:
+def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> None:
+    (((log_probs, entropy, both), errors),) = run_host_ranks(unusable, 1)
     # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
-    ((log_probs, entropy, both),) = run_host_ranks(at_unused_tokens, 1)
     assert log_probs == both == [0.0] * 6 + [0.5, -0.5]
     assert entropy == [0.0] * 8
-
-
-def refusals() -> list[str]:
-    from tests.host import gpt
-
-    gpt.initialize()
-    logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
-    messages = []
-    for call in (
-        lambda: logprobs.vocab_parallel_log_probs(logits, labels.t()),
-        lambda: logprobs.vocab_parallel_log_probs(logits.transpose(0, 1), labels.t()),
-        lambda: logprobs.vocab_parallel_log_probs(logits, labels, 0.0),
-        lambda: logprobs.vocab_parallel_entropy(labels),
-    ):
-        with pytest.raises(PolicyError) as error:
-            call()
-        messages.append(str(error.value))
-    return messages
-
-
-def test_refusals_say_what_to_change() -> None:
-    assert run_host_ranks(refusals, 1) == [
-        [
-            "labels are (2, 3); expected (3, 2), one per token",
-            "logits of shape (2, 3, 4) are not contiguous; pass them untransposed, with "
-            "labels of the same leading axes",
-            "temperature=0.0; expected a number > 0",
-            "logits are torch.int64; expected a floating-point tensor [..., vocab / tp]",
-        ]
+    assert errors == [
+        "PolicyError: labels are (2, 3); expected (3, 2), one per token",
+        "PolicyError: logits of shape (2, 3, 4) are not contiguous; pass them untransposed, with "
+        "labels of the same leading axes",
+        "PolicyError: temperature=0.0; expected a number > 0",
+        "PolicyError: logits are torch.int64; expected a floating-point tensor [..., vocab / tp]",
     ]
