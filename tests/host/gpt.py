@@ -197,6 +197,29 @@ def forward_step_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Ca
     return changed
 
 
+def schedule_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Callable[..., Any]:
+    """Megatron's schedule, with ``change(loss_func, output)`` in place of ``loss_func(output)``."""
+
+    def changed(**arguments: Any) -> Any:
+        inner = arguments.pop("forward_step_func")
+
+        def forward_step(*args: Any) -> Any:
+            output, loss_func = inner(*args)
+            return output, partial(change, loss_func)
+
+        return get_forward_backward_func()(**arguments, forward_step_func=forward_step)
+
+    return changed
+
+
+def reported(reports: list[dict[str, Tensor]], key: str) -> float:
+    """Of a step, as Megatron's ``train_step`` makes it of all microbatches' (sum, count)."""
+    total = torch.stack([report[key] for report in reports]).sum(dim=0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
+    return float(total[0] / total[1])
+
+
 def local_batch(
     data_iterator: Iterator[Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]:

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LossHook
@@ -64,16 +63,6 @@ def run_calls(hook: Any, chunks: Any, data: Any, numbers: tuple[int, ...] = CALL
     ]
 
 
-def reported(reports: list[Any], key: str) -> float:
-    """The mean over the data- and context-parallel ranks."""
-    from megatron.core import parallel_state
-
-    total = torch.stack([report[key] for report in reports]).sum(dim=0)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    torch.distributed.all_reduce(total, group=group)
-    return float(total[0] / total[1])
-
-
 def in_several_calls(topology: Topology, wanted: dict[str, Any]) -> dict[str, float]:
     """The gradient's error by mode, layout and per-token flag; and of the reported loss."""
     from tests.host import gpt, gradients
@@ -91,7 +80,7 @@ def in_several_calls(topology: Topology, wanted: dict[str, Any]) -> dict[str, fl
             gradient, loss = wanted[mode]
             errors[f"{mode}-{layout}-{per_token}"] = gradients.error(chunks, gradient)
             if reports:
-                error = abs(reported(reports, f"{mode} loss") / loss - 1)
+                error = abs(gpt.reported(reports, f"{mode} loss") / loss - 1)
                 errors[f"report-{mode}-{layout}-{per_token}"] = error
     return errors
 
@@ -202,7 +191,7 @@ def undrawn_steps(cp: int, gradient: Any, loss: float) -> dict[str, Any]:
         run(None, log_probs, forward_only=True)
     assert ours.collectives == stock.collectives
     evaluated = gpt.run_step(hook, model, Data(), N_MB, forward_only=True)
-    answer["evaluated"] = abs(reported(evaluated, "prompt_mean loss") / loss - 1)
+    answer["evaluated"] = abs(gpt.reported(evaluated, "prompt_mean loss") / loss - 1)
     answer["drawn"].append(drawn)
     return {**answer, "names": [list(report) for report in reports]}
 

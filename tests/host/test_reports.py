@@ -55,28 +55,12 @@ RUNS = [
 ]
 
 
-def step_mean(reports: list[dict[str, Tensor]], key: str) -> float:
-    """Of the step, as ``train_step`` (and ``evaluate``) makes it of all microbatches' reports."""
-    total = torch.vstack([report[key].view(-1) for report in reports]).sum(dim=0)
-    dist.all_reduce(total)  # all ranks are data- or context-parallel ones here
-    return float(total[0] / total[1])
-
-
 def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:
     """Of the step, as ``evaluate`` makes it under ``--sft``."""
     pairs = torch.vstack([report[key].view(-1) for report in reports])
     mean = (pairs[:, 0] / pairs[:, 1].clamp(min=1)).mean()
     dist.all_reduce(mean)
     return float(mean / dist.get_world_size())
-
-
-class Logged(NamedTuple):
-    """What one run logs."""
-
-    lm_loss: float
-    mode_loss: float
-    other: list[float]  # the script's own key, as it came back
-    gradient_touched: bool
 
 
 def with_another_key(stock: Any, mask: Tensor) -> Any:
@@ -87,7 +71,7 @@ def with_another_key(stock: Any, mask: Tensor) -> Any:
     return functools.partial(loss_func, mask)
 
 
-def logged_by_host() -> dict[Run, Logged]:
+def logged_by_host() -> dict[Run, dict[str, Any]]:
     """Every rank: what each run logs."""
     from tests.host import gpt, gradients
 
@@ -109,37 +93,28 @@ def logged_by_host() -> dict[Run, Logged]:
                 forward_only=run.forward_only,
                 zero_grad=False,
             )
-        mean = mean_of_means if by_microbatch else step_mean
-        logged[run] = Logged(
-            mean(reports, "lm loss"),
-            mean(reports, f"{case.mode} loss"),
-            [report["other"].tolist() for report in reports],
-            bool((gradients.flat(ddp) != 1).any()),
-        )
+        mean = mean_of_means if by_microbatch else gpt.reported
+        logged[run] = {
+            "lm loss": mean(reports, "lm loss"),
+            "mode loss": mean(reports, f"{case.mode} loss"),
+            "other": [report["other"].tolist() for report in reports],
+            "gradient touched": bool((gradients.flat(ddp) != 1).any()),
+        }
     return logged
 
 
 @functools.cache
-def by_rank() -> list[dict[Run, Logged]]:
+def by_rank() -> list[dict[Run, dict[str, Any]]]:
     return run_host_ranks(logged_by_host, TOPOLOGY.world_size)
 
 
-def name_of(run: Run) -> str:
-    return f"{run.case.name}-{run.loop}"
-
-
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_reports_are_those_of_the_whole_step(run: Run) -> None:
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case.name}-{run.loop}")
+def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(run: Run) -> None:
     token_mean = reference().loss(weights_of("token_mean", PLACES, run.case.masks))
     aggregated = reference().loss(run.case.weights)
     for rank in by_rank():
         logged = rank[run]
-        assert logged.lm_loss == pytest.approx(token_mean, rel=EXACT, abs=0)
-        assert logged.mode_loss == pytest.approx(aggregated, rel=EXACT, abs=0)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_the_rest_is_left_alone(run: Run) -> None:
-    for rank in by_rank():
-        assert rank[run].other == [[3.0, 4.0]] * N_MB
-        assert rank[run].gradient_touched is not run.forward_only
+        assert logged["lm loss"] == pytest.approx(token_mean, rel=EXACT, abs=0)
+        assert logged["mode loss"] == pytest.approx(aggregated, rel=EXACT, abs=0)
+        assert logged["other"] == [[3.0, 4.0]] * N_MB  # the script's own key
+        assert logged["gradient touched"] is not run.forward_only
