@@ -11,7 +11,6 @@ from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import GroupError
 from megatron_loss_agg.mcore.batches import read_batch
 
-
 # Batches, and the coefficients of their samples under ``sample_mean``.
 BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
     # 0.19's SFT data stacks packs of 3 and 1 tokens, padded to the length of the longest: two
@@ -66,22 +65,26 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_samples_are_those_that_the_script_means(name: str) -> None:
     lists, expected = BATCHES[name]
-    microbatch = read_batch({key: torch.tensor(values) for key, values in lists.items()})
+    batch = {key: torch.tensor(values) for key, values in lists.items()}
+    microbatch = read_batch({**batch, "loss_mask": batch["loss_mask"].float()})
     plan = StepPlan.build(LossAggregation(mode="sample_mean"), [microbatch])
-    assert microbatch.loss_mask.numel() == sum(len(row) for row in lists["loss_mask"])
+    assert microbatch.loss_mask.shape == (1, batch["loss_mask"].numel())
     assert microbatch.num_samples == len(expected)
     assert plan.coefficients(0).tolist() == pytest.approx(expected)
 
 
-def test_packs_that_end_early_are_refused() -> None:
-    batch = {"loss_mask": torch.ones(2, 4), "cu_seqlens": torch.tensor([[0, 3], [0, 4]])}
-    with pytest.raises(GroupError, match="does not end at the length 4 of every pack"):
-        read_batch(batch)
-    batch["cu_seqlens"] = torch.tensor([[0, 4], [0, 4]])
-    batch["cu_seqlens_padded"] = torch.tensor([[0, 4]])
-    with pytest.raises(GroupError, match=r"key 'cu_seqlens_padded'.*row for each row of the mask"):
-        read_batch(batch)
-    del batch["cu_seqlens_padded"]
-    batch["cu_seqlens"] = torch.tensor([[0, 3]])
-    with pytest.raises(GroupError, match="one such row for each row of the mask"):
-        read_batch(batch)
+@pytest.mark.parametrize(
+    "offsets, error",
+    [
+        ({"": [[0, 3], [0, 4]]}, "does not end at the length 4 of every pack"),
+        (
+            {"": [[0, 4], [0, 4]], "_padded": [[0, 4]]},
+            r"key 'cu_seqlens_padded'.*row for each row of the mask",
+        ),
+        ({"": [[0, 3]]}, "one such row for each row of the mask"),
+    ],
+)
+def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -> None:
+    batch = {f"cu_seqlens{name}": torch.tensor(values) for name, values in offsets.items()}
+    with pytest.raises(GroupError, match=error):
+        read_batch({"loss_mask": torch.ones(2, 4), **batch})
