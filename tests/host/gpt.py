@@ -138,15 +138,10 @@ def build(
 
 def _parallel_sizes() -> dict[str, Any]:
     """Of the groups that exist, as the configuration of a model names them."""
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
     return {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": (
-            parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        ),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")()
+        for kind in (*kinds, "expert_model", "expert_tensor")
     }
 
 

@@ -19,18 +19,6 @@ def without_mask(stock: Any, mask: Tensor) -> Any:
     return lambda output: stock(mask, output)
 
 
-def with_keyword(stock: Any, mask: Tensor) -> Any:
-    return functools.partial(lambda output, loss_mask: stock(loss_mask, output), loss_mask=mask)
-
-
-def with_object(stock: Any, mask: Tensor) -> Any:
-    class Loss:
-        def __call__(self, loss_mask: Tensor, output: Tensor) -> Any:
-            return stock(loss_mask, output)
-
-    return functools.partial(functools.partial(Loss()), mask)
-
-
 def with_another_name(stock: Any, mask: Tensor) -> Any:
     def own_loss(tokens: Tensor, output: Tensor) -> Any:
         return stock(tokens, output)

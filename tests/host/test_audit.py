@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore import LossHook
-from tests.host.harness import TP2, error_of, run_host_ranks
+from tests.host.harness import EP2, TP2, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
 
 pytestmark = pytest.mark.host
@@ -131,8 +131,7 @@ def measure_experts() -> list[Any]:
     """On every rank of EP 2 and TP 2: what the audit measures, and what of `FACTORS`."""
     from tests.host import gpt
 
-    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    gpt.initialize(**TP2, **sizes)
+    gpt.initialize(**TP2, **EP2, expert_tensor_parallel_size=1)
     config = {"num_moe_experts": 2, "sequence_parallel": True, "add_bias_linear": False}
     found = []
     for shards in (False, True):

@@ -47,6 +47,21 @@ def attention(cp: int, **config: Any) -> Any:
     )
 
 
+def stock(attend: Any) -> Any:
+    """Megatron's own, which knows neither context parallelism nor packed sequences."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    return functools.partial(DotProductAttention.forward, attend)
+
+
+def params_of(real: Any, padded: Any) -> Any:
+    """Packed sequences between offsets."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    real, padded = torch.as_tensor(real), torch.as_tensor(padded)
+    return PackedSeqParams("thd", real, real, padded, padded, 16, 16)
+
+
 def inputs(tokens: int, batch: int) -> list[Tensor]:
     """Query, key, value and the gradient of the output, the same on every rank."""
     g = torch.Generator().manual_seed(0)
@@ -67,14 +82,12 @@ def pull_back(attend: Any, tensors: list[Tensor], *args: Any, **kwargs: Any) -> 
 
 def whole(cp: int, mask: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's part of the result, and of what one rank alone gets from the whole sequence."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
     attend = attention(cp)
     layout = CPLayout.bshd(32, cp, dist.get_rank() % cp)
     tensors = inputs(32, BATCH)
     ours = mask if mask is None else layout.shard(mask, dim=2)
     got = pull_back(attend, [layout.shard(x, dim=0) for x in tensors], ours)
-    expected = pull_back(lambda *a: DotProductAttention.forward(attend, *a), tensors, mask)
+    expected = pull_back(stock(attend), tensors, mask)
     return got, [layout.shard(x, dim=0) for x in expected]
 
 
@@ -88,24 +101,21 @@ def documents() -> Tensor:
 
 def packed(cp: int, causal: bool) -> tuple[list[Tensor], list[Tensor]]:
     """As ``whole``, but against Megatron's own attention to one sequence at a time."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
     attend = attention(cp)
     real, padded = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (LENGTHS, PADDED))
-    params = PackedSeqParams("thd", real, real, padded, padded, max(PADDED), max(PADDED))
     layout = CPLayout.thd(padded, cp, dist.get_rank())
     tensors = inputs(sum(PADDED), 1)
     local = [layout.shard(x, dim=0).squeeze(1) for x in tensors]
     kind = AttnMaskType.causal if causal else AttnMaskType.padding
-    got = pull_back(attend, local, None, kind, packed_seq_params=params)
+    got = pull_back(attend, local, None, kind, packed_seq_params=params_of(real, padded))
 
     def attend_alone(length: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if causal:
-            return DotProductAttention.forward(attend, query, key, value, None)
+            return stock(attend)(query, key, value, None)
         nowhere = torch.zeros(1, 1, len(query), length, dtype=torch.bool)
-        return DotProductAttention.forward(attend, query, key[:length], value[:length], nowhere)
+        return stock(attend)(query, key[:length], value[:length], nowhere)
 
     alone = [
         pull_back(functools.partial(attend_alone, length), list(parts))
@@ -128,10 +138,7 @@ def compared(cp: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
 
 def assert_own_group_is_kept() -> None:
     """Hybrid context parallelism: this batch lies on one rank of the two."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    offsets = torch.tensor([0, 7, 16])
-    params = PackedSeqParams("thd", offsets, offsets, offsets, offsets, 9, 9)
+    params = params_of([0, 7, 16], [0, 7, 16])
     params.local_cp_size = 1
     *qkv, _ = (x.squeeze(1) for x in inputs(16, 1))
     out = attention(2)(*qkv, None, packed_seq_params=params)
@@ -173,16 +180,13 @@ REFUSED: list[tuple[list[int], list[int], str, dict[str, Any], str]] = [
 
 def alone() -> list[str | None]:
     """One rank: attention to whole sequences is Megatron's to the bit; what is refused."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
     attend, (*qkv, _) = attention(1), inputs(32, BATCH)
-    assert torch.equal(attend(*qkv, None), DotProductAttention.forward(attend, *qkv, None))
+    assert torch.equal(attend(*qkv, None), stock(attend)(*qkv, None))
     errors = []
     for real, padded, kind, config, _ in REFUSED:
-        q, q_padded = torch.tensor(real), torch.tensor(padded)
-        params = PackedSeqParams("thd", q, q, q_padded, q_padded, 16, 16)
+        params = params_of(real, padded)
         *qkv, _ = (x.squeeze(1) for x in inputs(16, 1))
         attend, mask_type = attention(1, **config), AttnMaskType[kind]
         errors.append(error_of(attend, *qkv, None, mask_type, packed_seq_params=params))

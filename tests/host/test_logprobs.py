@@ -50,20 +50,23 @@ def on_rank(tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
     logits, labels, pull_lp, pull_h = data(kind)
     mine = logits.chunk(tp, dim=-1)[dist.get_rank()]
 
-    def taken(pulls: tuple[Tensor, ...], function: Any, *args: Any) -> list[Tensor]:
+    def taken(pulls: list[Tensor], function: Any, *args: Any) -> list[Tensor]:
         leaf = mine.clone().requires_grad_()
         # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
         values = function(leaf * 1, *args, temperature)
-        values = values if isinstance(values, tuple) else (values,)
-        (grad,) = torch.autograd.grad(values, leaf, pulls)
-        return [*(x.detach() for x in values), grad]
+        return pulled(leaf, values if isinstance(values, tuple) else (values,), pulls)
 
-    both = (pull_lp, pull_h)
     return {
-        "log_probs": taken((pull_lp,), logprobs.vocab_parallel_log_probs, labels),
-        "entropy": taken((pull_h,), logprobs.vocab_parallel_entropy),
-        "both": taken(both, logprobs.vocab_parallel_log_probs_and_entropy, labels),
+        "log_probs": taken([pull_lp], logprobs.vocab_parallel_log_probs, labels),
+        "entropy": taken([pull_h], logprobs.vocab_parallel_entropy),
+        "both": taken([pull_lp, pull_h], logprobs.vocab_parallel_log_probs_and_entropy, labels),
     }
+
+
+def pulled(logits: Tensor, values: tuple[Tensor, ...], pulls: list[Tensor]) -> list[Tensor]:
+    """Values, and the gradient of the logits."""
+    (grad,) = torch.autograd.grad(values, logits, pulls, retain_graph=True)
+    return [*(x.detach() for x in values), grad]
 
 
 def expected(kind: str, temperature: float) -> dict[str, list[Tensor]]:
@@ -73,16 +76,10 @@ def expected(kind: str, temperature: float) -> dict[str, list[Tensor]]:
     log_p = (logits / temperature).log_softmax(dim=-1)
     chosen = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
-
-    def pulled(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-        values, pulls = zip(*pairs, strict=True)
-        (grad,) = torch.autograd.grad(values, logits, pulls, retain_graph=True)
-        return [*(x.detach() for x in values), grad]
-
     return {
-        "log_probs": pulled((chosen, pull_lp)),
-        "entropy": pulled((entropy, pull_h)),
-        "both": pulled((chosen, pull_lp), (entropy, pull_h)),
+        "log_probs": pulled(logits, (chosen,), [pull_lp]),
+        "entropy": pulled(logits, (entropy,), [pull_h]),
+        "both": pulled(logits, (chosen, entropy), [pull_lp, pull_h]),
     }
 
 

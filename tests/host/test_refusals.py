@@ -54,8 +54,6 @@ fractional = partial(Counted, masks="fractional")
 CASES = {
     "good": Case(),
     "legacy": Case(loss=scripts.mean_and_no_count),
-    "keyword": Case(loss=scripts.with_keyword),
-    "callable object": Case(loss=scripts.with_object),
     "packed where samples do not matter": Case(step=scripts.packed_call, mode="sum"),
     "fractions elsewhere": Case(data=fractional, mode="sample_sum", per_token=True),
     "fractions of a sum": Case(data=partial(scripts.masks_with, 0.5), mode="sum"),

@@ -55,11 +55,6 @@ own_later = functools.partial(own_kl, since=(0, 1))
 own_elsewhere = functools.partial(own_kl, since=(1, 1))
 
 
-def own_mask(plan: Any, i: int) -> Tensor:
-    """A custom aggregation."""
-    return plan.microbatches[i].loss_mask
-
-
 class Case(NamedTuple):
     """What is planned, and then done in every step."""
 
@@ -108,8 +103,10 @@ def wanted(case: Case, ranks: int) -> Any:
             ]
             for rank, place in enumerate(places)
         ]
-        mode = case.modes[name]
-        nested = oracle.step_weights("sum" if mode == "custom" else mode, step)
+        mode, divisor = case.modes[name], None
+        if mode == "custom":  # of masks of 0 and 1
+            mode, divisor = "sum", len(flat(step))
+        nested = oracle.step_weights(mode, step, divisor=divisor)
         for k, w in zip(flat(places), flat(nested), strict=True):
             slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
             total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
@@ -171,13 +168,7 @@ def steps_on_host(sizes: dict[str, int], expected: dict[str, Any]) -> dict[str, 
 
     def steps(case: Case, exact: Any) -> list[Any]:
         script = Script(case.planned, rank)
-        terms = {
-            name: Term(
-                aggregation(mode, function=own_mask if mode == "custom" else None),
-                COEFFICIENTS[name],
-            )
-            for name, mode in case.modes.items()
-        }
+        terms = {n: Term(aggregation(mode), COEFFICIENTS[n]) for n, mode in case.modes.items()}
         hook = LossHook(terms, read_batch=script.read)
         data = Counted(rank) if gpt.reads_data() else None
         options = {
