@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from examples.grpo import checkpoint, packing, task
 from examples.grpo.options import Options
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
 
 pytestmark = [pytest.mark.host, pytest.mark.slow]
 

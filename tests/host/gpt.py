@@ -83,6 +83,16 @@ def initialize(cp: int = 1, **sizes: int) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
+def data_rank() -> int:
+    """This rank among those with data of their own."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def reads_data() -> bool:
+    """As in Megatron's scripts, only the first rank of a tensor-parallel group has an iterator."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
 def build(
     dtype: torch.dtype = torch.float64,
     per_token: bool = False,
@@ -128,15 +138,10 @@ def build(
 
 def _parallel_sizes() -> dict[str, Any]:
     """Of the groups that exist, as the configuration of a model names them."""
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
     return {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": (
-            parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        ),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")()
+        for kind in (*kinds, "expert_model", "expert_tensor")
     }
 
 
@@ -187,13 +192,33 @@ def forward_step_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Ca
     return changed
 
 
+def schedule_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Callable[..., Any]:
+    """Megatron's schedule, with ``change(loss_func, output)`` in place of ``loss_func(output)``."""
+
+    def changed(**arguments: Any) -> Any:
+        inner = arguments.pop("forward_step_func")
+
+        def forward_step(*args: Any) -> Any:
+            output, loss_func = inner(*args)
+            return output, partial(change, loss_func)
+
+        return get_forward_backward_func()(**arguments, forward_step_func=forward_step)
+
+    return changed
+
+
+def reported(reports: list[dict[str, Tensor]], key: str) -> float:
+    """Of a step, as Megatron's ``train_step`` makes it of all microbatches' (sum, count)."""
+    total = torch.stack([report[key] for report in reports]).sum(dim=0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
+    return float(total[0] / total[1])
+
+
 def local_batch(
     data_iterator: Iterator[Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]:
-    """Tokens, labels and mask of this context-parallel rank, and how they are packed.
-
-    As in Megatron's scripts, only the first rank of a tensor-parallel group has an iterator.
-    """
+    """Tokens, labels and mask of this context-parallel rank, and how they are packed."""
     received = [None if data_iterator is None else next(data_iterator)]
     group = parallel_state.get_tensor_model_parallel_group()
     if dist.get_world_size(group) > 1:

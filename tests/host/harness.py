@@ -67,6 +67,43 @@ class Topology:
         return (False,) if self.ddp.get("average_in_collective") else (False, True)
 
 
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+# With two stages the next one is also the previous one: Megatron then wants the sends apart.
+APART = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 2000}
+AVERAGE = {"average_in_collective": True}
+
+TOPOLOGIES = {
+    "dp1": Topology(1),
+    "dp2": Topology(2),
+    "cp2": Topology(2, CP2),
+    "dp2-cp2": Topology(4, CP2),
+    "tp2": Topology(2, TP2),
+    "tp2-sp": Topology(2, TP2, SP),
+    "tp2-sp-cp2": Topology(4, {**TP2, **CP2}, SP),
+    "pp2": Topology(2, PP2),
+    "pp2-cp2": Topology(4, {**PP2, **CP2}),
+    "pp2-tp2-sp": Topology(4, {**PP2, **TP2}, SP),
+    "dp2-distributed-overlap": Topology(2, ddp={**DISTRIBUTED, **OVERLAP}),
+    "pp2-dp2-distributed-overlap": Topology(4, PP2, ddp={**DISTRIBUTED, **OVERLAP}),
+    "vpp2": Topology(2, VPP2, APART, model="deep"),
+    "vpp2-dp2-distributed-overlap": Topology(
+        4, VPP2, APART, {**DISTRIBUTED, **OVERLAP}, model="deep"
+    ),
+    "ep2": Topology(2, EP2, model="moe"),
+    "ep2-cp2": Topology(4, {**EP2, **CP2}, model="moe"),
+    "ep2-tp2-sp": Topology(4, {**EP2, **TP2, "expert_tensor_parallel_size": 1}, SP, model="moe"),
+    "ep2-distributed-overlap": Topology(2, EP2, ddp={**DISTRIBUTED, **OVERLAP}, model="moe"),
+    "ep2-average": Topology(2, EP2, ddp=AVERAGE, model="moe"),
+    "dp2-average": Topology(2, ddp=AVERAGE),
+    "dp2-distributed": Topology(2, ddp=DISTRIBUTED),
+    "dp2-cp2-distributed": Topology(4, CP2, ddp=DISTRIBUTED),
+    "dp2-overlap": Topology(2, ddp=OVERLAP),
+    "dp2-overlap-unaligned": Topology(2, ddp=OVERLAP, aligned=False),
+}
+
+
 def build_chunks(
     topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64
 ) -> list[Any]:
@@ -87,10 +124,9 @@ def build_chunks(
 
 def data_for(topology: Topology, places: Places, layout: str, masks: str = "01") -> Any:
     """What stock scripts give the schedule: data on the first tensor-parallel rank alone."""
-    from megatron.core import parallel_state
+    from tests.host import gpt
 
-    place = places[parallel_state.get_data_parallel_rank()]
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    place, reads = places[gpt.data_rank()], gpt.reads_data()
     return _one_or_all(
         [batches(place, layout, masks) if reads else None for _ in range(topology.chunks)]
     )

@@ -11,23 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import TokenLoss
 from tests.host.steps import Counted
 
 
 def without_mask(stock: Any, mask: Tensor) -> Any:
     return lambda output: stock(mask, output)
-
-
-def with_keyword(stock: Any, mask: Tensor) -> Any:
-    return functools.partial(lambda output, loss_mask: stock(loss_mask, output), loss_mask=mask)
-
-
-def with_object(stock: Any, mask: Tensor) -> Any:
-    class Loss:
-        def __call__(self, loss_mask: Tensor, output: Tensor) -> Any:
-            return stock(loss_mask, output)
-
-    return functools.partial(functools.partial(Loss()), mask)
 
 
 def with_another_name(stock: Any, mask: Tensor) -> Any:
@@ -64,7 +53,6 @@ def with_first_token(value: float, stock: Any, mask: Tensor) -> Any:
 
 
 def with_part_of_the_losses(stock: Any, mask: Tensor) -> Any:
-    from megatron_loss_agg.mcore import TokenLoss
 
     return TokenLoss(lambda output: (output[:, 1:], {}), mask)
 

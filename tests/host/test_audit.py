@@ -6,13 +6,14 @@ import contextlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.host.harness import TP2, error_of, run_host_ranks
+from megatron_loss_agg.mcore import LossHook
+from tests.host.harness import EP2, TP2, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
 
 pytestmark = pytest.mark.host
@@ -22,13 +23,9 @@ PLACES = ((0, 1), (2,), (3, 4))
 
 def audited(model: Any) -> tuple[float | None, str | None]:
     """What the audit prints of a step's gradients, on rank 0, and how the step ends."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
 
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
-    data = batches(PLACES, "thd") if reads else None
+    data = batches(PLACES, "thd") if gpt.reads_data() else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         hook = LossHook(aggregation("sum"), audit=True)
         error = error_of(gpt.run_step, hook, model, data, len(PLACES))
@@ -60,17 +57,14 @@ def test_this_host_does_what_the_plan_says(dp: int, cp: int) -> None:
         assert rank == [(None, None)] * 4
 
 
-@contextlib.contextmanager
-def moved_factor(length: int, power: int) -> Iterator[None]:
+def moved_factor(length: int, power: int) -> Any:
     """A schedule that multiplies a loss returned in a tuple of ``length`` by ``c ** power``."""
     from megatron.core.pipeline_parallel import schedules
 
     stock = schedules.forward_step_calc_loss
 
-    def broken(
-        model: Any, output: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        names = ("vp_stage", "collect", "number", "store", "cp_group_size", "last")
+    def broken(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
+        names = ("config", "vp_stage", "collect", "number", "store", "cp_group_size", "last")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
 
         def scaled(output: Any) -> Any:
@@ -78,13 +72,9 @@ def moved_factor(length: int, power: int) -> Iterator[None]:
             factor = given["cp_group_size"] ** power if len(rest) == length - 1 else 1
             return (loss * factor, *rest)
 
-        return stock(model, output, scaled, config, *args, **kwargs)
+        return stock(model, output, scaled, *args, **kwargs)
 
-    schedules.forward_step_calc_loss = broken
-    try:
-        yield
-    finally:
-        schedules.forward_step_calc_loss = stock
+    return mock.patch.object(schedules, "forward_step_calc_loss", broken)
 
 
 # Megatron-Core 0.11 lacks the factor of the context-parallel size for a pair that later releases
@@ -113,13 +103,12 @@ def test_a_moved_factor_stops_every_rank() -> None:
             assert rank[host][not per_token] is None
 
 
-@contextlib.contextmanager
-def scaled_gradients(dense: float, experts: float) -> Iterator[None]:
+def scaled_gradients(dense: float, experts: float) -> Any:
     """A host whose DDP averages over other groups than it should."""
     from megatron.core.distributed import distributed_data_parallel
 
     buffer = distributed_data_parallel._ParamAndGradBuffer
-    stock: Callable[..., None] = buffer.__init__
+    stock = buffer.__init__
 
     def moved(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
@@ -127,11 +116,7 @@ def scaled_gradients(dense: float, experts: float) -> Iterator[None]:
         for bucket in self.buckets:
             bucket.gradient_scaling_factor *= dense if is_dense else experts
 
-    buffer.__init__ = moved
-    try:
-        yield
-    finally:
-        buffer.__init__ = stock
+    return mock.patch.object(buffer, "__init__", moved)
 
 
 # Factors of dense and of experts' gradients, and what is said: NaN is farther off than any number.
@@ -146,8 +131,7 @@ def measure_experts() -> list[Any]:
     """On every rank of EP 2 and TP 2: what the audit measures, and what of `FACTORS`."""
     from tests.host import gpt
 
-    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    gpt.initialize(**TP2, **sizes)
+    gpt.initialize(**TP2, **EP2, expert_tensor_parallel_size=1)
     config = {"num_moe_experts": 2, "sequence_parallel": True, "add_bias_linear": False}
     found = []
     for shards in (False, True):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_loss_agg import Microbatch
+from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.batches import read_batch
 from tests.core.operations import Operations
 from tests.host.harness import (
-    CP2,
-    EP2,
     EXACT,
-    PP2,
-    SP,
-    TP2,
+    TOPOLOGIES,
     Topology,
     build_chunks,
     data_for,
@@ -29,27 +27,15 @@ from tests.host.steps import MODES, N_MB, PLACES, Places, aggregation, batches, 
 pytestmark = pytest.mark.host
 
 CALLS = (1, 2, 1)  # microbatches of each call of the step
-OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 2000}
-DISTRIBUTED = {"use_distributed_optimizer": True}
-TOPOLOGIES = {
-    "dp1": Topology(1),
-    "dp2": Topology(2),
-    "cp2": Topology(2, CP2),
-    "tp2-sp": Topology(2, TP2, SP),
-    "pp2": Topology(2, PP2),
-    "ep2": Topology(2, EP2, model="moe"),
-    "dp2-distributed-overlap": Topology(2, ddp={**DISTRIBUTED, **OVERLAP}),
-    "pp2-dp2-distributed-overlap": Topology(4, PP2, ddp={**DISTRIBUTED, **OVERLAP}),
-}
+NAMES = ("dp1", "dp2", "cp2", "tp2-sp", "pp2", "ep2")
+NAMES += ("dp2-distributed-overlap", "pp2-dp2-distributed-overlap")
 
 
 def microbatches(places: Places, layout: str) -> list[Microbatch]:
     """This data-parallel rank's step."""
-    from megatron.core import parallel_state
+    from tests.host import gpt
 
-    from megatron_loss_agg.mcore.batches import read_batch
-
-    return [read_batch(b) for b in batches(places[parallel_state.get_data_parallel_rank()], layout)]
+    return [read_batch(batch) for batch in batches(places[gpt.data_rank()], layout)]
 
 
 def run_calls(hook: Any, chunks: Any, data: Any, numbers: tuple[int, ...] = CALLS) -> list[Any]:
@@ -63,15 +49,8 @@ def run_calls(hook: Any, chunks: Any, data: Any, numbers: tuple[int, ...] = CALL
     ]
 
 
-def loss_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
 def in_several_calls(topology: Topology, wanted: dict[str, Any]) -> dict[str, float]:
     """The gradient's error by mode, layout and per-token flag; and of the reported loss."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
@@ -79,7 +58,7 @@ def in_several_calls(topology: Topology, wanted: dict[str, Any]) -> dict[str, fl
     places = PLACES[topology.data_parallel_size]
     for per_token in topology.per_token_flags:
         chunks = build_chunks(topology, per_token)
-        for mode, layout in ((m, layout) for m in MODES for layout in ("thd", "bshd")):
+        for mode, layout in product(MODES, ("thd", "bshd")):
             hook = LossHook(aggregation(mode))
             for _ in range(2):  # the second step is not the first one's continuation
                 with hook.step(microbatches(places, layout)):
@@ -87,14 +66,12 @@ def in_several_calls(topology: Topology, wanted: dict[str, Any]) -> dict[str, fl
             gradient, loss = wanted[mode]
             errors[f"{mode}-{layout}-{per_token}"] = gradients.error(chunks, gradient)
             if reports:
-                total = torch.stack([r[f"{mode} loss"] for r in reports]).sum(dim=0)
-                torch.distributed.all_reduce(total, group=loss_group())
-                reported = float(total[0] / total[1])
-                errors[f"report-{mode}-{layout}-{per_token}"] = abs(reported / loss - 1)
+                error = abs(gpt.reported(reports, f"{mode} loss") / loss - 1)
+                errors[f"report-{mode}-{layout}-{per_token}"] = error
     return errors
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_of_several_calls_is_exact(name: str) -> None:
     topology = TOPOLOGIES[name]
     assert sum(CALLS) == N_MB
@@ -108,11 +85,10 @@ def test_a_step_of_several_calls_is_exact(name: str) -> None:
 
 def misuse() -> dict[str, str | None]:
     """One rank: what steps that do not add up say."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
 
     gpt.initialize()
-    model = gpt.ddp_model(False)
+    model = gpt.ddp_model()
     hook = LossHook(aggregation("token_mean"))
     step = microbatches(PLACES[1], "thd")
 
@@ -136,8 +112,7 @@ def misuse() -> dict[str, str | None]:
         "the loop's own": error_of(failing),
         "whole": error_of(run, *CALLS),  # what failed before leaves nothing behind
     }
-    config = model.module.config
-    answers["finalize"] = None if config.finalize_model_grads_func else "was not restored"
+    assert model.module.config.finalize_model_grads_func  # is restored
     return answers
 
 
@@ -151,117 +126,71 @@ def test_a_step_that_does_not_add_up_is_an_error() -> None:
     assert "num_microbatches=2 in a hook.step with 1 of 4 microbatches left" in answers["too many"]
     assert "expected one step at a time" in answers["nested"]
     assert answers["the loop's own"] == "RuntimeError: of the loop"
-    assert answers["whole"] is None and answers["finalize"] is None
+    assert answers["whole"] is None
 
 
-class Untouchable:
-    """A data iterator that only the forward step may draw from."""
+class Data:
+    """A data iterator over the step that counts the batches drawn from it."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self.allowed = False
+    def __init__(self) -> None:
+        self.batches, self.drawn = batches(PLACES[1][0], "thd"), 0
 
     def __next__(self) -> Any:
-        assert self.allowed, "drawn by the hook"
-        return next(self.data)
+        self.drawn += 1
+        return next(self.batches)
 
 
-def at_hand(cp: int, wanted: Any) -> dict[str, Any]:
-    """Errors of steps that `read_step` returns, and what it was called with."""
-    from megatron_loss_agg.mcore import LossHook
+def undrawn_steps(cp: int, gradient: Any, loss: float) -> dict[str, Any]:
+    """A step that `read_step` returns; and without it log-probabilities and an evaluation."""
     from tests.host import gpt, gradients
 
     gpt.initialize(cp=cp)
-    model = gpt.ddp_model(False)
-    data = Untouchable(batches(PLACES[1][0], "thd"))
+    model = gpt.ddp_model()
     asked = []
 
     def read_step(iterator: Any, number: int) -> list[Microbatch]:
-        asked.append((iterator is data, number))
+        asked.append((type(iterator), number))
         return microbatches(PLACES[1], "thd")
 
-    def forward_step(iterator: Any, chunk: Any) -> Any:
-        iterator.allowed = True
-        result = gpt.forward_step(iterator, chunk)
-        iterator.allowed = False
-        return result
+    def run(hook: LossHook | None, change: Any, **options: Any) -> tuple[Any, list[int]]:
+        """Reports, and how many batches were drawn when each loss function was made."""
+        data, drawn = Data(), []
 
-    hook = LossHook(aggregation("prompt_mean"), read_step=read_step)
-    run = functools.partial(gpt.run_step, hook, model, forward_step_func=forward_step)
-    run(data, N_MB)
-    error = gradients.error([model], wanted)
-    short = LossHook(
-        aggregation("prompt_mean"), read_step=lambda *_: microbatches(PLACES[1], "thd")
-    )
-    return {"error": error, "asked": asked, "short": error_of(gpt.run_step, short, model, data, 3)}
+        def changed(stock: Any, mask: Any) -> Any:
+            drawn.append(data.drawn)
+            return change(stock, mask)
 
+        options["forward_step_func"] = gpt.forward_step_with(changed)
+        return gpt.run_step(hook, model, data, N_MB, **options), drawn
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_a_step_that_is_at_hand_is_not_drawn_ahead(cp: int) -> None:
-    wanted = reference().gradient(weights_of("prompt_mean", PLACES[1]))
-    for answer in run_host_ranks(at_hand, cp, cp, wanted):
-        assert answer["error"] <= EXACT
-        assert answer["asked"] == [(True, N_MB)]
-        assert (
-            "4 microbatches for a call of the schedule with num_microbatches=3" in answer["short"]
-        )
+    def log_probs(*_: Any) -> Any:
+        return lambda losses: (losses.sum(), {"log_probs": losses.detach()})
 
-
-class Counted:
-    """A data iterator that knows how many batches are left in it."""
-
-    def __init__(self) -> None:
-        self.left = list(batches(PLACES[1][0], "thd"))
-
-    def __next__(self) -> Any:
-        return self.left.pop(0)
-
-
-def forward_only(cp: int, wanted: float) -> dict[str, Any]:
-    """A call that takes log-probabilities, and an evaluation, in a custom loop."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt
-
-    gpt.initialize(cp=cp)
-    model = gpt.ddp_model(False)
-    hook = LossHook(aggregation("sample_mean"))
-    data = Counted()
-    left: list[int] = []
-
-    def collect(losses: Any) -> Any:
-        left.append(len(data.left))
-        return losses.sum(), {"log_probs": losses.detach()}
-
-    def forward_step(iterator: Any, chunk: Any) -> Any:
-        output, _ = gpt.forward_step(iterator, chunk)
-        return output, collect
-
-    options = {"forward_step_func": forward_step, "forward_only": True}
+    hook = LossHook(aggregation("prompt_mean"))
+    at_hand = LossHook(aggregation("prompt_mean"), read_step=read_step)
+    _, drawn = run(at_hand, partial)
+    answer = {"error": gradients.error(model, gradient), "drawn": [drawn], "asked": list(asked)}
+    answer["short"] = error_of(gpt.run_step, at_hand, model, Data(), 3)
     with Operations() as ours:
-        reports = gpt.run_step(hook, model, data, N_MB, **options)
-    first, left = left, []
+        reports, drawn = run(hook, log_probs, forward_only=True)
     with Operations() as stock:
-        gpt.run_step(None, model, Counted(), N_MB, **options)
-    evaluated = gpt.run_step(hook, model, batches(PLACES[1][0], "thd"), N_MB, forward_only=True)
-    total = torch.stack([report["sample_mean loss"] for report in evaluated]).sum(dim=0)
-    torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
-    return {
-        "names": [list(report) for report in reports],
-        "left": first,
-        "same collectives": ours.collectives == stock.collectives,
-        "evaluated": abs(float(total[0] / total[1]) / wanted - 1),
-    }
+        run(None, log_probs, forward_only=True)
+    assert ours.collectives == stock.collectives
+    evaluated = gpt.run_step(hook, model, Data(), N_MB, forward_only=True)
+    answer["evaluated"] = abs(gpt.reported(evaluated, "prompt_mean loss") / loss - 1)
+    answer["drawn"].append(drawn)
+    return {**answer, "names": [list(report) for report in reports]}
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_a_forward_only_call_without_masks_is_left_alone_and_one_with_masks_is_exact(
-    cp: int,
-) -> None:
-    wanted = reference().loss(weights_of("sample_mean", PLACES[1]))
-    for answer in run_host_ranks(forward_only, cp, cp, wanted):
+def test_neither_a_step_at_hand_nor_a_call_without_masks_is_drawn_ahead(cp: int) -> None:
+    weights = weights_of("prompt_mean", PLACES[1])
+    wanted = reference().gradient(weights), reference().loss(weights)
+    for answer in run_host_ranks(undrawn_steps, cp, cp, *wanted):
+        assert answer["drawn"] == [[1, 2, 3, 4]] * 2
+        assert answer["error"] <= EXACT
+        assert answer["asked"] == [(Data, N_MB)]
+        text = "4 microbatches for a call of the schedule with num_microbatches=3"
+        assert text in answer["short"]
         assert answer["names"] == [["log_probs"]] * N_MB
-        assert answer["left"] == [3, 2, 1, 0]  # drawn one by one
-        assert answer["same collectives"]
-        assert answer["evaluated"] <= EXACT
+        assert answer["evaluated"] <= EXACT  # a forward-only call with masks

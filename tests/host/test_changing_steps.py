@@ -7,61 +7,46 @@ reference. Rows have a fixed number of samples a microbatch, as Megatron's batch
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from tests.host.harness import (
-    EXACT,
-    PP2,
-    TP2,
-    Topology,
-    build_chunks,
-    data_for,
-    run_host_ranks,
-)
+from megatron_loss_agg.mcore import LossHook
+from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import LENGTHS, MODES, Places, aggregation, weights_of
 
 pytestmark = pytest.mark.host
 
 ROWS = 2  # samples a microbatch
-TOPOLOGIES = {"dp2": Topology(2), "tp2": Topology(2, TP2), "pp2": Topology(2, PP2)}
 
 
-class Step(NamedTuple):
+def step(k: int, samples: int, evaluates: bool = False) -> tuple[bool, tuple[int, ...]]:
     """What the run does next, with which samples."""
-
-    evaluates: bool
-    samples: tuple[int, ...]
-
-    def places(self, ranks: int) -> Places:
-        """By data-parallel rank and microbatch."""
-        starts = range(0, len(self.samples), ROWS)
-        microbatches = tuple(self.samples[i : i + ROWS] for i in starts)
-        each = len(microbatches) // ranks
-        return tuple(microbatches[r * each : (r + 1) * each] for r in range(ranks))
+    return evaluates, tuple((3 * k + i) % len(LENGTHS) for i in range(samples))
 
 
-def step(k: int, samples: int, evaluates: bool = False) -> Step:
-    return Step(evaluates, tuple((3 * k + i) % len(LENGTHS) for i in range(samples)))
+def deal(samples: tuple[int, ...], ranks: int) -> Places:
+    """By data-parallel rank and microbatch."""
+    microbatches = tuple(samples[i : i + ROWS] for i in range(0, len(samples), ROWS))
+    each = len(microbatches) // ranks
+    return tuple(microbatches[r * each : (r + 1) * each] for r in range(ranks))
 
 
 # 1, 3, 2, 2, 1 and 3 microbatches on two data-parallel ranks.
 RUN = [step(0, 4), step(1, 12), step(2, 8, True), step(3, 8), step(4, 4, True), step(5, 12)]
 
 
-def wanted(step: Step) -> dict[str, Any]:
+def wanted(evaluates: bool, samples: tuple[int, ...]) -> dict[str, Any]:
     """Every mode's gradient, or its loss."""
-    of = reference().loss if step.evaluates else reference().gradient
-    return {mode: of(weights_of(mode, step.places(1))) for mode in MODES}
+    of = reference().loss if evaluates else reference().gradient
+    return {mode: of(weights_of(mode, deal(samples, 1))) for mode in MODES}
 
 
 def errors_of_run(topology: Topology, expected: list[dict[str, Any]]) -> dict[Any, list[float]]:
     """Every rank, for each (mode, layout, per-token flag): the error of every step."""
     from megatron.core import parallel_state
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
@@ -71,40 +56,24 @@ def errors_of_run(topology: Topology, expected: list[dict[str, Any]]) -> dict[An
         for mode, layout in product(MODES, ("thd", "bshd")):
             hook = LossHook(aggregation(mode), in_training_loop=True)
             found = errors[mode, layout, per_token] = []
-            for step, of_modes in zip(RUN, expected, strict=True):
-                places = step.places(topology.data_parallel_size)
-                reports = gpt.run_step(
-                    hook,
-                    chunks,
-                    data_for(topology, places, layout),
-                    len(places[0]),
-                    ROWS if layout == "bshd" else 1,
-                    forward_only=step.evaluates,
-                )
-                if not step.evaluates:
+            for (evaluates, samples), of_modes in zip(RUN, expected, strict=True):
+                places = deal(samples, topology.data_parallel_size)
+                data, number = data_for(topology, places, layout), len(places[0])
+                rows = ROWS if layout == "bshd" else 1
+                reports = gpt.run_step(hook, chunks, data, number, rows, forward_only=evaluates)
+                if not evaluates:
                     found.append(gradients.error(chunks, of_modes[mode]))
                 elif parallel_state.is_pipeline_last_stage():
-                    found.append(report_error(reports, mode, of_modes))
+                    pairs = ((f"{mode} loss", mode), ("lm loss", "token_mean"))
+                    losses = [gpt.reported(reports, key) / of_modes[of] for key, of in pairs]
+                    found.append(max(abs(loss - 1) for loss in losses))
     return errors
 
 
-def report_error(reports: list[dict[str, Any]], mode: str, expected: dict[str, float]) -> float:
-    """Of the two losses that the step reports, reduced as Megatron reduces them."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    worst = 0.0
-    for key, of_mode in ((f"{mode} loss", mode), ("lm loss", "token_mean")):
-        pair = sum(report[key] for report in reports)
-        dist.all_reduce(pair, group=parallel_state.get_data_parallel_group())
-        worst = max(worst, abs(float(pair[0] / pair[1]) / expected[of_mode] - 1))
-    return worst
-
-
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2"])
 def test_every_step_is_exact(name: str) -> None:
     topology = TOPOLOGIES[name]
-    expected = [wanted(step) for step in RUN]
+    expected = [wanted(*step) for step in RUN]
     ranks = run_host_ranks(errors_of_run, topology.world_size, topology, expected, timeout=300)
     for rank in ranks:
         assert len(rank) == len(MODES) * 2 * 2

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg import policy, weighted_sum
+from megatron_loss_agg.mcore import LossHook, TokenLoss, logprobs
+from tests.core.operations import WAITS, Operations
 from tests.host.harness import run_host_ranks
 from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
 
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 FEW, MANY = 2, 12  # samples a microbatch
 LENGTH = 36
 
@@ -37,25 +39,11 @@ def batch(samples: int, layout: str) -> dict[str, Any]:
 
 def counted_on_host() -> dict[Any, Any]:
     """Every rank, DP 2: operations of one microbatch's loss, and all-gathers of one step."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_loss_agg.mcore import LossHook, TokenLoss
-    from tests.core.operations import Operations
     from tests.host import gpt
 
     gpt.initialize()
     ddp = gpt.ddp_model()
     losses: list[list[str]] = []
-
-    def counting(**arguments: Any) -> Any:
-        """The schedule, counting the operations of every loss function that the hook gives it."""
-        inner = arguments.pop("forward_step_func")
-
-        def forward_step(*args: Any) -> Any:
-            output, loss = inner(*args)
-            return output, functools.partial(count, loss)
-
-        return get_forward_backward_func()(**arguments, forward_step_func=forward_step)
 
     def count(loss: Any, output: Any) -> Any:
         with Operations() as operations:
@@ -69,7 +57,7 @@ def counted_on_host() -> dict[Any, Any]:
         step = gpt.forward_step_with(
             lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(names, x), {}), mask)
         )
-        options = {"forward_step_func": step, "schedule": counting}
+        options = {"forward_step_func": step, "schedule": gpt.schedule_with(count)}
         for _ in range(2):  # the first step also compares what it was told with what it is given
             data = iter([batch(samples, layout) for _ in range(2)])
             with Operations() as operations:
@@ -79,9 +67,7 @@ def counted_on_host() -> dict[Any, Any]:
     names = ["policy", "kl", "entropy", "value", "distillation"]
     return {
         (layout, terms, samples): run(names[:terms], samples, layout)
-        for layout in ("bshd", "thd")
-        for terms in (1, 5)
-        for samples in (FEW, MANY)
+        for layout, terms, samples in product(("bshd", "thd"), (1, 5), (FEW, MANY))
     }
 
 
@@ -92,10 +78,12 @@ def counted():
 
 @pytest.mark.parametrize("terms", [1, 5])
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_a_microbatch_takes_the_same_operations_for_any_number_of_samples(counted, layout, terms):
-    few, many = (counted[layout, terms, samples][0] for samples in (FEW, MANY))
+def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(counted, layout, terms):
+    (few, _), (many, all_gathers) = (counted[layout, terms, samples] for samples in (FEW, MANY))
     assert few == many
     assert len(few) <= 30 * terms
+    assert not WAITS & set(many)
+    assert all_gathers == 2  # of the whole step
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
@@ -107,25 +95,11 @@ def test_terms_of_one_mode_and_mask_share_its_weights_and_check(counted, layout)
     assert len(five) <= len(one) + 11 * 4
 
 
-@pytest.mark.parametrize("terms", [1, 5])
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_a_microbatch_waits_for_no_device(counted, layout, terms):
-    assert not WAITS & set(counted[layout, terms, MANY][0])
-
-
-@pytest.mark.parametrize("terms", [1, 5])
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_a_step_takes_two_collectives_more(counted, layout, terms):
-    assert counted[layout, terms, MANY][1] == 2
-
-
 def peaks(dtype: torch.dtype) -> dict[str, float]:
     """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from benchmarks.memory import LiveBytes
-    from megatron_loss_agg import policy, weighted_sum
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host.harness import run_host_ranks
+from tests.host.harness import error_of, run_host_ranks
 
 pytestmark = pytest.mark.host
 
@@ -38,7 +38,8 @@ class _PlacedInBackward(torch.autograd.Function):
         return two.cuda() * grad.to("cuda")
 
 
-def placements() -> None:
+def stand_ins() -> None:
+    """One rank: placements, random states and events."""
     from megatron_loss_agg.mcore.cpu import enable
 
     enable()  # again: does nothing
@@ -54,31 +55,15 @@ def placements() -> None:
     # By these names the optimizers know a parameter on a GPU.
     assert x.type() == "torch.cuda.FloatTensor"
     assert x.type(torch.float64).dtype == torch.float64
-    for pull_back in (
-        lambda y, x: torch.autograd.grad(y, x)[0],
-        lambda y, x: (y.backward(), x.grad)[1],
-    ):
-        leaf = torch.ones(2, requires_grad=True)
-        assert pull_back(_PlacedInBackward.apply(leaf).sum(), leaf).tolist() == [2.0, 2.0]
-
-
-def test_every_device_is_the_cpu() -> None:
-    run_host_ranks(placements, 1)
-
-
-def random_states() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(_PlacedInBackward.apply(leaf).sum(), leaf)
+    _PlacedInBackward.apply(leaf).sum().backward()
+    assert gradient.tolist() == leaf.grad.tolist() == [2.0, 2.0]
     torch.cuda.manual_seed(3)
     state = torch.cuda.get_rng_state()
     first = torch.rand(2)
     torch.cuda.set_rng_state(state)
-    assert torch.equal(first, torch.rand(2))
-
-
-def test_the_random_state_is_the_one_that_draws() -> None:
-    run_host_ranks(random_states, 1)
-
-
-def events() -> None:
+    assert torch.equal(first, torch.rand(2))  # the state is the one that draws
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     time.sleep(0.02)
@@ -86,8 +71,27 @@ def events() -> None:
     assert start.elapsed_time(end) >= 20.0  # milliseconds
 
 
-def test_events_tell_the_time() -> None:
-    run_host_ranks(events, 1)
+def test_every_device_is_the_cpu() -> None:
+    run_host_ranks(stand_ins, 1)
+
+
+def splits_on_host() -> list[Any]:
+    """One rank: what each context-parallel rank of two holds, and the error without offsets."""
+    from megatron.core import utils
+
+    split = utils.tex.thd_get_partitioned_indices
+    offsets = torch.tensor([0, 8, 12, 12], dtype=torch.int32)
+    held = [split(offsets, 12, 2, rank).tolist() for rank in range(2)]
+    return [*held, error_of(split, None, 12, 2, 0)]
+
+
+def test_packs_are_split_in_zigzag_inside_every_sample() -> None:
+    ((*held, without),) = run_host_ranks(splits_on_host, 1)
+    # Chunks of 8 / 4 = 2 and of 4 / 4 = 1 token: rank 0 has the first and the last of each.
+    assert held == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert without.startswith("HostError: ")
+    assert "'cu_seqlens_padded'" in without
+    assert "--context-parallel-size at 1" in without
 
 
 def trained(tp: int, dtype: torch.dtype, **options: Any) -> Any:

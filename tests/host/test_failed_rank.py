@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.host.harness import CP2, PP2, TP2, Topology, build_chunks, error_of, run_host_ranks
+from megatron_loss_agg.mcore import LossHook
+from tests.host.harness import TOPOLOGIES, build_chunks, error_of, run_host_ranks
 from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
 
-TOPOLOGIES = {
-    "dp2": Topology(2),
-    "cp2": Topology(2, CP2),
-    "dp2-cp2": Topology(4, CP2),
-    "pp2": Topology(2, PP2),
-    "tp2": Topology(2, TP2),
-}
 PLACES = ((0, 1), (2,))
 READER, FUNCTION = "OSError: disk", "FunctionError: the aggregation function returned weights that"
 EMPTY = "MaskError: every token of the step is masked or rejected"
@@ -72,22 +66,19 @@ BAD_DATA = {
 def heard_on_host(name: str) -> dict[str, tuple[str | None, str | None]]:
     """Every rank, for each defect: what it hears of the step, and of a good one after it."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, rl
 
     topology = TOPOLOGIES[name]
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
 
     def heard(hook: LossHook, data: Any) -> str | None:
         options = {"forward_step_func": rl.forward_step}
         return error_of(gpt.run_step, hook, chunks, data, len(PLACES), **options)
 
     def good() -> Any:
-        return rl.packs(*PLACES) if reads else None
+        return rl.packs(*PLACES) if gpt.reads_data() else None
 
     found = {}
     for _, defect in (case for case in DEFECTS if case[0] == name):
@@ -125,5 +116,4 @@ def test_no_rank_waits_for_one_that_failed(topology: str, defect: str) -> None:
 def test_the_others_hear_which_rank_failed_and_on_which_stage() -> None:
     assert "rank(s) [1]" in str(heard("dp2")[0]["reader"][0])
     first, _ = heard("pp2")[0]["empty step"]
-    assert first is not None
-    assert first.startswith("PeerError: the last pipeline stage, or another")
+    assert str(first).startswith("PeerError: the last pipeline stage, or another")

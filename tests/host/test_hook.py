@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import relative_error
 from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
@@ -27,17 +29,14 @@ class Rank:
     """A rank of two data-parallel ones: its models, and steps of the hook on these."""
 
     def __init__(self) -> None:
-        from megatron.core import parallel_state
-
         from tests.host import gpt
 
         gpt.initialize()
-        self.number = parallel_state.get_data_parallel_rank()
+        self.number = gpt.data_rank()
         self.models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
 
     def step(self, mode: str, data: Any = None, per_token: bool = False, **options: Any) -> Any:
         """The gradient of one step, and its reports."""
-        from megatron_loss_agg.mcore import LossHook
         from tests.host import gpt, gradients
 
         ddp, data = self.models[per_token], data or Counted(self.number)
@@ -46,29 +45,18 @@ class Rank:
         return gradients.of(ddp), reports
 
 
-def own_losses() -> dict[str, Any]:
-    """Losses in another shape than the mask, and no reduction at all."""
-    from megatron_loss_agg.mcore import TokenLoss
-    from tests.host import gpt
-    from tests.host.reference import relative_error
-
-    rank = Rank()
-    report = {"own": torch.tensor([1.0, 2.0])}
-    own_step = gpt.forward_step_with(
-        lambda _, mask: TokenLoss(lambda output: (output.flatten(), report), mask)
-    )
-    expected, _ = rank.step("prompt_mean")
-    got, reports = rank.step("prompt_mean", forward_step_func=own_step)
-    return {"error": relative_error(got, expected), "report": sorted(reports[0])}
-
-
-def last_of_chunks() -> dict[str, Any]:
-    """A virtual pipeline has an iterator for each model chunk; the last chunk computes the loss."""
+def unusual(rank: Rank) -> dict[str, Any]:
+    """Losses in another shape than the mask and without a reduction, the iterators of a virtual
+    pipeline, of whose chunks the last computes the loss, and a step that collects other data.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from tests.host.reference import relative_error
+    from tests.host import gpt
 
-    rank = Rank()
+    report = {"own": torch.tensor([1.0, 2.0])}
+    own_losses = gpt.forward_step_with(
+        lambda _, mask: TokenLoss(lambda output: (output.flatten(), report), mask)
+    )
     chunks = [Counted(rank.number), Counted(rank.number)]
     passed: list[Any] = []
 
@@ -76,31 +64,25 @@ def last_of_chunks() -> dict[str, Any]:
         passed.extend(kwargs["data_iterator"])
         return get_forward_backward_func()(**{**kwargs, "data_iterator": passed[-1]})
 
-    expected, _ = rank.step("prompt_mean")
-    got, _ = rank.step("prompt_mean", chunks, schedule=last_chunk)
-    first = (passed[0] is chunks[0], chunks[0].given, chunks[1].given)
-    return {"error": relative_error(got, expected), "first": first}
-
-
-def other_data() -> list[Any]:
-    """What a step that collects other data than losses returns."""
-    from tests.host import gpt
-
-    rank = Rank()
     data = Counted(rank.number)
-    step = gpt.forward_step_with(
+    collect = gpt.forward_step_with(
         lambda stock, mask: lambda output, non_loss_data: (data.given, non_loss_data)
     )
-    options = {"forward_step_func": step, "forward_only": True, "collect_non_loss_data": True}
-    return rank.step("prompt_mean", data, **options)[1]
+    options = {"forward_step_func": collect, "forward_only": True, "collect_non_loss_data": True}
+    expected, _ = rank.step("prompt_mean")
+    own, reports = rank.step("prompt_mean", forward_step_func=own_losses)
+    of_last, _ = rank.step("prompt_mean", chunks, schedule=last_chunk)
+    return {
+        "errors": [relative_error(own, expected), relative_error(of_last, expected)],
+        "report": sorted(reports[0]),
+        "chunks": (passed[0] is chunks[0], chunks[0].given, chunks[1].given),
+        "other data": rank.step("prompt_mean", data, **options)[1],
+    }
 
 
-def poisoned() -> dict[Any, tuple[float, bool]]:
+def poisoned(rank: Rank) -> dict[Any, tuple[float, bool]]:
     """Gradient error with NaN and infinity where the mask is 0, and are the reports the same?"""
     from tests.host import gpt
-    from tests.host.reference import relative_error
-
-    rank = Rank()
 
     def poisoned_step(poison: float, iterator: Any, model: Any) -> Any:
         losses, loss_func = gpt.forward_step(iterator, model)
@@ -120,60 +102,96 @@ def poisoned() -> dict[Any, tuple[float, bool]]:
     return found
 
 
-def partly_empty() -> tuple[float, dict[Any, Tensor]]:
-    """Active tokens of this rank; and the gradients when these ranks alone have any."""
-    rank = Rank()
-    found = {}
+def partly_empty(rank: Rank) -> dict[Any, Any]:
+    """The gradients when these ranks alone have active tokens; and this rank's number of them."""
+    found: dict[Any, Any] = {}
     for (per_token, mode), active in product(EMPTIED, ACTIVE):
         got, _ = rank.step(mode, Counted(rank.number, active=active), per_token)
         found[per_token, mode, active] = torch.cat([g.view(-1) for g in got.values()])
     data = Counted(rank.number)
-    return sum(float(next(data)["loss_mask"].sum()) for _ in range(N_MB)), found
+    return {"tokens": sum(float(next(data)["loss_mask"].sum()) for _ in range(N_MB)), **found}
 
 
-def test_a_token_loss_is_aggregated_like_a_stock_loss_function() -> None:
-    for found in run_host_ranks(own_losses, 2):
-        assert found["error"] <= EXACT
+def steps_on_host() -> tuple[dict[Any, Any], ...]:
+    rank = Rank()
+    return unusual(rank), poisoned(rank), partly_empty(rank)
+
+
+@functools.cache
+def ranks() -> list[tuple[dict[Any, Any], ...]]:
+    return run_host_ranks(steps_on_host, 2)
+
+
+def test_own_losses_lists_of_iterators_and_other_data_are_understood() -> None:
+    for found, _, _ in ranks():
+        assert max(found["errors"]) <= EXACT
         assert found["report"] == ["own", "prompt_mean loss"]
-
-
-def test_of_a_list_of_iterators_the_last_is_read() -> None:
-    for found in run_host_ranks(last_of_chunks, 2):
-        assert found["error"] <= EXACT
-        assert found["first"] == (True, 0, N_MB)
-
-
-def test_other_data_than_losses_passes_untouched() -> None:
-    for found in run_host_ranks(other_data, 2):
-        assert found == [(k + 1, True) for k in range(N_MB)]
+        assert found["chunks"] == (True, 0, N_MB)
+        assert found["other data"] == [(k + 1, True) for k in range(N_MB)]  # untouched
 
 
 def test_masked_nan_and_infinity_reach_neither_gradients_nor_reports() -> None:
-    for found in run_host_ranks(poisoned, 2):
+    for _, found, _ in ranks():
         assert len(found) == 3 * len(POISON)
         for error, same_reports in found.values():
             assert error <= EXACT
             assert same_reports
 
 
-@functools.cache
-def partly_empty_steps() -> list[tuple[float, dict[Any, Tensor]]]:
-    return run_host_ranks(partly_empty, 2)
-
-
 def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
-    (m, _), (n, _) = partly_empty_steps()
-    for _, found in partly_empty_steps():
-        for per_token, mode in EMPTIED:
-            both, one, other, _ = (found[per_token, mode, active] for active in ACTIVE)
-            # Samples count whether empty or not, so the parts add up; tokens do not.
-            parts = (m * one + n * other) / (m + n) if mode == "token_mean" else one + other
-            assert float((both - parts).norm() / both.norm()) <= EXACT
-            assert one.norm() > 0 < other.norm()
+    m, n = (found["tokens"] for _, _, found in ranks())
+    for (_, _, found), (per_token, mode) in product(ranks(), EMPTIED):
+        both, one, other, none = (found[per_token, mode, active] for active in ACTIVE)
+        # Samples count whether empty or not, so the parts add up; tokens do not.
+        parts = (m * one + n * other) / (m + n) if mode == "token_mean" else one + other
+        assert float((both - parts).norm() / both.norm()) <= EXACT
+        assert one.norm() > 0 < other.norm()
+        assert not none.any()  # nor NaN
 
 
-def test_a_step_without_active_tokens_has_a_gradient_of_zero() -> None:
-    for _, found in partly_empty_steps():
-        for (_, _, active), gradient in found.items():
-            assert bool(gradient.any()) == bool(active)
-            assert bool(gradient.isfinite().all())
+# The loss mask may be of any dtype, and in any memory layout.
+ROWS, LENGTH, STEPS = 2, 250, 3
+# 475 active tokens: bf16 counts to 256 one by one, uint8 to 255.
+MASK = torch.ones(ROWS, LENGTH, dtype=torch.float64)
+MASK[:, :25] = torch.tensor([[0.0], [1.0]])
+DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64, torch.float32)
+MASKS = {
+    "transposed in memory": lambda: MASK.t().contiguous().t(),
+    **{str(dtype): functools.partial(MASK.to, dtype) for dtype in DTYPES},
+}
+
+
+def errors_of_masks() -> dict[Any, float]:
+    """One rank: the worst gradient error over some steps, for each mode, flag and mask."""
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, 32, (ROWS, LENGTH + 1), generator=generator)
+    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
+
+    def train(mode: str, per_token: bool, mask: Tensor) -> list[Any]:
+        batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask}
+        forward_step = gpt.forward_step_with(lambda stock, _: functools.partial(stock, mask))
+        # In the training loop, later steps of some modes are weighed by the rows alone.
+        hook = LossHook(aggregation(mode), in_training_loop=True)
+        model, found = models[per_token], []
+        for _ in range(STEPS):
+            options = {"forward_step_func": forward_step}
+            gpt.run_step(hook, model, iter([batch] * N_MB), N_MB, ROWS, **options)
+            found.append(gradients.of(model))
+        return found
+
+    errors = {}
+    for mode, per_token in product(("token_mean", "sample_mean"), (False, True)):
+        exact = train(mode, per_token, MASK)
+        for name, mask in MASKS.items():
+            pairs = zip(train(mode, per_token, mask()), exact, strict=True)
+            errors[name, mode, per_token] = max(relative_error(*pair) for pair in pairs)
+    return errors
+
+
+def test_the_gradient_is_that_of_a_contiguous_fp64_mask() -> None:
+    (errors,) = run_host_ranks(errors_of_masks, 1)
+    assert len(errors) == len(MASKS) * 2 * 2
+    assert {case: error for case, error in errors.items() if not error <= EXACT} == {}

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.host.harness import run_host_ranks
+from megatron_loss_agg import weighted_sum
+from megatron_loss_agg.mcore import logprobs
+from tests.host.harness import error_of, run_host_ranks
 
 pytestmark = pytest.mark.host
 
@@ -37,33 +39,34 @@ def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
     """For each of `CASES`, values and the gradient of this rank's logits, by function."""
     from tests.host import gpt
-    from tests.host.gpt import KeepDouble
 
     gpt.initialize(tensor_model_parallel_size=tp)
-    with KeepDouble():
+    with gpt.KeepDouble():
         return [on_rank(tp, *case) for case in CASES]
 
 
 def on_rank(tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
-    from megatron_loss_agg.mcore import logprobs
 
     logits, labels, pull_lp, pull_h = data(kind)
     mine = logits.chunk(tp, dim=-1)[dist.get_rank()]
 
-    def taken(pulls: tuple[Tensor, ...], function: Any, *args: Any) -> list[Tensor]:
+    def taken(pulls: list[Tensor], function: Any, *args: Any) -> list[Tensor]:
         leaf = mine.clone().requires_grad_()
         # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
         values = function(leaf * 1, *args, temperature)
-        values = values if isinstance(values, tuple) else (values,)
-        (grad,) = torch.autograd.grad(values, leaf, pulls)
-        return [*(x.detach() for x in values), grad]
+        return pulled(leaf, values if isinstance(values, tuple) else (values,), pulls)
 
-    both = (pull_lp, pull_h)
     return {
-        "log_probs": taken((pull_lp,), logprobs.vocab_parallel_log_probs, labels),
-        "entropy": taken((pull_h,), logprobs.vocab_parallel_entropy),
-        "both": taken(both, logprobs.vocab_parallel_log_probs_and_entropy, labels),
+        "log_probs": taken([pull_lp], logprobs.vocab_parallel_log_probs, labels),
+        "entropy": taken([pull_h], logprobs.vocab_parallel_entropy),
+        "both": taken([pull_lp, pull_h], logprobs.vocab_parallel_log_probs_and_entropy, labels),
     }
+
+
+def pulled(logits: Tensor, values: tuple[Tensor, ...], pulls: list[Tensor]) -> list[Tensor]:
+    """Values, and the gradient of the logits."""
+    (grad,) = torch.autograd.grad(values, logits, pulls, retain_graph=True)
+    return [*(x.detach() for x in values), grad]
 
 
 def expected(kind: str, temperature: float) -> dict[str, list[Tensor]]:
@@ -73,16 +76,10 @@ def expected(kind: str, temperature: float) -> dict[str, list[Tensor]]:
     log_p = (logits / temperature).log_softmax(dim=-1)
     chosen = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
-
-    def pulled(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-        values, pulls = zip(*pairs, strict=True)
-        (grad,) = torch.autograd.grad(values, logits, pulls, retain_graph=True)
-        return [*(x.detach() for x in values), grad]
-
     return {
-        "log_probs": pulled((chosen, pull_lp)),
-        "entropy": pulled((entropy, pull_h)),
-        "both": pulled((chosen, pull_lp), (entropy, pull_h)),
+        "log_probs": pulled(logits, (chosen,), [pull_lp]),
+        "entropy": pulled(logits, (entropy,), [pull_h]),
+        "both": pulled(logits, (chosen, entropy), [pull_lp, pull_h]),
     }
 
 
@@ -122,8 +119,8 @@ def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
         assert our_grad.dtype == dtype and torch.equal(our_grad, their_grad)
 
 
-def overwritten() -> list[str]:
-    from megatron_loss_agg.errors import PolicyError
+def overwritten() -> list[str | None]:
+    """One rank: which calls leave logits as they were; and the errors of those that did not."""
     from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
@@ -131,43 +128,35 @@ def overwritten() -> list[str]:
     labels = torch.zeros(2, 1, dtype=torch.int64)
     logits = torch.randn(2, 1, 5)
     kept = logits.clone()
-    logprobs.vocab_parallel_entropy(logits)
+    expected = logprobs.vocab_parallel_entropy(logits)
     assert torch.equal(logits, kept)
     halved = kept.bfloat16()
     logprobs.vocab_parallel_log_probs(halved, labels)
     assert torch.equal(halved, kept.bfloat16())
     assert not logprobs.vocab_parallel_entropy(halved).isnan().any()
     with torch.inference_mode():
-        fresh = logits.clone()
-        logprobs.vocab_parallel_log_probs(fresh, labels)
+        logprobs.vocab_parallel_log_probs(logits.clone(), labels)
     logprobs.vocab_parallel_log_probs(logits, labels)
     assert not torch.equal(logits, kept)
-    errors = []
-    for again in (
-        lambda: logprobs.vocab_parallel_entropy(logits),
-        lambda: logprobs.vocab_parallel_log_probs_and_entropy(logits, labels),
-    ):
-        with pytest.raises(PolicyError) as error:
-            again()
-        errors.append(str(error.value))
+    errors = [
+        error_of(logprobs.vocab_parallel_entropy, logits),
+        error_of(logprobs.vocab_parallel_log_probs_and_entropy, logits, labels),
+    ]
     logits.copy_(kept)  # a buffer that is filled anew is logits again
-    assert torch.equal(
-        logprobs.vocab_parallel_entropy(logits), logprobs.vocab_parallel_entropy(kept)
-    )
+    assert torch.equal(logprobs.vocab_parallel_entropy(logits), expected)
     return errors
 
 
 def test_overwritten_logits_are_refused() -> None:
     text = (
-        "an earlier call has overwritten these fp32 logits with their softmax; expected logits: "
-        "call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
+        "PolicyError: an earlier call has overwritten these fp32 logits with their softmax; "
+        "expected logits: call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
     )
     assert run_host_ranks(overwritten, 1) == [[text, text]]
 
 
-def at_unused_tokens() -> list[list[float]]:
-    """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts."""
-    from megatron_loss_agg import weighted_sum
+def unusable() -> tuple[list[list[float]], list[str | None]]:
+    """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts; errors."""
     from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
@@ -185,43 +174,25 @@ def at_unused_tokens() -> list[list[float]]:
         total = weighted_sum(w, losses(leaf * 1))
         assert total.isfinite()
         gradients.append(torch.autograd.grad(total, leaf)[0].view(-1).tolist())
-    return gradients
+    logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
+    log_probs = logprobs.vocab_parallel_log_probs
+    return gradients, [
+        error_of(log_probs, logits, labels.t()),
+        error_of(log_probs, logits.transpose(0, 1), labels.t()),
+        error_of(log_probs, logits, labels, 0.0),
+        error_of(logprobs.vocab_parallel_entropy, labels),
+    ]
 
 
-def test_unused_tokens_may_hold_anything() -> None:
+def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> None:
+    (((log_probs, entropy, both), errors),) = run_host_ranks(unusable, 1)
     # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
-    ((log_probs, entropy, both),) = run_host_ranks(at_unused_tokens, 1)
     assert log_probs == both == [0.0] * 6 + [0.5, -0.5]
     assert entropy == [0.0] * 8
-
-
-def refusals() -> list[str]:
-    from megatron_loss_agg.errors import PolicyError
-    from megatron_loss_agg.mcore import logprobs
-    from tests.host import gpt
-
-    gpt.initialize()
-    logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
-    messages = []
-    for call in (
-        lambda: logprobs.vocab_parallel_log_probs(logits, labels.t()),
-        lambda: logprobs.vocab_parallel_log_probs(logits.transpose(0, 1), labels.t()),
-        lambda: logprobs.vocab_parallel_log_probs(logits, labels, 0.0),
-        lambda: logprobs.vocab_parallel_entropy(labels),
-    ):
-        with pytest.raises(PolicyError) as error:
-            call()
-        messages.append(str(error.value))
-    return messages
-
-
-def test_refusals_say_what_to_change() -> None:
-    assert run_host_ranks(refusals, 1) == [
-        [
-            "labels are (2, 3); expected (3, 2), one per token",
-            "logits of shape (2, 3, 4) are not contiguous; pass them untransposed, with "
-            "labels of the same leading axes",
-            "temperature=0.0; expected a number > 0",
-            "logits are torch.int64; expected a floating-point tensor [..., vocab / tp]",
-        ]
+    assert errors == [
+        "PolicyError: labels are (2, 3); expected (3, 2), one per token",
+        "PolicyError: logits of shape (2, 3, 4) are not contiguous; pass them untransposed, with "
+        "labels of the same leading axes",
+        "PolicyError: temperature=0.0; expected a number > 0",
+        "PolicyError: logits are torch.int64; expected a floating-point tensor [..., vocab / tp]",
     ]

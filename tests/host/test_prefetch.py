@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.mcore import LossHook, Prefetch
 from tests.host.harness import run_host_ranks
 from tests.host.steps import aggregation, batch_of, sequences
 
@@ -28,44 +29,33 @@ class Loader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        chosen = sequences()
-        batch = batch_of([chosen[self.drawn % len(chosen)]], "thd")
+        sample = sequences()[self.drawn % len(sequences())]
         with self.drew:
             self.drawn += 1
             self.drew.notify_all()
-        return batch
+        return batch_of([sample], "thd")
 
     def wait_for(self, number: int) -> None:
         with self.drew:
             assert self.drew.wait_for(lambda: self.drawn >= number, PATIENCE)
 
 
-def wrapped(train: Loader, how: str) -> Any:
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
-    from megatron_loss_agg.mcore import Prefetch
-
-    iterator: Any = train if how == "plain" else Prefetch(train)
-    return RerunDataIterator(iterator) if how == "rerun" else iterator
-
-
-def steps_on_host() -> dict[str, Any]:
+def steps_on_host() -> list[Any]:
     """One rank, for each way to wrap the data: steps of 2, 3 and 1 microbatches around an
     evaluation; gradients, and batches drawn for training and evaluation.
     """
-    from megatron.core.rerun_state_machine import initialize_rerun_state_machine
+    from megatron.core import rerun_state_machine
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize()
-    initialize_rerun_state_machine()
+    rerun_state_machine.initialize_rerun_state_machine()
     model = gpt.ddp_model()
 
-    def steps(how: str) -> tuple[list[Any], int, int]:
+    def steps(wrap: Any) -> tuple[list[Any], int, int]:
         hook = LossHook(aggregation("prompt_mean"))
         train, evaluation = Loader(), Loader()
-        iterator = wrapped(train, how)
+        iterator = wrap(train)
         found = []
 
         # The next step is taken to be of the same size. Batches drawn in all: 2 + 2 ahead; 5 + 3;
@@ -74,7 +64,7 @@ def steps_on_host() -> dict[str, Any]:
 
             def forward_step(data: Any, model: Any, ahead: int = ahead) -> Any:
                 # Without a thread the wait would fail.
-                train.wait_for(0 if how == "plain" else ahead)
+                train.wait_for(0 if iterator is train else ahead)
                 return gpt.forward_step(data, model)
 
             gpt.run_step(hook, model, iterator, number, forward_step_func=forward_step)
@@ -83,24 +73,26 @@ def steps_on_host() -> dict[str, Any]:
                 gpt.run_step(hook, model, iter(evaluation), 2, forward_only=True)
         return found, train.drawn, evaluation.drawn
 
-    return {how: steps(how) for how in ("plain", "prefetch", "rerun")}
+    def rerun(train: Loader) -> Any:
+        return rerun_state_machine.RerunDataIterator(Prefetch(train))
+
+    return [steps(wrap) for wrap in (iter, Prefetch, rerun)]
 
 
 def test_the_next_step_is_drawn_while_this_one_computes() -> None:
     (found,) = run_host_ranks(steps_on_host, 1)
-    plain, *fetched = found.values()
+    plain, *fetched = found
     assert plain[1:] == (6, 2)
     for gradients, *drawn in fetched:
         assert drawn == [8, 2]
         assert all(torch.equal(g, w) for g, w in zip(gradients, plain[0], strict=True))
 
 
-def places_on_host() -> list[Any]:
+def places_on_host() -> tuple[list[bool], list[bool]]:
     """One rank: which iterators get a prefetch in Megatron's training loop, and which outside."""
     from megatron.core.rerun_state_machine import RerunDataIterator
     from torch.utils.data import DataLoader
 
-    from megatron_loss_agg.mcore import Prefetch
     from megatron_loss_agg.mcore.prefetch import prefetch_of
 
     def cyclic_iter(loader: Any) -> Iterator[Any]:
@@ -113,27 +105,25 @@ def places_on_host() -> list[Any]:
     class Own:
         iterable = iter([1])
 
-    answers: list[Any] = [
-        prefetch_of(x, insert=insert) is not None
-        for insert in (True, False)
-        for x in (
+    def found(insert: bool) -> list[bool]:
+        iterators = (
             RerunDataIterator(iter(loader())),
             RerunDataIterator(cyclic_iter(loader())),
+            Prefetch(iter([1])),
             RerunDataIterator(Loader()),  # as --dataloader-type external may have it
             Own(),
             iter([1]),
             None,
-            Prefetch(iter([1])),
         )
-    ]
+        return [prefetch_of(x, insert=insert) is not None for x in iterators]
+
     once = RerunDataIterator(iter(loader()))
-    answers.append(prefetch_of(once, True) is prefetch_of(once, False) is once.iterable)
-    answers.append([next(once) for _ in range(3)])
-    return answers
+    assert prefetch_of(once, True) is prefetch_of(once, False) is once.iterable
+    assert [next(once) for _ in range(3)] == [1, 2, 3]
+    return found(True), found(False)
 
 
 def test_only_megatrons_own_loaders_get_one_by_themselves() -> None:
-    (answers,) = run_host_ranks(places_on_host, 1)
-    assert answers[:7] == [True, True, False, False, False, False, True]
-    assert answers[7:14] == [False, False, False, False, False, False, True]
-    assert answers[14:] == [True, [1, 2, 3]]
+    ((inside, outside),) = run_host_ranks(places_on_host, 1)
+    assert inside == [True] * 3 + [False] * 4
+    assert outside == [False, False, True] + [False] * 4

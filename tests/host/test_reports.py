@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.cases import Case
 from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
 from tests.host.reference import reference
@@ -38,27 +39,15 @@ class Run(NamedTuple):
     def forward_only(self) -> bool:
         return self.loop != "train"
 
-    @property
-    def refused(self) -> bool:
-        """Under the flag, fractions of `token_mean`: see test_refusals."""
-        case = self.case
-        fractions = (case.mode, case.masks, case.per_token) == ("token_mean", "fractional", True)
-        return fractions and self.loop != "sft_eval"
-
 
 PLACES = deal(TOPOLOGY.data_parallel_size, N_MB)
 RUNS = [
-    run
+    Run(dataclasses.replace(loss, places=PLACES, per_token=per_token), loop)
     for loss, per_token, loop in product(LOSSES, (False, True), ("train", "eval", "sft_eval"))
-    if not (run := Run(dataclasses.replace(loss, places=PLACES, per_token=per_token), loop)).refused
+    # Under the flag, fractions of `token_mean` are refused: see test_refusals.
+    if (loss.mode, loss.masks, per_token) != ("token_mean", "fractional", True)
+    or loop == "sft_eval"
 ]
-
-
-def step_mean(reports: list[dict[str, Tensor]], key: str) -> float:
-    """Of the step, as ``train_step`` (and ``evaluate``) makes it of all microbatches' reports."""
-    total = torch.vstack([report[key].view(-1) for report in reports]).sum(dim=0)
-    dist.all_reduce(total)  # all ranks are data- or context-parallel ones here
-    return float(total[0] / total[1])
 
 
 def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:
@@ -69,15 +58,6 @@ def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:
     return float(mean / dist.get_world_size())
 
 
-class Logged(NamedTuple):
-    """What one run logs."""
-
-    lm_loss: float
-    mode_loss: float
-    other: list[float]  # the script's own key, as it came back
-    gradient_touched: bool
-
-
 def with_another_key(stock: Any, mask: Tensor) -> Any:
     def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
         loss, num_tokens, report = stock(loss_mask, output_tensor)
@@ -86,9 +66,8 @@ def with_another_key(stock: Any, mask: Tensor) -> Any:
     return functools.partial(loss_func, mask)
 
 
-def logged_by_host() -> dict[Run, Logged]:
+def logged_by_host() -> dict[Run, dict[str, Any]]:
     """Every rank: what each run logs."""
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**TOPOLOGY.sizes)
@@ -109,37 +88,28 @@ def logged_by_host() -> dict[Run, Logged]:
                 forward_only=run.forward_only,
                 zero_grad=False,
             )
-        mean = mean_of_means if by_microbatch else step_mean
-        logged[run] = Logged(
-            mean(reports, "lm loss"),
-            mean(reports, f"{case.mode} loss"),
-            [report["other"].tolist() for report in reports],
-            bool((gradients.flat(ddp) != 1).any()),
-        )
+        mean = mean_of_means if by_microbatch else gpt.reported
+        logged[run] = {
+            "lm loss": mean(reports, "lm loss"),
+            "mode loss": mean(reports, f"{case.mode} loss"),
+            "other": [report["other"].tolist() for report in reports],
+            "gradient touched": bool((gradients.flat(ddp) != 1).any()),
+        }
     return logged
 
 
 @functools.cache
-def by_rank() -> list[dict[Run, Logged]]:
+def by_rank() -> list[dict[Run, dict[str, Any]]]:
     return run_host_ranks(logged_by_host, TOPOLOGY.world_size)
 
 
-def name_of(run: Run) -> str:
-    return f"{run.case.name}-{run.loop}"
-
-
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_reports_are_those_of_the_whole_step(run: Run) -> None:
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case.name}-{run.loop}")
+def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(run: Run) -> None:
     token_mean = reference().loss(weights_of("token_mean", PLACES, run.case.masks))
     aggregated = reference().loss(run.case.weights)
     for rank in by_rank():
         logged = rank[run]
-        assert logged.lm_loss == pytest.approx(token_mean, rel=EXACT, abs=0)
-        assert logged.mode_loss == pytest.approx(aggregated, rel=EXACT, abs=0)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_the_rest_is_left_alone(run: Run) -> None:
-    for rank in by_rank():
-        assert rank[run].other == [[3.0, 4.0]] * N_MB
-        assert rank[run].gradient_touched is not run.forward_only
+        assert logged["lm loss"] == pytest.approx(token_mean, rel=EXACT, abs=0)
+        assert logged["mode loss"] == pytest.approx(aggregated, rel=EXACT, abs=0)
+        assert logged["other"] == [[3.0, 4.0]] * N_MB  # the script's own key
+        assert logged["gradient touched"] is not run.forward_only

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import MULTIPLE, aggregation, sequences, weights_of
@@ -63,12 +64,11 @@ def errors_on_host(cp: int, packs_per_batch: int, expected: dict[str, Any]) -> d
     from megatron.core import parallel_state
     from torch.utils.data import default_collate
 
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(cp)
     size = parallel_state.get_data_parallel_world_size()
-    mine = PACKS[parallel_state.get_data_parallel_rank() :: size]
+    mine = PACKS[gpt.data_rank() :: size]
     groups = [mine[i : i + packs_per_batch] for i in range(0, len(mine), packs_per_batch)]
     errors = {}
     for per_token in (False, True):

@@ -7,7 +7,6 @@ mask, equal ones, or different ones.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,10 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_loss_agg import Microbatch, Term
+from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests import oracle
 from tests.host.harness import EXACT, TP2, Topology, error_of, run_host_ranks
 from tests.host.reference import reference
-from tests.host.steps import Counted, Weights, aggregation, batches, sequences
+from tests.host.steps import Counted, aggregation, batches, sequences
 
 pytestmark = pytest.mark.host
 
@@ -43,50 +43,37 @@ def equal(rank: int, i: int, mask: Tensor) -> dict[str, Tensor]:
     return {name: mask.clone() for name in MODES}
 
 
-def own(name: str, rank: int, i: int, mask: Tensor) -> dict[str, Tensor]:
-    """The term ``name`` leaves the first token of every row out."""
-    return {**one(rank, i, mask), name: mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)}
-
-
-def own_later(rank: int, i: int, mask: Tensor) -> dict[str, Tensor]:
-    return (own if i else lambda _, *args: one(*args))("kl", rank, i, mask)
-
-
-def own_elsewhere(rank: int, i: int, mask: Tensor) -> dict[str, Tensor]:
-    return (own if rank and i else lambda _, *args: one(*args))("kl", rank, i, mask)
+def own(name: str, rank: int, i: int, mask: Tensor, since: tuple[int, int] = (0, 0)) -> Any:
+    """The term ``name`` leaves the first token of every row out, since a rank and a microbatch."""
+    applies = rank >= since[0] and i >= since[1]
+    left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0) if applies else mask
+    return {**one(rank, i, mask), name: left_out}
 
 
 own_kl, own_entropy = functools.partial(own, "kl"), functools.partial(own, "entropy")
-
-
-def own_mask(plan: Any, i: int) -> Tensor:
-    """A custom aggregation."""
-    return plan.microbatches[i].loss_mask
+own_later = functools.partial(own_kl, since=(0, 1))
+own_elsewhere = functools.partial(own_kl, since=(1, 1))
 
 
 class Case(NamedTuple):
-    """Modes by term, the masks that are planned and those of the loss functions by step.
-
-    Args:
-        vectors: of weights that each microbatch has.
-    """
+    """What is planned, and then done in every step."""
 
     modes: dict[str, str]
     planned: Masks
-    given: tuple[Masks, ...]
-    vectors: list[int] | None = None
+    given: tuple[Masks, ...]  # of the loss functions
+    vectors: int | None = None  # of weights that each microbatch has
 
 
 CASES = {
-    "all alike": Case(ALIKE, one, (one, one), [1, 1]),
-    "another mode": Case(MODES, one, (one, one), [2, 2]),
+    "all alike": Case(ALIKE, one, (one, one), 1),
+    "another mode": Case(MODES, one, (one, one), 2),
     "equal masks": Case(MODES, one, (equal, equal)),
-    "own masks": Case(MODES, own_kl, (own_kl, own_kl), [3, 3]),
+    "own masks": Case(MODES, own_kl, (own_kl, own_kl), 3),
     # The second microbatch alone has them, but they count in the denominator of both, and of both
     # data-parallel ranks.
-    "own masks later": Case(ALIKE, own_later, (own_later, own_later), [2, 2]),
-    "own masks on one rank": Case(ALIKE, own_elsewhere, (own_elsewhere, own_elsewhere), [2, 2]),
-    "custom": Case(CUSTOM, one, (one, one), [3, 3]),
+    "own masks later": Case(ALIKE, own_later, (own_later, own_later), 2),
+    "own masks on one rank": Case(ALIKE, own_elsewhere, (own_elsewhere, own_elsewhere), 2),
+    "custom": Case(CUSTOM, one, (one, one), 3),
 }
 CHANGED = {
     "own mask at once": Case(MODES, one, (own_kl,)),
@@ -96,31 +83,39 @@ CHANGED = {
 }
 
 
+def masked(mask: Tensor, places: tuple[int, ...]) -> list[oracle.Sample]:
+    """The samples ``places``, with the rows of another mask."""
+    chosen = [(sequences()[k], row) for k, row in zip(places, mask, strict=True)]
+    return [
+        oracle.Sample(tuple(row[: len(s.tokens)].tolist()), s.sample.prompt) for s, row in chosen
+    ]
+
+
 def wanted(case: Case, ranks: int) -> Any:
     """The reference's gradient of ``sum coefficient * w * loss ** power``."""
-    chosen, exact = sequences(), reference()
-    total: Weights = []
+    exact, total = reference(), []
+    places = PLACES[:ranks]
     for name, power in POWERS.items():
-        step = []
-        for rank, place in enumerate(PLACES[:ranks]):
-            step.append([])
-            for i, batch in enumerate(batches(place, "bshd")):
-                rows = case.planned(rank, i, batch["loss_mask"])[name]
-                step[-1].append(
-                    [
-                        oracle.Sample(tuple(row[: len(chosen[k].tokens)].tolist()), prompt)
-                        for k, row, prompt in zip(
-                            place[i], rows, batch["prompt_ids"].tolist(), strict=True
-                        )
-                    ]
-                )
-        mode = case.modes[name]
-        nested = oracle.step_weights("sum" if mode == "custom" else mode, step)
-        for place, of_rank in zip(PLACES, nested, strict=False):
-            for k, w in zip(itertools.chain(*place), itertools.chain(*of_rank), strict=True):
-                slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
-                total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
+        step = [
+            [
+                masked(case.planned(rank, i, batch["loss_mask"])[name], place[i])
+                for i, batch in enumerate(batches(place, "bshd"))
+            ]
+            for rank, place in enumerate(places)
+        ]
+        mode, divisor = case.modes[name], None
+        if mode == "custom":  # of masks of 0 and 1
+            mode, divisor = "sum", len(flat(step))
+        nested = oracle.step_weights(mode, step, divisor=divisor)
+        for k, w in zip(flat(places), flat(nested), strict=True):
+            slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
+            total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
     return exact.gradient(total)
+
+
+def flat(step: Any) -> list[Any]:
+    """The samples of a step, of all its ranks and microbatches."""
+    return [sample for rank in step for microbatch in rank for sample in microbatch]
 
 
 class WeightVectors(TorchDispatchMode):
@@ -142,68 +137,43 @@ class Script:
     def __init__(self, planned: Masks, rank: int) -> None:
         self.planned = self.given = planned
         self.rank = rank
-        self.steps = 0
+        self.losses = 0
         self.vectors: list[int] = []
 
     def read(self, batch: dict[str, Tensor]) -> dict[str, Microbatch]:
-        given = self.planned(self.rank, batch["number"] % Counted.N_MB, batch["loss_mask"])
-        shared = {
-            id(mask): Microbatch(mask, prompt_ids=batch["prompt_ids"]) for mask in given.values()
-        }
-        return {name: shared[id(mask)] for name, mask in given.items()}
+        masks = self.planned(self.rank, batch["number"] % Counted.N_MB, batch["loss_mask"])
+        prompts = batch["prompt_ids"]
+        shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in masks.values()}
+        return {name: shared[id(mask)] for name, mask in masks.items()}
 
-    def loss(self, stock: Any, mask: Tensor) -> Any:
-        from megatron_loss_agg.mcore import TokenLoss
-
-        masks = self.given(self.rank, self.steps % Counted.N_MB, mask)
-        self.steps += 1
+    def loss(self, stock: Any, mask: Tensor) -> TokenLoss:
+        masks = self.given(self.rank, self.losses % Counted.N_MB, mask)
+        self.losses += 1
         return TokenLoss(lambda x: ({name: x**p for name, p in POWERS.items()}, {}), masks)
 
-    def schedule(self, **kwargs: Any) -> Any:
-        """Megatron's, counting the weight vectors of every loss."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        inner = kwargs.pop("forward_step_func")
-
-        def count(loss: Any, output: Any) -> Any:
-            with WeightVectors() as vectors:
-                result = loss(output)
-            self.vectors.append(len(vectors.found))
-            return result
-
-        def forward_step(*args: Any) -> Any:
-            output, loss = inner(*args)
-            return output, functools.partial(count, loss)
-
-        return get_forward_backward_func()(**kwargs, forward_step_func=forward_step)
+    def count(self, loss: Any, output: Any) -> Any:
+        with WeightVectors() as vectors:
+            result = loss(output)
+        self.vectors.append(len(vectors.found))
+        return result
 
 
 def steps_on_host(sizes: dict[str, int], expected: dict[str, Any]) -> dict[str, list[Any]]:
     """Every rank, for each case: the (gradient error, weight vectors) of its steps, or an error."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt, gradients
 
     gpt.initialize(**sizes)
     ddp = gpt.ddp_model()
-    rank = parallel_state.get_data_parallel_rank()
-    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    rank = gpt.data_rank()
 
     def steps(case: Case, exact: Any) -> list[Any]:
         script = Script(case.planned, rank)
-        terms = {
-            name: Term(
-                aggregation(mode, **({"function": own_mask} if mode == "custom" else {})),
-                COEFFICIENTS[name],
-            )
-            for name, mode in case.modes.items()
-        }
+        terms = {n: Term(aggregation(mode), COEFFICIENTS[n]) for n, mode in case.modes.items()}
         hook = LossHook(terms, read_batch=script.read)
-        data = Counted(rank) if reads else None
+        data = Counted(rank) if gpt.reads_data() else None
         options = {
             "forward_step_func": gpt.forward_step_with(script.loss),
-            "schedule": script.schedule,
+            "schedule": gpt.schedule_with(script.count),
         }
         found: list[Any] = []
         for script.given in case.given:
@@ -234,7 +204,7 @@ def test_the_gradient_is_exact_and_alike_terms_share_weights(name: str, sizes: A
             assert error <= EXACT
             # With one data-parallel rank nobody has masks of its own elsewhere.
             if case.vectors and not (sizes and name == "own masks on one rank"):
-                assert vectors == case.vectors
+                assert vectors == [case.vectors] * Counted.N_MB
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
 
