@@ -147,7 +147,7 @@ def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
         laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
         maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
         wholes = [Microbatch(**x.inputs) for x in laid]
-        parts = [sharded(x.inputs, m, cp) for x, m in zip(laid, maps, strict=True)]
+        parts = [sharded(x.inputs, m) for x, m in zip(laid, maps, strict=True)]
         answers.append([])
         for mode, empty in CONFIGS:
             agg = aggregation(mode, empty=empty)
@@ -163,12 +163,11 @@ def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
     return answers
 
 
-def sharded(inputs: dict[str, Any], layout: CPLayout, cp: int) -> Microbatch:
+def sharded(inputs: dict[str, Any], layout: CPLayout) -> Microbatch:
     """The microbatch as this rank sees it: local mask, local offsets, same samples."""
     local = {**inputs, "loss_mask": layout.shard(inputs["loss_mask"])}
     if "cu_seqlens" in inputs:
-        padded = local.pop("cu_seqlens_padded", inputs["cu_seqlens"])
-        local["cu_seqlens"] = padded // cp
+        local["cu_seqlens"] = local.pop("cu_seqlens_padded", inputs["cu_seqlens"]) // layout.cp_size
     return Microbatch(**local)
 
 

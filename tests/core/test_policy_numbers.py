@@ -45,23 +45,17 @@ def test_what_is_clipped_is_said_with_the_ratios(loss, ratios, advantages, optio
     assert not found.ratios.requires_grad
 
 
-def test_truncated_importance_weight():
-    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
-    log_probs = tensor([0.5, 3.0]).requires_grad_()
-    weights = policy.truncated_importance_weight(log_probs, tensor([0.0, 0.0]), cap=2.0)
-    torch.testing.assert_close(weights, tensor([math.exp(0.5), 2.0]))
-    assert not weights.requires_grad
-
-
 @pytest.mark.parametrize("poison", POISON)
-def test_an_importance_weight_is_0_under_the_mask(poison):
-    mask = tensor([1.0, 0.0])
-    log_probs = tensor([0.1, 0.2]).requires_grad_()
-    rollout = tensor([0.0, poison])
+def test_an_importance_weight_is_truncated_and_0_under_the_mask(poison):
+    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
+    log_probs = tensor([0.5, 3.0, 0.2]).requires_grad_()
+    rollout, mask = tensor([0.0, 0.0, poison]), tensor([1.0, 1.0, 0.0])
     weights = policy.truncated_importance_weight(log_probs, rollout, cap=2.0, mask=mask)
-    assert weights[1] == 0
-    losses = policy.kl_penalty(log_probs, tensor([0.0, poison]), "k2")
-    total = weighted_sum(mask, weights * losses)
+    torch.testing.assert_close(weights, tensor([math.exp(0.5), 2.0, 0.0]))
+    assert not weights.requires_grad
+    unmasked = policy.truncated_importance_weight(log_probs[:2], rollout[:2], cap=2.0)
+    assert torch.equal(unmasked, weights[:2])
+    total = weighted_sum(mask, weights * policy.kl_penalty(log_probs, rollout, "k2"))
     total.backward()
     assert total.isfinite() and log_probs.grad.isfinite().all()
 

@@ -46,9 +46,7 @@ def test_integers_add_up_exactly(dtype):
     assert Min.of(lengths[:1], ones[:1]).value().item() == n
     metrics = {"sum": Mean.of(lengths, ones), "max": Max.of(lengths, ones)}
     assert reduce_reports([metrics] * 2, None) == {"sum": n / 2, "max": n}
-
-
-def test_metrics_made_by_hand_add_up_in_fp64():
+    # So do metrics made by hand.
     one, many = torch.ones(()), torch.tensor(2.0**24)
     reports = [{"a": Mean(many, one)}, {"a": Mean(one.view(1), one)}]
     assert reduce_reports(reports, None) == {"a": (2**24 + 1) / 2}

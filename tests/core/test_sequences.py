@@ -108,12 +108,6 @@ def gspo_cases(cases: list[tuple[dict[str, Any], float | None]]) -> list[dict[st
     return [gspo(*case) for case in cases]
 
 
-def gathered(parts: list[Tensor], data: dict[str, Any]) -> list[Any]:
-    """The whole flat tensor out of all ranks' parts."""
-    cut = cp_layout(data["microbatch"], len(parts), 0)
-    return cut.unshard(parts).reshape(-1).tolist()
-
-
 @pytest.mark.parametrize("cp", CP)
 def test_gspo_over_ranks_is_that_of_one_process(cp):
     cases = [
@@ -127,8 +121,9 @@ def test_gspo_over_ranks_is_that_of_one_process(cp):
         expected = reference(data)
         ranks = [answer[n] for answer in answers]
         assert sum(r["loss"] for r in ranks) == pytest.approx(expected["loss"], rel=1e-12)
+        cut = cp_layout(data["microbatch"], cp, 0)
         got = {
-            name: gathered([r[name] for r in ranks], data)
+            name: cut.unshard([r[name] for r in ranks]).reshape(-1).tolist()
             for name in ("gradient", "ratio", "clipped")
         }
         assert got["gradient"] == pytest.approx(expected["gradient"], rel=1e-12, abs=1e-15)

@@ -6,7 +6,6 @@ must give instead.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -117,20 +116,6 @@ def test_siblings_in_several_microbatches_share_a_denominator(unit):
     assert over_microbatches(f"{unit}_mean", masks, losses, **ids) == pytest.approx(2)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, 100.0])
-def test_masked_losses_reach_neither_value_nor_gradient(poison):
-    # (1 + 3) / 2 = 2, and the gradient is 1/2 at the two active positions.
-    mask = torch.tensor([[1.0, 0, 1]])
-    loss = torch.tensor([[1.0, poison, 3]], dtype=F64, requires_grad=True)
-    assert loss.sum().item() / 2 != 2  # a numerator without the mask
-    w = token_weights(TOKEN_MEAN, mask, dtype=F64)
-    assert math.isfinite((w * loss).sum().item()) == math.isfinite(poison)  # multiplied by 0
-    total = weighted_sum(w, loss)
-    total.backward()
-    assert total.item() == 2
-    assert loss.grad.tolist() == [[0.5, 0, 0.5]]
-
-
 def plan_over_cp_ranks() -> tuple[float, float, float]:
     """First weight of this rank: whole masks counted over CP, whole masks, sharded masks."""
     mask, world = torch.ones(1, 8), dist.group.WORLD
@@ -202,10 +187,3 @@ def test_every_metric_has_its_own_denominator():
     assert (reward.sum / reward.count * 2).item() == 1
     assert (kl.sum / reward.count).item() == 4
     assert reduce_reports([{"kl": kl, "reward": reward}], None) == {"kl": 2.0, "reward": 0.5}
-
-
-def test_an_evaluation_is_no_mean_of_means():
-    # One token of 8, and then three of 4: 5 by tokens, 6 by microbatches.
-    means = [Mean.of(torch.full((n,), x), torch.ones(n)) for n, x in ((1, 8.0), (3, 4.0))]
-    assert sum(mean.value().item() for mean in means) / 2 == 6
-    assert reduce_reports([{"loss": mean} for mean in means], None) == {"loss": 5.0}

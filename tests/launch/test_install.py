@@ -22,8 +22,6 @@ REFUSED: dict[str, Any] = {
     "expert_gtp_weight_remat_size": 2,
     "cuda_graph_impl": "full_iteration",
 }
-
-
 # Added to the flags in turn.
 CASES: dict[str, dict[str, Any]] = {
     "": {},
