@@ -1,7 +1,6 @@
 """Run a function on several gloo ranks from inside a test, without torchrun.
 
-Ranks are forked from a server process, one for each `preload`, which has imported the slow modules
-once: a call then costs a fraction of a second and not an import of torch or Megatron per rank.
+Ranks are forked from a server, one for each `preload`, that has imported the slow modules once.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ def run_ranks(
     """Call ``fn(*args)`` on every rank of a fresh gloo world; return the results in rank order.
 
     ``fn`` must be a module-level function; arguments and results travel by pickle. Inside it,
-    ``torch.distributed`` is initialised and ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set.
-
-    Args:
-        timeout: seconds for the whole call, each collective included.
-        preload: module that the ranks find imported.
+    ``torch.distributed`` is initialised, ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and
+    the module ``preload`` is imported. The whole call may take ``timeout`` seconds.
 
     Raises:
         RankFailed: with the traceback of the rank that failed first.

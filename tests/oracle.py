@@ -36,16 +36,7 @@ INNER = {
     "constant": None,
     "sum": None,
 }
-OUTER = {
-    "token_mean": None,
-    "sample_mean": "sample",
-    "rollout_mean": "rollout",
-    "prompt_mean": "prompt",
-    "microbatch_mean": "microbatch",
-    "sample_sum": "sample",
-    "constant": "sample",
-    "sum": None,
-}
+OUTER = INNER | {"token_mean": None, "sample_sum": "sample", "constant": "sample"}
 
 
 def samples_of(step: Step) -> Iterator[tuple[Place, Sample]]:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Any
 
 import pytest
@@ -30,10 +31,10 @@ sys.exit(for_the_user or os.environ.get("FAILS") in sys.argv)
 """
 
 
-def _call(
+def start(
     venv: Path, extras: str = "mcore", checkout: Path = ROOT, **changed: str | None
-) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a run on ``BASE``, with ``changed`` variables; None unsets one."""
+) -> subprocess.Popen[str]:
+    """The script on ``BASE``, with ``changed`` variables; None unsets one."""
     given = {
         "PYTHON": str(BASE),
         "MEGATRON_LOSS_AGG_VENV": str(venv),
@@ -41,20 +42,17 @@ def _call(
         **changed,
     }
     variables = {k: v for k, v in {**os.environ, **given}.items() if v is not None}
-    return ["bash", str(checkout / "ci/python.sh"), extras], variables
+    command = ["bash", str(checkout / "ci/python.sh"), extras]
+    return subprocess.Popen(
+        command, env=variables, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True
+    )
 
 
 def run(*arguments: Any, **changed: Any) -> subprocess.CompletedProcess[str]:
-    """The script, run as `_call` says."""
-    command, variables = _call(*arguments, **changed)
-    return subprocess.run(
-        command,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    """The script until its end."""
+    running = start(*arguments, **changed)
+    out, err = running.communicate(timeout=60)
+    return subprocess.CompletedProcess(running.args, running.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +94,21 @@ def used_again(done: subprocess.CompletedProcess[str], venv: Path) -> bool:
     return done.stderr == "" and asked(venv) == []
 
 
-@pytest.mark.parametrize("name", ["python", "python3"])
-def test_the_environment_itself_stands_for_the_interpreter_behind_it(venv: Path, name: str) -> None:
-    assert used_again(run(venv, PYTHON=str(venv / "bin" / name)), venv)
+# What changes nothing: variables, in which a pair of braces stands for the test's folder.
+NO_MATTER: dict[str, dict[str, str | None]] = {
+    "the environment stands for the interpreter behind it": {"PYTHON": "{}/venv/bin/python"},
+    "by any of its names": {"PYTHON": "{}/venv/bin/python3"},
+    "no home is needed": {"HOME": None, "PYENV_ROOT": None},
+    "packages of the shell alone do not count": {"PYTHONPATH": "{}"},
+}
+
+
+@pytest.mark.parametrize("claim", NO_MATTER)
+def test_an_environment_is_used_again(venv: Path, tmp_path: Path, claim: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    changed = {k: v and v.format(tmp_path) for k, v in NO_MATTER[claim].items()}
+    assert used_again(run(venv, **changed), venv)
 
 
 def test_an_activated_environment_is_no_other_interpreter(venv: Path, tmp_path: Path) -> None:
@@ -107,21 +117,6 @@ def test_an_activated_environment_is_no_other_interpreter(venv: Path, tmp_path: 
     for activated in (venv, tmp_path / "another"):
         path = f"{activated}/bin:{system}"
         assert used_again(run(venv, PYTHON=None, PATH=path), venv)
-
-
-def test_no_home_is_needed(venv: Path) -> None:
-    assert used_again(run(venv, HOME=None, PYENV_ROOT=None), venv)
-
-
-def test_packages_of_the_shell_alone_do_not_count(venv: Path, tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
-    assert used_again(run(venv, PYTHONPATH=str(tmp_path)), venv)
-
-
-def test_pip_installs_into_the_environment_where_it_would_for_the_user(venv: Path) -> None:
-    done = run(venv, "mcore,plot", PIP_USER="1")
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv: Path) -> None:
@@ -141,15 +136,14 @@ def _checkout(folder: Path) -> Path:
 
 
 def test_sets_of_extras_live_side_by_side(venv: Path) -> None:
-    assert run(venv, "mcore,plot").returncode == 0
+    # Also where pip would install for the user.
+    assert run(venv, "mcore,plot", PIP_USER="1").returncode == 0
     assert asked(venv) == ["setuptools>=70.1", f"{ROOT}[mcore,plot]"]
     assert used_again(run(venv, "mcore"), venv)
     assert used_again(run(venv, "mcore,plot"), venv)
 
 
-def test_checkouts_that_share_an_environment_never_use_each_others_package(
-    venv: Path, tmp_path: Path
-) -> None:
+def test_checkouts_never_use_each_others_package(venv: Path, tmp_path: Path) -> None:
     other = _checkout(tmp_path / "other")
     assert run(venv, "mcore,plot", checkout=other).returncode == 0
     assert asked(venv)[-1] == f"{other}[mcore,plot]"
@@ -157,9 +151,7 @@ def test_checkouts_that_share_an_environment_never_use_each_others_package(
     assert asked(venv)[-1] == f"{ROOT}[mcore]"
 
 
-def test_an_install_cut_short_leaves_no_stamp_of_the_commit_before(
-    venv: Path, tmp_path: Path
-) -> None:
+def test_an_install_cut_short_leaves_no_stamp_of_before(venv: Path, tmp_path: Path) -> None:
     checkout = _checkout(tmp_path / "checkout")
     setup = checkout / "setup.py"
     before = setup.read_text()
@@ -174,14 +166,29 @@ def test_an_install_cut_short_leaves_no_stamp_of_the_commit_before(
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
 def test_waiting_for_another_run_is_said(venv: Path) -> None:
-    command, variables = _call(venv)
     with Path(f"{venv}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = subprocess.Popen(
-            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        waiting = start(venv)
         assert waiting.stderr is not None
         said = waiting.stderr.readline()
     out, _ = waiting.communicate(timeout=60)
     assert f"waiting for another run that is at work on {venv}" in said
     assert out == f"{venv}/bin/python\n"
+
+
+def test_an_unfit_interpreter_is_refused_by_name(tmp_path: Path) -> None:
+    refused = run(tmp_path / "venv", PYTHON="/bin/false")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "PYTHON=/bin/false is not a Python 3.12 or 3.13" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_users_is_never_cleared(tmp_path: Path) -> None:
+    precious = tmp_path / "venv" / "precious"
+    precious.parent.mkdir()
+    precious.touch()
+    refused = run(tmp_path / "venv")
+    assert refused.returncode == 1
+    assert "was not made here" in refused.stderr
+    assert precious.exists()
+    assert not (tmp_path / "venv.lock").exists()

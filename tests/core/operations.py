@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that the calls inside made."""
+    """Operations that the calls inside made, and dtypes of their results of several elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        made = (x for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        self.dtypes.update(x.dtype for x in made if x.numel() > 1)
+        return out
 
     @property
     def collectives(self) -> list[str]:

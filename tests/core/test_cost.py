@@ -47,24 +47,17 @@ def operations(call: Callable[[], Any]) -> Operations:
 
 @in_both_layouts
 @in_every_mode
-def test_planning_takes_the_same_operations_for_any_number_of_samples(mode, layout):
-    def planning(samples: int) -> int:
-        step = [microbatch(samples, layout)]
-        return len(operations(lambda: StepPlan.build(aggregation(mode), step)).names)
-
-    assert planning(3) == planning(300)
-
-
-@in_both_layouts
-@in_every_mode
-def test_a_microbatch_takes_few_operations_and_no_wait(mode, layout):
-    def weighing(samples: int) -> Operations:
-        plan = StepPlan.build(aggregation(mode), [microbatch(samples, layout)])
+def test_any_number_of_samples_takes_the_same_operations_and_a_microbatch_no_wait(mode, layout):
+    def planned_and_weighed(samples: int) -> tuple[int, Operations]:
+        with Operations() as planning:
+            plan = StepPlan.build(aggregation(mode), [microbatch(samples, layout)])
         loss = torch.ones_like(plan.microbatches[0].loss_mask)
-        return operations(lambda: weighted_sum(plan.weights(0), loss))
+        return len(planning.names), operations(lambda: weighted_sum(plan.weights(0), loss))
 
-    assert weighing(3).names == weighing(300).names
-    assert not weighing(3).waits
+    (planning, weighing), (of_many, weighing_many) = map(planned_and_weighed, (3, 300))
+    assert planning == of_many
+    assert weighing.names == weighing_many.names
+    assert not weighing.waits
 
 
 def of_mixed_widths(number: int) -> list[Microbatch]:

@@ -29,20 +29,14 @@ from tests.oracle import Step
 F64 = torch.float64
 
 
-def plan_every_mode(steps: list[Step]) -> tuple[list[Any], list[Any]]:
-    """On each rank: for every step and config its weights, counts and collectives.
-
-    And for every step what a plan of the first config without a group counts.
-    """
-    rank = dist.get_rank()
-    answers, alone = [], []
+def plan_every_mode(steps: list[Step]) -> list[Any]:
+    """On each rank: for every step and config its weights, counts and collectives."""
+    answers: list[Any] = []
     for n, step in enumerate(steps):
         answers.append([])
-        laid = [lay(mb, ("thd_padded", "bshd")[(n + k) % 2]) for k, mb in enumerate(step[rank])]
+        of_rank = step[dist.get_rank()]
+        laid = [lay(mb, ("thd_padded", "bshd")[(n + k) % 2]) for k, mb in enumerate(of_rank)]
         microbatches = [Microbatch(**x.inputs) for x in laid]
-        with Operations() as made:
-            counts = StepPlan.build(aggregation(CONFIGS[0][0]), microbatches).counts
-        alone.append((counts, len(made.collectives)))
         for mode, empty in CONFIGS:
             with Operations() as made:
                 plan = StepPlan.build(
@@ -51,7 +45,7 @@ def plan_every_mode(steps: list[Step]) -> tuple[list[Any], list[Any]]:
                 weights = [plan.weights(k, dtype=F64) for k in range(len(laid))]
             by_sample = [x.samples(w) for x, w in zip(laid, weights, strict=True)]
             answers[-1].append((by_sample, plan.counts, len(made.collectives)))
-    return answers, alone
+    return answers
 
 
 STEPS = {
@@ -67,14 +61,10 @@ def test_weights_and_counts_are_of_the_whole_step_in_at_most_two_collectives(ran
         for c, (mode, empty) in enumerate(CONFIGS):
             expected = expected_weights(mode, step, empty=empty)
             for rank in range(ranks):
-                weights, counts, collectives = answers[rank][0][n][c]
+                weights, counts, collectives = answers[rank][n][c]
                 assert_weights(weights, expected[rank])
                 assert_counts(counts, step, mode)
                 assert collectives in (1, 2)  # 0 would mean that nothing was counted
-        for rank in range(ranks):  # without a group, a rank plans alone
-            counts, collectives = answers[rank][1][n]
-            assert_counts(counts, [step[rank]], CONFIGS[0][0])
-            assert collectives == 0
 
 
 IDS = {"prompt_ids": torch.tensor([1, 2])}
@@ -157,7 +147,7 @@ def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
         laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
         maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
         wholes = [Microbatch(**x.inputs) for x in laid]
-        parts = [sharded(x.inputs, m, cp) for x, m in zip(laid, maps, strict=True)]
+        parts = [sharded(x.inputs, m) for x, m in zip(laid, maps, strict=True)]
         answers.append([])
         for mode, empty in CONFIGS:
             agg = aggregation(mode, empty=empty)
@@ -173,12 +163,11 @@ def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
     return answers
 
 
-def sharded(inputs: dict[str, Any], layout: CPLayout, cp: int) -> Microbatch:
+def sharded(inputs: dict[str, Any], layout: CPLayout) -> Microbatch:
     """The microbatch as this rank sees it: local mask, local offsets, same samples."""
     local = {**inputs, "loss_mask": layout.shard(inputs["loss_mask"])}
     if "cu_seqlens" in inputs:
-        padded = local.pop("cu_seqlens_padded", inputs["cu_seqlens"])
-        local["cu_seqlens"] = padded // cp
+        local["cu_seqlens"] = local.pop("cu_seqlens_padded", inputs["cu_seqlens"]) // layout.cp_size
     return Microbatch(**local)
 
 
@@ -198,42 +187,24 @@ def test_whole_and_sharded_masks_give_the_same_weights_and_counts():
                 assert 1 <= collectives <= 2
 
 
-CASES = [("bshd", -1), ("thd", 0), ("contiguous", -1)]
-
-
-def unshard_and_pull_back() -> list[tuple[Any, Any]]:
-    """For every case: whether the shards make the whole, and the gradient of this rank's."""
-    rank, cp = dist.get_rank(), dist.get_world_size()
-    answers = []
-    for kind, dim in CASES:
-        layout, x = make_layout(kind, cp, rank), whole_tensor(dim)
+def unshard_and_pull_back() -> None:
+    """For every layout: the shards make the whole, and the gradient of this rank's is right."""
+    rank, offsets = dist.get_rank(), torch.tensor([0, 4, 4, 16])
+    for layout, dim in (
+        (CPLayout.bshd(16, 2, rank), -1),
+        (CPLayout.thd(offsets, 2, rank), 0),
+        (CPLayout.contiguous(16, 2, rank), -1),
+    ):
+        x = torch.arange(32.0, dtype=F64).reshape((2, 16) if dim == -1 else (16, 2))
+        handed_back = [(x + 1) ** (1 + r) for r in range(2)]  # by each rank, for the whole
         local = layout.shard(x, dim=dim).requires_grad_()
         whole = layout.unshard(local, group=dist.group.WORLD, dim=dim)
-        (whole * pullback(rank, dim)).sum().backward()
-        answers.append((torch.equal(whole.detach(), x), local.grad.tolist()))
-    return answers
-
-
-def make_layout(kind: str, cp: int, rank: int) -> CPLayout:
-    if kind == "thd":
-        return CPLayout.thd(torch.tensor([0, 2 * cp, 2 * cp, 8 * cp]), cp, rank)
-    return (CPLayout.bshd if kind == "bshd" else CPLayout.contiguous)(8 * cp, cp, rank)
-
-
-def whole_tensor(dim: int, cp: int = 2) -> torch.Tensor:
-    return torch.arange(16.0 * cp, dtype=F64).reshape((2, 8 * cp) if dim == -1 else (8 * cp, 2))
-
-
-def pullback(rank: int, dim: int) -> torch.Tensor:
-    """The gradient that a rank hands back for the whole tensor; another one on every rank."""
-    return (whole_tensor(dim) + 1) ** (rank + 1)
+        (whole * handed_back[rank]).sum().backward()
+        assert torch.equal(whole, x)
+        assert torch.equal(local.grad, layout.shard(sum(handed_back), dim=dim))
 
 
 def test_unshard_gradient_is_the_adjoint():
     # Every rank's result depends on every rank's shard, so a shard's gradient is the sum over
     # ranks of what they hand back for its positions; averaging or keeping one's own is wrong.
-    for rank, answers in enumerate(run_ranks(unshard_and_pull_back, 2)):
-        for (kind, dim), (equal, grad) in zip(CASES, answers, strict=True):
-            assert equal
-            total = pullback(0, dim) + pullback(1, dim)
-            assert grad == make_layout(kind, 2, rank).shard(total, dim=dim).tolist()
+    run_ranks(unshard_and_pull_back, 2)

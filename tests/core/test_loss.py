@@ -23,9 +23,10 @@ def sum_and_gradient(w: list[float], loss: list[float]) -> tuple[float, list[flo
     return total.item(), leaf.grad.tolist()
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1e-3, 2.0]), st.floats(-1e6, 1e6)), max_size=20)
-)
+weights = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1e-3, 2.0])
+
+
+@given(st.lists(st.tuples(weights, st.floats(-1e6, 1e6)), max_size=20))
 @settings(deadline=None)
 def test_value_and_gradient_are_those_of_a_loop(pairs):
     w, loss = (torch.tensor([pair[k] for pair in pairs], dtype=F64) for k in (0, 1))
@@ -36,18 +37,10 @@ def test_value_and_gradient_are_those_of_a_loop(pairs):
     assert torch.equal(loss.grad, w)
 
 
-def test_rows_of_losses_are_summed_to_a_scalar():
-    found = sum_and_gradient([[0.5, 0.0], [0.25, 0.25]], [[1.0, 2.0], [3.0, -4.0]])
-    assert found == (0.5 * 1 + 0.25 * 3 - 0.25 * 4, [[0.5, 0.0], [0.25, 0.25]])
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_positions_of_weight_zero_are_not_read(poison):
     assert sum_and_gradient([0.5, 0.0, 0.5], [1.0, poison, 3.0]) == (2.0, [0.5, 0.0, 0.5])
-
-
-def test_negative_weights_count():
-    assert sum_and_gradient([-0.5, -0.0, 2.0], [4.0, math.nan, 1.0]) == (0.0, [-0.5, 0.0, 2.0])
+    assert sum_and_gradient([-0.5, -0.0, 2.0], [4.0, poison, 1.0]) == (0.0, [-0.5, 0.0, 2.0])
 
 
 def test_nan_at_a_position_that_counts_is_shown():
@@ -111,9 +104,3 @@ def test_it_compiles_as_one_graph(poison):
     total.backward()
     assert total.item() == 7.0
     assert torch.equal(loss.grad, w)
-
-
-def test_gradcheck():
-    w = torch.rand(5, dtype=F64).index_fill_(0, torch.tensor([2]), 0)
-    loss = torch.randn(5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: weighted_sum(w, x), (loss,))

@@ -20,84 +20,44 @@ def tensor(values: Any) -> Tensor:
     return torch.tensor(values, dtype=F64)
 
 
-def test_where_the_clip_takes_the_gradient():
-    # Ratios 0.5, 1, 2 with advantage 1, then with -1; kept are those that move back towards 1.
-    ratio = tensor([0.5, 1.0, 2.0] * 2)
-    advantages = tensor([1.0] * 3 + [-1.0] * 3)
-    log_probs = ratio.log().requires_grad_()
-    loss = policy.clipped_policy_loss(log_probs, tensor([0.0] * 6), advantages, clip_high=0.28)
-    loss.losses.sum().backward()
-    torch.testing.assert_close(loss.losses, tensor([-0.5, -1.0, -1.28, 0.8, 1.0, 2.0]))
-    torch.testing.assert_close(loss.ratios, ratio)
-    assert loss.clipped.tolist() == [False, False, True, True, False, False]
-    assert torch.equal(log_probs.grad == 0, loss.clipped)
-    assert not loss.ratios.requires_grad
+ppo, gspo, cispo = policy.clipped_policy_loss, policy.sequence_policy_loss, policy.cispo_loss
+BEYOND = math.exp(policy.LOG_RATIO_BOUND + 1)
+# A loss, ratios, advantages and options; and which are clipped. The losses are in test_policy.
+CLIPPED = [
+    # Kept are those that move back towards 1.
+    (ppo, [0.5, 1, 2], [1, 1, 1], {"clip_high": 0.28}, [False, False, True]),
+    (ppo, [0.5, 1, 2], [-1, -1, -1], {"clip_high": 0.28}, [True, False, False]),
+    # -A r = 5 is limited to 3; with A = 1 the upper clip gives -1.2.
+    (ppo, [5, 5], [-1, 1], {"dual_clip": 3.0}, [True, True]),
+    # Without an advantage nothing is taken away.
+    (ppo, [BEYOND, BEYOND], [-1, 0], {}, [True, False]),
+    (cispo, [2, 1.1], [1, 1], {"clip_low": 1.0, "clip_high": 0.28}, [True, False]),
+]
 
 
-def test_dual_clip_limits_negative_advantages_alone():
-    # Ratio 5: -A r = 5 is limited to 3; with A = 1 the upper clip gives -1.2.
-    log_probs = tensor([5.0, 5.0]).log().requires_grad_()
-    loss = policy.clipped_policy_loss(
-        log_probs, tensor([0.0, 0.0]), tensor([-1.0, 1.0]), dual_clip=3.0
-    )
-    loss.losses.sum().backward()
-    torch.testing.assert_close(loss.losses, tensor([3.0, -1.2]))
-    assert loss.clipped.tolist() == [True, True]
-    assert log_probs.grad.tolist() == [0.0, 0.0]
-
-
-def test_a_ratio_beyond_the_bound_counts_as_clipped():
-    far = policy.LOG_RATIO_BOUND + 1
-    loss = policy.clipped_policy_loss(tensor([far, far]), tensor([0.0, 0.0]), tensor([-1.0, 0.0]))
-    assert loss.clipped.tolist() == [True, False]  # without an advantage nothing is taken away
-
-
-def test_cispo_keeps_the_gradient_that_ppo_loses():
-    # Ratio 2: the gradient is -A * 1.28, and neither 0 (PPO) nor -A * 2.
-    log_probs = tensor([2.0, 1.1]).log().requires_grad_()
-    zeros, ones = tensor([0.0, 0.0]), tensor([1.0, 1.0])
-    loss = policy.cispo_loss(log_probs, zeros, ones, clip_low=1.0, clip_high=0.28)
-    loss.losses.sum().backward()
-    torch.testing.assert_close(log_probs.grad, tensor([-1.28, -1.1]))
-    assert loss.clipped.tolist() == [True, False]
-
-
-def test_truncated_importance_weight():
-    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
-    log_probs = tensor([0.5, 3.0]).requires_grad_()
-    weights = policy.truncated_importance_weight(log_probs, tensor([0.0, 0.0]), cap=2.0)
-    torch.testing.assert_close(weights, tensor([math.exp(0.5), 2.0]))
-    assert not weights.requires_grad
+@pytest.mark.parametrize("loss, ratios, advantages, options, clipped", CLIPPED)
+def test_what_is_clipped_is_said_with_the_ratios(loss, ratios, advantages, options, clipped):
+    log_probs = tensor(ratios).log().requires_grad_()
+    found = loss(log_probs, torch.zeros_like(log_probs), tensor(advantages), **options)
+    assert found.clipped.tolist() == clipped
+    if BEYOND not in ratios:
+        torch.testing.assert_close(found.ratios, tensor(ratios))
+    assert not found.ratios.requires_grad
 
 
 @pytest.mark.parametrize("poison", POISON)
-def test_an_importance_weight_is_0_under_the_mask(poison):
-    mask = tensor([1.0, 0.0])
-    log_probs = tensor([0.1, 0.2]).requires_grad_()
-    rollout = tensor([0.0, poison])
+def test_an_importance_weight_is_truncated_and_0_under_the_mask(poison):
+    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
+    log_probs = tensor([0.5, 3.0, 0.2]).requires_grad_()
+    rollout, mask = tensor([0.0, 0.0, poison]), tensor([1.0, 1.0, 0.0])
     weights = policy.truncated_importance_weight(log_probs, rollout, cap=2.0, mask=mask)
-    assert weights[1] == 0
-    losses = policy.kl_penalty(log_probs, tensor([0.0, poison]), "k2")
-    total = weighted_sum(mask, weights * losses)
+    torch.testing.assert_close(weights, tensor([math.exp(0.5), 2.0, 0.0]))
+    assert not weights.requires_grad
+    unmasked = policy.truncated_importance_weight(log_probs[:2], rollout[:2], cap=2.0)
+    assert torch.equal(unmasked, weights[:2])
+    total = weighted_sum(mask, weights * policy.kl_penalty(log_probs, rollout, "k2"))
     total.backward()
     assert total.isfinite() and log_probs.grad.isfinite().all()
-
-
-def test_expected_gradients_of_the_kl_estimators():
-    # Over all tokens: k2's is that of KL(p || q), k3's of KL(q || p), k1's is 0.
-    z = torch.randn(5, dtype=F64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    q = torch.randn(5, dtype=F64, generator=torch.Generator().manual_seed(1)).log_softmax(0)
-    log_p = z.log_softmax(0)
-    p = log_p.exp().detach()
-
-    def gradient(total: Tensor) -> Tensor:
-        return torch.autograd.grad(total, z, retain_graph=True)[0]
-
-    forward = gradient((q.exp() * (q - log_p)).sum())
-    reverse = gradient((log_p.exp() * (log_p - q)).sum())
-    for estimator, expected in (("k1", 0 * reverse), ("k2", reverse), ("k3", forward)):
-        got = gradient((p * policy.kl_penalty(log_p, q, estimator)).sum())
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 1), (0, 4)])
@@ -138,16 +98,12 @@ def test_a_token_that_cannot_be_drawn_adds_no_entropy():
 
 
 X = torch.zeros(2, 3)
-ppo, gspo, cispo = policy.clipped_policy_loss, policy.sequence_policy_loss, policy.cispo_loss
 weight = policy.truncated_importance_weight
 REFUSED = [
     (lambda: ppo(X, X[0], X), "old_log_probs has shape (3,) and log_probs (2, 3); expected the"),
     (lambda: weight(X, X, cap=2, mask=X[0]), "mask has shape (3,) and log_probs (2, 3); expected"),
     (lambda: cispo(X, X, 1.0, clip_low=1, clip_high=1), "advantages is float; expected a floating"),
-    (
-        lambda: policy.kl_penalty(X, X.long(), "k1"),
-        "ref_log_probs is torch.int64; expected a",
-    ),
+    (lambda: policy.kl_penalty(X, X.long(), "k1"), "ref_log_probs is torch.int64; expected a"),
     (lambda: policy.kl_penalty(X, X, "k4"), "estimator='k4'; expected 'k1', 'k2' or 'k3'"),
     (lambda: ppo(X, X, X, clip_low=-0.1), "clip_low=-0.1; expected a number >= 0"),
     (lambda: gspo(X, X, X, X, clip_low=0, clip_high=math.nan), "clip_high=nan; expected a number"),

@@ -78,8 +78,7 @@ def test_the_sum_of_the_terms_takes_each_by_its_own_denominator():
 
 
 def test_terms_may_have_masks_of_their_own():
-    answer = Microbatch(torch.tensor([[1.0, 1.0, 0.0]]))
-    whole = Microbatch(torch.tensor([[1.0, 1.0, 1.0]]))
+    answer, whole = (Microbatch(torch.tensor([[1.0, 1, x]])) for x in (0, 1))
     terms = {"policy": TOKEN_MEAN, "value": TOKEN_MEAN}
     plans = StepPlan.build_terms(terms, [{"policy": answer, "value": whole}])
     assert plans["policy"].weights(0).tolist() == [[0.5, 0.5, 0]]
@@ -147,13 +146,12 @@ TERMS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_unlike_and_many_terms() -> tuple[list[str], list[tuple[float, float]], list[list[str]]]:
+def build_unlike_and_many_terms() -> list[str]:
     """What this rank hears when rank 1 has other terms than rank 0, and at last other samples.
 
-    Then a weight of each of 19 terms, in one plan and alone, and collectives of 1 and 5 terms.
+    And 19 terms have the weights that each has alone, and 5 terms take the collectives of 1.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
-    modes = ["token_mean", "sample_mean", "prompt_mean", "sum"]
     mine = two_microbatches()
 
     def heard(terms: dict[str, Any], step: Any = mine, **options: Any) -> str:
@@ -163,30 +161,25 @@ def build_unlike_and_many_terms() -> tuple[list[str], list[tuple[float, float]],
             return f"{type(error).__name__}: {error}"
         return f"{len(plans)} plans"
 
-    def collectives(number: int) -> list[str]:
+    for number in (1, 5):
         ids = torch.arange(2)
         step = [Microbatch(torch.ones(2, 3), prompt_ids=ids, rollout_ids=ids)]
         by = [aggregation(f"{('prompt', 'rollout')[i % 2]}_mean") for i in range(number)]
         with Operations() as made:
             StepPlan.build_terms({str(i): agg for i, agg in enumerate(by)}, step, world)
-        return made.collectives
-
+        assert made.collectives == ["c10d::_allgather_base_"] * 2
+    many = {str(i): aggregation([*MODES[:3], "sum"][i % 4]) for i in range(19)}
+    for name, plan in StepPlan.build_terms(many, mine[: 1 + rank], world).items():
+        alone = StepPlan.build(many[name], mine[: 1 + rank], world)
+        assert torch.equal(plan.weights(0, F64), alone.weights(0, F64))
     unlike = [heard(TERMS[pair[rank]]) for pair in itertools.product(TERMS, repeat=2)]
-    unlike.append(heard(TERMS["one"], mine[: 1 + rank], sharded_over=world))
-    many = {str(i): aggregation(modes[i % len(modes)]) for i in range(19)}
-    together = StepPlan.build_terms(many, mine[: 1 + rank], world).values()
-    alone = [StepPlan.build(agg, mine[: 1 + rank], world) for agg in many.values()]
-    sums = [[float(plan.weights(0, F64).sum()) for plan in plans] for plans in (together, alone)]
-    return unlike, sums, [collectives(number) for number in (1, 5)]
+    return [*unlike, heard(TERMS["one"], mine[: 1 + rank], sharded_over=world)]
 
 
 def test_ranks_with_other_terms_all_hear_of_it_and_any_number_is_exact():
-    answers = run_ranks(build_unlike_and_many_terms, 2, timeout=60.0)
-    for _, (together, alone), collectives in answers:
-        assert together == alone
-        assert collectives == [["c10d::_allgather_base_"] * 2] * 2
-    *heard, other_samples = answers[0][0]
-    assert answers[0][0] == answers[1][0]
+    first, second = run_ranks(build_unlike_and_many_terms, 2, timeout=60.0)
+    assert first == second
+    *heard, other_samples = first
     assert other_samples.startswith("GroupError: ranks that share samples have 2 and 3 of them")
     for (first, second), said in zip(itertools.product(TERMS, repeat=2), heard, strict=True):
         numbers = sorted({len(TERMS[first]), len(TERMS[second])})

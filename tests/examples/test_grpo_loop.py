@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.host, pytest.mark.slow]
 SIZES = {"largest": 2, "prompts": 8, "answers": 32, "updates": 2, "token_budget": 640}
 TINY = Options(cpu=True, steps=26, save_every=20, warmup=30, lr=3e-3, **SIZES)
 
+Trained = tuple[Options, list[int]]  # flags, and the padding microbatches of each rank
+
 
 def _train(options: Options) -> int:
     """Train on this rank; how many microbatches without a sample it was given."""
@@ -69,8 +71,8 @@ def test_context_parallel_ranks_sample_the_same_to_the_bit() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Options, list[int]]:
-    """One uninterrupted run at CP 2 x DP 2, and the padding microbatches of each rank."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """One uninterrupted run at CP 2 x DP 2."""
     options = _in(tmp_path_factory.mktemp("whole"))
     (options.output / "step_000100.pt").touch()  # an earlier run's
     return options, run_host_ranks(_train, 4, options, timeout=200)
@@ -84,9 +86,7 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_reward_rises_and_tensorboard_has_what_is_logged(
-    trained: tuple[Options, list[int]],
-) -> None:
+def test_the_reward_rises_and_tensorboard_has_what_is_logged(trained: Trained) -> None:
     options, padding = trained
     metrics = _metrics(options.output)
     rewards = [of_step["reward"] for of_step in metrics]
@@ -101,9 +101,7 @@ def test_the_reward_rises_and_tensorboard_has_what_is_logged(
     assert padding[0] + padding[2] > 0
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
-    trained: tuple[Options, list[int]], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_identical(trained: Trained, tmp_path: Path) -> None:
     options, _ = trained
     shutil.copy(options.output / "step_000020.pt", tmp_path)
     shutil.copy(options.output / "metrics.jsonl", tmp_path)  # with later steps, as after a crash
@@ -121,7 +119,7 @@ def _leaves(state: Any) -> tuple[list[Any], Any]:
     return found, structure
 
 
-def test_several_runs_are_plotted(trained: tuple[Options, list[int]], tmp_path: Path) -> None:
+def test_several_runs_are_plotted(trained: Trained, tmp_path: Path) -> None:
     from examples.grpo import plot
 
     options, _ = trained
@@ -130,7 +128,7 @@ def test_several_runs_are_plotted(trained: tuple[Options, list[int]], tmp_path: 
     assert "26 steps" in plot.summary(options.output)
 
 
-def test_other_flags_are_refused(trained: tuple[Options, list[int]], tmp_path: Path) -> None:
+def test_other_flags_are_refused(trained: Trained, tmp_path: Path) -> None:
     options, _ = trained
     with pytest.raises(ValueError, match=r"other flags \(lr 0.003 -> 0.1\); expected the same"):
         checkpoint.load(options.output, replace(options, lr=0.1))

@@ -33,20 +33,14 @@ def test_mask_covers_exactly_the_response_and_its_end(dataset: PackedPairs) -> N
         item = dataset[index]
         starts = item["cu_seqlens_padded"].tolist()
         for pair, start, stop in zip(dataset.pairs(index), starts, starts[1:], strict=False):
-            mask = item["loss_mask"][start:stop].bool()
-            assert item["labels"][start:stop][mask].tolist() == [*pair.response, END]
+            names = ("tokens", "labels", "position_ids", "loss_mask")
+            tokens, labels, positions, mask = (item[name][start:stop] for name in names)
+            assert labels[mask.bool()].tolist() == [*pair.response, END]
             # The first position with loss holds the separator: its logits predict the first byte.
-            assert item["tokens"][start:stop][mask][0] == SEPARATOR
-
-
-def test_labels_are_the_next_tokens(dataset: PackedPairs) -> None:
-    item = dataset[0]
-    start, length = 0, int(item["cu_seqlens"][1])
-    tokens = item["tokens"][start : start + length]
-    labels = item["labels"][start : start + length]
-    assert torch.equal(tokens[1:], labels[:-1])
-    assert labels[-1] == END
-    assert item["position_ids"][:length].tolist() == list(range(length))
+            assert tokens[mask.bool()][0] == SEPARATOR
+            assert torch.equal(tokens[1 : pair.length], labels[: pair.length - 1])
+            assert labels[pair.length - 1] == END
+            assert torch.equal(positions[: pair.length], torch.arange(pair.length))
 
 
 def test_offsets_agree_with_lengths_and_padding(dataset: PackedPairs) -> None:

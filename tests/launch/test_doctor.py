@@ -13,21 +13,11 @@ import pytest
 
 from megatron_loss_agg.mcore.doctor import check_release, check_source
 from megatron_loss_agg.mcore.packages import Finding, check_apex
+from tests.core.test_imports import REFUSE_HOST
 
 ROOT = Path(__file__).parents[2]
 
-WITHOUT_HOST = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("megatron", "transformer_engine"):
-            raise ModuleNotFoundError(f"{name} is not to be imported here", name=name)
-
-sys.meta_path.insert(0, Refuse())
-from megatron_loss_agg.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
+RUN = "from megatron_loss_agg.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 # Several command lines in one process, since importing Megatron takes seconds.
 SEVERAL = """
@@ -75,19 +65,13 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         f"--my-own-flag {mode}": "WARN: prompt_mean; Megatron has no --my-own-flag",
         f"--num-layers two {mode}": "FAIL: InputError: argument --num-layers: invalid int",
         "--loss-aggregation constant": "FAIL: DivisorError: mode 'constant' needs a div",
-        f"--loss-aggregation-batch nosuch:fn {mode}": (
-            "FAIL: FunctionError: --loss-aggregation-batch 'nosuch:fn' cannot be loaded"
-        ),
-        f"--loss-aggregation-empty-step foo {mode}": (
-            "FAIL: ModeError: --loss-aggregation-empty-step foo; expected one of"
-        ),
+        f"--loss-aggregation-batch nosuch:fn {mode}": "FAIL: FunctionError: --loss-aggregation-b",
+        f"--loss-aggregation-empty-step foo {mode}": "FAIL: ModeError: --loss-aggregation-empty-s",
         # A module that lies beside the script.
         f"tests/launch/test_doctor.py --loss-aggregation-batch readers:read_batch {mode}": (
             "OK: prompt_mean, and no other flag"
         ),
-        f"--cuda-graph-impl full_iteration {mode}": (
-            "FAIL: HostError: --cuda-graph-impl full_iteration replays"
-        ),
+        f"--cuda-graph-impl full_iteration {mode}": "FAIL: HostError: --cuda-graph-impl full_iter",
     }
     done = doctor(json.dumps(list(cases)), program=("-c", SEVERAL))
     assert done.returncode == 0, done.stderr
@@ -101,7 +85,7 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
 
 
 def test_without_megatron_it_says_what_to_install():
-    program = ("-c", WITHOUT_HOST, "doctor")
+    program = ("-c", REFUSE_HOST + RUN, "doctor")
     done = doctor("--json", "--", "--loss-aggregation", "token_mean", program=program)
     assert (done.returncode, done.stderr) == (1, "")
     found = json.loads(done.stdout)

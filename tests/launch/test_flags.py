@@ -40,13 +40,11 @@ def test_the_flag_set_is_frozen() -> None:
     assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
 
 
-@pytest.mark.parametrize("mode", sorted(MODES.keys() - {"constant", "custom"}))
-def test_every_mode_is_a_value(mode: str) -> None:
-    assert given(FLAG, mode) == LossAggregation(mode=mode)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_a_value(name: str) -> None:
+@pytest.mark.parametrize("name", [*sorted(MODES.keys() - {"constant", "custom"}), *PRESETS])
+def test_every_mode_and_every_preset_is_a_value(name: str) -> None:
+    if name in MODES:
+        assert given(FLAG, name) == LossAggregation(mode=name)
+        return
     needs = PRESETS[name].needs_divisor
     divisor = ("--loss-aggregation-divisor", "8192") if needs else ()
     expected = LossAggregation.preset(name, divisor=8192.0 if needs else None)
@@ -60,13 +58,14 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     assert constant == LossAggregation(mode="constant", divisor=7.5, empty="skip")
     custom = given(FLAG, "custom", f"{FLAG}-function", "json:dumps")
     assert custom == LossAggregation(mode="custom", function=json.dumps)
-
-
-def test_a_function_that_reads_batches_is_loaded() -> None:
     args = parsed(FLAG, "token_mean", f"{FLAG}-batch", "json:dumps")
     assert flags.read_batch_from(args) is json.dumps
     assert flags.aggregation_from(args) == LossAggregation(mode="token_mean")
     assert flags.read_batch_from(parsed(FLAG, "token_mean")) is None
+    # A preset keeps its own choice unless told.
+    preset = "nemo-rl/sequence_level"
+    assert given(FLAG, preset) == LossAggregation(mode="sample_mean", empty="skip")
+    assert given(FLAG, preset, f"{FLAG}-empty", "count") == LossAggregation(mode="sample_mean")
 
 
 def test_what_to_do_about_an_empty_step() -> None:
@@ -80,12 +79,6 @@ def test_what_to_do_about_an_empty_step() -> None:
         found(f"{FLAG}-empty-step", "stop")
     with pytest.raises(ModeError, match="--loss-aggregation-empty-step skip without"):
         given(f"{FLAG}-empty-step", "skip")
-
-
-@pytest.mark.parametrize("extra, empty", [((), "skip"), ((f"{FLAG}-empty", "count"), "count")])
-def test_a_preset_keeps_its_own_choice_unless_told(extra: tuple[str, ...], empty: str) -> None:
-    aggregation = given(FLAG, "nemo-rl/sequence_level", *extra)
-    assert aggregation is not None and aggregation.empty == empty
 
 
 # Arguments after the script, with @ for --loss-aggregation; and what is said of them: the error's
@@ -108,22 +101,15 @@ BAD_FLAGS = {
     "@-audit": f"ModeError|@-audit {NO_MODE}",
     "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
     "@ trl/dr_grpo": "DivisorError|'trl/dr_grpo' needs a divisor|give one > 0",
-    "@ open-instruct/constant": "DivisorError|needs a divisor|give one > 0",
     "@ constant @-divisor many": f"DivisorError|'many'|{NOT_FINITE}",
     "@ constant @-divisor nan": f"DivisorError|nan|{NOT_FINITE}",
-    "@ constant @-divisor inf": f"DivisorError|inf|{NOT_FINITE}",
-    "@ constant @-divisor 0": f"DivisorError|0.0|{NOT_FINITE}",
-    "@ sum @-divisor -3": f"DivisorError|-3.0|{NOT_FINITE}",
     "@ sum @-divisor 1e46": "DivisorError|1e+46|from 1e-37 to 1e+37",
-    "@ sum @-divisor 1e-40": "DivisorError|1e-40|from 1e-37 to 1e+37",
     "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
     "@ verl/token-mean @-divisor 3": "DivisorError|takes none|drop it",
     "@ custom": "FunctionError|custom without @-function;|module:name",
     "@ custom @-function json": "FunctionError|'json'|module:name",
     "@ custom @-function :dumps": "FunctionError|':dumps'|module:name",
-    "@ custom @-function no_module:f": (
-        "FunctionError|cannot be loaded|No module named 'no_module'|PYTHONPATH"
-    ),
+    "@ custom @-function no_module:f": "FunctionError|No module named 'no_module'|PYTHONPATH",
     "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
     "@ custom @-function json:__name__": "FunctionError|is not callable",
     "@ sum @-function json:dumps": "FunctionError|only 'custom' takes one",

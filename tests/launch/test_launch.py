@@ -191,9 +191,7 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
     assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())
 
 
-def test_a_skipped_step_leaves_weights_and_optimizer_untouched(
-    runs: dict[str, Run], folder: Path
-) -> None:
+def test_a_skipped_step_changes_nothing(runs: dict[str, Run], folder: Path) -> None:
     logged, saved = runs["empty steps"]
     steps = [line for line in logged if re.search(r"iteration +\d+/", line)]
     skipped = [int(re.findall(r"skipped iterations: +(\d+)", line)[0]) for line in steps]
