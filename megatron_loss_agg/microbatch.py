@@ -6,7 +6,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -155,15 +155,19 @@ def checked_ids(name: str, given: Any, number: int) -> Tensor:
 
 def hashed(name: str, strings: Any) -> Tensor:
     """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
-    values = list(strings) if isinstance(strings, Iterable) else [strings]
-    if isinstance(strings, (str, bytes)) or not all(isinstance(x, str) for x in values):
+    ordered = isinstance(strings, Iterable) and not isinstance(strings, (str, bytes, Mapping, Set))
+    values = list(strings) if ordered else []
+    if not ordered or not all(isinstance(x, str) for x in values):
         raise GroupError(
             f"{name} is {_kind(strings)}; expected an int64 tensor [samples], or a sequence of "
             "strings"
         )
-    digests = (hashlib.blake2b(x.encode(), digest_size=8).digest() for x in values)
-    numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor([_hash(x) for x in values], dtype=torch.int64)
+
+
+def _hash(string: str) -> int:
+    digest = hashlib.blake2b(string.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class StepPlan:
         self.microbatches = list(microbatches)
         self.counts, self._group_sums = step
         self.active_tokens = samples.active_tokens or []
-        self._sizes = samples.sizes
-        self._mask_sums = samples.sums_S.split(self._sizes)
+        self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
+        self._mask_sums_S = samples.sums_S
         sums_S = self._group_sums["sample"]
         within_S = torch.ones_like(sums_S) if agg.within is None else self._group_sums[agg.within]
         across = 1 if agg.across is None else self.counts.number(agg.across, agg.empty)
@@ -63,7 +64,7 @@ class StepPlan:
         zero_S = samples.sums_S == 0
         if samples.rejected_S is not None:
             zero_S |= samples.rejected_S
-        self._coefficients = coefficient_S.masked_fill(zero_S, 0.0).split(self._sizes)
+        self._coefficient_S = coefficient_S.masked_fill(zero_S, 0.0)
 
     @classmethod
     def build(
@@ -119,8 +120,8 @@ class StepPlan:
         """
         with _abandon_on_error(group):
             named = named_terms(terms)
-            listed = _listed(microbatches)
-            by_term = [[of_term(name, m) for m in listed] for name in named]
+            given = listed(microbatches)
+            by_term = [[of_term(name, m) for m in given] for name in named]
         aggregations = {name: term.aggregation for name, term in named.items()}
         plans = _build(aggregations, by_term, group, sharded_over)
         return StepTerms(named, dict(zip(named, plans, strict=True)))
@@ -182,11 +183,11 @@ class StepPlan:
 
         0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self._coefficients[i]
+        return self._of_microbatch(i, self._coefficient_S).clone()
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self._mask_sums[i]
+        return self._of_microbatch(i, self._mask_sums_S).clone()
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``.
@@ -198,7 +199,7 @@ class StepPlan:
         """
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
-        return self._group_sums[unit].split(self._sizes)[i]
+        return self._of_microbatch(i, self._group_sums[unit]).clone()
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
@@ -216,17 +217,14 @@ class StepPlan:
                 f"weights in dtype {dtype!r}; expected a floating dtype with the range of fp32: "
                 "torch.float32, torch.float64 or torch.bfloat16"
             )
-        if not self.microbatches and self._sizes:
-            raise MaskError(
-                "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
-                "multiply your mask by coefficients(i)"
-            )
-        microbatch = self.microbatches[i]
+        microbatch = self._microbatch(i)
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
         length_S = None if starts is None else starts.diff()
         function = self.aggregation.function
         if function is None:
-            return token_weights_of(self._coefficients[i], mask, length_S, dtype)
+            return token_weights_of(
+                self._of_microbatch(i, self._coefficient_S), mask, length_S, dtype
+            )
         kept = None
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, length_S, dtype)
@@ -247,7 +245,7 @@ class StepPlan:
             MaskError: the shapes differ; or as `weights`.
             FunctionError: a custom aggregation has negative weights; or as `weights`.
         """
-        mask = self.microbatches[i].loss_mask
+        mask = self._microbatch(i).loss_mask
         if not isinstance(advantages, Tensor) or advantages.shape != mask.shape:
             got = getattr(advantages, "shape", type(advantages).__name__)
             raise MaskError(
@@ -262,6 +260,18 @@ class StepPlan:
                 "advantage; expected non-negative ones to scale advantages with"
             )
         return where_weighted(w, advantages.to(w)) * w
+
+    def _microbatch(self, i: int) -> Microbatch:
+        if not self.microbatches and len(self._bounds) > 1:
+            raise MaskError(
+                "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
+                "multiply your mask by coefficients(i)"
+            )
+        return self.microbatches[i]
+
+    def _of_microbatch(self, i: int, x_S: Tensor) -> Tensor:
+        i = range(len(self._bounds) - 1)[i]  # also from the end, as in a list
+        return x_S[self._bounds[i] : self._bounds[i + 1]]
 
 
 class StepTerms(Mapping[str, StepPlan]):
@@ -387,16 +397,16 @@ def _checked_aggregation(agg: object) -> LossAggregation:
 
 
 def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
-    found = _listed(microbatches)
+    found = listed(microbatches)
     for microbatch in found:
         if not isinstance(microbatch, Microbatch):
             raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
     return tuple(found)
 
 
-def _listed(microbatches: Any) -> list[Any]:
+def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, Tensor):
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
 

@@ -55,7 +55,9 @@ class Samples:
         Raises:
             MaskError, GroupError: a wrong shape or dtype, or sums that are not finite and >= 0.
         """
-        by_microbatch = isinstance(mask_sums, (list, tuple)) and not all(map(_is_number, mask_sums))
+        by_microbatch = isinstance(mask_sums, (list, tuple)) and (
+            not mask_sums or not all(map(_is_number, mask_sums))
+        )  # an empty list is a rank without microbatches
         sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
         sizes = [x.numel() for x in sums]
         given: dict[Unit, Any] = {"prompt": prompt_ids, "rollout": rollout_ids}
@@ -76,7 +78,8 @@ def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:
 
 def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:
     """Parts of ``given``, each with its number of samples: one per microbatch, or one for all."""
-    if not isinstance(given, (list, tuple)) or any(isinstance(x, str) for x in given):
+    nested = isinstance(given, (list, tuple)) and all(map(_may_be_vector, given))
+    if not nested or (not given and sizes):
         return [(given, sum(sizes))]
     if len(given) != len(sizes) or any(part is None for part in given):
         raise GroupError(
@@ -86,6 +89,10 @@ def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[An
     return list(zip(given, sizes, strict=True))
 
 
+def _may_be_vector(x: object) -> bool:
+    return x is None or isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) > 0
+
+
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) or getattr(x, "ndim", 1) == 0
 
@@ -93,7 +100,9 @@ def _is_number(x: object) -> bool:
 def _checked_sums(given: Any) -> Tensor:
     """fp64 [samples]."""
     try:
-        sums = torch.as_tensor(given).detach()
+        # Python numbers directly in fp64, and not in the default dtype.
+        dtype = None if hasattr(given, "dtype") else torch.float64
+        sums = torch.as_tensor(given, dtype=dtype).detach()
         sums_S = sums.to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise MaskError(

@@ -53,6 +53,7 @@ _DDP_OFF = {
     "check_for_large_grads": False,
     "nccl_ub": False,
 }
+_TOKENS = 2  # per microbatch and rank: with 1, a lone microbatch hides a missing division
 _PER_RANK = 128  # parameter elements per rank: the shard alignment of the distributed optimizer
 
 
@@ -131,7 +132,7 @@ class Auditor:
         if scale in self._checked or (self._checked and not self._repeat):
             return
         measured = measured_scale(call.chunks[-1], scale, call.pg_collection)
-        undone = 1.0 / scale.multiplier(scale.reports)
+        undone = 1.0 / scale.multiplier(_TOKENS * scale.reports)
         if measured is not None and not abs(measured - 1) <= TOLERANCE:  # also refuses NaN
             raise HostError(_mismatch(measured, undone, scale))
         self._checked.add(scale)  # not earlier: a loop that catches the error must fail again
@@ -155,11 +156,11 @@ def _mismatch(measured: float, undone: float, scale: HostScale) -> str:
 
 
 def _forward_step(scale: HostScale) -> Callable[..., Any]:
-    """The loss is the sum of the parameters, with one token per microbatch and rank."""
+    """The loss is the sum of the parameters, with `_TOKENS` tokens per microbatch and rank."""
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
-        one = torch.ones((), dtype=torch.int, device=output.device)
-        return scale.returned(output, one, scale.reports, {})
+        num_tokens = torch.full((), _TOKENS, dtype=torch.int, device=output.device)
+        return scale.returned(output, num_tokens, _TOKENS * scale.reports, {})
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model(), loss_func

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,15 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.counts import UNDECIDED
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
+from megatron_loss_agg.errors import (
+    AggregationError,
+    FunctionError,
+    GroupError,
+    HostError,
+    MaskError,
+)
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, hashed, of_term
+from megatron_loss_agg.plan import listed
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms]
 """One batch -> its microbatch."""
@@ -53,11 +60,11 @@ def read_batch(batch: Any) -> Microbatch:
             kind = type(given[name]).__name__
             raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
     ids = {
-        name: given[name].reshape(-1) if isinstance(given[name], Tensor) else given[name]
+        name: x.reshape(-1) if isinstance(x := given[name], Tensor) else hashed(name, x)
         for name in _BY_SAMPLE
         if name in given
     }
-    numbers = {len(value) for value in ids.values()}
+    numbers = {value.numel() for value in ids.values()}
     mask = batch["loss_mask"]
     # Padded offsets first: reading the others needs padded ones of a valid shape.
     offsets = {
@@ -109,23 +116,33 @@ def _num_offsets(row: Tensor, place: Tensor) -> int:
 
 
 class LookAhead:
-    """An iterator over ``source`` that can read its next ``number`` batches ahead.
+    """An iterator whose next ``number`` batches can be read before ``next`` returns them.
 
-    ``source`` needs only ``__next__``, as Megatron's own data iterators have no more.
+    Megatron's own data iterators have ``__next__`` alone, and so ``source`` needs nothing else.
+
+    Args:
+        read: batch -> microbatch. It is called once for each batch, before the batch is returned.
+        lazily: the batches may never be asked for, so methods of ``source`` stay available.
     """
 
-    def __init__(self, source: Iterator[Any], number: int) -> None:
+    def __init__(self, source: Any, number: int, read: ReadBatch, lazily: bool) -> None:
         self._source = source
-        self._number = number  # not yet drawn from the source
-        self._seen: list[Any] = []
+        self._number = number
+        self._read = read
+        self._lazily = lazily
+        self._drawn: list[Callable[[], MicrobatchOfTerms]] = []
         self._served: deque[Any] = deque()
 
-    def batches(self) -> list[Any]:
-        """All ``number`` batches, including those already returned by ``next``. Call it once."""
-        while self._number:
+    def microbatches(self) -> list[MicrobatchOfTerms]:
+        """Those of all ``number`` batches, including batches already returned by ``next``."""
+        if self._lazily and not self._drawn:
+            raise HostError(
+                "a loss function with a mask, whose batch was not drawn by next(data_iterator); "
+                "expected that, or LossHook(read_step=...)"
+            )
+        while len(self._drawn) < self._number:
             self._served.append(self._draw())
-        seen, self._seen = self._seen, []
-        return seen
+        return [outcome() for outcome in self._drawn]
 
     def __iter__(self) -> LookAhead:
         return self
@@ -133,13 +150,36 @@ class LookAhead:
     def __next__(self) -> Any:
         if self._served:
             return self._served.popleft()
-        return self._draw() if self._number else next(self._source)
+        return self._draw() if len(self._drawn) < self._number else next(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._lazily:
+            return getattr(self._source, name)
+        raise AttributeError(
+            f"{type(self._source).__name__}.{name} of a data iterator that the hook draws ahead; "
+            "expected next(data_iterator) alone: give LossHook(read_step=...)"
+        )
 
     def _draw(self) -> Any:
         batch = next(self._source)
-        self._number -= 1
-        self._seen.append(batch)
+        self._drawn.append(attempt(self._read, batch))
         return batch
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Call ``function`` now; what is returned returns its result, or raises its exception."""
+    try:
+        result = function(*args)
+    except Exception as error:
+        if isinstance(error, AggregationError):
+            error.__traceback__ = None  # which would keep the batch alive
+        failure = error
+
+        def fail() -> Any:
+            raise failure
+
+        return fail
+    return lambda: result
 
 
 def checked_microbatches(
@@ -153,7 +193,7 @@ def checked_microbatches(
         GroupError: a mode groups by ids that a microbatch does not have, or samples are rejected
             without `LossAggregation.rejected`.
     """
-    found = list(microbatches)
+    found = listed(microbatches)
     if len(found) != number:
         raise FunctionError(
             f"{len(found)} microbatches for a call of the schedule with num_microbatches={number}; "

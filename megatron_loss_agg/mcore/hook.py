@@ -15,6 +15,7 @@ from megatron_loss_agg.mcore.batches import (
     LookAhead,
     ReadBatch,
     ReadStep,
+    attempt,
     checked_microbatches,
     read_batch,
 )
@@ -23,12 +24,14 @@ from megatron_loss_agg.mcore.local_weights import StepWeights
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
+from megatron_loss_agg.plan import listed
 
 ForwardBackward = Callable[..., Any]
 
 EMPTY_STEPS = ("error", "skip", "step")
 """What to do about a step without tokens; see `LossHook`."""
 
+_MARK = "wrapped_by_loss_hook"
 _FAILED = (
     "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
     "expected it to: see its error"
@@ -139,6 +142,11 @@ class LossHook:
             StepError: see `step`.
             PeerError: another rank failed.
         """
+        if hasattr(forward_backward, _MARK):
+            raise HostError(
+                "a forward-backward function that a LossHook has wrapped already; expected "
+                "Megatron's own: wrap it once"
+            )
 
         @functools.wraps(forward_backward)
         def wrapped(**arguments: Any) -> Any:
@@ -152,6 +160,7 @@ class LossHook:
             step, iterator = self._read_ahead(call)
             return self._run(forward_backward, call, step, iterator)
 
+        setattr(wrapped, _MARK, True)
         return wrapped
 
     @contextlib.contextmanager
@@ -179,7 +188,7 @@ class LossHook:
         """
         if self._open_step is not None:
             raise StepError("hook.step inside another hook.step; expected one step at a time")
-        given = list(microbatches)
+        given = listed(microbatches)
         self._open_step = step = _OptimizerStep(len(given), lambda: given)
         try:
             yield
@@ -194,26 +203,28 @@ class LossHook:
     def _read_ahead(self, call: Call) -> tuple[_OptimizerStep, Any]:
         """The step of a call outside `step`, and the iterator to pass to the schedule."""
         number, iterator = call.scale.num_microbatches, call.data_iterator
+        if not call.groups.last_stage or not call.groups.reads_data:
+            return _OptimizerStep(number), iterator
+        lazily = self._plans_lazily(call)
         if self.read_step is not None:
-            read_step = self.read_step
-            return _OptimizerStep(number, lambda: read_step(iterator, number)), iterator
-        reads = call.groups.last_stage and call.groups.reads_data
-        if iterator is None or not reads:
-            return _OptimizerStep(number, _no_iterator), iterator
-        ahead = LookAhead(iterator, number)
+            read: Callable[[], Any] = functools.partial(self.read_step, iterator, number)
+            # Now, since it may look at the iterator, from which the forward steps draw.
+            return _OptimizerStep(number, attempt(read) if lazily else read), iterator
+        if not hasattr(iterator, "__next__"):
+            return _OptimizerStep(number, functools.partial(_refuse_iterator, iterator)), iterator
+        ahead = LookAhead(iterator, number, self.read_batch, lazily)
+        return _OptimizerStep(number, ahead.microbatches), ahead
 
-        def read() -> list[MicrobatchOfTerms]:
-            return [self.read_batch(batch) for batch in ahead.batches()]
-
-        return _OptimizerStep(number, read), ahead
+    def _plans_lazily(self, call: Call) -> bool:
+        """Forward-only calls of custom loops may compute log-probabilities, without a mask."""
+        return call.forward_only and not self._in_training_loop
 
     def _run(
         self, forward_backward: ForwardBackward, call: Call, step: _OptimizerStep, iterator: Any
     ) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
-        # Forward-only calls of other loops may compute log-probabilities, without a mask.
-        lazily = call.forward_only and not self._in_training_loop
+        lazily = self._plans_lazily(call)
         is_empty = False if lazily else self._plan_together(step, call)
         with contextlib.ExitStack() as stack:
             if step.left:
@@ -284,7 +295,7 @@ class LossHook:
 class _OptimizerStep:
     """Microbatches that are counted together and taken by one or several calls of the schedule."""
 
-    def __init__(self, number: int, read: Callable[[], Any]) -> None:
+    def __init__(self, number: int, read: Callable[[], Any] = list) -> None:
         self.number = number
         self.left = number
         self._read = read
@@ -299,7 +310,8 @@ class _OptimizerStep:
         if number > self.left:
             raise StepError(
                 f"a call with num_microbatches={number} in a hook.step with {self.left} of "
-                f"{self.number} microbatches left; expected at most as many"
+                f"{self.number} microbatches left; expected at most as many (a call that failed "
+                "has taken its own)"
             )
         self.left -= number
         return self.number - self.left - number
@@ -321,8 +333,9 @@ class _OptimizerStep:
         return sum(weights.mask.active_tokens for weights in self._weights.first_term[:first])
 
 
-def _no_iterator() -> Any:
+def _refuse_iterator(data_iterator: Any) -> Any:
     raise HostError(
-        "no data_iterator on a rank that reads data; expected one on tensor-parallel "
-        "rank 0 of the last pipeline stage"
+        f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
+        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage, or "
+        "LossHook(read_step=...) or hook.step(...), which need none"
     )

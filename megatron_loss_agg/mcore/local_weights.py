@@ -68,7 +68,7 @@ class LocalWeights:
     def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask) -> LocalWeights:
         short = mask.shape[-1] < _SHORT_ROW
         if plan.aggregation.function is None and not mask.packed and not short:
-            return cls(mask, plan.coefficients(i).clone(), None)
+            return cls(mask, plan.coefficients(i), None)
         whole = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
         return cls(mask, None, (whole if layout is None else layout.shard(whole)).cpu())
 

@@ -40,7 +40,7 @@ class Prefetch:
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._drawn: deque[tuple[dict[str, Any], Any]] = deque()  # (position before it, batch)
-        self._failure: BaseException | None = None
+        self._failure: tuple[dict[str, Any], BaseException] | None = None
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
@@ -59,7 +59,7 @@ class Prefetch:
         if self._drawn:
             return self._drawn.popleft()[1]
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            (_, failure), self._failure = self._failure, None
             raise failure
         return next(self._source)
 
@@ -70,17 +70,32 @@ class Prefetch:
 
     def _position(self, name: str) -> Any:
         self._wait()
-        return self._drawn[0][0][name] if self._drawn else getattr(self._source, name)()
+        unread = self._drawn[0] if self._drawn else self._failure
+        position = getattr(self._source, name)() if unread is None else unread[0][name]
+        if isinstance(position, Exception):
+            raise position
+        return position
+
+    def _positions(self) -> dict[str, Any]:
+        """By the names that the source has for its position; an exception where that fails."""
+        positions: dict[str, Any] = {}
+        for name in _POSITIONS:
+            if hasattr(self._source, name):
+                try:
+                    # A copy, since a loader may return its live state.
+                    positions[name] = copy.deepcopy(getattr(self._source, name)())
+                except Exception as error:  # matters only to a reader that asks for it
+                    positions[name] = error
+        return positions
 
     def _draw(self, number: int) -> None:
-        names = [name for name in _POSITIONS if hasattr(self._source, name)]
-        try:
-            for _ in range(number):
-                # A copy, since a loader may return its live state.
-                position = {n: copy.deepcopy(getattr(self._source, n)()) for n in names}
-                self._drawn.append((position, next(self._source)))
-        except BaseException as failure:  # raised later in the reader, StopIteration too
-            self._failure = failure
+        for _ in range(number):
+            positions = self._positions()
+            try:
+                self._drawn.append((positions, next(self._source)))
+            except BaseException as failure:  # raised later in the reader, StopIteration too
+                self._failure = positions, failure
+                return
 
     def _wait(self) -> None:
         """Let the thread finish: the source has one reader at a time."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_loss_agg import CPLayout, LossAggregation, predicting_mask, token_weights
 from megatron_loss_agg.errors import GroupError, LayoutError
 from tests.core.steps import flatten
-from tests.host.ranks import run_host_ranks
+from tests.host.harness import run_host_ranks
 
 F64 = torch.float64
 HALF = CPLayout.bshd(8, 2, 0)

@@ -23,7 +23,10 @@ EMPTY = "MaskError: every token of the step is masked or rejected"
 DEFECTS = {
     ("dp2", "reader"): ([1], READER),
     ("dp2", "short reader"): ([1], "StopIteration: "),
-    ("dp2", "no iterator"): ([1], "HostError: no data_iterator on a rank that reads data"),
+    ("dp2", "no iterator"): (
+        [1],
+        "HostError: data_iterator is a NoneType on a rank that reads data",
+    ),
     ("dp2", "function"): ([1], FUNCTION),
     ("cp2", "reader"): ([1], READER),
     ("dp2-cp2", "split"): ([2, 3], "LayoutError: sequence 0 has (padded) length"),
