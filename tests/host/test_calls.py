@@ -156,12 +156,15 @@ def undrawn_steps(cp: int, gradient: Any, loss: float) -> dict[str, Any]:
         """Reports, and how many batches were drawn when each loss function was made."""
         data, drawn = Data(), []
 
-        def changed(stock: Any, mask: Any) -> Any:
+        def forward_step(iterator: Any, chunk: Any) -> Any:
+            assert hook is not at_hand or iterator is data
+            result = gpt.forward_step_with(change)(iterator, chunk)
             drawn.append(data.drawn)
-            return change(stock, mask)
+            return result
 
-        options["forward_step_func"] = gpt.forward_step_with(changed)
-        return gpt.run_step(hook, model, data, N_MB, **options), drawn
+        return gpt.run_step(
+            hook, model, data, N_MB, forward_step_func=forward_step, **options
+        ), drawn
 
     def log_probs(*_: Any) -> Any:
         return lambda losses: (losses.sum(), {"log_probs": losses.detach()})
