@@ -28,21 +28,20 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("megatron", "transformer_engine", "apex"):
+        if name.partition(".")[0] in REFUSED:
             raise ModuleNotFoundError(f"{name} is not to be imported here", name=name)
 
 sys.meta_path.insert(0, Refuse())
 """
 CORE_ALONE = """
+REFUSED = ("megatron", "transformer_engine", "apex")
 try:
     import megatron.core
 except ModuleNotFoundError:
     pass
 else:
     raise SystemExit("the block does not work")
-import importlib
-import torch
-import megatron_loss_agg
+import importlib, torch, megatron_loss_agg
 for module in sys.argv[1:]:
     importlib.import_module("megatron_loss_agg." + module)
 agg = megatron_loss_agg.LossAggregation(mode="token_mean")
