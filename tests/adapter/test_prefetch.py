@@ -93,3 +93,29 @@ def test_a_position_is_returned_under_the_name_that_the_source_has_for_it() -> N
     assert not hasattr(Prefetch(Saving()), "save_state")
     assert not hasattr(Prefetch(iter([])), "state_dict")
     assert not hasattr(Prefetch(Saving()), "load_state_dict")  # it would not drop what was drawn
+
+
+def test_the_position_at_an_unread_end_of_data_is_before_it() -> None:
+    class Epochs(Saving):
+        def __next__(self) -> int:
+            if self.state["position"] == 3:
+                self.state["position"] = 0
+                raise StopIteration
+            return super().__next__()
+
+    prefetch = Prefetch(Epochs())
+    prefetch.fetch(5)
+    assert [next(prefetch) for _ in range(3)] == [1, 2, 3]
+    assert prefetch.state_dict() == {"position": 3}
+
+
+def test_a_position_that_cannot_be_had_is_no_matter_until_it_is_asked_for() -> None:
+    class Unsaved(Saving):
+        def state_dict(self) -> dict[str, int]:
+            raise NotImplementedError
+
+    prefetch = Prefetch(Unsaved())
+    prefetch.fetch(2)
+    with pytest.raises(NotImplementedError):
+        prefetch.state_dict()
+    assert next(prefetch) == 1

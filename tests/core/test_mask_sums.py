@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from typing import Any
 
 import pytest
@@ -144,3 +145,15 @@ def test_ranks_get_what_a_controller_would_hand_them_and_hear_of_bad_sums() -> N
     (first, own), (second, of_a_peer) = run_ranks(plan_on_ranks, 2)
     assert first + second == [from_sums(SKIPPING).coefficients(i).tolist() for i in range(3)]
     assert (own, of_a_peer) == ("MaskError", "PeerError")
+
+
+def test_sums_are_read_in_fp64_and_a_rank_may_have_none() -> None:
+    plan = StepPlan.from_mask_sums(TOKEN_MEAN, [2.0**24 + 1, 1.0])
+    assert plan.counts.tokens == 2**24 + 2
+    assert StepPlan.from_mask_sums(PROMPT_MEAN, [], prompt_ids=[]).counts.microbatches == 0
+    assert StepPlan.from_mask_sums(PROMPT_MEAN, [[]], prompt_ids=[]).coefficients(0).numel() == 0
+
+
+def test_a_slice_of_coefficients_is_sent_without_the_rest() -> None:
+    plan = StepPlan.from_mask_sums(TOKEN_MEAN, [[1.0]] * 10_000)
+    assert len(pickle.dumps(plan.coefficients(0))) < 1000
