@@ -5,8 +5,9 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +102,8 @@ class LocalCounts:
     def __init__(
         self, agg: LossAggregation, samples: Samples, sharded_over: dist.ProcessGroup | None
     ) -> None:
+        if not isinstance(agg, LossAggregation):
+            raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
         if agg.rejected is None and samples.rejected_S is not None:
             raise GroupError(UNDECIDED)
         self.agg = agg
@@ -226,7 +229,10 @@ def count_step(
         torch.tensor([counts.record() for counts in local], dtype=torch.float64),
         TERMS_CAPACITY,
         group,
-        tag=tag_of((name, _compared(counts.agg)) for name, counts in terms.items()),
+        tag=tag_of(
+            (name, agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
+            for name, agg in ((name, counts.agg) for name, counts in terms.items())
+        ),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
     )
@@ -251,6 +257,16 @@ def count_step(
 def abandon(group: dist.ProcessGroup | None) -> None:
     """Call instead of `count_step` on a rank that failed: the others raise PeerError."""
     abandon_records(TERMS_CAPACITY, _WIDTH, group)
+
+
+@contextlib.contextmanager
+def abandoning_on_error(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let the other ranks of ``group`` raise PeerError if the body fails here."""
+    try:
+        yield
+    except Exception:
+        abandon(group)
+        raise
 
 
 def _exchange_groups(
@@ -288,11 +304,6 @@ def _cross_rank_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
     """Units that ``agg`` uses and whose groups can span ranks, in a fixed order."""
     units = CROSS_RANK_UNITS if sharded else CROSS_RANK_UNITS[:2]
     return [unit for unit in units if agg.mode == "custom" or unit in (agg.within, agg.across)]
-
-
-def _compared(agg: LossAggregation) -> tuple[object, ...]:
-    """What must be the same on every rank."""
-    return agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale
 
 
 def _different_terms(headers: Sequence[Header]) -> ModeError:

@@ -166,7 +166,8 @@ def _read(run: Sequence[Microbatch]) -> Tensor:
     masks = [m.loss_mask.detach() for m in run]
     pieces = [1] * len(masks)
     if segments is None:
-        of_masks = [_few_rows(mask) for mask in masks]
+        # Of at most `_CHUNK` tokens, or of one longer row.
+        of_masks = [m.split(max(1, _CHUNK // max(1, m.shape[1]))) for m in masks]
         masks, pieces = [rows for of_mask in of_masks for rows in of_mask], [*map(len, of_masks)]
     for chunk, values, parts in _chunks(masks):
         if segments is None:
@@ -198,11 +199,6 @@ def _unpacked(reading: Tensor, run: Sequence[Microbatch]) -> tuple[Tensor, ...]:
     """The three parts of a reading, which `_read` joins so that one copy to the CPU is enough."""
     end = len(reading) - len(_DEFECTS)
     return reading.tensor_split([end - len(run), end])
-
-
-def _few_rows(mask: Tensor) -> tuple[Tensor, ...]:
-    """``mask`` [samples, seq] in pieces of at most `_CHUNK` tokens, or of one longer row."""
-    return mask.split(max(1, _CHUNK // max(1, mask.shape[1])))
 
 
 def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[Tensor]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -12,8 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms
-from megatron_loss_agg.counts import LocalCounts, StepCounts, abandon, count_step
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
+from megatron_loss_agg.counts import (
+    LocalCounts,
+    StepCounts,
+    abandon,
+    abandoning_on_error,
+    count_step,
+)
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.samples import Samples
@@ -118,7 +123,7 @@ class StepPlan:
 
         Raises: as `build`; ModeError also for bad ``terms``.
         """
-        with _abandon_on_error(group):
+        with abandoning_on_error(group):
             named = named_terms(terms)
             given = listed(microbatches)
             by_term = [[of_term(name, m) for m in given] for name in named]
@@ -155,9 +160,9 @@ class StepPlan:
             FunctionError: mode ``custom``.
             GroupError, ModeError, PeerError: as `build`.
         """
-        with _abandon_on_error(group):
+        with abandoning_on_error(group):
             samples = Samples.of_sums(mask_sums, prompt_ids, rollout_ids, rejected)
-            local = LocalCounts(_checked_aggregation(agg), samples, None)
+            local = LocalCounts(agg, samples, None)
             if agg.mode == "custom":
                 raise FunctionError(
                     "mode 'custom' with mask sums alone; expected masks, which its function reads: "
@@ -368,32 +373,16 @@ def _build(
         raise GroupError(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
-    with _abandon_on_error(group):
+    with abandoning_on_error(group):
         checked = [_checked_microbatches(microbatches) for microbatches in by_term]
         # Terms with the same microbatches share one reading of them.
         samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
         local = {
-            name: LocalCounts(_checked_aggregation(agg), samples[m], sharded_over)
+            name: LocalCounts(agg, samples[m], sharded_over)
             for (name, agg), m in zip(aggregations.items(), checked, strict=True)
         }
     steps = count_step(local, group)
     return [StepPlan(*parts) for parts in zip(checked, local.values(), steps, strict=True)]
-
-
-@contextlib.contextmanager
-def _abandon_on_error(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let the other ranks of ``group`` raise PeerError if the body fails here."""
-    try:
-        yield
-    except Exception:
-        abandon(group)
-        raise
-
-
-def _checked_aggregation(agg: object) -> LossAggregation:
-    if not isinstance(agg, LossAggregation):
-        raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
-    return agg
 
 
 def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:

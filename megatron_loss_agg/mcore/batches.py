@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -118,9 +119,8 @@ def _num_offsets(row: Tensor, place: Tensor) -> int:
 class LookAhead:
     """An iterator whose next ``number`` batches can be read before ``next`` returns them.
 
-    Megatron's own data iterators have ``__next__`` alone, and so ``source`` needs nothing else.
-
     Args:
+        source: anything with ``__next__``; Megatron's own data iterators have nothing else.
         read: batch -> microbatch. It is called once for each batch, before the batch is returned.
         lazily: the batches may never be asked for, so methods of ``source`` stay available.
     """
@@ -168,18 +168,14 @@ class LookAhead:
 
 def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """Call ``function`` now; what is returned returns its result, or raises its exception."""
+    outcome: Future[Any] = Future()
     try:
-        result = function(*args)
+        outcome.set_result(function(*args))
     except Exception as error:
-        if isinstance(error, AggregationError):
-            error.__traceback__ = None  # which would keep the batch alive
-        failure = error
-
-        def fail() -> Any:
-            raise failure
-
-        return fail
-    return lambda: result
+        # A traceback keeps the batch alive; ours says no more than the message.
+        kept = None if isinstance(error, AggregationError) else error.__traceback__
+        outcome.set_exception(error.with_traceback(kept))
+    return outcome.result
 
 
 def checked_microbatches(
@@ -189,9 +185,7 @@ def checked_microbatches(
 
     Raises:
         FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
-        MaskError: a mapping lacks a term.
-        GroupError: a mode groups by ids that a microbatch does not have, or samples are rejected
-            without `LossAggregation.rejected`.
+        MaskError, GroupError: a term, ids or `LossAggregation.rejected` are missing.
     """
     found = listed(microbatches)
     if len(found) != number:

@@ -26,8 +26,6 @@ from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.plan import listed
 
-ForwardBackward = Callable[..., Any]
-
 EMPTY_STEPS = ("error", "skip", "step")
 """What to do about a step without tokens; see `LossHook`."""
 
@@ -123,7 +121,7 @@ class LossHook:
         self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
         self._open_step: _OptimizerStep | None = None
 
-    def wrap(self, forward_backward: ForwardBackward) -> ForwardBackward:
+    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_backward`` with its loss aggregated.
 
         Args:
@@ -220,7 +218,7 @@ class LossHook:
         return call.forward_only and not self._in_training_loop
 
     def _run(
-        self, forward_backward: ForwardBackward, call: Call, step: _OptimizerStep, iterator: Any
+        self, forward_backward: Callable[..., Any], call: Call, step: _OptimizerStep, iterator: Any
     ) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
@@ -231,7 +229,7 @@ class LossHook:
                 stack.enter_context(call.accumulating())
             if call.groups.last_stage:
                 hooked = self._step(call, step, first, lazily)
-                stack.enter_context(hooked.watch())
+                stack.enter_context(hooked.checks.watch())
                 result = call.run(forward_backward, hooked.forward_step(), iterator)
                 hooked.finish()
                 self._verified = self._verified or not call.forward_only

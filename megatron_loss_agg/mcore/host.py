@@ -184,8 +184,6 @@ class Call:
             for chunk in self.chunks:
                 if hasattr(chunk, "no_sync"):
                     stack.enter_context(chunk.no_sync())
-            try:
-                vars(self.config).update(dict.fromkeys(names))
-                yield
-            finally:
-                vars(self.config).update(saved)
+            stack.callback(vars(self.config).update, saved)
+            vars(self.config).update(dict.fromkeys(names))
+            yield

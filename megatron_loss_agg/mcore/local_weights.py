@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.collectives import failing_together
+from megatron_loss_agg.counts import abandoning_on_error
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import active_tokens, on_cpu
@@ -115,12 +116,9 @@ class StepWeights:
         """
 
         def plan_here() -> StepWeights:
-            try:
+            with abandoning_on_error(groups.dp):
                 microbatches = list(read())
                 check_layouts([of_term(name, m) for m in microbatches for name in terms], groups)
-            except Exception:
-                StepPlan.abandon(groups.dp)
-                raise
             return cls.of(StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks)
 
         if dist.get_world_size(groups.tp) == 1:

@@ -70,7 +70,7 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        self._checks = _Checks(call, any(map(_groups_samples, terms.values())))
+        self.checks = _Checks(call, any(map(_groups_samples, terms.values())))
         self._next = 0
 
     def forward_step(self) -> Callable[..., Any]:
@@ -83,10 +83,6 @@ class Step:
             return output, functools.partial(self._loss, loss_func)
 
         return hooked
-
-    def watch(self) -> contextlib.AbstractContextManager[None]:
-        """Observe how the script calls its model while the body runs."""
-        return self._checks.watch()
 
     def finish(self) -> None:
         """Checks after the last microbatch, before the optimizer's step.
@@ -101,7 +97,7 @@ class Step:
                 f"the schedule computed {self._next} losses for {expected} "
                 "microbatches; expected one each"
             )
-        self._checks.finish()
+        self.checks.finish()
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
         if self._options.passes_unmasked and not carries_mask(loss_func):
@@ -137,7 +133,7 @@ class Step:
             dtype = torch.promote_types(losses.dtype, torch.float32)
             key = id(local), id(mask), dtype  # terms with equal weights share them, and the checks
             if key not in made:
-                self._checks.check(mask, local.mask)
+                self.checks.check(mask, local.mask)
                 made[key] = local.made_for(mask, dtype)
             parts[name] = weighted_sum(made[key], losses)
         return parts
