@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
-_SUM_DTYPES = (torch.float32, torch.float64)
 _BLOCK = 2**18
 
 
@@ -137,7 +136,7 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     check_tensors(MaskError, "real", w=w, token_loss=token_loss)
     if token_loss.dim() != 1:  # a view of a vector would only add a backward node
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
-    if w.dtype == token_loss.dtype and w.dtype in _SUM_DTYPES:
+    if w.dtype == token_loss.dtype and w.dtype in (torch.float32, torch.float64):
         return _weighted_sum(w.detach(), token_loss)
     wider = torch.promote_types(w.dtype, token_loss.dtype)
     dtype = torch.promote_types(wider, torch.float32)
