@@ -188,11 +188,8 @@ def undrawn_steps(cp: int, gradient: Any, loss: float) -> dict[str, Any]:
         batch.clear()  # as scripts that put their part of the tokens into the batch change it
         return gpt.forward_step(iter([kept]), chunk)
 
-    for name, ours, forward_step in (
-        ("drawn", hook, emptying),
-        ("at hand", at_hand, gpt.forward_step),
-    ):
-        options = {"forward_step_func": forward_step, "forward_only": True}
+    for name, ours, forward in (("drawn", hook, emptying), ("at hand", at_hand, gpt.forward_step)):
+        options = {"forward_step_func": forward, "forward_only": True}
         evaluated = gpt.run_step(ours, model, Data(), N_MB, **options)
         answer[name + " evaluated"] = abs(gpt.reported(evaluated, "prompt_mean loss") / loss - 1)
     answer["asked"] = asked
