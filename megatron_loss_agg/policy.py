@@ -18,6 +18,17 @@ from megatron_loss_agg.elementwise import LOG_RATIO_BOUND, clamp_log_ratio, nan_
 from megatron_loss_agg.errors import PolicyError
 from megatron_loss_agg.weights import check_tensors
 
+__all__ = [
+    "PolicyLoss",
+    "cispo_loss",
+    "clipped_policy_loss",
+    "clipped_value_loss",
+    "kl_penalty",
+    "sequence_policy_loss",
+    "token_entropy",
+    "truncated_importance_weight",
+]
+
 
 class PolicyLoss(NamedTuple):
     """Per-token losses and what to report about them, all in the shape of the inputs."""

@@ -14,6 +14,8 @@ from megatron_loss_agg.collectives import Header, abandon_records, gather_record
 from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.weights import check_tensors, weighted_sum
 
+__all__ = ["Max", "Mean", "Metric", "Min", "reduce_reports"]
+
 
 @dataclass(frozen=True)
 class Mean:

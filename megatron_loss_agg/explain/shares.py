@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import DivisorError, FunctionError, InputError, ModeError
 from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.presets import PRESETS
 
@@ -108,37 +107,26 @@ def _aggregation(name: str, divisor: float | None, empty: str | None) -> LossAgg
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
-    """From one plan over the microbatches of all ranks.
-
-    Since weights are linear in the mask within a sample, each sample is planned as one token that
-    has the sample's whole mask sum.
-    """
+    """From one plan over the microbatches of all ranks."""
     places: dict[tuple[int | None, int | None], list[int]] = {}
     for s, sample in enumerate(samples):
         places.setdefault((sample.rank, sample.microbatch), []).append(s)
     tokens = torch.tensor([sample.tokens for sample in samples], dtype=torch.float64)
-    prompts = _numbered([sample.prompt for sample in samples])
-    rollouts = _numbered([sample.rollout for sample in samples])
-    microbatches = [
-        Microbatch(
-            tokens[members].unsqueeze(1),
-            prompt_ids=None if prompts is None else prompts[members],
-            rollout_ids=None if rollouts is None else rollouts[members],
-        )
-        for members in places.values()
-    ]
-    plan = StepPlan.build(agg, microbatches)
-    per_token, sums = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    ordered = [samples[s] for members in places.values() for s in members]
+    plan = StepPlan.from_mask_sums(
+        agg,
+        [tokens[members] for members in places.values()],
+        prompt_ids=_strings([sample.prompt for sample in ordered]),
+        rollout_ids=_strings([sample.rollout for sample in ordered]),
+    )
+    per_token = torch.zeros_like(tokens)
     for i, members in enumerate(places.values()):
         per_token[members] = plan.coefficients(i)
-        sums[members] = plan.weights(i, torch.float64).squeeze(1)
-    return Shares(agg, per_token.masked_fill(tokens == 0, 0), sums)
+    return Shares(agg, per_token, per_token * tokens)
 
 
-def _numbered(values: Sequence[Any]) -> Tensor | None:
-    """int64 [samples]: equal JSON values get equal ids; None if a value is missing."""
+def _strings(values: Sequence[Any]) -> list[str] | None:
+    """Equal strings for equal JSON values; None if a value is missing."""
     if any(value is None for value in values):
         return None
-    keys = [json.dumps(value, sort_keys=True) for value in values]
-    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
-    return torch.tensor([number[key] for key in keys], dtype=torch.int64)
+    return [json.dumps(value, sort_keys=True) for value in values]

@@ -14,7 +14,36 @@ from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.hook import EMPTY_STEPS
 
 FLAG = "--loss-aggregation"
-_OPTIONS = ("divisor", "empty", "rejected", "function", "batch", "empty_step", "audit")
+_OPTIONS = {
+    "divisor": ("D", "the D of 'constant' and 'sum', a number from 1e-37 to 1e37"),
+    "empty": (
+        "{count,skip}",
+        "whether samples, rollouts and prompts without active tokens count (default: count, or the "
+        "preset's own choice)",
+    ),
+    "rejected": (
+        "{count,skip}",
+        "whether samples that the batch key 'rejected' marks (weight 0) count in the denominators; "
+        "required if there are any",
+    ),
+    "function": ("MODULE:NAME", "for 'custom': a function (plan, i) -> weights of microbatch i"),
+    "batch": (
+        "MODULE:NAME",
+        "a function batch -> Microbatch, for batches that lack the keys loss_mask, cu_seqlens, "
+        "prompt_ids or rollout_ids",
+    ),
+    "empty_step": (
+        "{error,skip,step}",
+        "a step without any token ends the run, leaves model and optimizer as they are, or moves "
+        "the model by momentum and weight decay, as without the plugin (default: step)",
+    ),
+    "audit": (
+        None,
+        "measure the host's averaging before the first step of each number of microbatches, and "
+        "print it (without it: once, before the first step)",
+    ),
+}
+"""Value and help of each further flag; None: it takes no value."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -26,46 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"mean over the whole optimizer step: {', '.join(MODES)}; or a preset such as "
         "verl/token-mean. Without it nothing changes.",
     )
-    group.add_argument(
-        f"{FLAG}-divisor",
-        metavar="D",
-        help="the D of 'constant' and 'sum', a number from 1e-37 to 1e37",
-    )
-    group.add_argument(
-        f"{FLAG}-empty",
-        metavar="{count,skip}",
-        help="whether samples, rollouts and prompts without active tokens count (default: count, "
-        "or the preset's own choice)",
-    )
-    group.add_argument(
-        f"{FLAG}-rejected",
-        metavar="{count,skip}",
-        help="whether samples that the batch key 'rejected' marks (weight 0) count in the "
-        "denominators; required if there are any",
-    )
-    group.add_argument(
-        f"{FLAG}-function",
-        metavar="MODULE:NAME",
-        help="for 'custom': a function (plan, i) -> weights of microbatch i",
-    )
-    group.add_argument(
-        f"{FLAG}-batch",
-        metavar="MODULE:NAME",
-        help="a function batch -> Microbatch, for batches that lack the keys loss_mask, "
-        "cu_seqlens, prompt_ids or rollout_ids",
-    )
-    group.add_argument(
-        f"{FLAG}-empty-step",
-        metavar="{error,skip,step}",
-        help="a step without any token ends the run, leaves model and optimizer as they are, or "
-        "moves the model by momentum and weight decay, as without the plugin (default: step)",
-    )
-    group.add_argument(
-        f"{FLAG}-audit",
-        action="store_true",
-        help="measure the host's averaging before the first step of each number of microbatches, "
-        "and print it (without it: once, before the first step)",
-    )
+    for name, (metavar, text) in _OPTIONS.items():
+        kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
+        group.add_argument(f"{FLAG}-{name.replace('_', '-')}", help=text, **kind)
     return parser
 
 

@@ -12,6 +12,8 @@ from megatron_loss_agg.mcore import flags
 from megatron_loss_agg.mcore.batches import read_batch
 from megatron_loss_agg.mcore.hook import LossHook
 
+__all__ = ["Seam", "check_host_flags", "hook_from_args", "install", "seams"]
+
 
 class Seam(NamedTuple):
     """A public function of the host that is wrapped, and the module where the host finds it."""

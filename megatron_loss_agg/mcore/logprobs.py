@@ -24,6 +24,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_loss_agg.errors import PolicyError
 
+__all__ = [
+    "vocab_parallel_entropy",
+    "vocab_parallel_log_probs",
+    "vocab_parallel_log_probs_and_entropy",
+]
+
 _CHUNKS = 32
 _MIN_LOGIT = -1e4  # stands in for -inf: its exp is 0 too, but 0 times it is not NaN
 _overwritten = WeakIdKeyDictionary()  # logits -> their version when they were overwritten

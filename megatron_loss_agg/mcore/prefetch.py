@@ -77,12 +77,11 @@ class Prefetch:
         return position
 
     def _positions(self) -> dict[str, Any]:
-        """By the names that the source has for its position; an exception where that fails."""
+        """Copies, by name, since a loader may return its live state; an exception where one fails."""
         positions: dict[str, Any] = {}
         for name in _POSITIONS:
             if hasattr(self._source, name):
                 try:
-                    # A copy, since a loader may return its live state.
                     positions[name] = copy.deepcopy(getattr(self._source, name)())
                 except Exception as error:  # matters only to a reader that asks for it
                     positions[name] = error

@@ -47,10 +47,10 @@ def enable() -> None:
     device.install()
     collectives.install()
     # These import Megatron, so the stand-ins must be in place.
-    from megatron_loss_agg.mcore.cpu import attention, refusals
+    from megatron_loss_agg.mcore.cpu import attention, restrictions
 
     attention.install()
-    refusals.install()
+    restrictions.install()
     atexit.register(_leave)
 
 
