@@ -77,7 +77,7 @@ class Prefetch:
         return position
 
     def _positions(self) -> dict[str, Any]:
-        """Copies, by name, since a loader may return its live state; an exception where one fails."""
+        """Copies by name, since a loader may return live state; an exception where one fails."""
         positions: dict[str, Any] = {}
         for name in _POSITIONS:
             if hasattr(self._source, name):
