@@ -26,8 +26,7 @@ from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.plan import listed
 
-EMPTY_STEPS = ("error", "skip", "step")
-"""What to do about a step without tokens; see `LossHook`."""
+EMPTY_STEPS = ("error", "skip", "step")  # what can be done about a step without any token
 
 _MARK = "wrapped_by_loss_hook"
 _FAILED = (

@@ -38,8 +38,9 @@ class LocalMask:
 
     shape: tuple[int, ...]
     packed: bool
+    by_row: bool  # weights are made from one coefficient per row
     active_tokens: int
-    sums: Tensor  # fp64: of each row; one element for a pack
+    sums: Tensor  # fp64: of each row, or one of all
     total: float
     values: Tensor | None  # a copy, if the loss function's mask is compared by value
 
@@ -51,10 +52,11 @@ class LocalMask:
         if layout is not None:
             mask = layout.shard(mask)
             sums, active = mask.sum(dim=-1, dtype=torch.float64).cpu(), active_tokens(mask)
+        by_row = not packed and mask.shape[-1] >= _SHORT_ROW and plan.aggregation.function is None
         total = sums.sum()
         values = mask.to("cpu", copy=True) if keeps_values else None
-        sums = total.view(1) if packed else sums.clone()
-        return cls(tuple(mask.shape), packed, active, sums, float(total), values)
+        sums = sums if by_row else total.view(1)
+        return cls(tuple(mask.shape), packed, by_row, active, sums, float(total), values)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,7 @@ class LocalWeights:
 
     @classmethod
     def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask) -> LocalWeights:
-        short = mask.shape[-1] < _SHORT_ROW
-        if plan.aggregation.function is None and not mask.packed and not short:
+        if mask.by_row and plan.aggregation.function is None:
             return cls(mask, plan.coefficients(i), None)
         whole = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
         return cls(mask, None, (whole if layout is None else layout.shard(whole)).cpu())

@@ -218,7 +218,7 @@ class _Checks:
             MaskError: its shape, or its values if the plan kept them, are not the planned ones.
             GroupError: samples are packed, but were planned as rows.
         """
-        one_sequence = self._packed_sequences == planned.sums.numel() == 1
+        one_sequence = self._packed_sequences == planned.shape[0] == 1
         rows = not planned.packed and not one_sequence
         if self._packed_sequences is not None and rows and self._groups_samples:
             raise GroupError(
@@ -231,8 +231,8 @@ class _Checks:
             given = mask.detach().reshape(-1).to(planned.values)
             if not torch.equal(given, planned.values.reshape(-1)):
                 raise MaskError(_CHANGED_MASK)
-        sums = mask.detach().reshape(planned.shape).sum(dim=-1, dtype=torch.float32)
-        self._sums.append(sums.view(-1))
+        rows_or_all = mask.detach().reshape(planned.shape if planned.by_row else (1, -1))
+        self._sums.append(rows_or_all.sum(dim=-1, dtype=torch.float32))
         self._expected_sums.append(planned.sums)
 
     def finish(self) -> None:
