@@ -222,7 +222,7 @@ class LossHook:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
         lazily = self._plans_lazily(call)
-        is_empty = False if lazily else self._plan_together(step, call)
+        is_empty = False if lazily else self._plan_together(step, call, first)
         with contextlib.ExitStack() as stack:
             if step.left:
                 stack.enter_context(call.accumulating())
@@ -253,17 +253,17 @@ class LossHook:
 
         return Step(call, self.terms, weights, options, first, step.carried_tokens(first))
 
-    def _plan_together(self, step: _OptimizerStep, call: Call) -> bool:
+    def _plan_together(self, step: _OptimizerStep, call: Call, first: int) -> bool:
         """Plan the step on the last pipeline stage; return whether it is known to be empty.
 
         Raises:
             PeerError: planning failed on the last stage, or on another context-parallel rank.
         """
         trains, groups = not call.forward_only, call.groups
-        # Exchanging failures makes ranks wait for each other: only where a failure is likely.
-        exchanges = trains not in self._planned or (trains and self.empty_step == "error")
+        # Exchanging failures makes ranks wait: only where one is likely, in a step's first call.
+        likely = trains not in self._planned or (trains and self.empty_step == "error")
         is_empty = False
-        with failing_together([groups.cp, groups.pp] if exchanges else [], _FAILED):
+        with failing_together([groups.cp, groups.pp] if likely and not first else [], _FAILED):
             if groups.last_stage:
                 is_empty = step.weights(functools.partial(self._plan, call)).is_empty
                 if is_empty and trains and self.empty_step == "error":

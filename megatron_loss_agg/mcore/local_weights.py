@@ -118,7 +118,7 @@ class StepWeights:
 
         def plan_here() -> StepWeights:
             with abandoning_on_error(groups.dp):
-                microbatches = list(read())
+                microbatches = read()
                 check_layouts([of_term(name, m) for m in microbatches for name in terms], groups)
             return cls.of(StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks)
 
