@@ -231,7 +231,7 @@ def count_step(
         group,
         tag=tag_of(
             (name, agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
-            for name, agg in ((name, counts.agg) for name, counts in terms.items())
+            for name, agg in zip(terms, (counts.agg for counts in local), strict=True)
         ),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,

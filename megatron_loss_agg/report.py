@@ -111,7 +111,7 @@ class Min:
 
 Metric = Mean | Max | Min
 
-METRICS_A_ROW = 32
+METRICS_CAPACITY = 32
 COLUMNS = 3  # of a metric: two that are summed over ranks, and one whose maximum is taken
 
 
@@ -144,12 +144,12 @@ def reduce_reports(
         parts = [part for metric in total.values() for part in _columns(metric)]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
     except Exception:
-        abandon_records(METRICS_A_ROW, COLUMNS, group)
+        abandon_records(METRICS_CAPACITY, COLUMNS, group)
         raise
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
     rows = gather_records(
         mine.view(-1, COLUMNS),
-        METRICS_A_ROW,
+        METRICS_CAPACITY,
         group,
         tag=tag_of(kinds),
         failure="bad metrics on rank(s) {} of the group",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 from megatron_loss_agg.errors import PeerError, ReportError
-from megatron_loss_agg.report import METRICS_A_ROW, Max, Mean, Min, reduce_reports
+from megatron_loss_agg.report import METRICS_CAPACITY, Max, Mean, Min, reduce_reports
 from tests.core.operations import Operations
 from tests.distributed import run_ranks
 
@@ -115,7 +115,7 @@ def test_a_metric_is_of_two_real_tensors_of_one_shape(metric):
         metric.of(torch.ones(2, dtype=torch.complex64), torch.ones(2))
 
 
-NUMBERS = [0, 1, METRICS_A_ROW, METRICS_A_ROW + 1, 3 * METRICS_A_ROW]
+NUMBERS = [0, 1, METRICS_CAPACITY, METRICS_CAPACITY + 1, 3 * METRICS_CAPACITY]
 
 
 def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
@@ -154,7 +154,7 @@ def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at
         assert collectives == 1
         for number, (answer, collectives) in zip(NUMBERS, of_numbers, strict=True):
             assert answer == {f"{i:03}": i + 2**24 + 1 for i in range(number)}
-            assert collectives == 1 + (number > METRICS_A_ROW)
+            assert collectives == 1 + (number > METRICS_CAPACITY)
 
 
 def two(name: str = "a", loss: Any = ONE) -> Any:
@@ -174,7 +174,7 @@ DIFFERENT = {
     "one metric less": lambda: [{"a": two()["a"]}],
     "a name": lambda: [two("b")],
     "a kind": lambda: [two("a", GREATEST)],
-    "a row more": lambda: [two() | {f"more {i}": two()["a"] for i in range(METRICS_A_ROW)}],
+    "a row more": lambda: [two() | {f"more {i}": two()["a"] for i in range(METRICS_CAPACITY)}],
 }
 
 
