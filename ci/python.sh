@@ -3,7 +3,8 @@
 #
 # Makes, or uses again, the virtual environment of this checkout with the package and the given
 # extras ("mcore" or "mcore,test") installed, and prints the path of its interpreter. Progress goes
-# to stderr.
+# to stderr. With "test", the systems of ci/peers.txt are installed into the environment's folder
+# peers.
 #
 #   PYTHON                  the interpreter to build on; by default the first fit one that is found;
 #                           that of a virtual environment stands for the one behind it
@@ -91,7 +92,7 @@ fi
 foundation="$("$base" -c 'import sys; print(sys.base_prefix, sys.version)') $site"
 contents="$root "$("$base" -c 'import hashlib, sys
 print(hashlib.sha256(b"".join(open(path, "rb").read() for path in sys.argv[1:])).hexdigest())' \
-    "$root/setup.py" "$root/pyproject.toml" "$root/ci/constraints.txt")
+    "$root/setup.py" "$root/pyproject.toml" "$root"/ci/*.txt)
 stamp=$venv/stamp-${extras//,/-}
 
 if [[ $(cat "$venv/foundation" 2>/dev/null) != "$foundation" ]]; then
@@ -114,6 +115,12 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$contents" ]]; then
     if [[ ! -t 2 ]]; then pip+=(--quiet); fi
     "${pip[@]}" "setuptools>=70.1" >&2
     "${pip[@]}" --no-build-isolation --editable "$root[$extras]" >&2
+    if [[ ,$extras, == *,test,* ]]; then
+        # Out of sight of every other import, without what they need, on any Python.
+        rm -rf "$venv/peers"
+        "${pip[@]}" --no-deps --no-compile --ignore-requires-python --target "$venv/peers" \
+            --requirement "$root/ci/peers.txt" >&2
+    fi
     echo "$contents" >"$stamp"
 fi
 echo "$venv/bin/python"

@@ -11,8 +11,8 @@ the whole optimizer step, and ``D`` the divisor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -77,13 +77,15 @@ class LossAggregation:
     rejected: str | None = None
     # For `custom`: (plan, i) -> weights of microbatch i, in the shape of its mask.
     function: Callable[..., Any] | None = None
+    # What `label` shows, if not the mode; `preset` sets it to the preset's name.
+    name: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, str) or self.mode not in MODES:
+        if not _is_one_of(self.mode, MODES):
             raise ModeError(f"unknown mode {self.mode!r}; expected one of {', '.join(MODES)}")
-        if self.empty not in ("count", "skip"):
+        if not _is_one_of(self.empty, ("count", "skip")):
             raise ModeError(f"empty={self.empty!r}; expected 'count' or 'skip'")
-        if self.rejected not in ("count", "skip", None):
+        if self.rejected is not None and not _is_one_of(self.rejected, ("count", "skip")):
             raise ModeError(f"rejected={self.rejected!r}; expected 'count' or 'skip'")
         self._check_count()
         self._check_divisor()
@@ -98,25 +100,35 @@ class LossAggregation:
         name: str,
         *,
         divisor: float | None = None,
-        empty: str | None = None,
+        empty: str = "count",
         rejected: str | None = None,
     ) -> LossAggregation:
         """The aggregation that another system calls ``name``, such as ``verl/token-mean``.
 
-        ``empty`` overrides the preset's own choice.
+        ``rejected`` overrides the preset's own choice.
         """
-        if not isinstance(name, str) or name not in PRESETS:
+        if not _is_one_of(name, PRESETS):
             raise ModeError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
         preset = PRESETS[name]
         if preset.needs_divisor and divisor is None:
             raise DivisorError(f"preset {name!r} needs a divisor and got none; give one > 0")
+        if divisor is not None and not preset.needs_divisor:
+            raise DivisorError(
+                f"divisor={divisor!r} with preset {name!r}, which takes none; drop it"
+            )
         return cls(
             mode=preset.mode,
             divisor=divisor,
-            empty=preset.empty if empty is None else empty,
+            empty=empty,
             count=preset.count,
-            rejected=rejected,
+            rejected=preset.rejected if rejected is None else rejected,
+            name=name,
         )
+
+    @property
+    def label(self) -> str:
+        """The name of the preset, or else the mode."""
+        return self.name or self.mode
 
     @property
     def within(self) -> Unit | None:
@@ -136,10 +148,9 @@ class LossAggregation:
     def _check_count(self) -> None:
         if self.count is None:
             return
-        mode = MODES[self.mode]
-        if mode.within not in _COUNTABLE or mode.across not in _COUNTABLE:
+        if MODES[self.mode].across not in _COUNTABLE:
             raise ModeError(f"count={self.count!r} with mode {self.mode!r}, which takes no count")
-        if self.count not in _COUNTABLE:
+        if not _is_one_of(self.count, _COUNTABLE):
             raise ModeError(f"count={self.count!r}; expected one of {', '.join(_COUNTABLE)}")
 
     def _check_divisor(self) -> None:
@@ -166,6 +177,11 @@ class LossAggregation:
             )
 
 
+def _is_one_of(value: object, names: Container[str]) -> bool:
+    """Whether ``value`` is one of ``names``; also for an array, which ``in`` cannot compare."""
+    return isinstance(value, str) and value in names
+
+
 @dataclass(frozen=True)
 class Term:
     """One term of a loss.
@@ -175,7 +191,7 @@ class Term:
     """
 
     aggregation: LossAggregation
-    # What the term is multiplied by in the loss; its report is without.
+    # Multiplies the term in the loss, but not in its report.
     coefficient: float = 1.0
 
     def __post_init__(self) -> None:

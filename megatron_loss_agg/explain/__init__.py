@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--empty",
         choices=("count", "skip"),
-        help="whether groups without tokens count (default: count, or the preset's own choice)",
+        default="count",
+        help="whether groups without tokens count (default: count)",
     )
     parser.add_argument(
         "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"

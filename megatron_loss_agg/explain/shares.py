@@ -46,7 +46,7 @@ class Shares:
 
 
 def explain(
-    samples: Sequence[Sample], modes: Iterable[str], divisor: float | None, empty: str | None
+    samples: Sequence[Sample], modes: Iterable[str], divisor: float | None, empty: str
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -90,7 +90,7 @@ def _missing_unit(agg: LossAggregation, sample: Sample) -> str | None:
     return None
 
 
-def _aggregation(name: str, divisor: float | None, empty: str | None) -> LossAggregation:
+def _aggregation(name: str, divisor: float | None, empty: str) -> LossAggregation:
     if name == "custom":
         raise FunctionError("mode 'custom' has no table: its weights are what your function says")
     mode = PRESETS[name].mode if name in PRESETS else name
@@ -102,8 +102,9 @@ def _aggregation(name: str, divisor: float | None, empty: str | None) -> LossAgg
     if MODES[mode].divisor == "refused":
         divisor = None
     if name in PRESETS:
+        divisor = divisor if PRESETS[name].needs_divisor else None
         return LossAggregation.preset(name, divisor=divisor, empty=empty)
-    return LossAggregation(mode=name, divisor=divisor, empty=empty or "count")
+    return LossAggregation(mode=name, divisor=divisor, empty=empty)
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:

@@ -101,7 +101,7 @@ def test_samples_without_tokens_count_or_are_skipped(capsys):
     step = ["--lengths", "10,0", "--modes", "sample_mean,sample_sum,nemo-rl/sequence_level"]
     modes = explained(capsys, *step)["modes"]
     assert [row["share"] for row in modes.values()] == [[1.0, 0.0]] * 3
-    assert [row["weight_per_token"][0] for row in modes.values()] == [1 / 20, 1 / 2, 1 / 10]
+    assert [row["weight_per_token"][0] for row in modes.values()] == [1 / 20, 1 / 2, 1 / 20]
     skipped = explained(capsys, *step, "--empty", "skip")["modes"]
     assert skipped["sample_mean"]["weight_per_token"] == [1 / 10, 0]
     for row in explained(capsys, "--lengths", "0,0")["modes"].values():

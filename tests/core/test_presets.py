@@ -1,41 +1,52 @@
-"""Every preset against its system's own formula, written out over the batches of one step."""
+"""Presets of systems that the package index does not have, against their formulas, written out.
+
+The formulas were compared once, on a step like this one, with the functions that the presets name,
+run at those commits. The other systems' functions are run by ``tests/peers``.
+"""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
+from megatron_loss_agg.aggregation import MODES
 from megatron_loss_agg.errors import DivisorError, ModeError
+from megatron_loss_agg.presets import PRESETS, Preset
 
+ROOT = Path(__file__).parents[2]
 D = 5.0  # the systems' "maximum length", deliberately not the padded width
-SEQ = 4
 F64 = torch.float64
 
-# Four microbatches of two rows (two microbatches for each of two data-parallel ranks). One row is
-# fully masked; rows 1 and 2 were cut from one rollout; three prompts lie across microbatches.
+# Five microbatches of two rows. Rows 4 and 8 are fully masked; rows 1 and 2, and 8 and 9, were cut
+# from one rollout; two prompts, of four rollouts each, lie across microbatches; of the rejected
+# rows, one has tokens and one has none.
 MASKS = torch.tensor(
     [
         [[1, 1, 0, 0], [1, 0, 0, 0]],
         [[1, 1, 1, 1], [0, 1, 1, 0]],
         [[0, 0, 0, 0], [1, 1, 1, 0]],
         [[0, 0, 0, 1], [0, 1, 0, 1]],
+        [[0, 0, 0, 0], [1, 1, 0, 0]],
     ],
     dtype=F64,
 )
-PROMPTS = torch.tensor([[3, 3], [3, -9], [-9, 0], [0, 0]])
-ROLLOUTS = torch.tensor([[10, 11], [11, 12], [13, 14], [15, 16]])
+PROMPTS = torch.tensor([[3, 3], [3, -9], [-9, 3], [-9, 3], [-9, -9]])
+ROLLOUTS = torch.tensor([[10, 11], [11, 12], [13, 14], [15, 16], [17, 17]])
+REJECTED = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0], [1, 0]]) == 1
 LOSS = torch.linspace(-1.0, 2.0, MASKS.numel(), dtype=F64).reshape(MASKS.shape) ** 3
-RANKS, PER_RANK = 2, 2
 
-rows_loss, rows_mask = LOSS.reshape(-1, SEQ), MASKS.reshape(-1, SEQ)
-row_sums = (rows_loss * rows_mask).sum(-1)
-row_tokens = rows_mask.sum(-1)
+row_sums = (LOSS * MASKS).sum(-1).flatten()
+row_tokens = MASKS.sum(-1).flatten()
+kept = ~REJECTED.flatten()  # the sample mask of NeMo-RL
 
 
 def grouped(ids: torch.Tensor) -> torch.Tensor:
     """Sum over groups of (masked loss of the group / active tokens of the group)."""
-    ids = ids.reshape(-1)
+    ids = ids.flatten()
     means = [
         row_sums[ids == group].sum() / row_tokens[ids == group].sum().clamp(min=1)
         for group in ids.unique()
@@ -43,77 +54,83 @@ def grouped(ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(means).sum()
 
 
-def mean_over_accumulation(microbatch_loss) -> torch.Tensor:
-    """What a trainer does that divides each microbatch by their number and averages over ranks."""
-    losses = [microbatch_loss(x, m) / PER_RANK for x, m in zip(LOSS, MASKS, strict=True)]
-    return torch.stack(losses).sum() / RANKS
-
-
-def token_mean() -> torch.Tensor:
-    return row_sums.sum() / rows_mask.sum()
-
-
-def microbatch_token_mean() -> torch.Tensor:
-    return mean_over_accumulation(lambda x, m: (x * m).sum() / m.sum().clamp(min=1.0))
-
-
-def sequence_token_mean() -> torch.Tensor:
-    return (row_sums / row_tokens.clamp(min=1)).mean()
-
-
-N = len(rows_mask)
+R = len(ROLLOUTS.unique())
+N_SAMPLES_PER_PROMPT = 4  # rollouts, in slime
 FORMULAS = {
-    "skyrl/token_mean": token_mean,
-    "skyrl/token_mean_legacy": microbatch_token_mean,
-    "skyrl/sequence_mean": sequence_token_mean,
-    "skyrl/seq_mean_token_sum_norm": lambda: (row_sums / D).mean(),
-    "skyrl/prompt_mean": lambda: grouped(PROMPTS) / len(PROMPTS.unique()),
-    "verl/token-mean": token_mean,
-    "verl/seq-mean-token-sum": lambda: row_sums.sum() / N,
-    "verl/seq-mean-token-mean": sequence_token_mean,
-    "verl/seq-mean-token-sum-norm": lambda: (row_sums / D).sum() / N,
-    "slime/token_mean": token_mean,
-    "slime/sample_mean": lambda: grouped(ROLLOUTS) / len(ROLLOUTS.unique()),
-    "slime/prompt_mean": lambda: grouped(PROMPTS) / N,
-    "slime/constant": lambda: (row_sums / D).sum() / N,
-    "open-instruct/token": token_mean,
+    "slime/token_mean": lambda: row_sums.sum() / row_tokens.sum(),
+    "slime/sample_mean": lambda: grouped(ROLLOUTS) / R,
+    # The reducer multiplies, and the train step divides by the number of rollouts.
+    "slime/prompt_mean": lambda: grouped(PROMPTS) * N_SAMPLES_PER_PROMPT / R,
+    "slime/constant": lambda: (row_sums / D).sum() / R,
+    "open-instruct/token": lambda: row_sums.sum() / row_tokens.sum(),
     "open-instruct/constant": lambda: row_sums.sum() / D,
-    "nemo-rl/token_level": token_mean,
-    "nemo-rl/sequence_level": lambda: sequence_token_mean() * N / (row_tokens > 0).sum(),
-    "trl/grpo": lambda: mean_over_accumulation(
-        lambda x, m: ((x * m).sum(-1) / m.sum(-1).clamp(min=1.0)).mean()
-    ),
-    "trl/bnpo": microbatch_token_mean,
-    "trl/dapo": token_mean,
-    "trl/dr_grpo": lambda: mean_over_accumulation(lambda x, m: (x * m).sum() / (len(x) * D)),
-    "megatron/default": microbatch_token_mean,
-    "megatron/per-token": token_mean,
+    "nemo-rl/token_level": lambda: row_sums[kept].sum() / row_tokens[kept].sum(),
+    "nemo-rl/sequence_level": lambda: (row_sums / row_tokens.clamp(min=1))[kept].sum() / kept.sum(),
 }
-WITH_DIVISOR = {name for name in FORMULAS if name.endswith(("norm", "/constant", "/dr_grpo"))}
+
+
+def preset(name: str) -> LossAggregation:
+    return LossAggregation.preset(name, divisor=D if PRESETS[name].needs_divisor else None)
 
 
 def planned_loss(agg: LossAggregation) -> float:
     microbatches = [
-        Microbatch(mask, prompt_ids=p, rollout_ids=r)
-        for mask, p, r in zip(MASKS, PROMPTS, ROLLOUTS, strict=True)
+        Microbatch(mask, prompt_ids=p, rollout_ids=r, rejected=q if agg.rejected else None)
+        for mask, p, r, q in zip(MASKS, PROMPTS, ROLLOUTS, REJECTED, strict=True)
     ]
     plan = StepPlan.build(agg, microbatches)
     return sum((plan.weights(i, dtype=F64) * loss).sum().item() for i, loss in enumerate(LOSS))
 
 
-@pytest.mark.parametrize("name", sorted(FORMULAS))
+@pytest.mark.parametrize("name", FORMULAS)
 def test_preset_is_the_systems_formula(name):
-    agg = LossAggregation.preset(name, divisor=D if name in WITH_DIVISOR else None)
-    assert planned_loss(agg) == pytest.approx(FORMULAS[name]().item(), rel=1e-13)
+    assert planned_loss(preset(name)) == pytest.approx(FORMULAS[name]().item(), rel=1e-13)
 
 
-@pytest.mark.parametrize("name", sorted(FORMULAS))
+def test_every_preset_is_tested_here_or_beside_its_systems_function():
+    elsewhere = {path.stem.removeprefix("run_") for path in (ROOT / "tests/peers").glob("run_*.py")}
+    rest = {name for name in PRESETS if name.partition("/")[0] not in elsewhere}
+    assert rest == FORMULAS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_takes_a_divisor_if_its_formula_has_one(name):
-    with pytest.raises(DivisorError, match="divisor"):
-        LossAggregation.preset(name, divisor=None if name in WITH_DIVISOR else D)
+    needs = PRESETS[name].needs_divisor
+    with pytest.raises(
+        DivisorError, match=f"preset '{name}'.* {'needs' if needs else 'takes none'}"
+    ):
+        LossAggregation.preset(name, divisor=None if needs else D)
 
 
 @pytest.mark.parametrize("name", ["verl/token_mean", "token_mean", "nobody/token_mean", ""])
 def test_an_unknown_preset_is_named_beside_the_known_ones(name):
     with pytest.raises(ModeError, match=f"{name!r}.*verl/token-mean"):
         LossAggregation.preset(name)
+
+
+def test_what_is_given_overrides_the_presets_own_choice():
+    own = LossAggregation.preset("nemo-rl/sequence_level")
+    assert (own.empty, own.rejected) == ("count", "skip")
+    given = LossAggregation.preset("nemo-rl/sequence_level", empty="skip", rejected="count")
+    assert (given.empty, given.rejected) == ("skip", "count")
+    assert LossAggregation.preset("verl/token-mean").rejected is None
+
+
+def test_an_aggregation_is_labelled_by_its_preset_or_its_mode_and_equal_by_neither():
+    plain, named = LossAggregation(mode="sum"), LossAggregation.preset("verl/token-sum")
+    assert (plain.label, named.label) == ("sum", "verl/token-sum")
+    assert plain == named and hash(plain) == hash(named) and repr(plain) == repr(named)
+
+
+def row(name: str, preset: Preset) -> str:
+    """The line of the table in the guide."""
+    assert preset.mode in MODES
+    options = {"count": preset.count, "rejected": preset.rejected}
+    parts = [f"`{preset.mode}`", *(f'`{key}="{value}"`' for key, value in options.items() if value)]
+    parts += ["with D"] if preset.needs_divisor and preset.mode == "sum" else []
+    return f"| `{name}` | {', '.join(parts)} | {preset.compared_with} | {preset.caveat} |"
+
+
+def test_the_guide_lists_the_presets():
+    guide = (ROOT / "docs/migration.md").read_text()
+    assert re.findall(r"^\| `.*$", guide, re.MULTILINE) == [row(*item) for item in PRESETS.items()]
