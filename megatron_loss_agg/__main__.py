@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from megatron_loss_agg.errors import AggregationError, InputError
 
@@ -31,11 +30,10 @@ def main(argv: list[str] | None = None) -> int:
         return flags.refuse(error)
     if isinstance(outcome, int):
         return outcome
-    outcome()  # outside the `try`, so that an error in training keeps its traceback
-    return 0
+    return outcome()  # outside the `try`, so that an error in training keeps its traceback
 
 
-def _run(args: list[str]) -> int | Callable[[], Any]:
+def _run(args: list[str]) -> int | Callable[[], int]:
     """The exit code, or a function that runs the script."""
     if args[:1] == ["doctor"]:
         from megatron_loss_agg.mcore import doctor

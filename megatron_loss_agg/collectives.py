@@ -75,6 +75,18 @@ def abandon_records(capacity: int, width: int, group: dist.ProcessGroup | None) 
     all_gather(padded_row(Header(True, 0, 0), torch.zeros(0, width), capacity), group)
 
 
+@contextlib.contextmanager
+def abandoning_on_error(
+    capacity: int, width: int, group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Call `abandon_records` if the body fails, so that the other ranks raise PeerError."""
+    try:
+        yield
+    except BaseException:  # SystemExit and KeyboardInterrupt too
+        abandon_records(capacity, width, group)
+        raise
+
+
 def tag_of(names: Iterable[object]) -> int:
     """A checksum of the names and their order; below 2**53, so that fp64 holds it."""
     return crc32(repr(list(names)).encode())

@@ -5,9 +5,9 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg import collectives
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.collectives import (
     Header,
@@ -167,6 +168,7 @@ class LocalCounts:
             prompts=groups["prompt"].ids.numel() if "prompt" in groups else None,
             nonempty=nonempty,
         )
+        _check_normal_in_fp32(self.agg, counts)
         return counts, sums
 
     def _totals(self) -> Totals:
@@ -259,14 +261,9 @@ def abandon(group: dist.ProcessGroup | None) -> None:
     abandon_records(TERMS_CAPACITY, _WIDTH, group)
 
 
-@contextlib.contextmanager
-def abandoning_on_error(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let the other ranks of ``group`` raise PeerError if the body fails here."""
-    try:
-        yield
-    except Exception:
-        abandon(group)
-        raise
+def abandoning_on_error(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+    """Call `abandon` if the body fails."""
+    return collectives.abandoning_on_error(TERMS_CAPACITY, _WIDTH, group)
 
 
 def _exchange_groups(
@@ -332,6 +329,28 @@ def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor
         raise MaskError(
             f"the loss_mask of a sample sums to {small[0]:g}, whose reciprocal overflows fp32; "
             "expected 0, or larger values"
+        )
+
+
+def _check_normal_in_fp32(agg: LossAggregation, counts: StepCounts) -> None:
+    """Raise MaskError, on every rank alike, if fp32 would round coefficients or weights coarsely.
+
+    Below its smallest normal number, fp32 has less than 24 bits. The least coefficient there can be
+    is the bound, so that all ranks decide the same from the counts of the step.
+    """
+    across = 1 if agg.across is None else counts.number(agg.across, agg.empty)
+    if not across or not counts.tokens:
+        return
+    least = agg.scale / across / (1.0 if agg.within is None else counts.tokens)
+    weight = least
+    if agg.within is None and counts.active_tokens:
+        weight *= counts.tokens / counts.active_tokens  # on average
+    if min(least, weight) < torch.finfo(torch.float32).tiny:
+        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+        raise MaskError(
+            f"weights of a step of {counts.samples} samples, whose loss_mask{over} sums to "
+            f"{counts.tokens * agg.scale:g}, can be {min(least, weight):g}, which fp32 rounds "
+            f"coarsely; expected {'a smaller divisor' if over else 'smaller values'}"
         )
 
 

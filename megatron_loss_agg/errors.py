@@ -40,7 +40,7 @@ class HostError(AggregationError):
 
 
 class StepError(AggregationError):
-    """An optimizer step of several calls that does not add up."""
+    """An optimizer step whose microbatches or calls do not add up."""
 
 
 class PeerError(AggregationError):

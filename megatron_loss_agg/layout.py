@@ -16,6 +16,7 @@ from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import LayoutError
 from megatron_loss_agg.microbatch import are_offsets
+from megatron_loss_agg.weights import described, is_plain
 
 
 class CPLayout:
@@ -117,7 +118,7 @@ class CPLayout:
             LayoutError: ``x`` has no axis ``dim``, or its length there is not ``total_len``.
         """
         _check_axis(x, dim, self.total_len, "the layout's")
-        return x.index_select(dim, self.index.to(x.device))
+        return _taken(x, dim, self.index)
 
     def unshard(
         self,
@@ -133,18 +134,18 @@ class CPLayout:
                 all-gather: a part's gradient is summed over all ranks' results.
 
         Raises:
-            LayoutError: not ``cp_size`` parts of one shape and of this rank's length; a list with
-                ``group``, or a tensor without it.
+            LayoutError: not ``cp_size`` parts of one shape and dtype and of this rank's length; a
+                list with ``group``, or a tensor without it.
         """
         parts = self._gathered(local, group, dim)
         if len(parts) != self.cp_size:
             raise LayoutError(f"unshard got {len(parts)} parts; expected cp_size = {self.cp_size}")
-        if len({part.shape for part in parts}) > 1:
-            shapes = [tuple(part.shape) for part in parts]
-            raise LayoutError(f"unshard got parts of shapes {shapes}; expected one shape")
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
+            got = [(tuple(part.shape), part.dtype) for part in parts]
+            raise LayoutError(f"unshard got parts {got}; expected one shape and dtype")
         whole = torch.cat([*parts], dim=dim)
         order = torch.cat([self._index_of(rank) for rank in range(self.cp_size)])
-        return whole.index_select(dim, order.argsort().to(whole.device))
+        return _taken(whole, dim, order.argsort())
 
     def _gathered(
         self, local: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None, dim: int
@@ -166,27 +167,44 @@ class CPLayout:
 
 
 def _check_axis(x: Tensor, dim: int, length: int, whose: str) -> None:
-    if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
-        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise LayoutError(f"no axis {dim} in {got}; expected a tensor with it")
+    if not is_plain(x):
+        raise LayoutError(f"cannot split or join {described(x)}; expected a real, dense tensor")
+    if not _is_integer(dim) or not -x.dim() <= dim < x.dim():
+        raise LayoutError(f"no axis {dim!r} in shape {tuple(x.shape)}; expected a tensor with it")
     if x.shape[dim] != length:
         raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected {whose} {length}")
 
 
+def _is_integer(x: object) -> bool:
+    """Whether ``x`` is an integer whose double fits into int64."""
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**62
+
+
+def _taken(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    try:
+        return x.index_select(dim, index.to(x.device))
+    except NotImplementedError as error:  # of uint32 and uint64
+        raise LayoutError(
+            f"cannot split or join {described(x)} ({error}); expected another dtype, such as int64"
+        ) from error
+
+
 def _check_rank(cp_size: int, cp_rank: int) -> None:
-    integers = isinstance(cp_size, int) and isinstance(cp_rank, int)
+    integers = _is_integer(cp_size) and _is_integer(cp_rank)
     if not integers or not 0 <= cp_rank < cp_size:
         raise LayoutError(f"cp_rank={cp_rank!r} of cp_size={cp_size!r}; expected 0 <= rank < size")
 
 
 def _check_length(length: int) -> None:
-    if not isinstance(length, int) or length < 0:
+    if not _is_integer(length) or length < 0:
         raise LayoutError(f"length {length!r}; expected a number of tokens")
 
 
 def _check_offsets(offsets: Tensor) -> None:
     if not are_offsets(offsets):
-        raise LayoutError(f"cu_seqlens_padded={offsets!r}; expected int32 or int64 [sequences + 1]")
+        raise LayoutError(
+            f"cu_seqlens_padded is {described(offsets)}; expected int32 or int64 [sequences + 1]"
+        )
     if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
         raise LayoutError(
             f"cu_seqlens_padded={offsets.tolist()}; expected offsets that start at 0 and do not "

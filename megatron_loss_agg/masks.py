@@ -48,15 +48,6 @@ class MaskSums:
         return cls(on_cpu(sums, torch.float64), active, error)
 
 
-def sample_sums(microbatch: Microbatch) -> Tensor:
-    """fp64 [samples], on the mask's device and without waiting for it; nothing is checked."""
-    mask = microbatch.loss_mask.detach()
-    if microbatch.cu_seqlens is None:
-        return mask.sum(dim=1, dtype=torch.float64)
-    bounds = _Segments.of([microbatch]).of_packs(range(1))
-    return _segment_sums(mask.reshape(-1).double(), bounds)[0:-2:2]
-
-
 def active_tokens(mask: Tensor) -> int:
     """Number of positions with a nonzero mask. Faster on CPU than `torch.count_nonzero`."""
     # fp32 is several times faster than fp64, and exact up to 2**24.
@@ -102,7 +93,8 @@ def predicting_mask(
     # Keep only moves inside one sample; padding may lie between two.
     same_sample = torch.zeros_like(sample_T, dtype=torch.bool)
     same_sample[:-1] = sample_T[1:] == sample_T[:-1]
-    return moved.masked_fill(~same_sample.view(moved.shape), 0)
+    # torch has no `masked_fill` of uint16 to uint64.
+    return torch.where(same_sample.view(moved.shape), moved, torch.zeros_like(moved))
 
 
 def _devices(microbatch: Microbatch) -> tuple[object, ...]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.weights import described, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
@@ -38,6 +39,9 @@ class Microbatch:
         rollout_ids: likewise for samples cut from one rollout.
         rejected: bool [samples]; True for samples of weight 0. `LossAggregation.rejected` says
             whether they count in the denominators.
+        token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
+            positions; a tensor with as many elements as the mask, or several. The hook recognises
+            by them how the script splits the microbatch over context-parallel ranks.
 
     Raises:
         MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -50,11 +54,12 @@ class Microbatch:
     _: KW_ONLY
     cu_seqlens_padded: Tensor | None = None
     rejected: Tensor | None = None
+    token_ids: Any = ()  # a tuple of tensors in the mask's shape once constructed
 
     def __post_init__(self) -> None:
         mask = self.loss_mask
-        if not isinstance(mask, Tensor) or mask.is_complex() or not _is_dense(mask):
-            raise MaskError(f"loss_mask is {_kind(mask)}; expected a real, dense tensor")
+        if not is_plain(mask):
+            raise MaskError(f"loss_mask is {described(mask)}; expected a real, dense tensor")
         if self.cu_seqlens is None:
             if self.cu_seqlens_padded is not None:
                 raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
@@ -70,6 +75,14 @@ class Microbatch:
                 object.__setattr__(self, name, checked_ids(name, given, self.num_samples))
         if self.rejected is not None:
             check_by_sample("rejected", self.rejected, torch.bool, self.num_samples)
+        given = (self.token_ids,) if isinstance(self.token_ids, Tensor) else (*self.token_ids,)
+        for ids in given:
+            if not holds_integers(ids) or ids.numel() != mask.numel():
+                raise MaskError(
+                    f"token_ids is {described(ids)} beside a loss_mask of {mask.numel()} elements; "
+                    "expected an integer for each token"
+                )
+        object.__setattr__(self, "token_ids", tuple(ids.reshape(mask.shape) for ids in given))
 
     @property
     def num_samples(self) -> int:
@@ -103,6 +116,13 @@ class Microbatch:
         inside = position - starts_S[nearest_T] < length_S[nearest_T]
         return torch.where(inside, sample_T, self.num_samples)
 
+    def copied(self) -> Microbatch:
+        """With tensors of its own, but the `token_ids`."""
+        given = vars(self).items()
+        with torch.no_grad():
+            own: Any = {name: x.clone() for name, x in given if isinstance(x, Tensor)}
+        return replace(self, **own)
+
     def _check_packed(self, cu_seqlens: Tensor) -> None:
         if self.loss_mask.dim() != 1 and (
             self.loss_mask.dim() != 2 or self.loss_mask.shape[0] != 1
@@ -117,7 +137,7 @@ class Microbatch:
                 continue
             if not are_offsets(offsets):
                 raise GroupError(
-                    f"{name} is {_kind(offsets)}; expected int32 or int64 [samples + 1]"
+                    f"{name} is {described(offsets)}; expected int32 or int64 [samples + 1]"
                 )
             if offsets.numel() != cu_seqlens.numel():
                 raise GroupError(
@@ -156,10 +176,11 @@ def checked_ids(name: str, given: Any, number: int) -> Tensor:
 def hashed(name: str, strings: Any) -> Tensor:
     """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
     ordered = isinstance(strings, Iterable) and not isinstance(strings, (str, bytes, Mapping, Set))
+    ordered = ordered and getattr(strings, "ndim", 1) == 1  # of an array
     values = list(strings) if ordered else []
     if not ordered or not all(isinstance(x, str) for x in values):
         raise GroupError(
-            f"{name} is {_kind(strings)}; expected an int64 tensor [samples], or a sequence of "
+            f"{name} is {described(strings)}; expected an int64 tensor [samples], or a sequence of "
             "strings"
         )
     return torch.tensor([_hash(x) for x in values], dtype=torch.int64)
@@ -172,9 +193,9 @@ def _hash(string: str) -> int:
 
 def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:
     """Raise GroupError unless ``given`` is a ``dtype`` tensor [number]."""
-    if not isinstance(given, Tensor) or given.dtype != dtype or not _is_dense(given):
+    if not is_plain(given) or given.dtype != dtype:
         expected = "an int64" if dtype == torch.int64 else "a bool"
-        raise GroupError(f"{name} is {_kind(given)}; expected {expected} tensor [samples]")
+        raise GroupError(f"{name} is {described(given)}; expected {expected} tensor [samples]")
     if given.shape != (number,):
         raise GroupError(
             f"{name} has shape {tuple(given.shape)}; expected one for each of the {number} samples"
@@ -183,18 +204,9 @@ def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> N
 
 def are_offsets(x: object) -> bool:
     """Whether ``x`` is a non-empty int32 or int64 vector; its values are not checked."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        return False
-    return _is_dense(x) and x.dim() == 1 and x.numel() >= 1
+    return is_plain(x) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1 and len(x) >= 1
 
 
-def _is_dense(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_nested
-
-
-def _kind(x: object) -> str:
-    if isinstance(x, Tensor) and not _is_dense(x):
-        return f"a sparse or nested {x.dtype} tensor"
-    if isinstance(x, Tensor):
-        return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
-    return f"a {type(x).__name__}"
+def holds_integers(x: object) -> TypeGuard[Tensor]:
+    """Whether ``x`` is a plain tensor of integers, which booleans are not."""
+    return is_plain(x) and x.dtype != torch.bool and not x.is_floating_point()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.samples import Samples
 from megatron_loss_agg.weights import (
+    check_tensors,
     custom_weights,
+    described,
+    is_plain,
     sample_coefficients,
     times_coefficient,
     token_weights_of,
@@ -38,12 +41,12 @@ class StepPlan:
     """The weight of every token of this rank's microbatches, exact for the whole step.
 
     Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
-    alone). It holds the microbatches and a few numbers per sample; `weights` computes the weights
-    of a microbatch on every call.
+    alone). It holds copies of the microbatches, which later edits of the originals do not reach,
+    and a few numbers per sample; `weights` computes the weights of a microbatch on every call.
 
     Attributes:
         aggregation: the `LossAggregation` it was built for.
-        microbatches: this rank's, in order; empty in a plan from mask sums.
+        microbatches: copies of this rank's, in order; empty in a plan from mask sums.
         counts: `StepCounts` over all microbatches of all ranks.
         active_tokens: for each microbatch, the number of positions with a nonzero mask; empty in a
             plan from mask sums.
@@ -215,7 +218,8 @@ class StepPlan:
         Raises:
             MaskError: a plan from mask sums; or a ``dtype`` that is not floating-point, or has less
                 range than fp32, so that the weights of a large step would underflow.
-            FunctionError: a custom function returned something that cannot be weights.
+            FunctionError: a custom function returned something that cannot be weights, or edited
+                the plan's mask.
         """
         if not isinstance(dtype, torch.dtype) or dtype not in _WEIGHT_DTYPES:
             raise MaskError(
@@ -233,7 +237,15 @@ class StepPlan:
         kept = None
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, length_S, dtype)
-        return custom_weights(function(self, i), mask, kept, dtype)
+        own = mask.clone()
+        weights = custom_weights(function(self, i), own, kept, dtype)
+        if not torch.equal(mask, own):
+            mask.copy_(own)
+            raise FunctionError(
+                "the aggregation function edited plan.microbatches[i].loss_mask in place; expected "
+                "a new tensor"
+            )
+        return weights
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
@@ -243,6 +255,11 @@ class StepPlan:
         sums, without a mask. Weights must be non-negative, as they are in all modes but ``custom``,
         since clipping depends on the sign of the advantage.
 
+        This holds only for losses that are proportional to the advantage. A loss that compares the
+        advantage with a constant, as a covariance clip or a threshold does, sees another size:
+        leave its advantages alone, and multiply its token losses by `weights`, or by the mask times
+        `coefficients`.
+
         Args:
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
@@ -251,12 +268,7 @@ class StepPlan:
             FunctionError: a custom aggregation has negative weights; or as `weights`.
         """
         mask = self._microbatch(i).loss_mask
-        if not isinstance(advantages, Tensor) or advantages.shape != mask.shape:
-            got = getattr(advantages, "shape", type(advantages).__name__)
-            raise MaskError(
-                f"advantages {got} for a mask of shape {tuple(mask.shape)}; expected one for "
-                "each token"
-            )
+        check_tensors(MaskError, "real", loss_mask=mask, advantages=advantages)
         dtype = torch.promote_types(advantages.dtype, torch.float32)
         w = self.weights(i, dtype)
         if self.aggregation.function is not None and bool((w < 0).any()):
@@ -374,7 +386,7 @@ def _build(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
     with abandoning_on_error(group):
-        checked = [_checked_microbatches(microbatches) for microbatches in by_term]
+        checked = _copied([_checked_microbatches(microbatches) for microbatches in by_term])
         # Terms with the same microbatches share one reading of them.
         samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
         local = {
@@ -393,9 +405,16 @@ def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
     return tuple(found)
 
 
+def _copied(by_term: Sequence[tuple[Microbatch, ...]]) -> list[tuple[Microbatch, ...]]:
+    """Microbatches with tensors of their own; terms that share one share its copy."""
+    copies = {microbatch: microbatch.copied() for microbatch in dict.fromkeys(chain(*by_term))}
+    return [tuple(copies[microbatch] for microbatch in term) for term in by_term]
+
+
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, (Tensor, Mapping)):
+    sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
+    if not sequence or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
 
@@ -406,5 +425,7 @@ def _check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> No
         got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
         raise MaskError(f"losses {got} for the terms {sorted(terms)}; expected one for each term")
     for name, loss in losses.items():
-        if not isinstance(loss, Tensor):
-            raise MaskError(f"losses of {name!r} are a {type(loss).__name__}; expected a tensor")
+        if not is_plain(loss):
+            raise MaskError(
+                f"losses of {name!r} are {described(loss)}; expected a real, dense tensor"
+            )

@@ -8,8 +8,10 @@ inf or NaN is harmless at masked positions and becomes NaN at active ones (see `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from numbers import Real
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ __all__ = [
     "token_entropy",
     "truncated_importance_weight",
 ]
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class PolicyLoss(NamedTuple):
@@ -66,15 +70,15 @@ def clipped_policy_loss(
         advantages: A.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, a negative or NaN clip, or a dual clip <= 1.
+        PolicyError: mismatched shapes or dtypes, a clip that is not a number >= 0, or a
+            dual clip that is not > 1; or a finite one beyond fp32.
     """
     log_probs, old, advantages = prepare(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     limits = _clip_range(clip_low, clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise PolicyError(f"dual_clip={dual_clip!r}; expected a number > 1, or None for none")
-    return _surrogate(log_probs - old, advantages, limits, dual_clip)
+    dual = None if dual_clip is None else _number("dual_clip", dual_clip, above=1)
+    return _surrogate(log_probs - old, advantages, limits, dual)
 
 
 def sequence_policy_loss(
@@ -136,18 +140,20 @@ def cispo_loss(
         log_probs, old_log_probs, advantages: as in `clipped_policy_loss`.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, or a negative or NaN clip.
+        PolicyError: mismatched shapes or dtypes, or a clip that is not a number >= 0, or
+            finite and beyond fp32.
     """
     log_probs, old, advantages = prepare(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     limits = _clip_range(clip_low, clip_high)
     log_ratio = log_probs.detach() - old
-    usable = ~log_ratio.isnan() & advantages.isfinite()
     ratios = clamp_log_ratio(log_ratio).exp()
     weights = ratios.clamp(*limits)
-    scale = (-(weights * advantages)).masked_fill(~usable, 0)
-    return PolicyLoss(nan_unless(usable, scale * log_probs), ratios, usable & (weights != ratios))
+    scale = -(weights * advantages)
+    usable = scale.isfinite()  # false also where log_ratio is NaN, or the product overflows
+    losses = scale.masked_fill(~usable, 0) * log_probs
+    return PolicyLoss(nan_unless(usable, losses), ratios, usable & (weights != ratios))
 
 
 def truncated_importance_weight(
@@ -170,8 +176,7 @@ def truncated_importance_weight(
         PolicyError: mismatched shapes or dtypes, or a cap that is not > 0.
     """
     log_probs, rollout = prepare(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
-    if not cap > 0:
-        raise PolicyError(f"cap={cap!r}; expected a number > 0")
+    cap = _number("cap", cap, above=0)
     weights = clamp_log_ratio(log_probs.detach() - rollout).exp().clamp(max=cap)
     if mask is None:
         return weights
@@ -199,17 +204,17 @@ def kl_penalty(
         PolicyError: mismatched shapes or dtypes, or an unknown estimator.
     """
     log_probs, ref = prepare(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    if not isinstance(estimator, str) or estimator not in ("k1", "k2", "k3"):
+        raise PolicyError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
     x = log_probs - ref
     if estimator == "k1":
         return x
     if estimator == "k2":
         usable = x.detach().square().isfinite()
         return nan_unless(usable, x.masked_fill(~usable, 0).square() / 2)
-    if estimator == "k3":
-        usable = ~x.isnan()
-        x = clamp_log_ratio(x.masked_fill(~usable, 0))
-        return nan_unless(usable, torch.expm1(-x) + x)
-    raise PolicyError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
+    usable = ~x.isnan()
+    x = clamp_log_ratio(x.masked_fill(~usable, 0))
+    return nan_unless(usable, torch.expm1(-x) + x)
 
 
 def token_entropy(logits: Tensor) -> Tensor:
@@ -232,7 +237,8 @@ def token_entropy(logits: Tensor) -> Tensor:
         raise PolicyError(f"logits have shape {tuple(logits.shape)}; expected [..., vocab]")
     usable = logits.detach().amax(dim=-1).isfinite()
     logits = logits.masked_fill(~usable.unsqueeze(-1), 0)
-    log_p = logits.log_softmax(dim=-1).masked_fill(logits == -torch.inf, 0)  # avoids 0 * -inf
+    log_p = logits.log_softmax(dim=-1)
+    log_p = log_p.masked_fill(log_p == -torch.inf, 0)  # avoids 0 * -inf
     return nan_unless(usable, -(logits.softmax(dim=-1) * log_p).sum(dim=-1))
 
 
@@ -250,11 +256,11 @@ def clipped_value_loss(
         returns: R.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, or a negative or NaN clip.
+        PolicyError: mismatched shapes or dtypes, or a clip that is not a number >= 0, or
+            finite and beyond fp32.
     """
     inputs = prepare(values=values, old_values=old_values, returns=returns)
-    if not clip >= 0:
-        raise PolicyError(f"clip={clip!r}; expected a number >= 0")
+    clip = _number("clip", clip)
     # Values whose square overflows are as unusable as inf.
     largest = torch.stack([x.detach().abs() for x in inputs]).amax(0)
     usable = (4 * largest * largest).isfinite()
@@ -285,7 +291,19 @@ def _surrogate(
 
 
 def _clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
-    for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not isinstance(clip, (int, float)) or not clip >= 0:
-            raise PolicyError(f"{name}={clip!r}; expected a number >= 0")
-    return 1 - clip_low, 1 + clip_high
+    return 1 - _number("clip_low", clip_low), 1 + _number("clip_high", clip_high)
+
+
+def _number(name: str, given: Any, above: float | None = None) -> float:
+    """``given`` as a float: > ``above``, or >= 0 without it; finite in fp32, or inf."""
+    least = ">= 0" if above is None else f"> {above}"
+    number = isinstance(given, Real) and not isinstance(given, bool)
+    try:
+        value = float(given) if number else math.nan
+    except OverflowError:
+        value = 2 * _LARGEST
+    if not (value >= 0 if above is None else value > above) or _LARGEST < value < math.inf:
+        raise PolicyError(
+            f"{name}={given!r}; expected a number {least} that fp32 holds, or inf for no limit"
+        )
+    return value

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import Header, abandon_records, gather_records, tag_of
+from megatron_loss_agg.collectives import Header, abandoning_on_error, gather_records, tag_of
 from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.weights import check_tensors, weighted_sum
+from megatron_loss_agg.weights import check_tensors, described, is_plain, weighted_sum
 
 __all__ = ["Max", "Mean", "Metric", "Min", "reduce_reports"]
 
@@ -138,14 +138,11 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    try:
+    with abandoning_on_error(METRICS_CAPACITY, COLUMNS, group):
         total = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
         parts = [part for metric in total.values() for part in _columns(metric)]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
-    except Exception:
-        abandon_records(METRICS_CAPACITY, COLUMNS, group)
-        raise
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
     rows = gather_records(
         mine.view(-1, COLUMNS),
@@ -172,7 +169,7 @@ def _different_metrics(kinds: list[str], headers: Sequence[Header]) -> ReportErr
 
 def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict[str, Metric]:
     """This rank's metrics of the step, sorted by name."""
-    if not isinstance(reports, Iterable):
+    if not isinstance(reports, Iterable) or getattr(reports, "ndim", 1) == 0:
         raise ReportError(f"reports are a {type(reports).__name__}; expected a list of mappings")
     total: dict[str, Metric] = {}
     for i, report in enumerate(reports):
@@ -207,18 +204,21 @@ def _metric(name: str, value: Metric | Tensor) -> Metric:
     parts: tuple[Tensor, ...] = ()
     if isinstance(value, (Mean, Max, Min)):
         kind, parts = type(value), tuple(vars(value).values())
-    elif isinstance(value, Tensor) and value.numel() == 2:
+    elif is_plain(value) and value.numel() == 2:
         parts = value.detach().reshape(-1).unbind()
     if parts and all(_is_real_scalar(part) for part in parts):
         return kind(*(part.detach().double().reshape(()) for part in parts))
+    got = described(value)
+    if kind is type(value):
+        got = f"a {kind.__name__} of {', '.join(map(described, parts))}"
     raise ReportError(
-        f"metric {name!r} is {value!r}; expected a Mean, Max or Min of scalars, or a tensor "
+        f"metric {name!r} is {got}; expected a Mean, Max or Min of scalars, or a tensor "
         "[sum, count]"
     )
 
 
 def _is_real_scalar(part: object) -> bool:
-    return isinstance(part, Tensor) and part.numel() == 1 and not part.is_complex()
+    return is_plain(part) and part.numel() == 1
 
 
 def _added(name: str, first: Metric, second: Metric) -> Metric:

@@ -16,6 +16,7 @@ from megatron_loss_agg.aggregation import Unit
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums, on_cpu
 from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
+from megatron_loss_agg.weights import described, is_plain
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,14 @@ def _is_number(x: object) -> bool:
 
 def _checked_sums(given: Any) -> Tensor:
     """fp64 [samples]."""
+    if isinstance(given, Tensor) and not is_plain(given):
+        raise MaskError(f"mask_sums are {described(given)}; expected a real, dense vector")
     try:
         # Python numbers directly in fp64, and not in the default dtype.
         dtype = None if hasattr(given, "dtype") else torch.float64
         sums = torch.as_tensor(given, dtype=dtype).detach()
         sums_S = sums.to("cpu", torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise MaskError(
             f"mask_sums cannot be read ({error}); expected a vector of numbers"
         ) from error

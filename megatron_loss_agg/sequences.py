@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import sample_sums
+from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.weights import check_tensors, sample_coefficients
 
@@ -32,8 +32,11 @@ class SequenceMean:
         layout: the tokens that this rank holds; None: all of them.
         group: the context-parallel group; required if the layout has more than one rank.
 
+    Waits for the device once, to check the values of the mask; a call does not wait.
+
     Raises:
-        LayoutError: ``layout`` does not match the mask or ``group``.
+        MaskError, GroupError: no `Microbatch`, or bad values, as in `StepPlan.build`.
+        LayoutError: no `CPLayout`, or it does not match the mask or ``group``.
     """
 
     def __init__(
@@ -42,6 +45,10 @@ class SequenceMean:
         layout: CPLayout | None = None,
         group: dist.ProcessGroup | None = None,
     ):
+        if not isinstance(microbatch, Microbatch):
+            raise MaskError(f"a {type(microbatch).__name__}; expected a Microbatch")
+        if layout is not None and not isinstance(layout, CPLayout):
+            raise LayoutError(f"layout is a {type(layout).__name__}; expected a CPLayout, or None")
         parts = 1 if layout is None else layout.cp_size
         ranks = 1 if group is None else dist.get_world_size(group)
         if parts != ranks:
@@ -49,6 +56,9 @@ class SequenceMean:
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
                 "layout of the group: give both, or neither"
             )
+        sums = MaskSums.read([microbatch])
+        if sums.error is not None:
+            raise sums.error
         mask, position = microbatch.loss_mask.detach(), None
         if layout is not None:
             mask, position = layout.shard(mask), layout.index.to(mask.device)
@@ -57,9 +67,9 @@ class SequenceMean:
             rows = torch.arange(microbatch.num_samples, device=mask.device)
             sample_T = rows.repeat_interleave(mask.shape[-1])
         # The extra entry is for tokens outside all sequences; their mask is 0.
-        total_S = torch.nn.functional.pad(sample_sums(microbatch), (0, 1))
+        total_S = torch.nn.functional.pad(sums.by_sample, (0, 1)).to(mask.device)
         self._coefficient_S = sample_coefficients(total_S, across=1, scale=1.0)
-        self._mask = mask.to(torch.float64)
+        self._mask = mask.to(torch.float64, copy=True)  # the script may change its own
         self._sample_T = sample_T
         self._group = group if ranks > 1 else None
 

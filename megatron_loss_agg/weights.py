@@ -10,7 +10,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +18,33 @@ from torch import Tensor
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
 _BLOCK = 2**18
+_SUMMABLE = {torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64}
+_SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
+_SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+
+
+def is_plain(x: object) -> TypeGuard[Tensor]:
+    """Whether ``x`` is a tensor whose elements are real numbers that torch can sum.
+
+    Not a sparse, nested, meta, fake, quantized, float8 or distributed one.
+    """
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.is_meta:
+        return False
+    # Subclasses that handle operations themselves hold no numbers of their own.
+    own = type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return own and x.dtype in _SUMMABLE
+
+
+def described(x: object) -> str:
+    """What ``x`` is, for an error."""
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    if x.is_nested:
+        return f"a nested {x.dtype} tensor"
+    if x.layout != torch.strided:
+        return f"a {str(x.layout).removeprefix('torch.')} {x.dtype} tensor"
+    kind = "tensor" if type(x) is Tensor else type(x).__name__
+    return f"a {'meta ' if x.is_meta else ''}{x.dtype} {kind} of shape {tuple(x.shape)}"
 
 
 def check_tensors(
@@ -26,10 +53,8 @@ def check_tensors(
     """Raise ``error`` unless all inputs are tensors of this kind and have the same shape."""
     (first_name, first), *_ = inputs.items()
     for name, x in inputs.items():
-        fits = isinstance(x, Tensor) and not x.is_complex()
-        if not fits or (kind == "floating-point" and not x.is_floating_point()):
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise error(f"{name} is {got}; expected a {kind} tensor")
+        if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
+            raise error(f"{name} is {described(x)}; expected a {kind}, dense tensor")
         if x.shape != first.shape:
             raise error(
                 f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
@@ -96,8 +121,8 @@ def custom_weights(
         FunctionError: not real, finite weights in the shape of ``mask``, or not 0 on masked tokens
             or on rejected samples.
     """
-    if not isinstance(weights, Tensor) or weights.shape != mask.shape or weights.is_complex():
-        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+    if not is_plain(weights) or weights.shape != mask.shape:
+        got = tuple(weights.shape) if is_plain(weights) else described(weights)
         raise FunctionError(
             f"the aggregation function returned {got}; expected real weights of the mask's shape "
             f"{tuple(mask.shape)}"
@@ -138,10 +163,11 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
     if w.dtype == token_loss.dtype and w.dtype in (torch.float32, torch.float64):
         return _weighted_sum(w.detach(), token_loss)
-    wider = torch.promote_types(w.dtype, token_loss.dtype)
+    # torch promotes no integer dtype together with uint16 to uint64.
+    floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]
+    wider = torch.promote_types(floating[0], floating[-1])
     dtype = torch.promote_types(wider, torch.float32)
-    total = _weighted_sum(w.detach().to(dtype), token_loss.to(dtype))
-    return total.to(wider) if wider.is_floating_point else total
+    return _weighted_sum(w.detach().to(dtype), token_loss.to(dtype)).to(wider)
 
 
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
@@ -165,14 +191,14 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
 
 def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     # The gradient is w even where losses are not finite: only the value needs a repair.
-    total = _dot(token_loss, w)
+    total = dot(token_loss, w)
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_(_dot(where_weighted(w, token_loss), w))
+            total.detach().copy_(dot(where_weighted(w, token_loss), w))
     return total
 
 
-def _dot(x: Tensor, w: Tensor) -> Tensor:
+def dot(x: Tensor, w: Tensor) -> Tensor:
     """In blocks on CPU, since the rounding error of `torch.dot` there grows with the length."""
     if x.numel() <= _BLOCK or not x.is_cpu:
         return torch.dot(x, w)

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg.errors import FunctionError
 from tests import oracle
 from tests.core.steps import Laid, aggregation, cp_layout, expected_weights, flatten, lay, samples
 from tests.oracle import Sample
@@ -132,3 +133,31 @@ def test_fp32_loses_no_more_than_fp32_must():
     parts = [weighted_sum(plan.weights(k), part) for k, part in enumerate(plan_losses.split(cuts))]
     ours = abs(float(torch.stack(parts).sum()) - exact)
     assert ours <= 2 * naive + 4 * torch.finfo(torch.float32).eps * exact
+
+
+@pytest.mark.parametrize("mode", [*INVARIANT, "microbatch_mean"])
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_later_edits_of_what_was_planned_change_nothing(mode, layout):
+    mask = torch.tensor([[1.0, 0.5, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
+    given = {"prompt_ids": torch.tensor([3, 4]), "rollout_ids": torch.tensor([0, 1])}
+    if layout == "thd":
+        mask, given["cu_seqlens"] = mask.view(-1), torch.tensor([0, 3, 7])
+        given["cu_seqlens_padded"] = torch.tensor([0, 4, 8])
+    plan = StepPlan.build(aggregation(mode), [Microbatch(mask, **given)])
+    before = plan.weights(0)
+    mask.data.mul_(5)  # which no version counter sees
+    for tensor in (mask, *given.values()):
+        tensor.copy_(tensor.flip(0))
+    assert torch.equal(plan.weights(0), before)
+
+
+def test_a_custom_function_that_edits_the_plans_mask_is_refused_and_changes_nothing():
+    def in_place(plan, i):
+        return plan.microbatches[i].loss_mask.div_(plan.counts.tokens)
+
+    agg = LossAggregation(mode="custom", function=in_place)
+    plan = StepPlan.build(agg, [Microbatch(torch.ones(2, 4))])
+    for _ in range(2):
+        with pytest.raises(FunctionError, match="in place; expected a new"):
+            plan.weights(0)
+    assert torch.equal(plan.microbatches[0].loss_mask, torch.ones(2, 4))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import weighted_sum
+from megatron_loss_agg import predicting_mask, weighted_sum
 from megatron_loss_agg.errors import MaskError
 
 F64 = torch.float64
@@ -68,8 +68,17 @@ def test_shapes_must_be_equal(left, right):
     assert str(left) in str(error.value) and str(right) in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_masks_are_weights_and_move(dtype):
+    # torch promotes uint16 to uint64 with no integer dtype, and fills none of them under a mask.
+    mask = torch.tensor([0, 1, 1]).to(dtype)
+    for losses in (torch.tensor([5, 6, 7]), torch.tensor([5.0, 6.0, 7.0])):
+        assert weighted_sum(mask, losses).item() == 13
+    assert predicting_mask(mask, torch.tensor([0, 2, 3])).tolist() == [1, 0, 0]
+
+
 def test_complex_losses_are_refused():
-    with pytest.raises(MaskError, match=r"token_loss is torch\.complex64; expected a real tensor"):
+    with pytest.raises(MaskError, match=r"token_loss is a torch\.complex64 .*; expected a real"):
         weighted_sum(torch.ones(1), torch.ones(1, dtype=torch.complex64))
 
 

@@ -88,6 +88,27 @@ def test_entropy_at_masked_positions_may_be_anything(poison):
     assert total.isfinite() and not logits.grad[1:].any() and logits.grad[0].isfinite().all()
 
 
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_huge_advantages_make_no_gradient_nan(huge, weight):
+    # The ratio e^2 is over the clip, and the product of both beyond fp32.
+    log_probs = torch.tensor([2.0, 0.0], requires_grad=True)
+    inputs = log_probs, torch.zeros(2), torch.tensor([huge, 1.0])
+    losses = cispo(*inputs, clip_low=1, clip_high=9).losses
+    total = weighted_sum(torch.tensor([weight, 1.0]), losses)
+    total.backward()
+    assert log_probs.grad.tolist() == [0.0, -1.0]
+    assert total.isnan() == bool(weight)  # a product that overflows is shown where it counts
+
+
+def test_a_logit_far_below_the_largest_adds_no_entropy():
+    # The log-probability, -3e38 - 3e38, is -inf in fp32.
+    logits = torch.tensor([3e38, -3e38], requires_grad=True)
+    entropy = policy.token_entropy(logits)
+    entropy.backward()
+    assert entropy.item() == 0 and not logits.grad.any()
+
+
 def test_a_token_that_cannot_be_drawn_adds_no_entropy():
     logits = tensor([0.0, 0.0, -math.inf]).requires_grad_()
     entropy = policy.token_entropy(logits)
@@ -102,14 +123,20 @@ weight = policy.truncated_importance_weight
 REFUSED = [
     (lambda: ppo(X, X[0], X), "old_log_probs has shape (3,) and log_probs (2, 3); expected the"),
     (lambda: weight(X, X, cap=2, mask=X[0]), "mask has shape (3,) and log_probs (2, 3); expected"),
-    (lambda: cispo(X, X, 1.0, clip_low=1, clip_high=1), "advantages is float; expected a floating"),
-    (lambda: policy.kl_penalty(X, X.long(), "k1"), "ref_log_probs is torch.int64; expected a"),
+    (lambda: cispo(X, X, 1.0, clip_low=1, clip_high=1), "advantages is a float; expected a"),
+    (lambda: policy.kl_penalty(X, X.long(), "k1"), "ref_log_probs is a torch.int64 tensor of"),
+    (lambda: policy.kl_penalty(X, X, ["k1"]), "estimator=['k1']; expected 'k1', 'k2' or 'k3'"),
     (lambda: policy.kl_penalty(X, X, "k4"), "estimator='k4'; expected 'k1', 'k2' or 'k3'"),
     (lambda: ppo(X, X, X, clip_low=-0.1), "clip_low=-0.1; expected a number >= 0"),
     (lambda: gspo(X, X, X, X, clip_low=0, clip_high=math.nan), "clip_high=nan; expected a number"),
-    (lambda: ppo(X, X, X, dual_clip=1.0), "dual_clip=1.0; expected a number > 1, or None for none"),
+    (lambda: ppo(X, X, X, dual_clip=1.0), "dual_clip=1.0; expected a number > 1 that fp32"),
     (lambda: weight(X, X, cap=0), "cap=0; expected a number > 0"),
     (lambda: policy.clipped_value_loss(X, X, X, clip=-1), "clip=-1; expected a number >= 0"),
+    (lambda: ppo(X, X, X, clip_high=1e300), "clip_high=1e+300; expected a number >= 0 that fp32"),
+    (lambda: cispo(X, X, X, clip_low=10**400, clip_high=1), "clip_low=1000"),
+    (lambda: ppo(X, X, X, dual_clip="3"), "dual_clip='3'; expected a number > 1 that fp32 holds"),
+    (lambda: weight(X, X, cap=1e300), "cap=1e+300; expected a number > 0 that fp32 holds, or inf"),
+    (lambda: policy.clipped_value_loss(X, X, X, clip=None), "clip=None; expected a number >= 0"),
     (lambda: policy.token_entropy(X[:, :0]), "logits have shape (2, 0); expected [..., vocab]"),
 ]
 

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_loss_agg import (
     AggregationError,
     CPLayout,
     LossAggregation,
     Microbatch,
+    SequenceMean,
     StepPlan,
+    policy,
     predicting_mask,
     token_weights,
     weighted_sum,
@@ -29,7 +33,10 @@ from megatron_loss_agg.errors import (
     LayoutError,
     MaskError,
     ModeError,
+    PolicyError,
+    ReportError,
 )
+from megatron_loss_agg.report import Max, reduce_reports
 from tests.core.steps import aggregation
 
 AGG = LossAggregation(mode="sample_mean")
@@ -59,7 +66,7 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
     ),
     *(
         ({"mode": mode, "count": "sample"}, ModeError, f"count.*'{mode}'.* no count")
-        for mode in ("token_mean", "sum", "sample_sum", "microbatch_mean")
+        for mode in ("token_mean", "sum", "microbatch_mean")
     ),
     ({"mode": "constant"}, DivisorError, "'constant' needs a divisor and got none; give one"),
     *(
@@ -121,6 +128,44 @@ def returned(weights: Any) -> Callable[[], Any]:
 
 
 DENSE = "expected a real, dense tensor"
+
+
+def in_every_place(kind: str) -> list[tuple[Callable[[], Any], type[AggregationError], str]]:
+    """Calls with a tensor that torch cannot sum, wherever masks, ids, losses or metrics enter."""
+    x, ones = UNSUMMABLE[kind](torch.ones(2, 3)), torch.ones(2, 3)
+    mean = SequenceMean(Microbatch(ones))
+    return [
+        (of_mask(x), MaskError, f"loss_mask is .*{kind}.*{DENSE}"),
+        (lambda: predicting_mask(x), MaskError, f"loss_mask is .*{kind}.*{DENSE}"),
+        (lambda: Microbatch(ones, prompt_ids=x), GroupError, f"prompt_ids is .*{kind}"),
+        (lambda: Microbatch(ones, rejected=x), GroupError, f"rejected is .*{kind}"),
+        (packed(x), GroupError, f"cu_seqlens is .*{kind}"),
+        (lambda: weighted_sum(x, ones), MaskError, f"w is .*{kind}.*{DENSE}"),
+        (lambda: weighted_sum(ones, x), MaskError, f"token_loss is .*{kind}.*{DENSE}"),
+        (lambda: mean(x), MaskError, f"values is .*{kind}"),
+        (lambda: policy.token_entropy(x), PolicyError, f"logits is .*{kind}"),
+        (lambda: Max.of(x, ones), ReportError, f"values is .*{kind}.*{DENSE}"),
+        (lambda: reduce_reports([{"a": Max(x)}], None), ReportError, "'a' is .*expected a Mean"),
+        (lambda: CPLayout.contiguous(3, 1, 0).shard(x), LayoutError, f"{kind}.*{DENSE}"),
+        (returned(x), FunctionError, f"returned .*{kind}.*expected real weights"),
+    ]
+
+
+def fake(x: torch.Tensor) -> Any:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(x)
+
+
+UNSUMMABLE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "meta": lambda x: x.to("meta"),
+    "FakeTensor": fake,
+    "quint8": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    "float8": lambda x: x.to(torch.float8_e8m0fnu),
+    "sparse": torch.Tensor.to_sparse,
+    "nested": lambda x: torch.nested.nested_tensor([*x]),
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "MaskedTensor": lambda x: torch.masked.masked_tensor(x, x != 0),
+}
 # Bad offsets and values of a mask are in test_counting.
 CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
     (of_mask(tensor([[1e308] * 4], dtype=F64)), MaskError, "infinite"),
@@ -146,19 +191,30 @@ CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
     (returned(torch.ones(2, 3)), FunctionError, r"returned \(2, 3\); .*mask's shape \(1, 3\)"),
     (returned(tensor([[1.0, math.nan, 0.0]])), FunctionError, "not finite"),
     (returned(tensor([[1.0, math.inf, 0.0]])), FunctionError, "not finite"),
-    (returned([1.0, 1.0, 1.0]), FunctionError, "returned list"),
-    (returned(None), FunctionError, "returned NoneType"),
+    (returned([1.0, 1.0, 1.0]), FunctionError, "returned a list"),
+    (returned(None), FunctionError, "returned a NoneType"),
     (lambda: token_weights("sum", torch.ones(1, 2)), ModeError, "a str for agg"),
     (lambda: StepPlan.build(AGG, [torch.ones(1, 2)]), MaskError, "list of Microbatch"),
+    (lambda: Microbatch(ONES.view(1, 6), prompt_ids=numpy.array(1)), GroupError, "a ndarray; exp"),
     (lambda: Microbatch(ONES.view(1, 6), rejected=ONES[:1]), GroupError, "rejected .* bool tensor"),
     (lambda: StepPlan.build(AGG, [], sharded_over=object()), GroupError, "over without group"),
-    (lambda: weighted_sum([1.0], [1.0]), MaskError, "w is list; expected a real"),
+    (lambda: weighted_sum([1.0], [1.0]), MaskError, "w is a list; expected a real"),
     (lambda: CPLayout.bshd(8, 2, 0.5), LayoutError, "cp_rank=0.5"),
     (lambda: CPLayout.contiguous(-8, 2, 0), LayoutError, "length -8"),
     (lambda: CPLayout.bshd(8, 2, 0).shard(torch.ones(8), dim=3), LayoutError, "no axis 3"),
+    (lambda: SequenceMean(ONES), MaskError, "a Tensor; expected a Microbatch"),
+    (lambda: SequenceMean(Microbatch(ONES.view(1, 6)), 2), LayoutError, "int; expected a CPLayout"),
+    (lambda: CPLayout.bshd(8, 2, 0).shard(torch.ones(8), dim="seq"), LayoutError, "no axis 'seq'"),
     (lambda: predicting_mask(torch.ones(4), tensor([0, 6])), GroupError, "beyond the mask"),
     (lambda: predicting_mask(torch.ones(4)), MaskError, r"expected \[samples, seq\]"),
 ]
+
+
+@pytest.mark.parametrize("kind", UNSUMMABLE)
+def test_a_tensor_that_torch_cannot_sum_is_named_wherever_it_enters(kind) -> None:
+    for call, error, text in in_every_place(kind):
+        with pytest.raises(error, match=text):
+            call()
 
 
 @pytest.mark.parametrize("call, error, text", CALLS, ids=[text for *_, text in CALLS])
@@ -200,6 +256,37 @@ def test_weights_that_fp32_cannot_hold_are_refused() -> None:
     with pytest.raises(MaskError, match="sample sums to 1e-42, whose reciprocal overflows fp32"):
         token_weights(AGG, mask)
     assert torch.equal(token_weights(SUM, mask), mask.float())
+
+
+@pytest.mark.parametrize("mode, mask", [("constant", 1.0), ("sum", 1e-5), ("token_mean", 1e38)])
+def test_weights_that_fp32_rounds_coarsely_are_refused(mode, mask) -> None:
+    # 1 / (1e37 * 9), 1e-5 / 1e37 and 1 / 2e38 are below fp32's smallest normal number, 1.2e-38.
+    divisor = None if mode == "token_mean" else 1e37
+    rows = 2 if mode == "token_mean" else 9
+    with pytest.raises(MaskError, match=r"which fp32 rounds coarsely; expected .*smaller"):
+        token_weights(aggregation(mode, divisor=divisor), torch.full((rows, 1), mask))
+
+
+ARRAY = numpy.ones((2, 2))
+UNNAMED = [
+    (lambda: LossAggregation(mode="sum", empty=ARRAY), ModeError, "empty=array"),
+    (lambda: LossAggregation(mode="sum", rejected=ARRAY), ModeError, "rejected=array"),
+    (lambda: LossAggregation(mode="prompt_mean", count=ARRAY), ModeError, "count=array"),
+    (lambda: StepPlan.build(SUM, numpy.array(1.0)), MaskError, "a ndarray; expected a list"),
+    (lambda: StepPlan.from_mask_sums(SUM, [10**400]), MaskError, "cannot be read"),
+    (lambda: StepPlan.from_mask_sums(SUM, fake(ONES)), MaskError, "FakeTensor.*dense vector"),
+    (
+        lambda: StepPlan.build(SUM, [Microbatch(ONES.view(1, 6))]).scaled_advantages(0, fake(ONES)),
+        MaskError,
+        "advantages is .*FakeTensor",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, error, text", UNNAMED, ids=[text for *_, text in UNNAMED])
+def test_arrays_and_numbers_beyond_fp64_are_named(call, error, text) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_a_plan_has_no_more_microbatches_than_it_was_given() -> None:

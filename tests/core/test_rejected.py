@@ -107,7 +107,7 @@ def test_scaled_advantages_give_a_trainer_that_sums_the_same_gradient():
     scaled = plan.scaled_advantages(0, advantages)
     assert torch.allclose(gradient(lambda r: clipped(r, scaled).sum()), wanted, rtol=1e-15, atol=0)
     assert not torch.allclose(gradient(lambda r: clipped(r, sane).sum()), wanted)
-    with pytest.raises(MaskError, match=r"advantages .* for a mask of shape"):
+    with pytest.raises(MaskError, match=r"advantages has shape .* and loss_mask"):
         plan.scaled_advantages(0, torch.ones(3))
     agg = LossAggregation(mode="custom", function=lambda p, i: -p.microbatches[i].loss_mask)
     with pytest.raises(FunctionError, match="negative weights"):

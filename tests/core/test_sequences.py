@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch, SequenceMean, policy, weighted_sum
-from megatron_loss_agg.errors import LayoutError, MaskError
+from megatron_loss_agg.errors import GroupError, LayoutError, MaskError
 from tests.core.operations import Operations
 from tests.core.steps import cp_layout, lay
 from tests.distributed import run_ranks
@@ -184,6 +184,24 @@ def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
     assert x.grad.dtype == dtype
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_values_of_the_mask_are_checked(bad):
+    with pytest.raises(MaskError, match="negative, infinite or NaN"):
+        SequenceMean(Microbatch(torch.tensor([[1.0, bad]])))
+    for offsets in ([1, 4], [0, 3, 2], [0, 5]):
+        with pytest.raises(GroupError, match="expected"):
+            SequenceMean(Microbatch(torch.ones(4), torch.tensor(offsets)))
+    with pytest.raises(MaskError, match="not 0 on tokens outside"):
+        SequenceMean(Microbatch(torch.ones(4), torch.tensor([0, 3])))
+
+
+def test_the_mask_may_be_overwritten_once_the_mean_is_made():
+    mask = torch.tensor([[1.0, 1.0, 0.0]], dtype=F64)
+    mean = SequenceMean(Microbatch(mask))
+    mask.zero_()
+    assert mean(torch.tensor([[1.0, 3.0, 8.0]])).tolist() == [[2.0] * 3]
+
+
 def test_refusals_say_what_to_change():
     microbatch = Microbatch(torch.ones(2, 8))
     with pytest.raises(LayoutError, match=r"layout of 2 .* a group of 1; .* both, or neither"):
@@ -192,5 +210,5 @@ def test_refusals_say_what_to_change():
         SequenceMean(microbatch, CPLayout.bshd(16, 1, 0))
     with pytest.raises(MaskError, match=r"values has shape \(8, 2\) and local_loss_mask \(2, 8\)"):
         SequenceMean(microbatch)(torch.zeros(8, 2))
-    with pytest.raises(MaskError, match=r"values is torch\.int64; expected a floating-point"):
+    with pytest.raises(MaskError, match=r"values is a torch\.int64 .*; expected a floating-point"):
         SequenceMean(microbatch)(torch.zeros(2, 8, dtype=torch.int64))

@@ -122,7 +122,7 @@ def test_losses_of_other_terms_are_refused():
     plans = StepPlan.build_terms({"a": aggregation("sum")}, two_microbatches())
     with pytest.raises(MaskError, match=r"losses \['b'\] for the terms \['a'\]"):
         plans.weighted_sum(0, {"b": torch.ones(2, 3)})
-    with pytest.raises(MaskError, match="losses of 'a' are a NoneType; expected a tensor"):
+    with pytest.raises(MaskError, match="losses of 'a' are a NoneType; expected a real"):
         plans.weighted_sum(0, {"a": None})
 
 
