@@ -42,14 +42,14 @@ def enable() -> None:
     _enabled = True
     # Megatron requires it of launch scripts, for the order of kernels on GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    from megatron_loss_agg.mcore.cpu import collectives, device
+    from megatron_loss_agg.mcore.cpu import device
 
     device.install()
-    collectives.install()
     # These import Megatron, so the stand-ins must be in place.
-    from megatron_loss_agg.mcore.cpu import attention, restrictions
+    from megatron_loss_agg.mcore.cpu import attention, collectives, restrictions
 
     attention.install()
+    collectives.install()
     restrictions.install()
     atexit.register(_leave)
 

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from megatron.core import utils
+from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
@@ -24,6 +25,7 @@ def install() -> None:
     _split_packs_without_transformer_engine()
     _route_without_transformer_engine()
     _allow_sequence_parallel_norms()
+    _norm_without_transformer_engine()
 
 
 def _skip_kernel_build() -> None:
@@ -86,3 +88,14 @@ def _allow_sequence_parallel_norms() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = construct_marked
+
+
+def _norm_without_transformer_engine() -> None:
+    """Hybrid models end in a norm of Transformer Engine, whatever the spec of their layers."""
+    if transformer_engine.HAVE_TE:
+        return
+
+    def construct(cls: type, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        return WrappedTorchNorm(config, hidden_size, eps)
+
+    transformer_engine.TENorm.__new__ = construct

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
 import torch
+
+_entered: list[Any] = []
+
+
+def inside() -> bool:
+    """Whether code runs in ``with torch.cuda.stream(...)``."""
+    return bool(_entered)
 
 
 def install() -> None:
@@ -14,7 +20,7 @@ def install() -> None:
     stand_ins: dict[str, Any] = {
         "Stream": _Stream,
         "Event": _Event,
-        "stream": lambda stream: contextlib.nullcontext(stream),
+        "stream": _Inside,
         "current_stream": lambda *args: _Stream(),
         "default_stream": lambda *args: _Stream(),
         "set_stream": lambda stream: None,
@@ -24,6 +30,20 @@ def install() -> None:
         setattr(torch.cuda, name, stand_in)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
+
+
+class _Inside:
+    """``torch.cuda.stream(...)``, which may be entered more than once."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> Any:
+        _entered.append(self.stream)
+        return self.stream
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.pop()
 
 
 class _Stream:
