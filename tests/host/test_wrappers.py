@@ -1,0 +1,99 @@
+"""The host's fully sharded wrappers: what the audit lets pass is exact, and what it refuses is not.
+
+Megatron FSDP and torch's FSDP2, as Megatron wraps it, run on gloo ranks. Their gradients are
+compared with the fp64 reference, whether the audit lets the step pass or not.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.audit import Auditor
+from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, data_for, error_of, run_host_ranks
+from tests.host.reference import Gradient, reference, relative_error
+from tests.host.steps import N_MB, PLACES, Places, aggregation, weights_of
+
+pytestmark = pytest.mark.host
+
+TORCH = "torch"  # FSDP2; the others are what Megatron FSDP can shard
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+EXACT_FP32 = 3e-7  # bound of the error in fp32, in which Megatron FSDP keeps gradients
+TOPOLOGIES = {
+    "dp1": Topology(1),
+    "dp2": Topology(2),
+    "cp2": Topology(2, CP2),
+    "ep2": Topology(2, EP2, model="moe"),  # experts are not replicated
+    "ep2-dp4": Topology(4, EP2, model="moe"),
+}
+
+
+def places_of(topology: Topology) -> Places:
+    ranks = topology.data_parallel_size
+    return PLACES.get(ranks) or PLACES[2] * (ranks // 2)
+
+
+def steps(topology: Topology, expected: Gradient) -> dict[tuple[str, bool], Any]:
+    """By strategy and per-token flag: how a step ends, and the error of its gradient."""
+    from tests.host import gpt
+
+    gpt.initialize(**topology.sizes)
+
+    def step(model: Any) -> None:
+        model.zero_grad_buffer()
+        data = data_for(topology, places_of(topology), "thd")
+        gpt.run_step(LossHook(aggregation("prompt_mean")), model, data, N_MB)
+
+    found = {}
+    config = {**MODELS[topology.model], "transformer_impl": "local"}
+    strategies = STRATEGIES if topology.model == "moe" else (*STRATEGIES, TORCH)
+    for strategy, per_token in product(strategies, (False, True)):
+        model = gpt.fully_sharded(gpt.build(per_token=per_token, **config), strategy)
+        refused = error_of(step, model)
+        if refused:
+            with mock.patch.object(Auditor, "check"):
+                step(model)
+        got = gradient_of(model, strategy)
+        error = relative_error(got, {name: expected[name] for name in got})
+        found[strategy, per_token] = refused, error
+    return found
+
+
+def gradient_of(model: Any, strategy: str) -> Gradient:
+    """By parameter of the undivided model. Shards are flat, and in the order of ranks."""
+    from megatron.core import parallel_state
+
+    from tests.host import gradients
+
+    inner = model.module if strategy == TORCH else model.module.module
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
+    found = {}
+    for name, parameter in gradients.parts(inner):
+        group = experts if "experts" in name else dense
+        shard = torch.empty(0) if parameter.grad is None else parameter.grad.to_local().flatten()
+        shards: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(shards, shard, group=group)
+        whole = shards[0] if strategy == "no_shard" else torch.cat(shards)
+        found[name] = whole.view(parameter.shape)
+    return found
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_what_passes_is_exact_and_what_is_refused_is_not(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    weights = weights_of("prompt_mean", places_of(topology))
+    expected = reference(topology.model).gradient(weights)
+    for rank in run_host_ranks(steps, topology.world_size, topology, expected):
+        for (strategy, per_token), (refused, error) in rank.items():
+            bound = EXACT if strategy == TORCH else EXACT_FP32
+            assert (error <= bound) == (refused is None), (strategy, per_token, error, refused)
+            if strategy == TORCH and per_token:  # its scale_gradients does nothing
+                assert "times the planned ones" in refused
+                assert "turn off calculate_per_token_loss" in refused
