@@ -18,7 +18,8 @@ from typing import NoReturn
 from megatron_loss_agg import __version__
 from megatron_loss_agg.errors import AggregationError, InputError
 from megatron_loss_agg.mcore import flags
-from megatron_loss_agg.mcore.install import check_host_flags, seams
+from megatron_loss_agg.mcore.host_flags import check_host_flags
+from megatron_loss_agg.mcore.install import seams
 from megatron_loss_agg.mcore.packages import (
     Finding,
     check_apex,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
+from megatron_loss_agg.mcore.audit import UNMEASURED
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.hook import EMPTY_STEPS
 
@@ -18,13 +19,12 @@ _OPTIONS = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number from 1e-37 to 1e37"),
     "empty": (
         "{count,skip}",
-        "whether samples, rollouts and prompts without active tokens count (default: count, or the "
-        "preset's own choice)",
+        "whether samples, rollouts and prompts without active tokens count (default: count)",
     ),
     "rejected": (
         "{count,skip}",
         "whether samples that the batch key 'rejected' marks (weight 0) count in the denominators; "
-        "required if there are any",
+        "required if there are any, unless the preset says it",
     ),
     "function": ("MODULE:NAME", "for 'custom': a function (plan, i) -> weights of microbatch i"),
     "batch": (
@@ -42,6 +42,11 @@ _OPTIONS = {
         "measure the host's averaging before the first step of each number of microbatches, and "
         "print it (without it: once, before the first step)",
     ),
+    "unmeasured": (
+        "{refuse,trust}",
+        "a model whose averaging cannot be measured ends the run, or is taken to average as "
+        "Megatron's DDP does (default: refuse)",
+    ),
 }
 """Value and help of each further flag; None: it takes no value."""
 
@@ -57,8 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     for name, (metavar, text) in _OPTIONS.items():
         kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
-        group.add_argument(f"{FLAG}-{name.replace('_', '-')}", help=text, **kind)
+        group.add_argument(flag_of(f"loss_aggregation_{name}"), help=text, **kind)
     return parser
+
+
+def flag_of(name: str) -> str:
+    """The flag that a parser stores as ``name``."""
+    return "--" + name.replace("_", "-")
 
 
 def refuse(error: AggregationError) -> int:
@@ -74,6 +84,7 @@ class Settings(NamedTuple):
     read_batch: ReadBatch | None
     empty_step: str
     audit: bool
+    unmeasured: str
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
@@ -85,8 +96,13 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
     aggregation = aggregation_from(args)
     if aggregation is None:
         return None
-    audit = bool(args.loss_aggregation_audit)
-    return Settings(aggregation, read_batch_from(args), empty_step_from(args), audit)
+    return Settings(
+        aggregation,
+        read_batch_from(args),
+        _choice(args, "empty_step", EMPTY_STEPS, "step"),
+        bool(getattr(args, "loss_aggregation_audit", False)),
+        _choice(args, "unmeasured", UNMEASURED, "refuse"),
+    )
 
 
 def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
@@ -104,7 +120,7 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
             value = getattr(args, f"loss_aggregation_{name}", None)
             if value is not None and value is not False:
                 shown = "" if value is True else f" {value}"
-                flag = f"{FLAG}-{name.replace('_', '-')}"
+                flag = flag_of(f"loss_aggregation_{name}")
                 raise ModeError(f"{flag}{shown} without {FLAG}; give a mode, or drop it")
         return None
     options: dict[str, Any] = {"divisor": None if divisor is None else _number(divisor)}
@@ -135,17 +151,14 @@ def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:
     return None if path is None else _load(f"{FLAG}-batch", path)
 
 
-def empty_step_from(args: argparse.Namespace) -> str:
-    """The value of ``--loss-aggregation-empty-step``; ``step`` without it.
-
-    Raises:
-        ModeError: another value.
-    """
-    value = getattr(args, "loss_aggregation_empty_step", None)
+def _choice(args: argparse.Namespace, name: str, choices: Sequence[str], default: str) -> str:
+    """The value of the further flag ``name``; ``default`` without it."""
+    value = getattr(args, f"loss_aggregation_{name}", None)
     if value is None:
-        return "step"
-    if value not in EMPTY_STEPS:
-        raise ModeError(f"{FLAG}-empty-step {value}; expected one of {', '.join(EMPTY_STEPS)}")
+        return default
+    if value not in choices:
+        flag = flag_of(f"loss_aggregation_{name}")
+        raise ModeError(f"{flag} {value}; expected one of {', '.join(choices)}")
     return str(value)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore import flags
+from megatron_loss_agg.mcore import effect, flags
 from megatron_loss_agg.mcore.batches import read_batch
 from megatron_loss_agg.mcore.hook import LossHook
+from megatron_loss_agg.mcore.host_flags import check_host_flags
 
-__all__ = ["Seam", "check_host_flags", "hook_from_args", "install", "seams"]
+__all__ = ["Seam", "hook_from_args", "install", "seams"]
 
 
 class Seam(NamedTuple):
@@ -46,19 +48,36 @@ def hook_from_args(args: Any) -> LossHook | None:
 
     Raises:
         AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
+        HostError: ``args`` lack a flag of the command line.
     """
+    effect.given.check_kept(args)
     settings = flags.settings_from(args)
     if settings is None:
         return None
     check_host_flags(args)
-    return LossHook(
+    return _HookOfFlags(
         settings.aggregation,
         settings.read_batch or read_batch,
         audit=settings.audit,
+        unmeasured=settings.unmeasured,
         evaluates_by_microbatch=getattr(args, "sft", False),
         empty_step=settings.empty_step,
         in_training_loop=True,
     )
+
+
+class _HookOfFlags(LossHook):
+    """Says when the flags take effect."""
+
+    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        hooked = super().wrap(forward_backward)
+
+        @functools.wraps(hooked)
+        def wrapped(**arguments: Any) -> Any:
+            effect.given.mark_used()
+            return hooked(**arguments)
+
+        return wrapped
 
 
 _MARK = "adds_loss_aggregation"
@@ -67,16 +86,20 @@ _MARK = "adds_loss_aggregation"
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
     make_hook: Callable[[Any], LossHook | None] = hook_from_args,
+    watch_exit: bool = True,
 ) -> Callable[[], None]:
     """Add the flags to Megatron's parser, and the hook to its training and evaluation.
 
-    Without ``--loss-aggregation`` the host's behaviour does not change. Does nothing if already
-    installed, for example by the launcher of a patched script.
+    Without ``--loss-aggregation`` the host's behaviour does not change. With it, an optimizer that
+    steps before the hook has run raises HostError. Does nothing if already installed, for example
+    by the launcher of a patched script.
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
         make_hook: Megatron's parsed flags -> hook, or None without ``--loss-aggregation``; called
             once, before the model is built.
+        watch_exit: end the process with exit code 2 if the flags of its command line have had no
+            effect when the script ends.
 
     Returns:
         ``uninstall``, which restores every function; a no-op if it was already installed.
@@ -88,6 +111,9 @@ def install(
     add_arguments, get_forward_backward, setup = (function for _, function in originals)
     if getattr(add_arguments, _MARK, False):
         return lambda: None
+    stop_watching = effect.watch(sys.argv[1:])
+    if watch_exit:
+        effect.fail_at_exit()
 
     @functools.wraps(add_arguments)
     def add_arguments_with_ours(parser: Any) -> Any:
@@ -109,7 +135,8 @@ def install(
     @functools.wraps(setup)
     def checked_setup(*args: Any, **kwargs: Any) -> Any:
         ours = hook()  # refuse bad flags before the model is built, which takes long
-        model, optimizer, scheduler = setup(*args, **kwargs)
+        with effect.given.setting_up():
+            model, optimizer, scheduler = setup(*args, **kwargs)
         if optimizer is not None and ours is not None and ours.empty_step == "skip":
             optimizer.step = _step_unless_empty(optimizer.step, ours)
         return model, optimizer, scheduler
@@ -119,6 +146,7 @@ def install(
         setattr(seam.module, seam.name, function)
 
     def uninstall() -> None:
+        stop_watching()
         for seam, function in originals:
             setattr(seam.module, seam.name, function)
 
@@ -135,42 +163,6 @@ def _step_unless_empty(step: Callable[..., Any], hook: LossHook) -> Callable[...
         return step(*args, **kwargs)
 
     return step_unless_empty
-
-
-def check_host_flags(args: Any) -> None:
-    """Refuse flags of Megatron under which the plugin would not be exact.
-
-    Args:
-        args: Megatron's parsed flags; absent ones are not checked.
-
-    Raises:
-        HostError: names the flag and what to change.
-    """
-    if getattr(args, "hybrid_context_parallel", False):
-        raise HostError(
-            "--hybrid-context-parallel with --loss-aggregation: samples have context-parallel "
-            "groups of their own; drop one of the two flags"
-        )
-    if getattr(args, "perform_rl_step", False) and not args.loss_aggregation_batch:
-        raise HostError(
-            "--perform-rl-step with --loss-aggregation: the RL loop's batches are tuples without "
-            "a key 'loss_mask'; expected a function that reads their masks: add "
-            "--loss-aggregation-batch module:name, or drop one of the two flags"
-        )
-    if getattr(args, "perform_rl_step", False) and args.context_parallel_size > 1:
-        raise HostError(
-            "--perform-rl-step with --context-parallel-size > 1: the RL loop gives every "
-            "context-parallel rank the whole batch; expected 1: drop the second flag"
-        )
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-        if getattr(args, name, 1) > 1:
-            flag = "--" + name.replace("_", "-")
-            raise HostError(f"{flag} > 1 adds ranks with data of their own; drop it")
-    if getattr(args, "cuda_graph_impl", None) == "full_iteration":
-        raise HostError(
-            "--cuda-graph-impl full_iteration replays one step's weights for all; "
-            "expected another value: choose local or transformer_engine"
-        )
 
 
 def _seam(module: Any, name: str, *parameters: str) -> Seam:

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_loss_agg.errors import AggregationError, InputError
-from megatron_loss_agg.mcore import flags
+from megatron_loss_agg.mcore import effect, flags
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.install import hook_from_args, install
 
 
-def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]:
+def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]:
     """Install the plugin for ``script`` with ``script_args``.
 
     Args:
         cpu: run Megatron on CPU over gloo, for trials and tests.
 
     Returns:
-        a function that runs the script as ``python script ...`` would. If a Megatron flag conflicts
-        with ours, it prints one line and exits with code 2 before the model is built.
+        a function that runs the script as ``python script ...`` would, and returns its exit code.
+        If a Megatron flag conflicts with ours, it prints one line and exits with code 2 before the
+        model is built; and so at the end, if our flags have had no effect.
 
     Raises:
         InputError: ``script`` is not a file.
@@ -41,8 +42,19 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], Any]
         from megatron_loss_agg.mcore.cpu import enable
 
         enable()
-    install(_add_cpu_arguments if cpu else flags.add_arguments, _hook_or_exit)
-    return functools.partial(runpy.run_path, script, run_name="__main__")
+    install(_add_cpu_arguments if cpu else flags.add_arguments, _hook_or_exit, watch_exit=False)
+    return functools.partial(_run, script)
+
+
+def _run(script: str) -> int:
+    """Run ``script``; return 0 if it succeeded and used our flags."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+    error = effect.given.error_at_exit()
+    return 0 if error is None else flags.refuse(error)
 
 
 def _hook_or_exit(args: Any) -> LossHook | None:

@@ -19,3 +19,8 @@ def reject_all_after_two(batch: Any) -> Microbatch:
     microbatch = read_batch(batch)
     rejected = torch.full((microbatch.num_samples,), next(_calls) >= 2)
     return dataclasses.replace(microbatch, rejected=rejected)
+
+
+def after_image(batch: Any) -> Microbatch:
+    """The mask of a model that puts three positions of an image before the text."""
+    return Microbatch(torch.nn.functional.pad(batch["loss_mask"], (3, 0)))

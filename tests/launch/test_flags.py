@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
     found = {tuple(a.option_strings): (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ("", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step")
+    values += ("-unmeasured",)
     expected = {(FLAG + x,): ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
 
@@ -64,13 +66,17 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     assert flags.read_batch_from(parsed(FLAG, "token_mean")) is None
     # A preset keeps its own choice unless told.
     preset = "nemo-rl/sequence_level"
-    assert given(FLAG, preset) == LossAggregation(mode="sample_mean", empty="skip")
-    assert given(FLAG, preset, f"{FLAG}-empty", "count") == LossAggregation(mode="sample_mean")
+    skips = LossAggregation(mode="sample_mean", rejected="skip")
+    assert given(FLAG, preset) == skips
+    assert given(FLAG, preset, f"{FLAG}-empty", "skip") == replace(skips, empty="skip")
+    assert given(FLAG, preset, f"{FLAG}-rejected", "count") == replace(skips, rejected="count")
 
 
 def test_what_to_do_about_an_empty_step() -> None:
     def found(*extra: str) -> str:
-        return flags.empty_step_from(parsed(FLAG, "token_mean", *extra))
+        settings = flags.settings_from(parsed(FLAG, "token_mean", *extra))
+        assert settings is not None
+        return settings.empty_step
 
     assert found() == "step"
     for choice in ("skip", "error"):
@@ -92,6 +98,8 @@ BAD_FLAGS = {
     "@ sample_mean @-empty maybe": f"ModeError|empty='maybe'|{CHOICE}",
     "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
     "@ sum @-empty-step=": "ModeError|expected one of error, skip, step",
+    "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
+    "@-unmeasured trust": "ModeError|@-unmeasured trust without @|give a mode",
     "@-rejected skip": "ModeError|@-rejected skip without @|give a mode",
     "@-divisor=": f"ModeError|-divisor  {NO_MODE}",
     "@-divisor 3": f"ModeError|-divisor 3 {NO_MODE}",

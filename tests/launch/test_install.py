@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import re
 import sys
@@ -11,12 +12,17 @@ from typing import Any
 
 import pytest
 
+from megatron_loss_agg.mcore.host_flags import check_host_flags
 from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
 
+Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"])
+
 REFUSED: dict[str, Any] = {
     "hybrid_context_parallel": True,
+    "dynamic_context_parallel": True,
+    "overlap_moe_expert_parallel_comm": True,
     "perform_rl_step": True,
     "gtp_weight_remat_size": 2,
     "expert_gtp_weight_remat_size": 2,
@@ -180,3 +186,37 @@ def test_a_host_with_other_seams_is_refused_by_name_and_version(case: str, seam:
     assert error.startswith(f"HostError: megatron-core {version('megatron-core')}")
     assert f": megatron.{seam}; expected the seams of Megatron-Core" in error
     assert seams()["untouched"]
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration "),
+        # 0.14, and 0.15 to 0.17, where a scope is an enumeration in the end.
+        (
+            {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"},
+            "--cuda-graph-scope full_iteration ",
+        ),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn, Scope.full_iteration]},
+            "--cuda-graph-scope full_iteration ",
+        ),
+        # Later ones, before their flags are validated.
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
+            "--cuda-graph-modules full_iteration ",
+        ),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope_deprecated": ["full_iteration"]},
+            "--cuda-graph-scope full_iteration ",
+        ),
+        ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, None),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration_inference]}, None),
+        ({"enable_cuda_graph": True, "cuda_graph_scope": "full"}, None),
+    ],
+)
+def test_a_graph_of_the_whole_iteration_is_refused_however_it_is_spelled(
+    flags: dict[str, Any], refused: str | None
+) -> None:
+    error = error_of(lambda: check_host_flags(argparse.Namespace(**flags)))
+    assert error == "none" if refused is None else error.startswith(f"HostError: {refused}")

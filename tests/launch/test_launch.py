@@ -185,7 +185,7 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
     assert first[1] == pytest.approx(first[0], rel=1e-6)
     assert any("prompt_mean loss value: " in line for line in aggregated_logged)  # evaluation
     (line,) = (line for line in aggregated_logged if "audit" in line)
-    assert "gradients are 1.000000 of the planned ones" in line
+    assert "gradients are 1.000000 times the planned ones" in line
     assert not any("audit" in line for line in runs["without the flag"][0])
     weights, aggregated = tensors(saved["model"]), tensors(aggregated_saved["model"])
     assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())

@@ -1,0 +1,264 @@
+"""Flags that were given take effect, or end the run; a run with nothing to do is left alone.
+
+Real scripts, one process a rank, through the launcher or with the lines that the patches add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore import effect, launch
+from megatron_loss_agg.mcore.install import hook_from_args
+from tests.launch.test_launch import FLAGS, SCRIPT
+
+pytestmark = pytest.mark.host
+
+ROOT = Path(__file__).parents[2]
+MODE = ("--loss-aggregation", "sample_mean")
+LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
+NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
+
+
+def run(
+    folder: Path,
+    script: str | Path,
+    *flags: str,
+    ranks: int = 1,
+    starter: tuple[str, ...] = LAUNCHER,
+) -> tuple[list[int], str]:
+    """Start ``script``, a path or its text; return each rank's exit code, and all that was said."""
+    if isinstance(script, str):
+        (folder / "script.py").write_text(script)
+        script = folder / "script.py"
+    # What torchrun sets for every rank; torchrun itself does not tell the ranks' exit codes.
+    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(ranks)}
+    logs = [(folder / f"rank{rank}.log") for rank in range(ranks)]  # pipes could fill up
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, *starter, str(script), *flags],
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        processes.append(process)
+    try:
+        codes = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return codes, "".join(log.read_text() for log in logs)
+
+
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def refusals(said: str) -> list[str]:
+    """The launcher's lines."""
+    return [line for line in said.splitlines() if line.startswith("megatron_loss_agg: ")]
+
+
+# Neither Megatron's parser nor its schedule; OPTIMIZER is a class, or None.
+NO_PARSER = """
+import torch
+
+weight = torch.ones(3, requires_grad=True)
+optimizer = OPTIMIZER and OPTIMIZER([weight], lr=0.1)
+weight.square().sum().backward()
+if optimizer:
+    optimizer.step()
+else:
+    weight.data -= 0.1 * weight.grad
+print("stepped")
+"""
+
+
+def test_an_optimizer_does_not_step_if_nobody_asked_for_the_hook(tmp_path: Path) -> None:
+    script = NO_PARSER.replace("OPTIMIZER", "torch.optim.SGD")
+    codes, said = run(tmp_path, script, *MODE)
+    assert codes == [1]
+    assert re.search(NO_EFFECT + "SGD is about to step, and no forward-backward call", said)
+    assert "hook_from_args(args).wrap(get_forward_backward_func())" in said
+    assert "stepped" not in said
+    codes, said = run(tmp_path, script)
+    assert (codes, refusals(said), "stepped" in said) == ([0], [], True)
+
+
+def test_a_script_that_never_asked_for_the_hook_fails_at_its_end(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, NO_PARSER.replace("OPTIMIZER", "None"), *MODE, ranks=2)
+    assert codes == [2, 2]
+    assert said.count("stepped\n") == len(refusals(said)) == 2
+    assert re.search(NO_EFFECT + "the script did not read it; expected Megatron's own", said)
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "argv, leaves, code",
+    [
+        (MODE, "pass", 2),
+        (MODE, "raise SystemExit", 2),
+        (MODE, "raise SystemExit(0)", 2),
+        (MODE, "raise SystemExit(3)", 3),
+        (("--help", *MODE), "raise SystemExit(0)", 0),
+        ((), "raise SystemExit(0)", 0),
+    ],
+)
+def test_an_exit_is_a_failure_only_if_flags_were_to_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], leaves: str, code: int
+) -> None:
+    monkeypatch.setattr(effect, "given", effect.GivenFlags(argv))
+    script = tmp_path / "script.py"
+    script.write_text(leaves)
+    try:
+        found = launch._run(str(script))
+    except SystemExit as leaving:
+        found = leaving.code
+    assert found == code
+
+
+def test_an_initialization_of_the_optimizer_is_no_step() -> None:
+    given = effect.GivenFlags(MODE)
+    with given.setting_up():
+        given.check_before_step(object())
+    with pytest.raises(HostError, match="object is about to step"):
+        given.check_before_step(object())
+    given.mark_used()
+    given.check_before_step(object())
+
+
+def test_every_flag_is_compared_with_what_the_host_has() -> None:
+    given = effect.GivenFlags([*MODE, "--loss-aggregation-audit", "--other", "x"])
+    kept = argparse.Namespace(loss_aggregation="sample_mean", loss_aggregation_audit=True)
+    given.check_kept(kept)
+    kept.loss_aggregation_audit = False
+    with pytest.raises(HostError, match=r"audit True was given, .* flags have False"):
+        given.check_kept(kept)
+
+
+def test_flags_from_a_yaml_file_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    divisor = ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "7")
+    monkeypatch.setattr(effect, "given", effect.GivenFlags(divisor))
+    file = SimpleNamespace(loss_aggregation="constant", loss_aggregation_divisor=7, yaml_cfg="x")
+    hook = hook_from_args(file)
+    assert hook is not None
+    assert hook.terms["constant"].aggregation.divisor == 7
+
+
+# What Megatron's `pretrain` does first.
+BUILDS = """
+from megatron.training import arguments, training
+from megatron.training.global_vars import set_args
+
+set_args(arguments.parse_args())
+print("builds")
+training.setup_model_and_optimizer(None, None)
+"""
+PATCHED = """
+from megatron_loss_agg.mcore import cpu
+
+cpu.enable()
+if __name__ == "__main__":
+    from megatron_loss_agg.mcore.install import install
+
+    install()
+"""
+
+
+def test_a_host_that_drops_the_flags_ends_the_run_before_the_model_is_built(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "config.yaml").write_text("{enable_msc: false, disable_msc_deprecated: false}")
+    flags = ("--yaml-cfg", str(tmp_path / "config.yaml"), *MODE)
+    codes, said = run(tmp_path, BUILDS, *flags, ranks=2)
+    assert codes == [2, 2]
+    assert said.count("builds\n") == 2
+    (line,) = set(refusals(said))
+    assert "--loss-aggregation sample_mean was given, and the script's parsed flags have" in line
+    assert "add 'loss_aggregation: sample_mean' to the file of --yaml-cfg" in line
+    codes, said = run(tmp_path, PATCHED + BUILDS, *flags, starter=())
+    assert codes == [1]  # with a traceback, since the script was started by itself
+    assert "HostError: --loss-aggregation sample_mean was given, and the script's" in said
+
+
+# A loop with Megatron's parser, model, and a schedule that it binds itself. SCHEDULE is how.
+OWN_LOOP = """
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training import arguments
+from megatron_loss_agg.mcore.install import hook_from_args
+from tests.host import gpt
+from tests.host.steps import Counted
+
+args = arguments.parse_args()
+dist.init_process_group("gloo")
+gpt.initialize()
+model = gpt.ddp_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+forward_backward = SCHEDULE
+forward_backward(
+    forward_step_func=gpt.forward_step, data_iterator=Counted(dist.get_rank()), model=[model],
+    num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
+)
+optimizer.step()
+print("stepped")
+"""
+STOCK = "get_forward_backward_func()"
+OURS = f"hook_from_args(args).wrap({STOCK})"
+
+
+def test_a_loop_that_binds_its_own_schedule_ends_before_the_first_step(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, OWN_LOOP.replace("SCHEDULE", STOCK), *MODE, ranks=2)
+    assert codes == [1, 1]
+    assert len(re.findall("^.*" + NO_EFFECT + "SGD is about to step", said, re.MULTILINE)) == 2
+    assert "stepped" not in said
+    # What the error says to do helps.
+    codes, said = run(tmp_path, OWN_LOOP.replace("SCHEDULE", OURS), *MODE)
+    assert (codes, said.count("stepped\n")) == ([0], 1), said[-3000:]
+
+
+def test_a_patched_script_is_watched_like_a_launched_one(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, PATCHED + OWN_LOOP.replace("SCHEDULE", STOCK), *MODE, starter=())
+    assert codes == [1]
+    assert re.search(NO_EFFECT + "SGD is about to step", said)
+    codes, said = run(tmp_path, PATCHED + NO_PARSER.replace("OPTIMIZER", "None"), *MODE, starter=())
+    assert codes == [2]
+    assert len(refusals(said)) == 1
+
+
+NOTHING_TO_DO = {
+    "evaluation alone": ("--skip-train",),
+    "an early end": ("--exit-interval", "1"),
+    # As after the last iteration of a job that is started again.
+    "no step at all": ("--skip-train", "--eval-iters", "0"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_DO)
+def test_runs_of_the_host_that_are_short_are_not_refused(tmp_path: Path, case: str) -> None:
+    keep = FLAGS[: FLAGS.index("--save-interval")] + FLAGS[FLAGS.index("--ckpt-format") :]
+    codes, said = run(tmp_path, SCRIPT, *keep, *MODE, *NOTHING_TO_DO[case])
+    assert (codes, refusals(said)) == ([0], []), said[-3000:]
+    steps = len(re.findall(r"iteration +\d+/ +\d+ .*sample_mean loss: ", said))
+    evaluations = len(re.findall("sample_mean loss value: ", said))
+    assert (steps, evaluations > 0) == {
+        "evaluation alone": (0, True),
+        "an early end": (1, False),
+        "no step at all": (0, False),
+    }[case]
