@@ -16,7 +16,8 @@ from benchmarks.results import Results, ratios
 from benchmarks.shapes import AGGREGATIONS, CONTEXT_PARALLEL, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
 from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
-from megatron_loss_agg.mcore.local_weights import LocalWeights, StepWeights, layout_of
+from megatron_loss_agg.mcore.local_weights import LocalWeights, StepWeights
+from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.report import Mean
 
@@ -37,7 +38,7 @@ def measure(results: Results) -> None:
 def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     cp = dist.get_world_size(groups.cp)
     whole = shape.microbatch()
-    layout = layout_of(whole, groups)
+    (layout,) = recognised().layouts(whole, groups).values()
     mask = whole.loss_mask if layout is None else layout.shard(whole.loss_mask)
     losses = torch.randn(mask.shape, requires_grad=True)
     weights = {name: local_weights_of(agg, whole, groups) for name, agg in AGGREGATIONS.items()}
@@ -66,7 +67,17 @@ def local_weights_of(
     aggregation: object, whole: Microbatch, groups: ParallelGroups
 ) -> LocalWeights:
     plans = StepPlan.build_terms({"loss": aggregation}, [whole])  # type: ignore[dict-item]
-    return StepWeights.of(plans, groups, keeps_masks=False).terms["loss"][0]
+    step = StepWeights.of(plans, groups, recognised(), keeps_masks=False)
+    (weights,) = step.terms["loss"][0].values()
+    return weights
+
+
+def recognised() -> Splits:
+    """What a hook knows after its first step."""
+    splits = Splits()
+    splits.narrow(False, {"zigzag": []}, [])
+    splits.narrow(True, {"zigzag inside every sequence": []}, [])
+    return splits
 
 
 def floor(w: Tensor, losses: Tensor) -> None:
@@ -113,15 +124,16 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
     whole = Shape(64, 1024, "bshd").microbatch()
     losses = torch.randn(whole.loss_mask.shape, requires_grad=True)
     plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, [whole])
-    weights = StepWeights.of(plans, groups, keeps_masks=False)
+    splits, model = recognised(), torch.nn.Identity()
+    weights = StepWeights.of(plans, groups, splits, keeps_masks=False)
     call = Call(
         arguments={},
         pg_collection=None,
         groups=groups,
         scale=HostScale(1, 1, 1, per_token=False),
         config=None,
-        chunks=(),
-        forward_step=lambda: (losses, functools.partial(loss_func, whole.loss_mask)),
+        chunks=(model,),
+        forward_step=lambda: (model(losses), functools.partial(loss_func, whole.loss_mask)),
         data_iterator=None,
         forward_only=False,
         collects_other_data=False,
@@ -134,9 +146,11 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
 
     def hooked() -> None:
         losses.grad = None
-        step = Step(call, plans.terms, lambda: weights, Options(False, False, False, False))
-        _, loss = step.forward_step()()
-        loss(losses)[0].backward()
+        options = Options(False, False, False, False)
+        step = Step(call, plans.terms, lambda: weights, splits, options)
+        with step.checks.watch():
+            output, loss = step.forward_step()()
+        loss(output)[0].backward()
         step.finish()
 
     _, found = ratios(

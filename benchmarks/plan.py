@@ -26,6 +26,7 @@ from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import StepWeights
+from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.samples import Samples
 
 
@@ -101,9 +102,10 @@ def _memory(results: Results, layout: str, alone: ParallelGroups) -> None:
     vector = 4 * sum(m.loss_mask.numel() for m in step)
     for name, aggregations in terms.items():
         plans = StepPlan.build_terms(aggregations, step)
-        weights = StepWeights.of(plans, alone, keeps_masks=False)
+        make = functools.partial(StepWeights.of, plans, alone, Splits(), keeps_masks=False)
+        weights = make()
         where = f"{samples} x {length} {layout}, {name}"
-        (made,) = least_seconds([functools.partial(StepWeights.of, plans, alone, False)], 5)
+        (made,) = least_seconds([make], 5)
         results.add("weights before the step", where, 1e3 * made, "ms")
         kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([weights, step])}
         for what, number_of in kept.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,8 +19,15 @@ from megatron_loss_agg.errors import (
     GroupError,
     HostError,
     MaskError,
+    StepError,
 )
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, hashed, of_term
+from megatron_loss_agg.microbatch import (
+    Microbatch,
+    MicrobatchOfTerms,
+    hashed,
+    holds_integers,
+    of_term,
+)
 from megatron_loss_agg.plan import listed
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms]
@@ -34,6 +42,7 @@ HOW_TO_READ = (
 
 _OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 _BY_SAMPLE = ("prompt_ids", "rollout_ids", "rejected")
+_TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 
 def read_batch(batch: Any) -> Microbatch:
@@ -41,7 +50,8 @@ def read_batch(batch: Any) -> Microbatch:
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
     ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``; all may
-    have a leading axis from the data loader's collation. Several packs in one batch are joined into
+    have a leading axis from the data loader's collation. ``labels``, ``tokens``, ``input_ids`` and
+    ``position_ids`` become the ``token_ids``. Several packs in one batch are joined into
     one long pack, as Megatron joins them before it calls the model. Trailing offsets that repeat
     the last one (the last padded one, if given) pad the rows of packs with fewer samples. A dummy
     microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
@@ -78,7 +88,35 @@ def read_batch(batch: Any) -> Microbatch:
         offsets.pop("cu_seqlens_padded", None)
     if "cu_seqlens" not in offsets and "cu_seqlens_padded" in offsets:
         offsets["cu_seqlens"] = offsets.pop("cu_seqlens_padded")
-    return Microbatch(mask, **offsets, **ids)
+    return Microbatch(mask, **offsets, **ids, token_ids=_token_ids(batch, mask))
+
+
+def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
+    """The tensors of ``batch`` that tell its tokens apart."""
+    found: list[Any] = []
+    if isinstance(batch, Mapping):
+        found = [batch[name] for name in _TOKEN_IDS if holds_integers(batch.get(name))]
+    return [x for x in found if x.numel() == mask.numel()]
+
+
+def _identified(microbatch: Any, batch: Any) -> Any:
+    """``microbatch`` with the token ids of ``batch``, if it has none of its own."""
+    if not isinstance(microbatch, Microbatch) or microbatch.token_ids:
+        return microbatch
+    return dataclasses.replace(microbatch, token_ids=_token_ids(batch, microbatch.loss_mask))
+
+
+def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
+    """``change(microbatch)``; of a mapping by term, of each, and terms that share one still do."""
+    if not isinstance(microbatch, Mapping):
+        return change(microbatch)
+    changed = {id(x): change(x) for x in microbatch.values()}
+    return {name: changed[id(x)] for name, x in microbatch.items()}
+
+
+def copied(microbatch: Any) -> Any:
+    """A copy, which later edits of the batch do not reach."""
+    return microbatch.copied() if isinstance(microbatch, Microbatch) else microbatch
 
 
 def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set[int]) -> Tensor:
@@ -132,6 +170,7 @@ class LookAhead:
         self._lazily = lazily
         self._drawn: list[Callable[[], MicrobatchOfTerms]] = []
         self._served: deque[Any] = deque()
+        self._taken = 0
 
     def microbatches(self) -> list[MicrobatchOfTerms]:
         """Those of all ``number`` batches, including batches already returned by ``next``."""
@@ -147,7 +186,16 @@ class LookAhead:
     def __iter__(self) -> LookAhead:
         return self
 
+    def check_taken(self) -> None:
+        """Raise StepError if the forward steps have not drawn one batch for each microbatch."""
+        if self._drawn and self._taken != self._number:
+            raise StepError(
+                f"the forward steps drew {self._taken} batches for {self._number} microbatches; "
+                "expected next(data_iterator) once each: otherwise give LossHook(read_step=...)"
+            )
+
     def __next__(self) -> Any:
+        self._taken += 1
         if self._served:
             return self._served.popleft()
         return self._draw() if len(self._drawn) < self._number else next(self._source)
@@ -161,9 +209,24 @@ class LookAhead:
         )
 
     def _draw(self) -> Any:
-        batch = next(self._source)
-        self._drawn.append(attempt(self._read, batch))
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            if not self._drawn:
+                raise  # the end of the data, which a loop may wait for
+            raise StepError(
+                f"the data iterator ended after {len(self._drawn)} of the {self._number} batches "
+                "of a call; expected num_microbatches of them: leave out the last, smaller step, "
+                "or lower num_microbatches for it"
+            ) from None
+        self._drawn.append(attempt(self._microbatch, batch))
         return batch
+
+    def _microbatch(self, batch: Any) -> MicrobatchOfTerms:
+        read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
+        # Planned when the script may have changed the batch already.
+        found: MicrobatchOfTerms = for_each_term(copied, read) if self._lazily else read
+        return found
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
 from megatron_loss_agg.collectives import any_rank, failing_together
 from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
+from megatron_loss_agg.mcore.agreement import agree, described
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.batches import (
     LookAhead,
@@ -17,12 +21,17 @@ from megatron_loss_agg.mcore.batches import (
     ReadStep,
     attempt,
     checked_microbatches,
+    copied,
+    for_each_term,
     read_batch,
 )
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import StepWeights
+from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
+from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
+from megatron_loss_agg.mcore.summary import summary
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.plan import listed
 
@@ -68,12 +77,16 @@ class LossHook:
             iterator must not be drawn ahead. The hook then draws nothing.
         audit: measure the host's averaging before the first step of each number of microbatches,
             and print it; without it, it is measured once, before the first step.
+        unmeasured: what to do where that cannot be measured, since the model is in an unknown
+            data-parallel wrapper or the loop itself reduces gradients: raise HostError
+            (``refuse``), or go on as if it was as planned (``trust``).
         evaluates_by_microbatch: the host's evaluation divides every microbatch's report before it
             averages (Megatron's training loop under ``--sft``); reports stay exact.
         empty_step: what to do about a step in which every token is masked or rejected: raise
             MaskError (``error``); set `step_is_empty`, so that the caller can skip the optimizer
             (``skip``); or nothing, so that momentum and weight decay still move the model
             (``step``).
+        patience: seconds that ranks wait for each other's hook before the first step.
         in_training_loop: called by Megatron's own training loop. Batches of the next step are then
             drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
             In a custom loop, a call with ``forward_only=True`` is left alone if its loss functions
@@ -85,7 +98,7 @@ class LossHook:
             False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step``, or bad terms.
+        ModeError: an unknown ``empty_step`` or ``unmeasured``, or bad terms.
     """
 
     def __init__(
@@ -95,8 +108,10 @@ class LossHook:
         *,
         read_step: ReadStep | None = None,
         audit: bool = False,
+        unmeasured: str = "refuse",
         evaluates_by_microbatch: bool = False,
         empty_step: str = "step",
+        patience: float = 60.0,
         in_training_loop: bool = False,
     ) -> None:
         if empty_step not in EMPTY_STEPS:
@@ -115,10 +130,22 @@ class LossHook:
         self.step_is_empty = False
         self.evaluates_by_microbatch = evaluates_by_microbatch
         self._in_training_loop = in_training_loop
-        self._auditor = Auditor(repeat=audit)
+        self._auditor = Auditor(audit, unmeasured)
+        self._settings = {
+            **{f"term {name!r}": described(term) for name, term in self.terms.items()},
+            "order of terms": [*self.terms],
+            "audit": audit,
+            "unmeasured": unmeasured,
+            "evaluates_by_microbatch": evaluates_by_microbatch,
+            "empty_step": empty_step,
+            "in_training_loop": in_training_loop,
+        }
+        self._agreed = False
+        self._patience = timedelta(seconds=patience)
         self._verified = False
+        self._splits = Splits()
         self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
-        self._open_step: _OptimizerStep | None = None
+        self._open_step: OptimizerStep | None = None
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_backward`` with its loss aggregated.
@@ -134,10 +161,10 @@ class LossHook:
             MaskError, GroupError, LayoutError, FunctionError: bad batches, masks or ids, or a loss
                 function's mask differs from the planned one.
             ReportError: the loss function reports a name that the hook adds.
-            ModeError: ranks have different terms.
+            ModeError: ranks have different settings.
             HostError: the host scales or calls the loss in another way than planned.
             StepError: see `step`.
-            PeerError: another rank failed.
+            PeerError: another rank failed, or has no hook.
         """
         if hasattr(forward_backward, _MARK):
             raise HostError(
@@ -148,7 +175,11 @@ class LossHook:
         @functools.wraps(forward_backward)
         def wrapped(**arguments: Any) -> Any:
             call = Call.of(arguments)
-            if not call.forward_only:
+            if not self._agreed:
+                agree(self._settings, call.groups, self._patience)
+                self._agreed = True
+            # Once a step: data-parallel ranks may differ in how many calls a step has.
+            if not call.forward_only and (self._open_step is None or self._open_step.is_whole):
                 self._auditor.check(call)
             if call.collects_other_data:
                 return forward_backward(**arguments)
@@ -186,7 +217,7 @@ class LossHook:
         if self._open_step is not None:
             raise StepError("hook.step inside another hook.step; expected one step at a time")
         given = listed(microbatches)
-        self._open_step = step = _OptimizerStep(len(given), lambda: given)
+        self._open_step = step = OptimizerStep(len(given), lambda: given)
         try:
             yield
             if step.left:
@@ -197,27 +228,30 @@ class LossHook:
         finally:
             self._open_step = None
 
-    def _read_ahead(self, call: Call) -> tuple[_OptimizerStep, Any]:
+    def _read_ahead(self, call: Call) -> tuple[OptimizerStep, Any]:
         """The step of a call outside `step`, and the iterator to pass to the schedule."""
         number, iterator = call.scale.num_microbatches, call.data_iterator
         if not call.groups.last_stage or not call.groups.reads_data:
-            return _OptimizerStep(number), iterator
+            return OptimizerStep(number), iterator
         lazily = self._plans_lazily(call)
         if self.read_step is not None:
-            read: Callable[[], Any] = functools.partial(self.read_step, iterator, number)
+            given = functools.partial(self.read_step, iterator, number)
+            read: Callable[[], Any] = given
             # Now, since it may look at the iterator, from which the forward steps draw.
-            return _OptimizerStep(number, attempt(read) if lazily else read), iterator
+            if lazily:  # planned when the script may have changed the batches already
+                read = attempt(lambda: [for_each_term(copied, x) for x in listed(given())])
+            return OptimizerStep(number, read), iterator
         if not hasattr(iterator, "__next__"):
-            return _OptimizerStep(number, functools.partial(_refuse_iterator, iterator)), iterator
+            return OptimizerStep(number, functools.partial(_refuse_iterator, iterator)), iterator
         ahead = LookAhead(iterator, number, self.read_batch, lazily)
-        return _OptimizerStep(number, ahead.microbatches), ahead
+        return OptimizerStep(number, ahead.microbatches), ahead
 
     def _plans_lazily(self, call: Call) -> bool:
         """Forward-only calls of custom loops may compute log-probabilities, without a mask."""
         return call.forward_only and not self._in_training_loop
 
     def _run(
-        self, forward_backward: Callable[..., Any], call: Call, step: _OptimizerStep, iterator: Any
+        self, forward_backward: Callable[..., Any], call: Call, step: OptimizerStep, iterator: Any
     ) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
@@ -231,14 +265,25 @@ class LossHook:
                 stack.enter_context(hooked.checks.watch())
                 result = call.run(forward_backward, hooked.forward_step(), iterator)
                 hooked.finish()
-                self._verified = self._verified or not call.forward_only
+                if isinstance(iterator, LookAhead):
+                    iterator.check_taken()
+                if not (self._verified or call.forward_only or step.left):
+                    self._report_first(call, step.weights(functools.partial(self._plan, call)))
+                    self._verified = True
             else:
                 result = call.run(forward_backward, call.forward_step, iterator)
         if self.empty_step == "skip" and not call.forward_only:
             self.step_is_empty = any_rank(is_empty, call.groups.pp)
         return result
 
-    def _step(self, call: Call, step: _OptimizerStep, first: int, lazily: bool) -> Step:
+    def _report_first(self, call: Call, weights: StepWeights) -> None:
+        """Say on one rank what was understood of the first training step."""
+        groups = (call.groups.dp, call.groups.cp, call.groups.tp)
+        if not any(map(dist.get_rank, groups)):
+            measured = self._auditor.measured
+            print(summary(self.terms, call, weights, self._splits, measured), flush=True)
+
+    def _step(self, call: Call, step: OptimizerStep, first: int, lazily: bool) -> Step:
         options = Options(
             verify=not self._verified,
             reports_total=self._reports_total,
@@ -251,9 +296,10 @@ class LossHook:
             with failing_together([call.groups.cp] if lazily else [], _FAILED):
                 return step.weights(functools.partial(self._plan, call))
 
-        return Step(call, self.terms, weights, options, first, step.carried_tokens(first))
+        carried = step.carried_tokens(first)
+        return Step(call, self.terms, weights, self._splits, options, first, carried)
 
-    def _plan_together(self, step: _OptimizerStep, call: Call, first: int) -> bool:
+    def _plan_together(self, step: OptimizerStep, call: Call, first: int) -> bool:
         """Plan the step on the last pipeline stage; return whether it is known to be empty.
 
         Raises:
@@ -280,54 +326,15 @@ class LossHook:
         def checked() -> list[MicrobatchOfTerms]:
             return checked_microbatches(read(), number, self.terms)
 
-        weights = StepWeights.plan(checked, self.terms, call.groups, not self._verified)
+        weights = StepWeights.plan(
+            checked, self.terms, call.groups, self._splits, keeps_masks=not self._verified
+        )
         reads = call.groups.reads_data and not call.forward_only and self._open_step is None
         if reads and self.read_step is None:
             prefetch = prefetch_of(call.data_iterator, insert=self._in_training_loop)
             if prefetch is not None:
                 prefetch.fetch(number)
         return weights
-
-
-class _OptimizerStep:
-    """Microbatches that are counted together and taken by one or several calls of the schedule."""
-
-    def __init__(self, number: int, read: Callable[[], Any] = list) -> None:
-        self.number = number
-        self.left = number
-        self._read = read
-        self._weights: StepWeights | None = None
-
-    def take(self, number: int) -> int:
-        """Take the next ``number`` microbatches; return the index of the first.
-
-        Raises:
-            StepError: fewer are left.
-        """
-        if number > self.left:
-            raise StepError(
-                f"a call with num_microbatches={number} in a hook.step with {self.left} of "
-                f"{self.number} microbatches left; expected at most as many (a call that failed "
-                "has taken its own)"
-            )
-        self.left -= number
-        return self.number - self.left - number
-
-    def weights(self, plan: Callable[[Callable[[], Any], int], StepWeights]) -> StepWeights:
-        """The weights of all of them, planned when first asked for."""
-        if self._weights is None:
-            self._weights = plan(self._read, self.number)
-        return self._weights
-
-    def carried_tokens(self, first: int) -> int:
-        """Active tokens of earlier calls, if the call that begins with ``first`` is the last one.
-
-        The host scales the gradients of all calls by the token count of the last one.
-        """
-        if self.left or not first:
-            return 0
-        assert self._weights is not None
-        return sum(weights.mask.active_tokens for weights in self._weights.first_term[:first])
 
 
 def _refuse_iterator(data_iterator: Any) -> Any:

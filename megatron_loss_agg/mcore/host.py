@@ -48,6 +48,12 @@ class ParallelGroups:
         from megatron.core import parallel_state
 
         if pg_collection is not None:
+            if hasattr(pg_collection, "module_pgs"):
+                raise HostError(
+                    f"the schedule's {type(pg_collection).__name__} has groups for the modules "
+                    f"{sorted(pg_collection.module_pgs)}; expected a model of one module, with "
+                    "one ProcessGroupCollection"
+                )
             try:
                 dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
             except AttributeError as error:
@@ -83,11 +89,6 @@ class HostScale:
     data_parallel_size: int  # without context parallelism
     context_parallel_size: int
     per_token: bool  # config.calculate_per_token_loss
-
-    @property
-    def reports(self) -> int:
-        """Number of reports that the host adds up, over all microbatches and ranks."""
-        return self.num_microbatches * self.data_parallel_size * self.context_parallel_size
 
     def returned(
         self, loss: Tensor, num_tokens: Tensor, total_tokens: float, report: dict[str, Any]
@@ -131,7 +132,7 @@ class Call:
         """From the schedule's keyword arguments.
 
         Raises:
-            HostError: groups are missing, or samples have context-parallel groups of their own.
+            HostError: groups are missing, or the model's configuration cannot be exact.
         """
         from megatron.core.utils import get_model_config
 
@@ -139,10 +140,15 @@ class Call:
         model, iterators = arguments["model"], arguments["data_iterator"]
         chunks = tuple(model) if isinstance(model, list) else (model,)
         config = get_model_config(chunks[0])
-        if getattr(config, "hybrid_context_parallel", False):
+        _check_config(config)
+        instances = getattr(
+            getattr(chunks[0], "ddp_config", None), "num_distributed_optimizer_instances", 1
+        )
+        if instances > 1 and config.calculate_per_token_loss and dist.get_world_size(groups.pp) > 1:
             raise HostError(
-                "the model's hybrid_context_parallel gives samples context-parallel groups of "
-                "their own; expected one group for all: turn it off"
+                "the model's num_distributed_optimizer_instances > 1 with calculate_per_token_loss "
+                "over pipeline stages: Megatron itself computes other gradients there; expected "
+                "one instance, or the flag off"
             )
         return cls(
             arguments=arguments,
@@ -187,3 +193,50 @@ class Call:
             stack.callback(vars(self.config).update, saved)
             vars(self.config).update(dict.fromkeys(names))
             yield
+
+
+GROUPS_BY_SAMPLE = ("hybrid_context_parallel", "dynamic_context_parallel")
+"""Flags, and fields of a model's configuration, that give samples groups of their own."""
+
+
+def full_iteration_graph(settings: Any) -> str | None:
+    """The name of the setting that asks for a CUDA graph of the whole iteration, if one does.
+
+    From 0.18 on it is an implementation; before, a scope of graphs that other settings turn on.
+    Later releases take it as a scope, too, and convert it when they validate their flags.
+
+    Args:
+        settings: Megatron's parsed flags, or a model's configuration.
+    """
+    implementation = getattr(settings, "cuda_graph_impl", None) or "none"
+    if implementation == "full_iteration":
+        return "cuda_graph_impl"
+    if implementation == "none" and not getattr(settings, "enable_cuda_graph", False):
+        return None
+    for name in ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"):
+        value = getattr(settings, name, None)
+        parts = value if isinstance(value, list) else [value]
+        if "full_iteration" in [getattr(x, "name", x) for x in parts]:  # an enumeration, or text
+            return name.removesuffix("_deprecated")
+    return None
+
+
+def _check_config(config: Any) -> None:
+    """Refuse configurations of a model under which the plugin would not be exact."""
+    for name in GROUPS_BY_SAMPLE:
+        if getattr(config, name, False):
+            raise HostError(
+                f"the model's {name} gives samples context-parallel groups of their own; expected "
+                "one group for all: turn it off"
+            )
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise HostError(
+            "the model's overlap_moe_expert_parallel_comm: its schedule calls the model's layers "
+            "and not the model, so packs cannot be checked; expected it off"
+        )
+    graph = full_iteration_graph(config)
+    if graph is not None:
+        raise HostError(
+            f"the model's {graph} full_iteration replays one step's weights for all; expected "
+            "CUDA graphs of layers, or none"
+        )

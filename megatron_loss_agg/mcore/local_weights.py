@@ -19,14 +19,15 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.collectives import failing_together
-from megatron_loss_agg.counts import abandoning_on_error
+from megatron_loss_agg.counts import StepCounts, abandoning_on_error
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import active_tokens, on_cpu
+from megatron_loss_agg.masks import active_tokens
 from megatron_loss_agg.mcore.host import ParallelGroups
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
+from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
-from megatron_loss_agg.weights import token_weights_of
+from megatron_loss_agg.weights import dot, token_weights_of
 
 _SHORT_ROW = 32
 """Weights of rows with fewer local tokens are computed before the step."""
@@ -38,25 +39,37 @@ class LocalMask:
 
     shape: tuple[int, ...]
     packed: bool
-    by_row: bool  # weights are made from one coefficient per row
     active_tokens: int
-    sums: Tensor  # fp64: of each row, or one of all
+    sums: Tensor  # fp64: of each row, or of the pack
     total: float
-    values: Tensor | None  # a copy, if the loss function's mask is compared by value
+    values: Tensor | None  # if the loss function's mask is compared by value
+    token_ids: tuple[Tensor, ...]  # vectors; if the split is not recognised yet
 
     @classmethod
     def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, keeps_values: bool) -> LocalMask:
         microbatch = plan.microbatches[i]
+        mask, sums, active = microbatch.loss_mask, plan.mask_sums(i), plan.active_tokens[i]
+        token_ids: tuple[Tensor, ...] = ()
         packed = microbatch.cu_seqlens is not None
-        mask, sums, active = microbatch.loss_mask.detach(), plan.mask_sums(i), plan.active_tokens[i]
         if layout is not None:
             mask = layout.shard(mask)
             sums, active = mask.sum(dim=-1, dtype=torch.float64).cpu(), active_tokens(mask)
-        by_row = not packed and mask.shape[-1] >= _SHORT_ROW and plan.aggregation.function is None
+            if keeps_values:
+                token_ids = tuple(layout.shard(x).cpu().reshape(-1) for x in microbatch.token_ids)
         total = sums.sum()
-        values = mask.to("cpu", copy=True) if keeps_values else None
-        sums = sums if by_row else total.view(1)
-        return cls(tuple(mask.shape), packed, by_row, active, sums, float(total), values)
+        values = mask.cpu() if keeps_values else None
+        sums = total.view(1) if packed else sums
+        return cls(tuple(mask.shape), packed, active, sums, float(total), values, token_ids)
+
+    def fits(self, mask: Tensor) -> bool:
+        """Whether a loss function's mask has the planned values, or these were not kept."""
+        if self.values is None:
+            return True
+        given, planned = mask.detach().reshape(-1).cpu(), self.values.reshape(-1)
+        # In the coarser dtype: a script may cast its mask, as to that of its losses.
+        floats = [x.dtype for x in (given, planned) if x.dtype.is_floating_point]
+        coarse = min(floats, key=lambda dtype: dtype.itemsize, default=torch.int64)
+        return torch.equal(given.to(coarse), planned.to(coarse))
 
 
 @dataclass(frozen=True)
@@ -66,13 +79,20 @@ class LocalWeights:
     mask: LocalMask
     coefficient_S: Tensor | None  # fp64; for rows
     weight_T: Tensor | None  # for packs, short rows and custom functions; on the CPU
+    signed: bool  # some weights may be negative
+    checksum: Tensor  # fp64, of the planned mask: sums of its rows, or its product with the weights
 
     @classmethod
     def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask) -> LocalWeights:
-        if mask.by_row and plan.aggregation.function is None:
-            return cls(mask, plan.coefficients(i), None)
+        custom = plan.aggregation.function is not None
+        if not mask.packed and not custom and mask.shape[-1] >= _SHORT_ROW:
+            return cls(mask, plan.coefficients(i), None, False, mask.sums)
         whole = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
-        return cls(mask, None, (whole if layout is None else layout.shard(whole)).cpu())
+        product = whole.abs() * plan.microbatches[i].loss_mask
+        if layout is not None:
+            whole, product = layout.shard(whole), layout.shard(product)
+        checksum = product.sum(dtype=torch.float64).view(1).cpu()
+        return cls(mask, None, whole.cpu(), custom, checksum)
 
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], on the device of ``mask``, which is this rank's shard."""
@@ -82,20 +102,29 @@ class LocalWeights:
         rows = mask.reshape(self.mask.shape)
         return token_weights_of(self.coefficient_S, rows, None, dtype).reshape(-1)
 
+    def checksum_of(self, mask: Tensor, weights: Tensor) -> Tensor:
+        """The checksum of a loss function's mask, whose weights were made; on its device.
+
+        Row sums are enough for rows: their weights are made from the loss function's own mask.
+        """
+        if self.weight_T is None:
+            return mask.detach().reshape(self.mask.shape).sum(dim=-1, dtype=torch.float32)
+        weights = weights.abs() if self.signed else weights
+        return dot(mask.detach().reshape(-1).to(weights.dtype), weights).view(1).float()
+
+
+WeightsBySplit = dict[str, LocalWeights]
+"""The weights of a microbatch under each split that the script may use; one where it is known."""
+
 
 @dataclass(frozen=True)
 class StepWeights:
     """The weights of all microbatches that were planned together."""
 
-    terms: Mapping[str, Sequence[LocalWeights]]  # one for each microbatch
+    terms: Mapping[str, list[WeightsBySplit]]  # one for each microbatch
     tokens: Mapping[str, float]  # mask sum of the whole step
-    active_tokens: int  # of the whole step, in the first term's masks, as the host counts them
+    counts: StepCounts  # of the first term, whose active tokens the host counts
     is_empty: bool  # every token of the whole step is masked or rejected
-
-    @property
-    def first_term(self) -> Sequence[LocalWeights]:
-        """Those of the term whose tokens the host counts."""
-        return next(iter(self.terms.values()))
 
     @classmethod
     def plan(
@@ -103,13 +132,16 @@ class StepWeights:
         read: Callable[[], Sequence[MicrobatchOfTerms]],
         terms: Mapping[str, Term],
         groups: ParallelGroups,
+        splits: Splits,
         keeps_masks: bool,
     ) -> StepWeights:
         """Plan a step on every rank of the last pipeline stage; all of them must call.
 
         Args:
             read: this data-parallel rank's microbatches; called on the ranks that read data.
-            keeps_masks: keep mask values, to compare the loss functions' masks with.
+            splits: those that the script may use.
+            keeps_masks: keep mask values, to compare the loss functions' masks with, even where the
+                split is recognised.
 
         Raises:
             AggregationError: this rank's own error.
@@ -119,15 +151,18 @@ class StepWeights:
         def plan_here() -> StepWeights:
             with abandoning_on_error(groups.dp):
                 microbatches = read()
-                check_layouts([of_term(name, m) for m in microbatches for name in terms], groups)
-            return cls.of(StepPlan.build_terms(terms, microbatches, groups.dp), groups, keeps_masks)
+                splits.check([of_term(name, m) for m in microbatches for name in terms], groups)
+            plans = StepPlan.build_terms(terms, microbatches, groups.dp)
+            return cls.of(plans, groups, splits, keeps_masks)
 
         if dist.get_world_size(groups.tp) == 1:
             return plan_here()
         return _broadcast(plan_here if groups.reads_data else None, groups.tp)
 
     @classmethod
-    def of(cls, plans: StepTerms, groups: ParallelGroups, keeps_masks: bool) -> StepWeights:
+    def of(
+        cls, plans: StepTerms, groups: ParallelGroups, splits: Splits, keeps_masks: bool
+    ) -> StepWeights:
         """From this rank's plans; called on every rank that reads data."""
         # A custom function may fail on one data-parallel rank alone; the others must learn of it.
         custom = any(plan.aggregation.function is not None for plan in plans.values())
@@ -136,30 +171,86 @@ class StepWeights:
             "expected it to succeed on every rank: see the error of that rank"
         )
         with failing_together([groups.dp] if custom else [], elsewhere):
-            weights = _by_term(plans, groups, keeps_masks)
-        active_tokens = next(iter(plans.values())).counts.active_tokens
-        assert active_tokens is not None
+            weights = _by_term(plans, groups, splits, keeps_masks)
         tokens = {name: plan.counts.tokens for name, plan in plans.items()}
-        return cls(weights, tokens, active_tokens, plans.is_empty)
+        counts = next(iter(plans.values())).counts
+        return cls(weights, tokens, counts, plans.is_empty)
+
+    def __len__(self) -> int:
+        """Number of this rank's microbatches."""
+        return len(next(iter(self.terms.values())))
+
+    @property
+    def active_tokens(self) -> int:
+        """Of the whole step, in the first term's masks, as the host counts them."""
+        assert self.counts.active_tokens is not None
+        return self.counts.active_tokens
+
+    def local_mask(self, i: int) -> LocalMask:
+        """What is known about the first term's mask of microbatch ``i``, whose split is chosen."""
+        (chosen,) = next(iter(self.terms.values()))[i].values()
+        return chosen.mask
+
+    def choose(
+        self, i: int, masks: Mapping[str, Tensor], inputs: Sequence[Tensor], splits: Splits
+    ) -> dict[str, LocalWeights]:
+        """The weights of microbatch ``i`` under the script's split, by term.
+
+        Args:
+            masks: the loss function's.
+            inputs: the integer tensors that the model was called with.
+
+        Raises:
+            LayoutError: no split fits, or several, which give different weights.
+        """
+        for name, mask in masks.items():
+            by_split = self.terms[name][i]
+            known = next(iter(by_split.values())).mask
+            fitting = [split for split, local in by_split.items() if local.mask.fits(mask)]
+            if WHOLE in by_split or known.values is None or not fitting:  # see `Checks.check`
+                continue
+            told = len(fitting) == 1 < len(by_split)  # by the mask alone
+            shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
+            splits.narrow(known.packed, shards, inputs)
+        chosen = {}
+        for name, mask in masks.items():
+            by_split = self.terms[name][i]
+            packed = next(iter(by_split.values())).mask.packed
+            fitting = [split for split in splits.left(packed) if split in by_split] or [*by_split]
+            local = chosen[name] = by_split[fitting[0]]
+            if local.mask.values is not None and local.mask.fits(mask) and len(fitting) > 1:
+                made = [by_split[split].made_for(mask, torch.float64) for split in fitting]
+                if not all(torch.equal(other, made[0]) for other in made):
+                    raise ambiguous(fitting)
+            self.terms[name][i] = {fitting[0]: local}
+        return chosen
 
 
 def _by_term(
-    plans: StepTerms, groups: ParallelGroups, keeps_masks: bool
-) -> dict[str, list[LocalWeights]]:
+    plans: StepTerms, groups: ParallelGroups, splits: Splits, keeps_masks: bool
+) -> dict[str, list[WeightsBySplit]]:
     """By term and microbatch; terms with equal weights for a microbatch share them."""
-    weights: dict[str, list[LocalWeights]] = {name: [] for name in plans}
+    weights: dict[str, list[WeightsBySplit]] = {name: [] for name in plans}
     for i in range(len(next(iter(plans.values())).microbatches)):
         # Keep layouts for one microbatch only: they take more memory than the weights.
-        masks: dict[int, tuple[CPLayout | None, LocalMask]] = {}
-        made: list[tuple[StepPlan, LocalWeights]] = []
+        masks: dict[int, dict[str, tuple[CPLayout | None, LocalMask]]] = {}
+        made: list[tuple[StepPlan, WeightsBySplit]] = []
         for name, plan in plans.items():
             found = next((w for other, w in made if _equal_weights(plan, other, i)), None)
             if found is None:
                 microbatch = plan.microbatches[i]
                 if id(microbatch) not in masks:
-                    layout = layout_of(microbatch, groups)
-                    masks[id(microbatch)] = layout, LocalMask.of(plan, i, layout, keeps_masks)
-                found = LocalWeights.of(plan, i, *masks[id(microbatch)])
+                    layouts = splits.layouts(microbatch, groups)
+                    packed = microbatch.cu_seqlens is not None
+                    keeps = keeps_masks or splits.is_open(packed, layouts)
+                    masks[id(microbatch)] = {
+                        split: (layout, LocalMask.of(plan, i, layout, keeps))
+                        for split, layout in layouts.items()
+                    }
+                found = {
+                    split: LocalWeights.of(plan, i, *of_split)
+                    for split, of_split in masks[id(microbatch)].items()
+                }
                 made.append((plan, found))
             weights[name].append(found)
     return weights
@@ -194,33 +285,3 @@ def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGrou
             "expected it to succeed: see its error"
         )
     return answer[0]
-
-
-def check_layouts(microbatches: Sequence[Microbatch], groups: ParallelGroups) -> None:
-    """Raise LayoutError unless context-parallel ranks can split every microbatch.
-
-    One check for all microbatches; layouts are built only to raise the error of a bad one.
-    """
-    size = dist.get_world_size(groups.cp)
-    if size == 1:
-        return
-    starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
-    lengths = [m.loss_mask.shape[-1] for m in microbatches]
-    ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
-    if bool((ends % (2 * size)).any()):
-        for microbatch in microbatches:
-            layout_of(microbatch, groups)
-
-
-def layout_of(microbatch: Microbatch, groups: ParallelGroups) -> CPLayout | None:
-    """The tokens that this context-parallel rank holds; None if it holds all."""
-    size, rank = dist.get_world_size(groups.cp), dist.get_rank(groups.cp)
-    if size == 1:
-        return None
-    starts, length = microbatch.sample_starts, microbatch.loss_mask.shape[-1]
-    if starts is None:
-        return CPLayout.bshd(length, size, rank)
-    if int(starts[-1]) < length:
-        # Tokens after the last sample are padding, which is split like a sequence of its own.
-        starts = torch.cat([starts, starts.new_tensor([length])])
-    return CPLayout.thd(starts, size, rank)

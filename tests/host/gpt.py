@@ -6,6 +6,7 @@ For the ranks alone: the import needs the stand-ins for a GPU that `tests.host.p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
@@ -31,7 +35,9 @@ from megatron.core.tensor_parallel import (
     model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from megatron_loss_agg import CPLayout
@@ -156,6 +162,42 @@ def ddp_model(per_token: bool = False, dtype: torch.dtype = torch.float64) -> An
     return data_parallel(build(dtype, per_token))
 
 
+def fully_sharded(model: GPTModel, strategy: str) -> Any:
+    """``model`` in Megatron FSDP, which shards by ``strategy``; in torch's FSDP2 for ``torch``.
+
+    Gradients are fp32 in the first; in the dtype of the parameters in the second.
+    """
+    _put_meshes_on_cpu()
+    if strategy == "torch":
+        settings = TorchFullyShardedDataParallelConfig()
+        return TorchFullyShardedDataParallel(model.config, settings, model)
+    wanted = {
+        "use_megatron_fsdp": True,
+        "use_distributed_optimizer": True,
+        "data_parallel_sharding_strategy": strategy,
+        "overlap_grad_reduce": True,
+        "grad_reduce_in_fp32": True,
+        "megatron_fsdp_main_grads_dtype": torch.float32,
+        "gradient_reduce_div_fusion": False,  # gloo has no scaled sums
+    }
+    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    settings = DistributedDataParallelConfig(**{n: v for n, v in wanted.items() if n in known})
+    ddp = FullyShardedDataParallel(model.config, settings, model)
+    model.config.no_sync_func = ddp.no_sync  # as `megatron.training` does with this overlap
+    return ddp
+
+
+def _put_meshes_on_cpu() -> None:
+    """Megatron's wrappers ask for device meshes of GPUs."""
+    stock = DeviceMesh.from_group
+    if stock.__module__ != __name__:
+
+        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+            return stock(group, "cpu", *args, **kwargs)
+
+        DeviceMesh.from_group = staticmethod(from_group)
+
+
 def stock_loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
     """The shape of the loss function in Megatron-LM's pretrain_gpt.py."""
     loss = (output_tensor.reshape(-1) * loss_mask.reshape(-1)).sum()
@@ -174,7 +216,7 @@ def forward_step(
     tokens, labels, mask, packed = local_batch(data_iterator)
     output = model(tokens, positions_like(tokens), None, packed_seq_params=packed)
     loss_func = partial(stock_loss_func, mask.to(output.dtype))
-    if not model.module.post_process:
+    if not get_attr_wrapped_model(model, "post_process"):
         return output, loss_func
     logits = gather_from_tensor_model_parallel_region(output)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")

@@ -136,7 +136,7 @@ def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
     """What the call raised, as "Name: text"; None if nothing."""
     try:
         call(*args, **kwargs)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -96,6 +96,33 @@ def packed_call(iterator: Any, model: Any, by_position: bool = False, **options:
     return losses, functools.partial(gpt.stock_loss_func, mask)
 
 
+def edits_its_mask(iterator: Any, model: Any) -> Any:
+    """Shifts the mask of the batch in place before it is used."""
+    from tests.host import gpt
+
+    batch = next(iterator)
+    batch["loss_mask"].copy_(batch["loss_mask"].roll(1, dims=-1))
+    batch["loss_mask"][..., 0] = 0
+    return gpt.forward_step(iter([batch]), model)
+
+
+def draws_twice(iterator: Any, model: Any) -> Any:
+    """Takes two batches for a microbatch, and uses the second."""
+    from tests.host import gpt
+
+    next(iterator)
+    return gpt.forward_step(iterator, model)
+
+
+def past_the_model(iterator: Any, model: Any) -> Any:
+    """Computes losses with the model's layers, and without the model's own call."""
+    from tests.host import gpt
+
+    mask = next(iterator)["loss_mask"]
+    weight = next(model.parameters())
+    return weight.sum() + torch.zeros_like(mask), functools.partial(gpt.stock_loss_func, mask)
+
+
 def other_number(more: int, **kwargs: Any) -> Any:
     """Megatron's schedule, for more microbatches than it is told."""
     from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import LossHook
@@ -22,7 +23,9 @@ EMPTY = "MaskError: every token of the step is masked or rejected"
 # What happens, on which ranks, and what these say: all others raise a PeerError.
 DEFECTS = {
     ("dp2", "reader"): ([1], READER),
-    ("dp2", "short reader"): ([1], "StopIteration: "),
+    ("dp2", "short reader"): ([1], "StepError: the data iterator ended after 1 of the 2 batches"),
+    ("dp2", "no data"): ([1], "StopIteration: "),
+    ("dp2", "interrupted"): ([1], "KeyboardInterrupt: "),
     ("dp2", "no iterator"): (
         [1],
         "HostError: data_iterator is a NoneType on a rank that reads data",
@@ -38,10 +41,10 @@ DEFECTS = {
 }
 
 
-def mean_or_nan(fails: bool, plan: Any, i: int) -> Tensor:
-    """A custom aggregation, which may fail."""
+def mean_or_nan(failing: tuple[int, ...], plan: Any, i: int) -> Tensor:
+    """A custom aggregation, which fails on some ranks."""
     mask = plan.microbatches[i].loss_mask
-    return mask * math.nan if fails else mask / plan.counts.tokens
+    return mask * math.nan if dist.get_rank() in failing else mask / plan.counts.tokens
 
 
 def failing_reader(good: Iterator[Any]) -> Iterator[Any]:
@@ -50,10 +53,15 @@ def failing_reader(good: Iterator[Any]) -> Iterator[Any]:
     raise OSError("disk")
 
 
+def interrupted(good: Iterator[Any]) -> Iterator[Any]:
+    yield next(good)
+    raise KeyboardInterrupt
+
+
 def odd_packs(good: Iterator[Any]) -> Iterator[Any]:
-    """Packs that two context-parallel ranks cannot split."""
+    """Packs of an odd length, which two context-parallel ranks cannot split."""
     for batch in good:
-        mask = batch["loss_mask"][..., :-2]
+        mask = batch["loss_mask"][..., :-1]
         offsets = batch["cu_seqlens"].new_tensor([0, mask.shape[-1]])
         yield {"loss_mask": mask, "cu_seqlens": offsets, "prompt_ids": batch["prompt_ids"][:1]}
 
@@ -61,6 +69,8 @@ def odd_packs(good: Iterator[Any]) -> Iterator[Any]:
 BAD_DATA = {
     "reader": failing_reader,
     "short reader": lambda good: iter([next(good)]),
+    "no data": lambda good: iter([]),
+    "interrupted": interrupted,
     "split": odd_packs,
     "no iterator": lambda good: None,
 }
@@ -68,8 +78,6 @@ BAD_DATA = {
 
 def heard_on_host(name: str) -> dict[str, tuple[str | None, str | None]]:
     """Every rank, for each defect: what it hears of the step, and of a good one after it."""
-    import torch.distributed as dist
-
     from tests.host import gpt, rl
 
     topology = TOPOLOGIES[name]
@@ -88,7 +96,7 @@ def heard_on_host(name: str) -> dict[str, tuple[str | None, str | None]]:
         fails = dist.get_rank() in DEFECTS[name, defect][0]
         terms: Any = rl.TERMS
         if defect == "function":
-            custom = functools.partial(mean_or_nan, fails)
+            custom = functools.partial(mean_or_nan, tuple(DEFECTS[name, defect][0]))
             terms = {**terms, "kl": aggregation("custom", function=custom)}
         hook = LossHook(terms, empty_step="error" if defect == "empty step" else "step")
         data = good()

@@ -6,6 +6,7 @@ One world runs all cases: after an error the next step starts anew, with another
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -49,6 +50,13 @@ def lacking(key: str) -> Callable[[int], Any]:
 CHANGED = ("MaskError", "is not this rank's part", "read_batch")
 UNUSABLE = ("MaskError", "microbatch 1: loss_mask has negative, infinite or NaN values")
 NO_OFFSETS = ("GroupError", "has no 'cu_seqlens'", "add it")
+
+
+def in_layout(layout: str) -> Callable[[int], Any]:
+    return partial(Counted, layout=layout)
+
+
+UNSEEN = ("HostError", "a loss without a call of the model", "--overlap-moe")
 fractional = partial(Counted, masks="fractional")
 
 CASES = {
@@ -103,6 +111,27 @@ CASES = {
         ("HostError", "local_cp_size=2", "--hybrid-context-parallel"),
         step=partial(scripts.packed_call, local_cp_size=2),
     ),
+    "two batches a microbatch": Case(
+        ("StepError", "drew 4 batches for 2 microbatches", "once each"),
+        step=scripts.draws_twice,
+        mode="sum",
+        data=lambda rank: itertools.repeat(next(Counted(rank))),
+    ),
+    "model not called": Case(UNSEEN, step=scripts.past_the_model, mode="sample_mean"),
+    "model not called where samples do not matter": Case(step=scripts.past_the_model, mode="sum"),
+    **{
+        # Later, rows are weighed by the loss function's own mask, whose sums are the planned ones.
+        f"mask edited in place, {layout}, {mode}, {after}": Case(
+            () if (layout, after) == ("bshd", "step") else CHANGED,
+            step=scripts.edits_its_mask,
+            data=in_layout(layout),
+            mode=mode,
+            after=after,
+        )
+        for layout in ("bshd", "thd")
+        for mode in ("sample_mean", "token_mean")
+        for after in ("", "step")
+    },
     "packed later": Case(NO_OFFSETS, step=scripts.packed_call, mode="sample_mean", after="step"),
     "fractions": Case(data=fractional, mode="token_mean", per_token=True),
     **{
@@ -184,12 +213,27 @@ def test_every_tensor_parallel_rank_refuses_packed_calls_without_offsets() -> No
 # Context-parallel groups of a sample's own (dynamic, hybrid): the size that the packed sequences
 # name, the model's configuration, and what is said of them.
 OF_ONE = ("HostError", "local_cp_size=1", "one group of 2", "--hybrid-context-parallel")
-CONFIGURED = ("HostError", "hybrid_context_parallel", "one group for all", "turn it off")
-CONTEXT_GROUPS: dict[str, tuple[int | None, dict[str, bool], tuple[str, ...]]] = {
+CONFIGURED = ("HostError", "context_parallel", "one group for all", "turn it off")
+GRAPHS = ("HostError", "replays one step's weights for all", "CUDA graphs of layers")
+OVERLAP = ("HostError", "overlap_moe_expert_parallel_comm", "expected it off")
+CONTEXT_GROUPS: dict[str, tuple[int | None, dict[str, Any], tuple[str, ...]]] = {
     "none": (None, {}, ()),
     "group of all": (2, {}, ()),
     "group of one": (1, {}, OF_ONE),
-    "configured": (None, {"hybrid_context_parallel": True}, CONFIGURED),
+    "hybrid": (None, {"hybrid_context_parallel": True}, CONFIGURED),
+    "dynamic": (None, {"dynamic_context_parallel": True}, CONFIGURED),
+    "graph of an iteration": (None, {"cuda_graph_impl": "full_iteration"}, GRAPHS),
+    "graph of an iteration, by its scope": (
+        None,
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+        GRAPHS,
+    ),
+    "graph of layers": (
+        None,
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration_inference"]},
+        (),
+    ),
+    "overlap of experts": (None, {"overlap_moe_expert_parallel_comm": True}, OVERLAP),
 }
 
 
@@ -199,7 +243,7 @@ def errors_of_context_groups() -> dict[str, str | None]:
 
     gpt.initialize(cp=2)
 
-    def step(local_cp_size: int | None, config: dict[str, bool]) -> None:
+    def step(local_cp_size: int | None, config: dict[str, Any]) -> None:
         ddp = gpt.ddp_model(per_token=True)
         vars(ddp.config).update(config)
 
@@ -218,3 +262,18 @@ def test_context_parallel_groups_of_their_own_are_refused_and_only_those() -> No
     ranks = run_host_ranks(errors_of_context_groups, 2)
     for name, (_, _, expected) in CONTEXT_GROUPS.items():
         assert_refused([rank[name] for rank in ranks], *expected)
+
+
+def error_of_optimizer_instances() -> str | None:
+    """Every rank, PP 2: several optimizer instances under the per-token flag."""
+    from tests.host import gpt
+
+    gpt.initialize(pipeline_model_parallel_size=2)
+    ddp = gpt.ddp_model(per_token=True)
+    ddp.ddp_config.num_distributed_optimizer_instances = 2
+    return error_of(gpt.run_step, LossHook(aggregation("token_mean")), ddp, Counted(0), 2)
+
+
+def test_optimizer_instances_are_refused_where_megatron_scales_them_wrongly() -> None:
+    ranks = run_host_ranks(error_of_optimizer_instances, 2)
+    assert_refused(ranks, "HostError", "num_distributed_optimizer_instances > 1", "one instance")

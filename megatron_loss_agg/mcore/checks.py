@@ -1,0 +1,153 @@
+"""Compares a call's model calls and masks with what was planned.
+
+Weights come from the planned masks, but the script masks its losses with those that it passes to
+its loss functions. The loss is right only if both are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
+from megatron_loss_agg.mcore.batches import HOW_TO_READ
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.local_weights import LocalMask
+from megatron_loss_agg.microbatch import holds_integers
+
+_CHANGED_MASK = (
+    "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
+    "expected the script to split it over context-parallel ranks as CPLayout can and to leave it "
+    f"unchanged: otherwise {HOW_TO_READ} with the final mask"
+)
+
+
+class Checks:
+    """What a call's model calls and masks were, against what was planned.
+
+    Values on the device are collected, and read once by `finish`: reading them in each microbatch
+    would wait for the device each time.
+
+    Attributes:
+        inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
+    """
+
+    def __init__(self, call: Call, terms: Iterable[Term]) -> None:
+        self._call = call
+        self._groups_samples = any(map(_groups_samples, terms))
+        self._seen = False  # whether the model was called since the last loss
+        self.inputs: list[Tensor] = []
+        self._packed_sequences: int | None = None  # of the last model call; None: rows
+        self._checksums: list[Tensor] = []
+        self._expected: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe how the script calls the last model chunk, which computes the loss."""
+        model = self._call.chunks[-1]
+        while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
+            model = model.module
+        handle = model.register_forward_pre_hook(self._see_call, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check_call(self) -> None:
+        """Raise HostError unless the model was called, as far as its calls matter."""
+        matter = self._groups_samples or self._call.scale.context_parallel_size > 1
+        if matter and not self._seen:
+            raise HostError(
+                "a loss without a call of the model that the schedule was given: its packing and "
+                "its split over context-parallel ranks are unknown; expected the forward step to "
+                "call that model (--overlap-moe-expert-parallel-comm does not: drop it)"
+            )
+        self._seen = False
+
+    def check(self, mask: Tensor, planned: LocalMask) -> None:
+        """Check a loss function's mask against what is known about the planned one.
+
+        Raises:
+            MaskError: its shape, or its values if the plan kept them, are not the planned ones.
+            LayoutError: it is not split over context-parallel ranks.
+            GroupError: samples are packed, but were planned as rows.
+        """
+        one_sequence = self._packed_sequences == planned.shape[0] == 1
+        rows = not planned.packed and not one_sequence
+        lacks_offsets = self._packed_sequences is not None and rows
+        if lacks_offsets and (self._groups_samples or not planned.fits(mask)):
+            raise GroupError(
+                "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
+                f"expected that key: add it, or {HOW_TO_READ}"
+            )
+        cp, size = self._call.scale.context_parallel_size, math.prod(planned.shape)
+        if cp > 1 and mask.numel() == cp * size > 0:
+            raise LayoutError(
+                f"losses for all {mask.numel()} tokens of the batch on a context-parallel rank of "
+                f"{cp}; expected those of this rank's part, {size}: shard the losses and the mask "
+                "as the model's inputs are"
+            )
+        if mask.shape != planned.shape:
+            _check_shape(mask, planned.shape)
+        if not planned.fits(mask):
+            raise MaskError(_CHANGED_MASK)
+
+    def collect(self, checksum: Tensor, expected: Tensor) -> None:
+        """Compare a mask's checksum with the planned one later, in `finish`."""
+        self._checksums.append(checksum)
+        self._expected.append(expected)
+
+    def finish(self) -> None:
+        """Raise MaskError if some mask's checksum is not the planned one."""
+        if not self._checksums:
+            return
+        given, expected = torch.cat(self._checksums).cpu(), torch.cat(self._expected)
+        # `torch.allclose` takes twice as long, a noticeable part of a small step.
+        excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
+        if not bool((excess <= 0).all()):  # NaN, too
+            raise MaskError(_CHANGED_MASK)
+
+    def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        self._seen, self.inputs = True, [x for x in given if holds_integers(x)]
+        packing = next((x for x in given if hasattr(x, "qkv_format")), None)
+        self._packed_sequences = None
+        if getattr(packing, "qkv_format", None) == "thd":
+            starts = getattr(packing, "cu_seqlens_q", None)
+            self._packed_sequences = 0 if starts is None else starts.numel() - 1
+        own_size = getattr(packing, "local_cp_size", None)
+        cp = self._call.scale.context_parallel_size
+        if own_size not in (None, cp):
+            raise HostError(
+                f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
+                f"expected one group of {cp} for all: drop --hybrid-context-parallel"
+            )
+
+
+def _groups_samples(term: Term) -> bool:
+    """Whether the weights of a term depend on how tokens group into samples."""
+    aggregation = term.aggregation
+    units = {aggregation.within, aggregation.across}
+    return aggregation.function is not None or not units <= {"step", "microbatch", None}
+
+
+def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise MaskError unless ``mask`` has as many elements as ``expected``, in the same order."""
+    if mask.numel() != math.prod(expected):
+        raise MaskError(
+            f"{mask.numel()} local losses for {math.prod(expected)} local weights; "
+            "expected a batch that is whole, and the losses of this rank's part of every sequence; "
+            f"where the model makes its own mask, {HOW_TO_READ}"
+        )
+    long = [[n for n in shape if n > 1] for shape in (mask.shape, expected)]
+    if long[0] != long[1] and min(map(len, long)) > 1:
+        raise MaskError(
+            f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's "
+            f"is {expected}; expected [samples, seq], for losses too: transpose both"
+        )

@@ -1,0 +1,158 @@
+"""Recognises how a script splits sequences over context-parallel ranks.
+
+Loops on Megatron-Core split in several ways. Weights for another split than the script's land on
+the wrong tokens, often with the right sum. So none is assumed: until a split is recognised, weights
+are made for all that are possible, and those are taken that fit what the script passes to the loss
+function and to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.errors import LayoutError
+from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.masks import on_cpu
+from megatron_loss_agg.mcore.host import ParallelGroups
+from megatron_loss_agg.microbatch import Microbatch
+
+WHOLE = "not split"
+
+
+def _zigzag_of_sequences(pack: Microbatch, size: int, rank: int) -> CPLayout:
+    starts, length = pack.sample_starts, pack.loss_mask.shape[-1]
+    assert starts is not None
+    if int(starts[-1]) < length:
+        # Tokens after the last sample are padding, which is split like a sequence of its own.
+        starts = torch.cat([starts, starts.new_tensor([length])])
+    return CPLayout.thd(starts, size, rank)
+
+
+def _zigzag(microbatch: Microbatch, size: int, rank: int) -> CPLayout:
+    return CPLayout.bshd(microbatch.loss_mask.shape[-1], size, rank)
+
+
+def _contiguous(microbatch: Microbatch, size: int, rank: int) -> CPLayout:
+    return CPLayout.contiguous(microbatch.loss_mask.shape[-1], size, rank)
+
+
+_Split = Callable[[Microbatch, int, int], CPLayout]
+_ROWS: Mapping[str, _Split] = {"zigzag": _zigzag, "contiguous": _contiguous}
+_PACKS: Mapping[str, _Split] = {
+    "zigzag inside every sequence": _zigzag_of_sequences,
+    "zigzag over the whole pack": _zigzag,
+    "contiguous": _contiguous,
+}
+
+
+class Splits:
+    """The splits that a script may use, for rows and for packs: fewer with every microbatch."""
+
+    def __init__(self) -> None:
+        self._left: dict[bool, Sequence[str]] = {False: [*_ROWS], True: [*_PACKS]}  # by `packed`
+
+    def recognised(self, packed: bool) -> str | None:
+        """The only split that is left for packs, or for rows; None if there are several."""
+        left = self._left[packed]
+        return left[0] if len(left) == 1 else None
+
+    def left(self, packed: bool) -> Sequence[str]:
+        """The splits that fit all microbatches so far."""
+        return self._left[packed]
+
+    def is_open(self, packed: bool, layouts: Mapping[str, CPLayout | None]) -> bool:
+        """Whether it matters for a microbatch, and is not known, which of its layouts is right."""
+        if WHOLE in layouts or self.recognised(packed):
+            return False
+        first, *others = (layout.index for layout in layouts.values() if layout is not None)
+        impossible = len(layouts) < len(self._left[packed])
+        return impossible or not all(torch.equal(first, other) for other in others)
+
+    def layouts(self, microbatch: Microbatch, groups: ParallelGroups) -> dict[str, CPLayout | None]:
+        """This rank's tokens of ``microbatch`` under each split that is possible for it.
+
+        None instead of a layout: this rank holds all of them.
+
+        Raises:
+            LayoutError: none is possible.
+        """
+        size, rank = dist.get_world_size(groups.cp), dist.get_rank(groups.cp)
+        if size == 1:
+            return {WHOLE: None}
+        packed = microbatch.cu_seqlens is not None
+        splits = _PACKS if packed else _ROWS
+        found: dict[str, CPLayout | None] = {}
+        errors = []
+        for name in self._left[packed]:
+            try:
+                found[name] = splits[name](microbatch, size, rank)
+            except LayoutError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        return found
+
+    def check(self, microbatches: Sequence[Microbatch], groups: ParallelGroups) -> None:
+        """Raise LayoutError unless some split is possible for every microbatch.
+
+        One check for all; layouts are built only where it fails.
+        """
+        size = dist.get_world_size(groups.cp)
+        if size == 1:
+            return
+        starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
+        lengths = [m.loss_mask.shape[-1] for m in microbatches]
+        ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
+        if bool((ends % (2 * size)).any()):
+            for microbatch in microbatches:
+                self.layouts(microbatch, groups)
+
+    def narrow(
+        self, packed: bool, shards: Mapping[str, Sequence[Tensor]], given: Sequence[Tensor]
+    ) -> list[str]:
+        """The splits under which the script passes on this rank's part of the batch.
+
+        Args:
+            shards: for each split that fits the mask, this rank's part of the batch's token ids,
+                the most telling first; one that fits no split is left out.
+            given: the integer tensors that the model is called with.
+
+        Raises:
+            LayoutError: the script passes on none of the token ids, whatever the split.
+        """
+        # The step's earlier microbatches may have left fewer than when it was planned.
+        fitting = [name for name in self._left[packed] if name in shards]
+        flat = [x.reshape(-1).cpu() for x in given if not _counts_up(x)]
+        compared = matched = False
+        for k, ids in enumerate(next(iter(shards.values()))):
+            parts = [x.to(ids.dtype) for x in flat if x.numel() == ids.numel()]
+            fit = [n for n in fitting if any(torch.equal(x, shards[n][k]) for x in parts)]
+            compared, matched = compared or bool(parts), matched or bool(fit)
+            fitting = fit or fitting
+        if not fitting or (compared and not matched):
+            raise LayoutError(
+                "none of the integer tensors that the model is called with is this rank's part of "
+                f"the batch's under any of the splits {self._left[packed]}, which fit so far; "
+                "expected one of these splits, or Microbatch(token_ids=...) with the whole labels "
+                "or tokens of the call"
+            )
+        self._left[packed] = fitting
+        return fitting
+
+
+def _counts_up(x: Tensor) -> bool:
+    """Whether these are positions that a script may have made itself, whatever its split."""
+    return x.dim() > 0 and bool((x == torch.arange(x.shape[-1], device=x.device)).all())
+
+
+def ambiguous(fitting: Sequence[str]) -> LayoutError:
+    """The error for splits that fit alike, where they give other weights."""
+    return LayoutError(
+        f"this rank's mask and tokens fit the splits {list(fitting)} alike, which give different "
+        "weights; expected tensors that tell tokens apart: give Microbatch(token_ids=...), the "
+        "whole labels or tokens that the model is called with"
+    )

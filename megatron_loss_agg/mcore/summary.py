@@ -1,0 +1,54 @@
+"""One line that says how the hook reads the run, from its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.local_weights import StepWeights
+from megatron_loss_agg.mcore.splits import Splits
+
+_KINDS = {False: "rows", True: "packed sequences"}
+
+
+def summary(
+    terms: Mapping[str, Term],
+    call: Call,
+    weights: StepWeights,
+    splits: Splits,
+    measured: float | None,
+) -> str:
+    """One line for the log.
+
+    Args:
+        call: of the step, on a rank of the last pipeline stage.
+        measured: see `Auditor.measured`.
+    """
+    modes = [_mode(name, term) for name, term in terms.items()]
+    counts, scale = weights.counts, call.scale
+    packed = {weights.local_mask(i).packed for i in range(len(weights))}
+    kinds = " and ".join(_KINDS[kind] for kind in sorted(packed))
+    counted = [f"{counts.samples} samples ({kinds})"]
+    for unit, number in (("rollouts", counts.rollouts), ("prompts", counts.prompts)):
+        counted += [] if number is None else [f"{number} {unit}"]
+    ranks = scale.data_parallel_size
+    split = ""
+    if scale.context_parallel_size > 1:
+        found = {splits.recognised(kind) or "any (all give the same weights)" for kind in packed}
+        split = f"; context-parallel split: {', '.join(sorted(found))}"
+    factor = "gradients not measured"
+    if measured is not None:
+        factor = f"measured gradients: {measured:.6f} times the planned ones"
+    return (
+        f"loss aggregation: {' + '.join(modes)}; a step of {counts.microbatches} microbatches on "
+        f"{ranks} data-parallel rank{'s' if ranks > 1 else ''}, {', '.join(counted)}, "
+        f"{counts.tokens:.10g} tokens{split}; {factor}"
+    )
+
+
+def _mode(name: str, term: Term) -> str:
+    label, mode = term.aggregation.label, term.aggregation.mode
+    shown = mode if label == mode else f"{mode} ({label})"
+    coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
+    return shown if name == mode else f"{coefficient}{name}: {shown}"
