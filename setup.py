@@ -36,9 +36,12 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "rl": ["matplotlib>=3.8", "tensorboard>=2.18", "tqdm>=4.66"],
         "test": [
+            "covertable>=3.2",
+            "einops>=0.8",
             "hypothesis>=6.100",
             "mypy>=1.15",
             "nox>=2025.2",
+            "psutil>=6",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "ruff>=0.9",

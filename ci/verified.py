@@ -2,7 +2,8 @@
 
     python ci/verified.py REPORT.xml ... > docs/verified.md
 
-A report is pytest's ``--junitxml``; what is in all of them goes into the tables.
+A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
+ci/sweep.md, which `bash ci/sweep.sh` writes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from pathlib import Path
 
 HEAD = """\
 # Verified
@@ -20,6 +22,7 @@ over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three mi
 unequal size, with and without `--calculate-per-token-loss`, in every mode.
 """
 GRADIENTS = "tests.host.test_gradients"
+SWEEP = Path(__file__).with_name("sweep.md")
 TITLES = {"float64": "largest error in fp64", "float32": "largest error in fp32"}
 
 
@@ -79,6 +82,7 @@ def main(paths: list[str]) -> None:
     for name, by_version in counts.items():
         cells = [f"{sum(by_version[v])} of {len(by_version[v])}" for v in reports]
         print(f"| {name} | {' | '.join(cells)} |")
+    print(f"\n{SWEEP.read_text()}", end="")
 
 
 if __name__ == "__main__":

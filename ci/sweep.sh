@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# bash ci/sweep.sh                     every case of tests/sweep that has no result in build/sweep yet;
+#                                      then writes ci/sweep.md, a section of docs/verified.md
+# bash ci/sweep.sh --part 50 --seed 1  50 cases, drawn at random
+# bash ci/sweep.sh --jobs 4            four launches at once, of up to four ranks each
+# bash ci/sweep.sh --again WRONG       those that ended in WRONG once more
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
+
+python=$(bash ci/python.sh mcore,test,docs,plot,rl)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
+exec "$python" -W ignore -m tests.sweep "$@" </dev/null

@@ -1,0 +1,89 @@
+"""The parameters of one rank, and which part of the undivided model they are."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Part(NamedTuple):
+    """A piece of an undivided parameter, as one rank holds it."""
+
+    name: str  # in the undivided model
+    value: Tensor
+    dim: int  # the axis that is divided; -1: the whole parameter
+    pieces: int
+    piece: int
+    gated: bool  # each rank holds its piece of the gate, then its piece of the up projection
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What of the undivided ``whole`` belongs here."""
+        if self.dim < 0:
+            return whole
+        if not self.gated:
+            return whole.chunk(self.pieces, dim=self.dim)[self.piece]
+        halves = whole.chunk(2, dim=self.dim)
+        return torch.cat([h.chunk(self.pieces, dim=self.dim)[self.piece] for h in halves], self.dim)
+
+
+def parts_of(model: Any) -> list[Part]:
+    return [
+        _part(name, parameter, model.config)._replace(value=parameter.detach().clone())
+        for name, parameter in _named(model)
+    ]
+
+
+def initial_parts(model: Any) -> None:
+    """Fill ``model`` with weights that do not depend on how it is divided."""
+    for name, parameter in _named(model):
+        part = _part(name, parameter, model.config)
+        shape = list(parameter.shape)
+        if part.dim >= 0:
+            shape[part.dim] *= part.pieces
+        parameter.data.copy_(part.of(initial_value(name, shape)))
+
+
+def initial_value(name: str, shape: list[int]) -> Tensor:
+    """fp32, and the same number in bf16 and fp16."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator)
+    # Of this size a loss is far from uniform, and a router's choices are far from ties.
+    return (noise * 0.2 + (len(shape) == 1)).bfloat16().float()
+
+
+def _part(name: str, parameter: Parameter, config: Any) -> Part:
+    gated = config.gated_linear_unit and "linear_fc1." in name
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return Part(name, parameter, -1, 1, 0, gated)
+    expert = not getattr(parameter, "allreduce", True)
+    group = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return Part(name, parameter, parameter.partition_dim, size, rank, gated)
+
+
+def _named(model: Any) -> Iterator[tuple[str, Parameter]]:
+    """The parameters by their names in the undivided model."""
+    layers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    first_expert = 0
+    if model.config.num_moe_experts:
+        size = parallel_state.get_expert_model_parallel_world_size()
+        rank = parallel_state.get_expert_model_parallel_rank()
+        first_expert = model.config.num_moe_experts // size * rank
+    for name, parameter in model.named_parameters():
+        name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda i: str(layers[i[0]]), name)
+        name = re.sub(r"(?<=local_experts\.)\d+", lambda i: str(int(i[0]) + first_expert), name)
+        if model.share_embeddings_and_output_weights and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter

@@ -1,0 +1,286 @@
+"""One rank of a launch: the host's own `pretrain` with the plugin, on the sweep's data.
+
+The forward step asks the host's functions for its part of a batch, as Megatron-LM's own script for
+a GPT does, with and without packs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import traceback
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets import utils as datasets_utils
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from tests.sweep import data
+from tests.sweep.model import Part, initial_parts, parts_of
+
+KEYS = (
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "hybrid_cp_group",
+    "labels",
+    "local_cp_size",
+    "loss_mask",
+    "max_seqlen",
+    "position_ids",
+    "tokens",
+)
+
+
+class Ended(Exception):
+    """How a rank ended without a result, as JSON."""
+
+
+class Result(NamedTuple):
+    """What one rank knows after a launch."""
+
+    parts: list[Part]  # its parameters as they are now
+    drawn: list[tuple[int, int, list[int]]]  # iteration, data-parallel rank, items; in this order
+    microbatches: int  # of the last step
+
+
+class Launch:
+    """What the forward step leaves to be looked at."""
+
+    def __init__(self) -> None:
+        self.models: list[GPTModel] = []
+        self.drawn: list[tuple[int, int, list[int]]] = []
+        self.began = False
+        self.microbatches = 0
+
+    def note(self, batch: dict[str, Tensor], model: Any) -> None:
+        chunk = get_attr_wrapped_model(model, "post_process", return_model_obj=True)
+        if model.training and chunk.post_process and mpu.get_context_parallel_rank() == 0:
+            self.microbatches = get_num_microbatches()
+            rank = mpu.get_data_parallel_rank()
+            self.drawn.append((get_args().curr_iteration, rank, batch["index"].tolist()))
+
+
+def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The stock loss: the sum over this rank's tokens, with the host's checks of a result."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    args, machine = get_args(), get_rerun_state_machine()
+    mask = loss_mask.view(-1).float()
+    loss = (output_tensor.view(-1).float() * mask).sum()
+    num_tokens = mask.sum().detach().to(torch.int)
+    validate = partial(machine.validate_result, loss, tolerance=0.0)
+    if args.check_for_nan_in_loss_and_grad:
+        validate(rejection_func=torch.isnan, message="NaN in the loss", fatal=True)
+        validate(rejection_func=torch.isinf, message="Inf in the loss", fatal=True)
+    if args.check_for_spiky_loss:
+        large = partial(machine.is_unexpectedly_large, threshold=10, context="loss")
+        validate(rejection_func=large, message="spiky loss", fatal=False)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def get_batch(launch: Launch, iterator: Any, model: Any, vp_stage: int | None) -> dict[str, Any]:
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    packed = args.sft or args.dataloader_inter_document_masking
+    mtp = mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+    on_end = is_first_or_last_pipeline_stage(vp_stage) or mtp
+    if not on_end and not packed:
+        return dict.fromkeys(KEYS)
+    batch: dict[str, Any] = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        whole = next(iterator)
+        launch.note(whole, model)
+        batch = {key: whole.get(key) for key in KEYS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=packed,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not on_end:
+        return batch
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
+    if batch["cu_seqlens"] is None:
+        return None
+    real = batch["cu_seqlens"].squeeze(0)
+    padded = batch["cu_seqlens_padded"]
+    padded = real if padded is None else padded.squeeze(0)
+    longest = int(batch["max_seqlen"].max())
+    return PackedSeqParams("thd", padded, padded, padded, padded, longest, longest)
+
+
+def forward_step(
+    launch: Launch, iterator: Any, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    launch.began = True
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch = get_batch(launch, iterator, model, vp_stage)
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    options = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    if return_schedule_plan:
+        plan = get_attr_wrapped_model(model, "build_schedule_plan")(*inputs, **options)
+        return plan, partial(loss_func, batch["loss_mask"])
+    output = model(*inputs, **options, packed_seq_params=packed_params(batch))
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def add_arguments(parser: Any) -> Any:
+    group = parser.add_argument_group("sweep")
+    group.add_argument("--sweep-data", default="rows", choices=("rows", "packs", "documents"))
+    group.add_argument("--sweep-masks", default="uneven")
+    return parser
+
+
+def parsed(argv: list[str]) -> Any:
+    """Megatron's flags from ``argv``, checked by Megatron."""
+    sys.argv = ["sweep", *argv]
+    datasets_utils.compile_helpers = lambda: None  # the wheel ships them compiled
+    return parse_and_validate_args(
+        extra_args_provider=add_arguments,
+        args_defaults={"tokenizer_type": "NullTokenizer", "vocab_size": data.VOCAB},
+    )
+
+
+def keep_models(found: list[GPTModel]) -> None:
+    """Give every `GPTModel` that is built the sweep's weights, and list it in ``found``."""
+    construct = GPTModel.__init__
+
+    def construct_and_fill(self: GPTModel, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        initial_parts(self)
+        found.append(self)
+
+    GPTModel.__init__ = construct_and_fill
+
+
+def begin(path: str, argv: list[str]) -> None:
+    """Send what this process prints to a file, and set what Megatron wants of its launcher."""
+    if any("fsdp" in flag for flag in argv):
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    else:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def rank_main(argv: list[str], log: str, with_plugin: bool = True) -> Result:
+    """Run `pretrain` with the flags ``argv`` on this rank of an initialised world."""
+    begin(f"{log}.{os.environ['RANK']}", argv)
+    launch = Launch()
+    try:
+        _train(argv, launch, with_plugin)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise Ended(_ended(end, launch)) from None
+    except BaseException as error:
+        raise Ended(_ended(error, launch)) from None
+    parts = [part for model in launch.models for part in parts_of(model)]
+    return Result(parts, launch.drawn, launch.microbatches)
+
+
+def _train(argv: list[str], launch: Launch, with_plugin: bool) -> None:
+    from megatron_loss_agg.mcore import flags
+    from megatron_loss_agg.mcore.cpu import set_default_flags
+    from megatron_loss_agg.mcore.install import hook_from_args, install
+
+    if with_plugin:
+        install(lambda parser: flags.add_arguments(set_default_flags(parser)), hook_from_args)
+    else:
+        install(set_default_flags, lambda args: None)
+    keep_models(launch.models)
+    args = parsed(argv)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+
+    def provider(sizes: list[int | None], vp_stage: int | None = None) -> list[Any]:
+        return data.datasets(args, sizes)
+
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        config,
+        provider,
+        ModelType.encoder_or_decoder,
+        partial(forward_step, launch),
+        get_embedding_ranks=embedding_ranks,
+    )
+
+
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Pipeline stages with word embeddings: the ends, if tied, and those that predict further."""
+    args = get_args()
+    last = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
+    config = core_transformer_config_from_args(args)
+    return sorted({pp_ranks[0], *last, *get_mtp_ranks(pp_ranks, config)})
+
+
+def _ended(error: BaseException, launch: Launch) -> str:
+    from megatron_loss_agg.errors import AggregationError
+
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [re.sub(r".*/(megatron|tests)", r"\1", frame.filename) for frame in frames]
+    ours = [place for place in places if place.startswith("megatron_loss_agg/")]
+    return json.dumps(
+        {
+            "error": type(error).__name__,
+            "text": str(error),
+            "named": isinstance(error, AggregationError),
+            "cpu": bool(ours) and ours[-1].startswith("megatron_loss_agg/mcore/cpu/"),
+            "began": launch.began,
+            "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)][-6:],
+        }
+    )
+
+
+def host_flags() -> list[str]:
+    """All flags of Megatron's own parser, long forms."""
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return sorted(flag for flag in parser._option_string_actions if flag.startswith("--"))
