@@ -79,7 +79,7 @@ def _refusals(rows: list[dict[str, Any]]) -> str:
 
 def _short(text: str) -> str:
     """A message without its numbers and addresses, on one line."""
-    line = re.sub(r"\s+", " ", re.sub(r"[/\w.-]*/build/\S*|0x\w+", "...", text)).strip()
+    line = re.sub(r"\s+", " ", re.sub(r"[/\w.-]*/(?:build|lib)/\S*|0x\w+", "...", text)).strip()
     line = re.sub(r"\d+", "N", line)
     return (line[:157] + "..." if len(line) > 160 else line).replace("|", "/")
 
