@@ -110,7 +110,7 @@ def _failed(case: Case, folder: Path, text: str) -> dict[str, Any]:
 
 def _shape(ended: dict[str, Any]) -> tuple[str, str]:
     """What two ends have in common if one thing caused both: ranks and numbers may differ."""
-    return ended["error"], re.sub(r"[\d.]+", "", ended["text"].partition("\n")[0])
+    return ended["error"], re.sub(r"[\d., ]+", "", ended["text"].partition("\n")[0])
 
 
 def _ended(text: str) -> dict[str, Any]:
