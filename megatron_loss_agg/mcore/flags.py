@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +17,8 @@ from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.hook import EMPTY_STEPS
 
 FLAG = "--loss-aggregation"
+VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
+"""The environment variable that holds flags where another program owns the command line."""
 _OPTIONS = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number from 1e-37 to 1e37"),
     "empty": (
@@ -139,6 +143,32 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
         return LossAggregation(mode=mode, **options)
     except AggregationError as error:
         raise type(error)(f"{error} (flags {FLAG} and {FLAG}-*)") from None
+
+
+def aggregation_from_environment() -> LossAggregation | None:
+    """The aggregation that `VARIABLE` asks for; None without it.
+
+    For loops that apply `StepPlan.coefficients` themselves, where only flags of the aggregation
+    have an effect.
+
+    Raises:
+        AggregationError: as `aggregation_from`.
+        ModeError: the variable holds anything else.
+    """
+    given = shlex.split(os.environ.get(VARIABLE, ""))
+    parser = add_arguments(argparse.ArgumentParser(VARIABLE, add_help=False, allow_abbrev=False))
+    args, unknown = parser.parse_known_args(given)
+    without_effect = [
+        flag_of(f"loss_aggregation_{name}")
+        for name in ("batch", "empty_step", "audit", "unmeasured")
+        if getattr(args, f"loss_aggregation_{name}")
+    ]
+    if unknown or without_effect:
+        raise ModeError(
+            f"{VARIABLE} holds {' '.join([*unknown, *without_effect])}; expected {FLAG} MODE, and "
+            "flags of the aggregation only: this loop has no hook"
+        )
+    return aggregation_from(args)
 
 
 def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:

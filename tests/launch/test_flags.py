@@ -204,3 +204,21 @@ def test_the_command_itself_stops_before_megatron_is_imported(tmp_path: Path) ->
     assert bad.stderr.startswith("megatron_loss_agg: ModeError: unknown mode 'bogus'")
     assert bad.stderr.count("\n") == 1
     assert "Megatron was imported" in good.stderr  # the wire is in the way of a good flag
+
+
+def test_the_environment_gives_the_aggregation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(flags.VARIABLE, raising=False)
+    assert flags.aggregation_from_environment() is None
+    monkeypatch.setenv(flags.VARIABLE, "--loss-aggregation sum --loss-aggregation-divisor 4")
+    assert flags.aggregation_from_environment() == LossAggregation(mode="sum", divisor=4)
+
+
+@pytest.mark.parametrize("held", ["--loss-aggregation-audit", "token_mean", "--lr 1"])
+def test_the_environment_holds_nothing_without_effect(
+    held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(flags.VARIABLE, f"--loss-aggregation token_mean {held}")
+    with pytest.raises(
+        ModeError, match=f"{flags.VARIABLE} holds {held}.*expected --loss-aggregation"
+    ):
+        flags.aggregation_from_environment()
