@@ -195,6 +195,14 @@ class Call:
             yield
 
 
+STOCK = "stock_schedule"
+
+
+def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """The host's own function behind one that has it as its attribute `STOCK`."""
+    return getattr(schedule, STOCK, schedule)
+
+
 GROUPS_BY_SAMPLE = ("hybrid_context_parallel", "dynamic_context_parallel")
 """Flags, and fields of a model's configuration, that give samples groups of their own."""
 

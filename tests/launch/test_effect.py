@@ -16,8 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore import effect, launch
+from megatron_loss_agg.mcore.flags import VARIABLE
 from megatron_loss_agg.mcore.install import hook_from_args
 from tests.launch.test_launch import FLAGS, SCRIPT
 
@@ -93,7 +94,7 @@ def test_an_optimizer_does_not_step_if_nobody_asked_for_the_hook(tmp_path: Path)
     codes, said = run(tmp_path, script, *MODE)
     assert codes == [1]
     assert re.search(NO_EFFECT + "SGD is about to step, and no forward-backward call", said)
-    assert "hook_from_args(args).wrap(get_forward_backward_func())" in said
+    assert "expected a loop that calls what Megatron-Core's get_forward_backward_func()" in said
     assert "stepped" not in said
     codes, said = run(tmp_path, script)
     assert (codes, refusals(said), "stepped" in said) == ([0], [], True)
@@ -103,7 +104,7 @@ def test_a_script_that_never_asked_for_the_hook_fails_at_its_end(tmp_path: Path)
     codes, said = run(tmp_path, NO_PARSER.replace("OPTIMIZER", "None"), *MODE, ranks=2)
     assert codes == [2, 2]
     assert said.count("stepped\n") == len(refusals(said)) == 2
-    assert re.search(NO_EFFECT + "the script did not read it; expected Megatron's own", said)
+    assert re.search(NO_EFFECT + "the script made no step through the plugin; expected", said)
     assert "Traceback" not in said
 
 
@@ -131,23 +132,41 @@ def test_an_exit_is_a_failure_only_if_flags_were_to_be_used(
     assert found == code
 
 
-def test_an_initialization_of_the_optimizer_is_no_step() -> None:
+def test_an_initialization_of_the_hosts_optimizer_is_no_step() -> None:
     given = effect.GivenFlags(MODE)
-    with given.setting_up():
-        given.check_before_step(object())
+    with pytest.raises(HostError, match="object is about to step"):
+        given.check_before_torch_step(object())
+    given.leave_steps_to_host()
+    given.check_before_torch_step(object())
     with pytest.raises(HostError, match="object is about to step"):
         given.check_before_step(object())
     given.mark_used()
     given.check_before_step(object())
 
 
-def test_every_flag_is_compared_with_what_the_host_has() -> None:
+def test_the_hosts_flags_get_what_they_lack_and_hold_nothing_else() -> None:
     given = effect.GivenFlags([*MODE, "--loss-aggregation-audit", "--other", "x"])
-    kept = argparse.Namespace(loss_aggregation="sample_mean", loss_aggregation_audit=True)
-    given.check_kept(kept)
-    kept.loss_aggregation_audit = False
-    with pytest.raises(HostError, match=r"audit True was given, .* flags have False"):
-        given.check_kept(kept)
+    assert given.others == ["--other", "x"]
+    args = argparse.Namespace(loss_aggregation_audit=False)
+    given.complete(args)
+    assert vars(args) == {"loss_aggregation": "sample_mean", "loss_aggregation_audit": True}
+    args.loss_aggregation = "sum"
+    with pytest.raises(HostError, match=r"sample_mean was given, .* flags have sum; expected the"):
+        given.complete(args)
+
+
+def test_the_environment_holds_flags_in_place_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "--loss-aggregation sum --loss-aggregation-divisor 4")
+    given = effect.GivenFlags.of_process(["--lr", "1"])
+    assert given.values == {"loss_aggregation": "sum", "loss_aggregation_divisor": "4"}
+    assert given.others == ["--lr", "1"]
+    with pytest.raises(ModeError, match=f"{VARIABLE} is set, and --loss-aggregation sample_mean"):
+        effect.GivenFlags.of_process(MODE)
+    monkeypatch.setenv(VARIABLE, "--loss-aggregation sum token_mean")
+    with pytest.raises(ModeError, match=f"{VARIABLE} holds token_mean; expected"):
+        effect.GivenFlags.of_process([])
 
 
 def test_flags_from_a_yaml_file_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,64 +198,146 @@ if __name__ == "__main__":
 """
 
 
-def test_a_host_that_drops_the_flags_ends_the_run_before_the_model_is_built(
-    tmp_path: Path,
-) -> None:
+def test_a_yaml_file_in_place_of_all_flags_keeps_ours(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
-    (tmp_path / "config.yaml").write_text("{enable_msc: false, disable_msc_deprecated: false}")
-    flags = ("--yaml-cfg", str(tmp_path / "config.yaml"), *MODE)
+    file = tmp_path / "config.yaml"
+    file.write_text("{enable_msc: false, disable_msc_deprecated: false}")
+    flags = ("--yaml-cfg", str(file), *MODE)
+    script = BUILDS.replace("training.setup_model_and_optimizer(None, None)", "READ")
+    read = "from megatron_loss_agg.mcore.install import hook_from_args\n"
+    read += "print(hook_from_args(training.get_args()).terms['sample_mean'])"
+    codes, said = run(tmp_path, script.replace("READ", read), *flags)
+    assert "Term(aggregation=LossAggregation(mode='sample_mean'" in said, said[-3000:]
+    # What the file says itself must not differ.
+    file.write_text("{enable_msc: false, disable_msc_deprecated: false, loss_aggregation: sum}")
     codes, said = run(tmp_path, BUILDS, *flags, ranks=2)
     assert codes == [2, 2]
     assert said.count("builds\n") == 2
     (line,) = set(refusals(said))
-    assert "--loss-aggregation sample_mean was given, and the script's parsed flags have" in line
-    assert "add 'loss_aggregation: sample_mean' to the file of --yaml-cfg" in line
+    assert (
+        "--loss-aggregation sample_mean was given, and the script's parsed flags have sum" in line
+    )
     codes, said = run(tmp_path, PATCHED + BUILDS, *flags, starter=())
     assert codes == [1]  # with a traceback, since the script was started by itself
     assert "HostError: --loss-aggregation sample_mean was given, and the script's" in said
 
 
-# A loop with Megatron's parser, model, and a schedule that it binds itself. SCHEDULE is how.
+# A loop with a parser and a schedule of its own. SCHEDULE is how it takes it.
 OWN_LOOP = """
+import argparse
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.training import arguments
-from megatron_loss_agg.mcore.install import hook_from_args
 from tests.host import gpt
 from tests.host.steps import Counted
 
-args = arguments.parse_args()
+print(argparse.ArgumentParser().parse_args())
 dist.init_process_group("gloo")
 gpt.initialize()
 model = gpt.ddp_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 forward_backward = SCHEDULE
-forward_backward(
+reports = forward_backward(
     forward_step_func=gpt.forward_step, data_iterator=Counted(dist.get_rank()), model=[model],
     num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
 )
 optimizer.step()
-print("stepped")
+print("stepped with", *sorted(reports[0]))
 """
 STOCK = "get_forward_backward_func()"
-OURS = f"hook_from_args(args).wrap({STOCK})"
+STEPPED = "stepped with lm loss sample_mean loss\n"
+EARLY = "from megatron.core.pipeline_parallel import get_forward_backward_func as early\n"
 
 
-def test_a_loop_that_binds_its_own_schedule_ends_before_the_first_step(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, OWN_LOOP.replace("SCHEDULE", STOCK), *MODE, ranks=2)
+def test_any_loop_on_the_hosts_schedule_is_hooked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = OWN_LOOP.replace("SCHEDULE", STOCK)
+    codes, said = run(tmp_path, loop, *MODE, ranks=2)
+    assert (codes, said.count(STEPPED)) == ([0, 0], 2), said[-3000:]
+    # The script's own parser has not seen our flags.
+    assert said.count("Namespace()\n") == 2
+    # As with the lines that the patches add, even where the loop has imported the function before.
+    late = EARLY + PATCHED + OWN_LOOP.replace("SCHEDULE", "early()")
+    codes, said = run(tmp_path, late, *MODE, starter=())
+    assert (codes, said.count(STEPPED)) == ([0], 1), said[-3000:]
+    # Without flags nothing changes; the environment may hold them.
+    codes, said = run(tmp_path, loop)
+    assert (codes, said.count("stepped with lm loss\n")) == ([0], 1), said[-3000:]
+    monkeypatch.setenv(VARIABLE, " ".join(MODE))
+    codes, said = run(tmp_path, loop)
+    assert (codes, said.count(STEPPED)) == ([0], 1), said[-3000:]
+
+
+# A step of Megatron's optimizer without any token, in a loop of its own.
+EMPTY_STEP = """
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tests.host import gpt
+from tests.host.steps import Counted
+
+dist.init_process_group("gloo")
+gpt.initialize()
+model = gpt.ddp_model()
+config = OptimizerConfig(optimizer="adam", lr=0.1, min_lr=0.1, weight_decay=0.5, clip_grad=0.0)
+optimizer = get_megatron_optimizer(config, [model])
+for empty in (False, True, False):
+    model.zero_grad_buffer()
+    counted = Counted(0)
+    data = [next(counted), next(counted)]
+    for batch in data:
+        batch["loss_mask"] = batch["loss_mask"] * (not empty)
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    get_forward_backward_func()(
+        forward_step_func=gpt.forward_step, data_iterator=iter(data), model=[model],
+        num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
+    )
+    stepped = optimizer.step()[0]
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    print("empty", empty, "stepped", stepped, "moved", not torch.equal(before, after))
+"""
+
+
+def test_an_empty_step_is_skipped_in_any_loop(tmp_path: Path) -> None:
+    moves = "empty False stepped True moved True\n"
+    codes, said = run(tmp_path, EMPTY_STEP, *MODE, "--loss-aggregation-empty-step", "skip")
+    assert codes == [0], said[-3000:]
+    assert (
+        "".join(re.findall("^empty.*\\n", said, re.MULTILINE))
+        == f"{moves}empty True stepped False moved False\n{moves}"
+    )
+    codes, said = run(tmp_path, EMPTY_STEP, *MODE)
+    assert "empty True stepped True moved True\n" in said, said[-3000:]
+
+
+def test_a_schedule_that_was_taken_before_ends_the_run_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    taken = "from megatron.core.pipeline_parallel import schedules\n"
+    taken += "early = schedules.forward_backward_no_pipelining\n"
+    taken += PATCHED + OWN_LOOP.replace("SCHEDULE", "early")
+    codes, said = run(tmp_path, taken, *MODE, starter=(), ranks=2)
     assert codes == [1, 1]
     assert len(re.findall("^.*" + NO_EFFECT + "SGD is about to step", said, re.MULTILINE)) == 2
     assert "stepped" not in said
-    # What the error says to do helps.
-    codes, said = run(tmp_path, OWN_LOOP.replace("SCHEDULE", OURS), *MODE)
-    assert (codes, said.count("stepped\n")) == ([0], 1), said[-3000:]
+
+
+def test_a_hook_of_the_loops_own_is_not_hooked_again(tmp_path: Path) -> None:
+    own = "LossHook(LossAggregation(mode='sum')).wrap(get_forward_backward_func())"
+    imports = "from megatron_loss_agg import LossAggregation\n"
+    imports += "from megatron_loss_agg.mcore import LossHook\n"
+    loop = imports + OWN_LOOP.replace("SCHEDULE", own)
+    codes, said = run(tmp_path, loop)
+    assert (codes, said.count("stepped with lm loss sum loss\n")) == ([0], 1), said[-3000:]
+    # Flags that it makes useless are refused.
+    codes, said = run(tmp_path, loop, *MODE)
+    assert codes == [1]
+    assert re.search(NO_EFFECT + "SGD is about to step", said)
 
 
 def test_a_patched_script_is_watched_like_a_launched_one(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, PATCHED + OWN_LOOP.replace("SCHEDULE", STOCK), *MODE, starter=())
-    assert codes == [1]
-    assert re.search(NO_EFFECT + "SGD is about to step", said)
     codes, said = run(tmp_path, PATCHED + NO_PARSER.replace("OPTIMIZER", "None"), *MODE, starter=())
     assert codes == [2]
     assert len(refusals(said)) == 1
