@@ -127,9 +127,8 @@ def _reduced(model: Any) -> list[Tensor]:
 
 def _shard(buffer: Any) -> Tensor:
     """Of a buffer of Megatron's DDP that holds one parameter."""
-    rank, shards = (
-        count(buffer.data_parallel_group) for count in (dist.get_rank, dist.get_world_size)
-    )
+    group = buffer.data_parallel_group
+    rank, shards = dist.get_rank(group), dist.get_world_size(group)
     # This shard is reduced, whether by all-reduce or reduce-scatter; past `_PER_RANK` is padding.
     shard: Tensor = buffer.grad_data.view(shards, -1)[rank][:_PER_RANK]
     return shard
