@@ -131,7 +131,7 @@ class GivenFlags:
 
 
 given = GivenFlags([])
-"""Of the process; `take_flags` sets it."""
+"""Of the process; `take` sets it."""
 
 
 def _is_same(found: Any, value: Any) -> bool:
@@ -142,17 +142,12 @@ def _is_same(found: Any, value: Any) -> bool:
         return str(found) == str(value)
 
 
-def take_flags() -> Callable[[], None]:
-    """Take our flags off the command line, and watch them; return a function that undoes it.
-
-    Raises:
-        ModeError: as `GivenFlags.of_process`.
-    """
+def take(found: GivenFlags) -> Callable[[], None]:
+    """Take flags off the command line, and watch them; return a function that undoes it."""
     global given
-    whole = sys.argv
-    given = taken = GivenFlags.of_process(whole[1:])
-    sys.argv = [*whole[:1], *taken.others]
-    handle = register_optimizer_step_pre_hook(taken.check_before_torch_step)
+    given, whole = found, sys.argv
+    sys.argv = [*whole[:1], *found.others]
+    handle = register_optimizer_step_pre_hook(found.check_before_torch_step)
 
     def give_back() -> None:
         global given

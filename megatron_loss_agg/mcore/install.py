@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore import effect, flags
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.host import STOCK
 from megatron_loss_agg.mcore.host_flags import check_host_flags
@@ -84,12 +84,15 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
-def hook_from_args(args: Any, in_training_loop: bool = False) -> LossHook | None:
+def hook_from_args(
+    args: Any, in_training_loop: bool = False, read_batch: ReadBatch = read_batch
+) -> LossHook | None:
     """The hook for Megatron's parsed flags; None without ``--loss-aggregation``.
 
     Args:
         args: Megatron's parsed flags; those of this process that they lack are added to them.
         in_training_loop: see `LossHook`.
+        read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
         AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
@@ -125,6 +128,9 @@ class _HookOfFlags(LossHook):
         return wrapped
 
 
+_installed = False
+
+
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
     make_hook: MakeHook = hook_from_args,
@@ -152,13 +158,17 @@ def install(
 
     Raises:
         HostError: as `seams`.
+        AggregationError: a flag's value is bad; raised before Megatron is imported.
         ModeError: the environment variable holds other flags than ours, or there are flags on the
             command line, too.
     """
-    found = seams()
-    if hasattr(found.schedules[0].function, STOCK):
+    global _installed
+    if _installed:
         return lambda: None
-    give_back = effect.take_flags()
+    given = effect.GivenFlags.of_process(sys.argv[1:])
+    flags.settings_from(argparse.Namespace(**given.values))
+    found = seams()
+    give_back = effect.take(given)
     if watch_exit:
         effect.fail_at_exit()
     made: list[LossHook] = []
@@ -183,8 +193,11 @@ def install(
     originals = {seam: seam.function for seam in wrapped}
     for seam, function in wrapped.items():
         setattr(seam.holder, seam.name, function)
+    _installed = True
 
     def uninstall() -> None:
+        global _installed
+        _installed = False
         give_back()
         for seam, function in originals.items():
             setattr(seam.holder, seam.name, function)

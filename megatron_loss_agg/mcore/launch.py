@@ -36,8 +36,6 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]
         raise InputError(f"{script!r} is not a file; expected the path of a training script")
     sys.argv = [script, *script_args]
     sys.path[0] = str(Path(script).resolve().parent)
-    given = effect.GivenFlags.of_process(script_args)
-    flags.settings_from(argparse.Namespace(**given.values))
     if cpu:
         from megatron_loss_agg.mcore.cpu import enable
 
