@@ -1,0 +1,117 @@
+"""What the ranks of `test_ms_swift` do: steps of ms-swift's trainer, and their fp64 reference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.host.reference import Gradient
+from tests.host.steps import PLACES, Weights, sequences
+
+PLUGIN = Path(__file__).parents[2] / "examples/ms_swift_plugin.py"
+
+
+class Case(NamedTuple):
+    cp: int
+    layout: str  # rows, padding_free, or packing
+    per_token: bool
+    masks: str = "01"  # see `sequences`; the fractions are ms-swift's loss_scale
+    dft: bool = False
+
+
+class Outcome(NamedTuple):
+    gradient: Gradient
+    logs: dict[str, float]
+
+
+def trainer_for(case: Case, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    from tests.frameworks import ms_swift_host as host
+    from tests.host import gpt
+
+    gpt.initialize(cp=case.cp)
+    torch.set_default_dtype(dtype)
+    settings = {
+        "packing": case.layout == "packing",
+        "calculate_per_token_loss": case.per_token,
+        "num_microbatches": len(PLACES[2 // case.cp][0]),
+        "enable_dft_loss": case.dft,
+        "enable_channel_loss": case.dft,
+        **changes,
+    }
+    args = host.arguments(case.cp, case.layout != "rows", dtype, **settings)
+    trainer = host.Trainer(args, host.template_for(args))
+    trainer.setup_model_training()
+    return trainer
+
+
+def encoded(i: int, masks: str) -> dict[str, Any]:
+    """A sample as ms-swift's template encodes it: labels at their own token, -100 where masked."""
+    sequence = sequences(masks)[i]
+    tokens, scale = sequence.tokens.tolist() + [int(sequence.labels[-1])], sequence.sample.mask
+    labels = [token if m else -100 for token, m in zip(tokens, (0, *scale), strict=True)]
+    sample = {"input_ids": tokens, "labels": labels, "length": len(tokens)}
+    return sample if masks == "01" else {**sample, "loss_scale": [0.0, *scale]}
+
+
+def batches(trainer: Any, case: Case) -> Any:
+    """This rank's batches, from ms-swift's data collator."""
+    from megatron.core import mpu
+
+    place = PLACES[2 // case.cp][mpu.get_data_parallel_rank()]
+    samples = [[encoded(i, case.masks) for i in microbatch] for microbatch in place]
+    return iter([trainer.data_collator([s] if trainer.args.packing else s) for s in samples])
+
+
+def load_plugin(trainer: Any, flags: str) -> None:
+    """As ms-swift does with --external_plugins."""
+    os.environ[VARIABLE] = flags
+    trainer.args.external_plugins = [str(PLUGIN)]
+    trainer.args._import_external_plugins()
+
+
+def one_step(trainer: Any, case: Case) -> Outcome:
+    trainer.run_train_step(batches(trainer, case), None)
+    (model,) = trainer.unwrapped_models
+    gradient = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    return Outcome(gradient, dict(trainer.callbacks[0].logs))
+
+
+def stock_and_hooked(case: Case, *flags: str) -> list[Outcome]:
+    """A step without the plugin, and one with it; then an evaluation, whose logs come with it."""
+    trainer = trainer_for(case)
+    outcomes = [one_step(trainer, case)]
+    for given in flags:
+        load_plugin(trainer, given)
+        hooked = one_step(trainer, case)
+        trainer.evaluate(batches(trainer, case))
+        outcomes.append(Outcome(hooked.gradient, dict(trainer.callbacks[0].logs)))
+    return outcomes
+
+
+def references(steps: list[tuple[Weights, bool]]) -> list[tuple[float, Gradient]]:
+    """Loss and gradient of ``sum w * loss``, in fp64, every sample alone; with DFT or without."""
+    (model,) = trainer_for(Case(1, "rows", True), torch.float64).unwrapped_models
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = []
+    for weights, dft in steps:
+        parts = [weighted(model, i, w, dft) for i, w in weights]
+        total = torch.stack(parts).sum()
+        gradient = torch.autograd.grad(total, parameters)
+        found.append((float(total), dict(zip(names, gradient, strict=True))))
+    return found
+
+
+def weighted(model: Any, i: int, weights: list[float], dft: bool) -> Tensor:
+    sequence = sequences()[i]
+    positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
+    logits = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
+    losses = F.cross_entropy(logits, sequence.labels, reduction="none")
+    if dft:  # scaled by the token's probability
+        losses = losses * losses.detach().neg().exp()
+    return (torch.tensor(weights, dtype=torch.float64) * losses).sum()
