@@ -68,8 +68,8 @@ def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
 def prepare_model(trainer: Any) -> None:
     if not isinstance(trainer, MegatronTrainer) or trainer.args.task_type != "causal_lm":
         raise HostError(
-            f"{type(trainer).__name__} with --task_type {trainer.args.task_type}; expected megatron "
-            f"sft or pt with causal_lm, whose loss is a sum over tokens: unset {VARIABLE}"
+            f"{type(trainer).__name__} with --task_type {trainer.args.task_type}; expected "
+            f"megatron sft or pt with causal_lm, whose loss is a sum over tokens: unset {VARIABLE}"
         )
     stock_prepare_model(trainer)
 

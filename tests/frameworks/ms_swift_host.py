@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import tests.host.preload  # noqa: F401
 from tests.peers.standins import use_peers
 
+os.environ["LOG_LEVEL"] = "WARNING"  # it logs the whole configuration
 use_peers(
     "accelerate aiohttp datasets huggingface_hub json_repair modelscope pandas peft pydantic "
     "requests safetensors transformer_engine transformers urllib3"
