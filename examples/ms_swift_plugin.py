@@ -44,8 +44,6 @@ def read_batch(batch: Any) -> Microbatch:
 
 def forward_step(trainer: Any, data_iterator: Any, model: Any) -> Any:
     output, stock = stock_forward_step(trainer, data_iterator, model)
-    if (labels := stock.keywords["labels"]) is None:  # not the last pipeline stage
-        return output, stock
 
     def compute(losses: torch.Tensor) -> Any:
         with torch.no_grad():
@@ -55,7 +53,9 @@ def forward_step(trainer: Any, data_iterator: Any, model: Any) -> Any:
             losses = losses * torch.exp(-losses.detach())
         return losses, report
 
-    return output, TokenLoss(compute, mask_of(labels, stock.keywords["loss_scale"]))
+    # Earlier pipeline stages have no labels, and no use for the mask.
+    mask = mask_of(stock.keywords["labels"], stock.keywords["loss_scale"])
+    return output, TokenLoss(compute, mask)
 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:

@@ -145,6 +145,7 @@ def arguments(cp: int, padding_free: bool, dtype: torch.dtype, **changes: Any) -
         "end_weight_decay": 0.0,
         "clip_grad": 0.0,
         "use_distributed_optimizer": False,
+        "overlap_p2p_comm": False,
         "megatron_model_meta": meta,
         "is_multimodal": False,
         "attention_backend": AttnBackend.flash,

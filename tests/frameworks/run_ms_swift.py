@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.host.harness import error_of
 from tests.host.reference import Gradient
-from tests.host.steps import EMPTY, PLACES, Weights, sequences
+from tests.host.steps import EMPTY, PLACES, Places, Weights, sequences
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples/ms_swift_plugin.py"
@@ -31,6 +31,11 @@ class Case(NamedTuple):
     per_token: bool
     masks: str = "01"  # see `sequences`; the fractions are ms-swift's loss_scale
     dft: bool = False
+    pp: int = 1
+
+    @property
+    def places(self) -> Places:
+        return PLACES[2 // self.cp // self.pp]
 
 
 class Outcome(NamedTuple):
@@ -42,12 +47,14 @@ def trainer_for(case: Case, dtype: torch.dtype = torch.float32, **changes: Any) 
     from tests.frameworks import ms_swift_host as host
     from tests.host import gpt
 
-    gpt.initialize(cp=case.cp)
+    gpt.initialize(cp=case.cp, pipeline_model_parallel_size=case.pp)
     torch.set_default_dtype(dtype)
     settings = {
         "packing": case.layout == "packing",
+        "fp8_recipe": "mxfp8",  # without FP8 all that it does is padding, also of packs
         "calculate_per_token_loss": case.per_token,
-        "num_microbatches": len(PLACES[2 // case.cp][0]),
+        "num_microbatches": len(case.places[0]),
+        "pipeline_model_parallel_size": case.pp,
         "enable_dft_loss": case.dft,
         "enable_channel_loss": case.dft,
         **changes,
@@ -71,7 +78,7 @@ def batches(trainer: Any, case: Case) -> Any:
     """This rank's batches, from ms-swift's data collator."""
     from megatron.core import mpu
 
-    place = PLACES[2 // case.cp][mpu.get_data_parallel_rank()]
+    place = case.places[mpu.get_data_parallel_rank()]
     samples = [[encoded(i, case.masks) for i in microbatch] for microbatch in place]
     return iter([trainer.data_collator([s] if trainer.args.packing else s) for s in samples])
 
@@ -85,9 +92,11 @@ def load_plugin(trainer: Any, flags: str | None) -> None:
 
 
 def one_step(trainer: Any, case: Case) -> Outcome:
+    from tests.host import gradients
+
     trainer.run_train_step(batches(trainer, case), None)
-    (model,) = trainer.unwrapped_models
-    gradient = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    (model,) = trainer.wrapped_models
+    gradient = gradients.of(model)
     return Outcome(gradient, dict(trainer.callbacks[0].logs))
 
 
