@@ -4,6 +4,7 @@ MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean" \
     megatron sft ... --external_plugins ms_swift_plugin.py
 """
 
+import functools
 import os
 from typing import Any
 
@@ -74,16 +75,9 @@ def prepare_model(trainer: Any) -> None:
     stock_prepare_model(trainer)
 
 
-def make_hook(args: Any, in_training_loop: bool) -> Any:
-    hook = hook_from_args(args, in_training_loop)
-    if hook is not None and getattr(args, "loss_aggregation_batch", None) is None:
-        hook.read_batch = read_batch
-    return hook
-
-
 # A worker of a data loader imports plugins, too.
 if os.environ.get(VARIABLE) and get_worker_info() is None:
-    install(make_hook=make_hook)
+    install(make_hook=functools.partial(hook_from_args, read_batch=read_batch))
     MegatronTrainer.forward_step, MegatronTrainer._log_callback = forward_step, log
     BaseMegatronTrainer.prepare_model = prepare_model
     # The optimizer's norm is None where it skips an empty step.
