@@ -1,0 +1,189 @@
+"""One generation batch of two optimizer steps, and its gradients in one fp64 process.
+
+For the frameworks that are run from a checkout (`ci/frameworks.sh`). The loss of a token is that
+of GRPO with a KL and an entropy term, which share the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests import oracle
+from tests.host.harness import run_host_ranks
+from tests.host.reference import Gradient, relative_error
+
+CLIP, KL, ENTROPY = 0.2, 0.3, 0.05
+VOCAB = 32  # of tests.host.gpt
+DIVISOR = 7.0
+MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "constant")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sample: prompt tokens, then answer tokens, of which ``mask`` says which are trained."""
+
+    prompt_length: int
+    mask: tuple[int, ...]
+    prompt: int
+    rollout: int
+    reward: float
+    removed: bool = False
+
+    def kept(self) -> tuple[float, ...]:
+        """The mask, 0 for a removed sample."""
+        return tuple(float(m and not self.removed) for m in self.mask)
+
+    def tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.rollout + len(self.mask))
+        shape = (self.prompt_length + len(self.mask),)
+        return torch.randint(VOCAB, shape, generator=generator)
+
+
+def _answer(line: str) -> Answer:
+    prompt, rollout, length, mask, reward, *removed = line.split()
+    bits = tuple(map(int, mask))
+    return Answer(int(length), bits, int(prompt), int(rollout), float(reward), bool(removed))
+
+
+# Prompt, rollout, prompt's length, mask of the answer, reward. Six rollouts a step: two samples of
+# one rollout, a prompt with one token, samples without tokens and removed ones.
+ROLLOUTS = 6
+STEPS: tuple[tuple[Answer, ...], ...] = tuple(
+    tuple(map(_answer, block.strip().splitlines()))
+    for block in (
+        """0 10 3 1111101110 1.5
+           0 10 7 0110 -0.5
+           0 11 2 11 1.0
+           1 12 5 01000 2.0
+           1 13 4 0000 1.0
+           2 14 6 11111111111111 -1.0
+           2 15 3 11111 0.7 removed
+           2 15 5 111 -1.2""",
+        """3 20 4 110111 -0.7
+           3 21 2 1 1.1
+           4 22 9 0111111111 0.4
+           4 23 1 11111 1.3
+           4 23 3 00 0.2
+           5 24 8 100 -1.4
+           5 25 2 1111111 0.9 removed
+           4 22 6 1011 -0.3""",
+    )
+)
+
+
+def weights(mode: str, step: Sequence[Answer], rejected: str = "") -> list[list[float]]:
+    """By `tests.oracle`: of every sample's answer tokens.
+
+    Args:
+        rejected: ``skip`` or ``count`` for removed samples; otherwise they are without tokens.
+    """
+    divisor = DIVISOR if mode == "constant" else None
+    chosen = [a for a in step if not (rejected == "skip" and a.removed)]
+    masks = [tuple(map(float, a.mask)) if rejected == "count" else a.kept() for a in chosen]
+    samples = [
+        oracle.Sample(mask, a.prompt, a.rollout) for a, mask in zip(chosen, masks, strict=True)
+    ]
+    found = iter(oracle.step_weights(mode, [[samples]], divisor=divisor)[0][0])
+    by_sample = {id(a): next(found) for a in chosen}
+    zero = [0.0]
+    return [zero * len(a.mask) if a.removed else by_sample[id(a)] for a in step]
+
+
+class Expected(NamedTuple):
+    """Of one step."""
+
+    gradient: Gradient
+    metrics: dict[str, float]
+
+
+class LogProbs(NamedTuple):
+    """fp32, of every sample's answer tokens: of the policy that generated, and of the reference."""
+
+    old: list[Tensor]
+    ref: list[Tensor]
+
+
+Weights = list[list[float]]
+
+
+def reference(
+    cases: dict[str, list[Weights]], rope: bool, entropy: float = ENTROPY
+) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
+    """Of each step: log-probabilities near the model's, and what each case's weights make of it."""
+    return tuple(run_host_ranks(_reference, 1, cases, rope, entropy)[0])
+
+
+def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_coefficient: float) -> Any:
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.build()
+    if not rope:
+        model.position_embedding_type = "none"
+    given, found = [], {name: [] for name in cases}
+    for number, step in enumerate(STEPS):
+        tokens = [_token_values(model, answer) for answer in step]
+        noise = torch.Generator().manual_seed(number)
+        near = partial(_near, noise)
+        log_probs = LogProbs([near(lp) for lp, _ in tokens], [near(lp) for lp, _ in tokens])
+        given.append(log_probs)
+        for name, by_step in cases.items():
+            parts = [
+                _terms(lp, h, old.double(), ref.double(), answer.reward)
+                for (lp, h), old, ref, answer in zip(tokens, *log_probs, step, strict=True)
+            ]
+            w = [torch.tensor(x, dtype=torch.float64) for x in by_step[number]]
+            policy, kl, entropy = (
+                sum((a * b).sum() for a, b in zip(w, column, strict=True))
+                for column in zip(*parts, strict=True)
+            )
+            loss = policy + KL * kl - entropy_coefficient * entropy
+            names, parameters = zip(*model.named_parameters(), strict=True)
+            gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+            metrics = {"loss": loss, "pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
+            metrics = {key: float(value) for key, value in metrics.items()}
+            found[name].append(Expected(dict(zip(names, gradient, strict=True)), metrics))
+    return given, found
+
+
+def _token_values(model: Any, answer: Answer) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of the answer's tokens, fp64."""
+    tokens = answer.tokens()
+    logits = model(tokens.unsqueeze(0), torch.arange(len(tokens)).unsqueeze(0), None).squeeze(0)
+    log_p = logits[answer.prompt_length - 1 : -1].log_softmax(-1)
+    chosen = log_p.gather(-1, tokens[answer.prompt_length :, None]).squeeze(-1)
+    return chosen, -(log_p.exp() * log_p).sum(-1)
+
+
+def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:
+    noise = 0.1 * torch.randn(log_probs.shape, generator=generator, dtype=torch.float64)
+    return (log_probs + noise).detach().float()
+
+
+def _terms(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> list[Tensor]:
+    ratio = (lp - old).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    return [
+        -torch.minimum(ratio * reward, clipped * reward),
+        (ref - lp).exp() - 1 - (ref - lp),
+        entropy,
+    ]
+
+
+def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected]) -> list[float]:
+    """Of the gradient, relative and norm-wise; and of metrics; the largest of all steps."""
+    of_gradients = [
+        relative_error(g, e.gradient) for (g, _), e in zip(got, expected, strict=True)
+    ]
+    of_metrics = [
+        abs(m[key] - e.metrics[key]) / max(abs(e.metrics[key]), 1e-3)
+        for (_, m), e in zip(got, expected, strict=True)
+        for key in m.keys() & e.metrics.keys()
+    ]
+    return [max(of_gradients), max(of_metrics)]
