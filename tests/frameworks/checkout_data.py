@@ -40,39 +40,48 @@ class Answer:
         return tuple(float(m and not self.removed) for m in self.mask)
 
     def tokens(self) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * self.rollout + len(self.mask))
-        shape = (self.prompt_length + len(self.mask),)
-        return torch.randint(VOCAB, shape, generator=generator)
+        """Those of the prompt are the same for all its samples."""
+        prompt, answer = (torch.Generator().manual_seed(x) for x in (self.prompt, self.seed))
+        return torch.cat(
+            [
+                torch.randint(VOCAB, (self.prompt_length,), generator=prompt),
+                torch.randint(VOCAB, (len(self.mask),), generator=answer),
+            ]
+        )
+
+    @property
+    def seed(self) -> int:
+        return 100 * self.rollout + len(self.mask)
 
 
 def _answer(line: str) -> Answer:
-    prompt, rollout, length, mask, reward, *removed = line.split()
+    prompt, length, rollout, mask, reward, *removed = line.split()
     bits = tuple(map(int, mask))
     return Answer(int(length), bits, int(prompt), int(rollout), float(reward), bool(removed))
 
 
-# Prompt, rollout, prompt's length, mask of the answer, reward. Six rollouts a step: two samples of
+# Prompt and its length, rollout, mask of the answer, reward. Six rollouts a step: two samples of
 # one rollout, a prompt with one token, samples without tokens and removed ones.
 ROLLOUTS = 6
 STEPS: tuple[tuple[Answer, ...], ...] = tuple(
     tuple(map(_answer, block.strip().splitlines()))
     for block in (
-        """0 10 3 1111101110 1.5
-           0 10 7 0110 -0.5
-           0 11 2 11 1.0
-           1 12 5 01000 2.0
-           1 13 4 0000 1.0
-           2 14 6 11111111111111 -1.0
-           2 15 3 11111 0.7 removed
-           2 15 5 111 -1.2""",
-        """3 20 4 110111 -0.7
-           3 21 2 1 1.1
-           4 22 9 0111111111 0.4
-           4 23 1 11111 1.3
-           4 23 3 00 0.2
-           5 24 8 100 -1.4
-           5 25 2 1111111 0.9 removed
-           4 22 6 1011 -0.3""",
+        """0 3 10 1111101110 1.5
+           0 3 10 0110 -0.5
+           0 3 11 11 1.0
+           1 5 12 01000 2.0
+           1 5 13 0000 1.0
+           2 6 14 11111111111111 -1.0
+           2 6 15 11111 0.7 removed
+           2 6 15 111 -1.2""",
+        """3 2 20 110111 -0.7
+           3 2 21 1 1.1
+           4 9 22 0111111111 0.4
+           4 9 23 11111 1.3
+           4 9 23 00 0.2
+           5 4 24 100 -1.4
+           5 4 25 1111111 0.9 removed
+           4 9 22 1011 -0.3""",
     )
 )
 
@@ -113,13 +122,23 @@ Weights = list[list[float]]
 
 
 def reference(
-    cases: dict[str, list[Weights]], rope: bool, entropy: float = ENTROPY
+    cases: dict[str, list[Weights]],
+    *,
+    rope: bool = True,
+    entropy: float = ENTROPY,
+    score: bool = False,
 ) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
-    """Of each step: log-probabilities near the model's, and what each case's weights make of it."""
-    return tuple(run_host_ranks(_reference, 1, cases, rope, entropy)[0])
+    """Of each step: log-probabilities near the model's, and what each case's weights make of it.
+
+    Args:
+        rope: whether the model knows positions.
+        entropy: coefficient of the entropy term.
+        score: whether the KL term has the gradient through the sampling probability.
+    """
+    return tuple(run_host_ranks(_reference, 1, cases, rope, entropy, score)[0])
 
 
-def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_coefficient: float) -> Any:
+def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_by: float, score: bool) -> Any:
     from tests.host import gpt
 
     gpt.initialize()
@@ -135,7 +154,7 @@ def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_coefficient:
         given.append(log_probs)
         for name, by_step in cases.items():
             parts = [
-                _terms(lp, h, old.double(), ref.double(), answer.reward)
+                _terms(lp, h, old.double(), ref.double(), answer.reward, score)
                 for (lp, h), old, ref, answer in zip(tokens, *log_probs, step, strict=True)
             ]
             w = [torch.tensor(x, dtype=torch.float64) for x in by_step[number]]
@@ -143,7 +162,7 @@ def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_coefficient:
                 sum((a * b).sum() for a, b in zip(w, column, strict=True))
                 for column in zip(*parts, strict=True)
             )
-            loss = policy + KL * kl - entropy_coefficient * entropy
+            loss = policy + KL * kl - entropy_by * entropy
             names, parameters = zip(*model.named_parameters(), strict=True)
             gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
             metrics = {"loss": loss, "pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
@@ -166,24 +185,27 @@ def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:
     return (log_probs + noise).detach().float()
 
 
-def _terms(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> list[Tensor]:
+def _terms(
+    lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float, score: bool
+) -> list[Tensor]:
     ratio = (lp - old).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     return [
         -torch.minimum(ratio * reward, clipped * reward),
-        (ref - lp).exp() - 1 - (ref - lp),
+        ((ref - lp).exp() - 1 - (ref - lp)) * ((lp - lp.detach()).exp() if score else 1.0),
         entropy,
     ]
 
 
 def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected]) -> list[float]:
-    """Of the gradient, relative and norm-wise; and of metrics; the largest of all steps."""
-    of_gradients = [
-        relative_error(g, e.gradient) for (g, _), e in zip(got, expected, strict=True)
-    ]
-    of_metrics = [
-        abs(m[key] - e.metrics[key]) / max(abs(e.metrics[key]), 1e-3)
-        for (_, m), e in zip(got, expected, strict=True)
-        for key in m.keys() & e.metrics.keys()
-    ]
+    """The largest of all steps: of the gradient, norm-wise, and of any metric, both relative.
+
+    A metric's error is relative to the step's largest metric, since the terms of a loss cancel.
+    """
+    of_gradients, of_metrics = [], []
+    for (gradient, metrics), e in zip(got, expected, strict=True):
+        of_gradients.append(relative_error(gradient, e.gradient))
+        largest = max(map(abs, e.metrics.values()))
+        shared = metrics.keys() & e.metrics.keys()
+        of_metrics.append(max(abs(metrics[k] - e.metrics[k]) for k in shared) / largest)
     return [max(of_gradients), max(of_metrics)]
