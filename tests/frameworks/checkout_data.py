@@ -1,12 +1,12 @@
 """One generation batch of two optimizer steps, and its gradients in one fp64 process.
 
-For the frameworks that are run from a checkout (`ci/frameworks.sh`). The loss of a token is that
-of GRPO with a KL and an entropy term, which share the weights.
+For the frameworks that are run from a checkout (`ci/frameworks.sh`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -119,26 +119,44 @@ class LogProbs(NamedTuple):
 
 
 Weights = list[list[float]]
+"""Of one step: of every sample's answer tokens."""
+Losses = Callable[[Tensor, Tensor, Tensor, Tensor, float], dict[str, Tensor]]
+"""(log-probabilities, entropy, old, reference, reward) of a sample's tokens -> `loss`, metrics."""
+
+
+def grpo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> dict[str, Tensor]:
+    """With a k3 KL term and an entropy bonus."""
+    ratio = (lp - old).exp()
+    policy = -torch.minimum(ratio * reward, ratio.clamp(1 - CLIP, 1 + CLIP) * reward)
+    kl = (ref - lp).exp() - 1 - (ref - lp)
+    loss = policy + KL * kl - ENTROPY * entropy
+    return {"loss": loss, "pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
+
+
+def grpo_with_score(
+    lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
+) -> dict[str, Tensor]:
+    """Without entropy; the KL term has the gradient through the sampling probability too."""
+    terms = grpo(lp, entropy, old, ref, reward)
+    return {"loss": terms["pg_loss"] + KL * terms["kl_loss"] * (lp - lp.detach()).exp()}
+
+
+def nll(lp: Tensor, *_: Any) -> dict[str, Tensor]:
+    return {"loss": -lp}
 
 
 def reference(
-    cases: dict[str, list[Weights]],
-    *,
-    rope: bool = True,
-    entropy: float = ENTROPY,
-    score: bool = False,
+    cases: dict[str, tuple[Losses, list[Weights]]], rope: bool = True
 ) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
     """Of each step: log-probabilities near the model's, and what each case's weights make of it.
 
     Args:
         rope: whether the model knows positions.
-        entropy: coefficient of the entropy term.
-        score: whether the KL term has the gradient through the sampling probability.
     """
-    return tuple(run_host_ranks(_reference, 1, cases, rope, entropy, score)[0])
+    return tuple(run_host_ranks(_reference, 1, cases, rope)[0])
 
 
-def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_by: float, score: bool) -> Any:
+def _reference(cases: dict[str, tuple[Losses, list[Weights]]], rope: bool) -> Any:
     from tests.host import gpt
 
     gpt.initialize()
@@ -148,25 +166,20 @@ def _reference(cases: dict[str, list[Weights]], rope: bool, entropy_by: float, s
     given, found = [], {name: [] for name in cases}
     for number, step in enumerate(STEPS):
         tokens = [_token_values(model, answer) for answer in step]
-        noise = torch.Generator().manual_seed(number)
-        near = partial(_near, noise)
+        near = partial(_near, torch.Generator().manual_seed(number))
         log_probs = LogProbs([near(lp) for lp, _ in tokens], [near(lp) for lp, _ in tokens])
         given.append(log_probs)
-        for name, by_step in cases.items():
-            parts = [
-                _terms(lp, h, old.double(), ref.double(), answer.reward, score)
-                for (lp, h), old, ref, answer in zip(tokens, *log_probs, step, strict=True)
-            ]
-            w = [torch.tensor(x, dtype=torch.float64) for x in by_step[number]]
-            policy, kl, entropy = (
-                sum((a * b).sum() for a, b in zip(w, column, strict=True))
-                for column in zip(*parts, strict=True)
-            )
-            loss = policy + KL * kl - entropy_by * entropy
+        for name, (losses, by_step) in cases.items():
+            terms: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+            for answer, values, old, ref, w in zip(
+                step, tokens, *log_probs, by_step[number], strict=True
+            ):
+                of_sample = losses(*values, old.double(), ref.double(), answer.reward)
+                for key, x in of_sample.items():
+                    terms[key] = terms[key] + (torch.tensor(w, dtype=torch.float64) * x).sum()
             names, parameters = zip(*model.named_parameters(), strict=True)
-            gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-            metrics = {"loss": loss, "pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
-            metrics = {key: float(value) for key, value in metrics.items()}
+            gradient = torch.autograd.grad(terms["loss"], parameters, retain_graph=True)
+            metrics = {key: float(x) for key, x in terms.items()}
             found[name].append(Expected(dict(zip(names, gradient, strict=True)), metrics))
     return given, found
 
@@ -183,18 +196,6 @@ def _token_values(model: Any, answer: Answer) -> tuple[Tensor, Tensor]:
 def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:
     noise = 0.1 * torch.randn(log_probs.shape, generator=generator, dtype=torch.float64)
     return (log_probs + noise).detach().float()
-
-
-def _terms(
-    lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float, score: bool
-) -> list[Tensor]:
-    ratio = (lp - old).exp()
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-    return [
-        -torch.minimum(ratio * reward, clipped * reward),
-        ((ref - lp).exp() - 1 - (ref - lp)) * ((lp - lp.detach()).exp() if score else 1.0),
-        entropy,
-    ]
 
 
 def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected]) -> list[float]:

@@ -38,7 +38,7 @@ Train = Callable[[str, int, list[Run], list[LogProbs]], list[Steps | str]]
 """(checkout, cp, runs, log-probabilities) -> of each run its steps, or what refused it."""
 
 BOUND = 1e-6  # of a gradient in fp32
-METRICS = 2e-6  # of a metric in fp32
+METRICS = 1e-5  # of a metric in fp32, in which terms cancel
 WRONG = 1e-3  # what stock code must be off at least, where the page says that it is
 
 

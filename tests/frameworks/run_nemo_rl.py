@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_data import CLIP, KL, STEPS, LogProbs, Weights, reference
+from tests.frameworks.checkout_data import (
+    CLIP,
+    KL,
+    STEPS,
+    LogProbs,
+    Weights,
+    grpo_with_score,
+    nll,
+    reference,
+)
 from tests.frameworks.checkout_report import (
     KeepGradients,
     Report,
@@ -56,6 +65,10 @@ BATCHING = {
 }
 
 
+BATCHING["fused"] = BATCHING["packed"]
+NLL, SEQUENCES = "NLLLossFn", "token_level_loss=False"
+
+
 class _Bridge(standins._Finder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         ours = name.startswith("megatron.bridge")
@@ -83,18 +96,14 @@ def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> lis
 
 def _train(root: str, run: Run, log_probs: list[LogProbs]) -> Steps:
     from megatron.core import mpu
-    from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 
     from tests.host import gpt
 
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     options = dict(run.options)
     batching, begin = options.pop("batching"), options.pop("begin", False)
-    config = ClippedPGLossConfig(
-        ratio_clip_min=CLIP, ratio_clip_max=CLIP, reference_policy_kl_penalty=KL, **options
-    )
+    loss = _loss(**options)
     worker = _worker(gpt.ddp_model(True, torch.float32), batching)
-    loss = ClippedPGLossFn(config)
     if begin:
         worker.begin_train_step(loss)
     data = _batch(root, log_probs)
@@ -106,6 +115,18 @@ def _train(root: str, run: Run, log_probs: list[LogProbs]) -> Steps:
     # Its losses are divided by the number of optimizer steps.
     losses = [{"loss": float(x) * len(STEPS)} for x in result["global_loss"]]
     return list(zip(worker.optimizer.gradients, losses, strict=True))
+
+
+def _loss(loss: str = "ClippedPGLossFn", **options: Any) -> Any:
+    from nemo_rl.algorithms import loss as losses
+
+    if loss == NLL:
+        return losses.NLLLossFn()
+    if loss == "DPOLossFn":
+        return losses.DPOLossFn(losses.DPOLossConfig())
+    clip = {"ratio_clip_min": CLIP, "ratio_clip_max": CLIP}
+    config = losses.ClippedPGLossConfig(reference_policy_kl_penalty=KL, **clip, **options)
+    return losses.ClippedPGLossFn(config)
 
 
 def _worker(ddp: Any, batching: str) -> Any:
@@ -123,7 +144,10 @@ def _worker(ddp: Any, batching: str) -> Any:
     worker = object.__new__(module.MegatronPolicyWorkerImpl)
     vars(worker).update(
         cfg={
-            "sequence_packing": {"enabled": batching == "packed"},
+            "sequence_packing": {
+                "enabled": batching in ("packed", "fused"),
+                "fuse_loss": batching == "fused",
+            },
             "dynamic_batching": {"enabled": batching == "dynamic"},
             "make_sequence_length_divisible_by": MULTIPLE,
             "megatron_cfg": {**sizes, "sequence_parallel": False, "empty_unused_memory_level": 0},
@@ -203,52 +227,59 @@ def _ship_prompt_ids(root: str, train_data: Any, prompt_ids_for_adv: Tensor) -> 
 
 def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
     """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
-    runs = {
-        mode: (Run(flags(mode, "skip")), by_step(mode, "skip"))
-        for mode in ("token_mean", "sample_mean", "prompt_mean", "constant")
-    }
-    runs["sample_mean, removed samples: count"] = (
-        Run(flags("sample_mean", "count")),
-        by_step("sample_mean", "count"),
+    modes = ("token_mean", "sample_mean", "prompt_mean", "constant")
+    runs = {mode: (Run(flags(mode, "skip")), by_step(mode, "skip")) for mode in modes}
+    runs["token_mean, removed samples: count"] = (
+        Run(flags("token_mean", "count")),
+        by_step("token_mean", "count"),
     )
     for mode in ("token_mean", "prompt_mean"):
-        what = f"{mode} with token_level_loss=False"
-        runs[what] = Run(flags(mode, "skip"), {"token_level_loss": False}), by_step(mode, "skip")
+        skipping = flags(mode, "skip"), by_step(mode, "skip")
+        runs[f"{mode}, {SEQUENCES}"] = Run(skipping[0], {"token_level_loss": False}), skipping[1]
+    runs[f"prompt_mean, {NLL}"] = Run(skipping[0], {"loss": NLL}), skipping[1]
     runs["removed samples, not said what becomes of them"] = Run(flags("token_mean")), None
     runs["microbatch_mean"] = Run(flags("microbatch_mean", "skip")), None
-    for option in ({"positive_example_nll_weight": 0.1}, {"begin": True}):
-        runs[f"token_mean with {next(iter(option))}"] = (
-            Run(flags("token_mean", "skip"), option),
-            None,
-        )
+    for option in ({"positive_example_nll_weight": 0.1}, {"begin": True}, {"loss": "DPOLossFn"}):
+        what = f"token_mean with {next(iter(option))}"
+        runs[what] = Run(flags("token_mean", "skip"), option), None
     return runs
 
 
 def main(stock: str, patched: str, table: str) -> None:
     report = Report("NeMo-RL", train)
     runs = _runs()
-    own = {"token_mean": Run(), "sample_mean": Run("", {"token_level_loss": False})}
-    cases = {what: w for what, (_, w) in runs.items() if w is not None}
-    given, expected = reference(cases, entropy=0.0, score=True)
+    own = {
+        "token_mean": Run(),
+        "sample_mean": Run("", {"token_level_loss": False}),
+        NLL: Run("", {"loss": NLL}),
+    }
+    cases = {
+        what: (nll if NLL in what else grpo_with_score, w)
+        for what, (_, w) in runs.items()
+        if w is not None
+    }
+    cases[NLL] = nll, by_step("token_mean", "skip")
+    given, expected = reference(cases)
     for place, cp, batching in (
         ("DP 2", 1, "rows"),
         ("DP 2, dynamic batches", 1, "dynamic"),
         ("DP 2, packed", 1, "packed"),
         ("CP 2, packed", 2, "packed"),
+        ("CP 2, packed, fused loss", 2, "fused"),
     ):
         options = {"batching": batching}
         theirs = [Run("", {**run.options, **options}) for run in own.values()]
         ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
-        found = report.run(stock, cp, theirs, given)
+        found = dict(zip(own, report.run(stock, cp, theirs, given), strict=True))
         again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
         largest = 0.0
-        for name, a, b in zip(own, found, again, strict=True):
-            report.same(f"{place}, {name}", a, b)
-            largest = max(largest, report.own(place, name, a, expected[name]))
+        for (name, stock_steps), patched_steps in zip(found.items(), again, strict=True):
+            report.same(f"{place}, {name}", stock_steps, patched_steps)
+            largest = max(largest, report.own(place, name, stock_steps, expected[name]))
         for what, result in zip(runs, got, strict=True):
             if what in expected:
-                by_sample = "token_level" in what or what.startswith("sample_mean")
-                wrong = None if what in own else found[by_sample]
+                near = {NLL: NLL, SEQUENCES: "sample_mean"}.get(what.rpartition(", ")[2])
+                wrong = None if what in own else found[near or "token_mean"]
                 report.exact(place, what, result, expected[what], largest, wrong)
             else:
                 report.refused(place, what, result)

@@ -28,6 +28,7 @@ from tests.frameworks.checkout_data import (
     LogProbs,
     Weights,
     errors,
+    grpo,
     reference,
 )
 from tests.frameworks.checkout_report import (
@@ -237,8 +238,8 @@ def main(stock: str, patched: str, table: str) -> None:
         "with rejection": Run("", REJECTING),
         "tokens": Run("", PER_TOKEN),
     }
-    cases = {what: w for what, (_, w) in runs.items() if w is not None}
-    cases["with rejection"] = _without_rejected(by_step("rollout_mean"))
+    cases = {what: (grpo, w) for what, (_, w) in runs.items() if w is not None}
+    cases["with rejection"] = grpo, _without_rejected(by_step("rollout_mean"))
     for place, cp, options in (
         ("DP 2", 1, {}),
         ("CP 2, zigzag", 2, {}),
