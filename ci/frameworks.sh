@@ -9,7 +9,6 @@
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
 # the framework's page.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
 usage() { sed -n '2,11s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
@@ -19,11 +18,12 @@ declare -A clones=() packages=([slime]=slime [nemo-rl]=nemo_rl) urls=(
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
 )
 while [[ $# -ge 2 && ($1 == --slime || $1 == --nemo-rl) ]]; do
-    clones[${1#--}]=$2
+    clones[${1#--}]=$(realpath "$2")
     shift 2
 done
 [[ $# -eq 0 && ${#clones[@]} -gt 0 ]] || usage
 
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
 READS_FLAGS="from megatron_loss_agg.mcore.flags import aggregation_from_environment as read
@@ -47,7 +47,7 @@ section() {
     env "$flags" "$python" -c "$READS_FLAGS"
     if ! "$python" -W ignore -m "tests.frameworks.run_${name//-/_}" "$scratch/$name/stock" \
         "$scratch/$name/patched" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
-        cat "$scratch/$name.log" >&2
+        tail -n 30 "$scratch/$name.log" >&2
         return 1
     fi
     printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" "$patch"

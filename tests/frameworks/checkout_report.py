@@ -136,7 +136,7 @@ class Report:
         lines = [head, ("---",) * len(head), *self.rows]
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         Path(path).write_text(text)
-        sys.exit("\n".join(self.failures))
+        sys.exit("\n".join(self.failures) or None)
 
 
 def attempt(step: Callable[[], Steps]) -> Steps | str:
