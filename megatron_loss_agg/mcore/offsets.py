@@ -100,7 +100,8 @@ def _without_fill(key: str, batch: Mapping[str, Any]) -> Tensor:
     if not isinstance(offsets, Tensor):
         raise GroupError(f"batch key {key!r} is a {type(offsets).__name__}; expected a tensor")
     number = batch.get(f"{key}_argmin")
-    if key not in _BRIDGE or offsets.numel() == 0 or (offsets.dim() == 1 and number is None):
+    filled = offsets.dim() == 2 or (offsets.dim() == 1 and number is not None)
+    if key not in _BRIDGE or not filled or not are_offsets(offsets.flatten()):
         return offsets
     fill = offsets < 0
     valid = (~fill).sum(dim=-1, keepdim=True)
@@ -109,13 +110,11 @@ def _without_fill(key: str, batch: Mapping[str, Any]) -> Tensor:
             f"batch key {key!r} is {offsets.tolist()}; expected negative numbers only after the "
             "offsets, as fill"
         )
-    if (
-        number is not None
-        and torch.as_tensor(number).flatten().tolist() != valid.flatten().tolist()
-    ):
+    numbers = None if number is None else torch.as_tensor(number).flatten().tolist()
+    if numbers not in (None, valid.flatten().tolist()):
         raise GroupError(
-            f"batch key '{key}_argmin' is {torch.as_tensor(number).tolist()}, and {key!r} has "
-            f"{valid.flatten().tolist()} offsets before its fill of -1; expected the same number"
+            f"batch key '{key}_argmin' is {numbers}, and {key!r} has {valid.flatten().tolist()} "
+            "offsets before its fill of -1; expected the same number"
         )
     last = offsets.gather(-1, valid - 1)
     return torch.where(fill, last, offsets)[..., : int(valid.max())]

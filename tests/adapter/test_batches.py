@@ -23,6 +23,10 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
         {"loss_mask": [[1] * 4] * 2, "cu_seqlens": [[0, 3, 4, 4, 4], [0, 4, 4, 4, 4]]},
         [1 / 9, 1 / 3, 1 / 12],
     ),
+    "several packs are one, filled with -1": (
+        {"loss_mask": [[1] * 4] * 2, "cu_seqlens": [[0, 3, 4, -1], [0, 4, -1, -1]]},
+        [1 / 9, 1 / 3, 1 / 12],
+    ),
     "an empty sample that has an id counts": (
         {"loss_mask": [[1, 1, 1, 1]], "cu_seqlens": [[0, 4, 4]], "prompt_ids": [[1, 2]]},
         [1 / 8, 0],
@@ -208,6 +212,12 @@ def test_offsets_in_no_known_form_are_refused(offsets: dict[str, Any], error: st
     batch = {name: torch.tensor(values) for name, values in offsets.items()}
     with pytest.raises(GroupError, match=error):
         read_batch({"loss_mask": torch.ones(1, 4), **batch})
+
+
+def test_a_fill_of_negative_numbers_has_no_ids() -> None:
+    offsets, ids = torch.tensor([[0, 3, 4, -1]]), torch.tensor([1, 2, 3])
+    with pytest.raises(GroupError, match=r"prompt_ids has shape \(3,\).*2 samples"):
+        read_batch({"loss_mask": torch.ones(1, 4), "cu_seqlens": offsets, "prompt_ids": ids})
 
 
 def test_offsets_must_be_tensors() -> None:
