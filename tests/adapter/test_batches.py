@@ -192,7 +192,7 @@ def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -
         ({"cu_seqlens": [[-1, -1]]}, "'cu_seqlens' is .*negative numbers only after the offsets"),
         (
             {"cu_seqlens": [[0, 2, 4, -1]], "cu_seqlens_argmin": [[2]]},
-            r"'cu_seqlens_argmin' is \[\[2\]\], and 'cu_seqlens' has \[3\] offsets before",
+            r"'cu_seqlens_argmin' is \[2\], and 'cu_seqlens' has \[3\] offsets before",
         ),
         ({"cu_seqlens_q": [0, 3, 2]}, r"'cu_seqlens_q' is \[0, 3, 2\]; .*do not decrease"),
         ({"cu_seqlens_q": [1, 4]}, r"'cu_seqlens_q' is \[1, 4\]; .*start at 0"),

@@ -1,4 +1,4 @@
-"""One optimizer step of ragged samples, as rows and as packs, for Megatron-Bridge and the reference."""
+"""One optimizer step of ragged samples, as rows and as packs."""
 
 from __future__ import annotations
 
