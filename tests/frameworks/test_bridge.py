@@ -82,6 +82,19 @@ def test_every_step_has_the_exact_gradient(case: Case, mode: str) -> None:
         assert error(seen[mode], mode) <= bound
 
 
+def test_communication_may_overlap_as_in_the_recipes_of_bridge() -> None:
+    overlap = [
+        *("ddp.use_distributed_optimizer=true", "optimizer.use_distributed_optimizer=true"),
+        *("ddp.overlap_param_gather=true", "optimizer.overlap_param_gather=true"),
+        *("ddp.overlap_grad_reduce=true", "ddp.bucket_size=2000"),
+    ]
+    case = Case("rows", 1, False)
+    for seen in run_bridge_ranks(ranks.train, 2, case.arguments + overlap):
+        for mode in MODES:
+            assert error(seen[mode], mode) < 1e-6
+            assert seen[mode]["evaluation"] == trained(case)[0][mode]["evaluation"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)
 def test_training_and_evaluation_report_the_exact_loss(case: Case, mode: str) -> None:
