@@ -1,0 +1,309 @@
+"""verl's Megatron engine, worker and losses on a tiny GPT, and the same step by one fp64 process.
+
+verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini- and microbatches,
+nested tensors, the forward pass with context parallelism, losses, and what the loss function
+returns to Megatron. Stood in for are the objects that its constructors build from a checkpoint:
+the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.host.steps import sequences
+from tests.peers.standins import use_peers
+
+PROMPTS = ("ab", "ab", "c3", "d4", "ab", "c3", "d4", "e5", "e5", "c3")
+SESSIONS = (0, 0, 0, 0, 1, 1, 1, 0, 1, 2)  # samples 0 and 1 are one rollout
+PADDING = 2  # rows that verl adds, so that ranks get equally many
+ROWS = len(PROMPTS) + PADDING
+KL, ENTROPY, CLIP = 0.3, 0.1, 0.2
+STANDINS = (
+    "ray transformers datasets pandas torchdata peft uvicorn fastapi hydra vllm sglang mbridge "
+    "accelerate safetensors huggingface_hub flash_attn transformer_engine pydantic cachetools aiohttp zmq"
+)
+
+
+class Case(NamedTuple):
+    """One optimizer step."""
+
+    flags: str | None = None  # of the plugin
+    mode: str = "token-mean"  # verl's own
+    per_token: bool = False
+    loss: str = "policy"  # or "value"
+    loss_mode: str = "vanilla"
+    config: tuple[tuple[str, Any], ...] = ()  # of the model
+    data: tuple[tuple[str, Any], ...] = ()  # of the worker's batch
+
+
+class Step(NamedTuple):
+    """What became of it, on this rank."""
+
+    gradient: dict[str, Tensor]
+    metrics: dict[str, float]
+    microbatches: list[list[int]]  # lengths of the samples
+    error: str | None = None
+
+
+def made_up(i: int) -> dict[str, Tensor]:
+    """What rollout and trainer leave for every token of sample ``i``'s answer, in fp32."""
+    x, y = sequences()[i].tokens.double(), sequences()[i].labels.double()
+    data = {
+        "old_log_probs": -3.3 - ((7 * x + 3 * y) % 11) / 20,
+        "ref_log_prob": -3.5 - ((5 * x + y) % 7) / 10,
+        "advantages": ((x + y) % 5 - 2) / 2,
+        "values": ((3 * x + y) % 9) / 9,
+        "returns": ((x + 2 * y) % 8) / 4,
+    }
+    return {name: value.float() for name, value in data.items()}
+
+
+def row(i: int) -> dict[str, Any]:
+    """Sample ``i``, or padding, as verl's agent loop writes it down."""
+    if i < len(PROMPTS):
+        text, mask = sequences()[i], torch.tensor(sequences()[i].sample.mask).long()
+        prompts, responses, fields = text.tokens[:1], text.labels, made_up(i)
+        fields |= {"uid": PROMPTS[i], "session_id": SESSIONS[i]}
+    else:
+        prompts, responses, mask = torch.ones(3).long(), torch.ones(1).long(), torch.zeros(1).long()
+        fields = {name: torch.zeros(1) for name in made_up(0)}
+        fields |= {"uid": "pad0", "session_id": i}
+    whole = torch.cat([prompts, responses])
+    positions = torch.arange(len(whole))
+    fields |= {"prompts": prompts, "responses": responses, "input_ids": whole}
+    return {**fields, "position_ids": positions, "response_mask": mask, "loss_mask": mask}
+
+
+def columns(rows: Sequence[int]) -> dict[str, Any]:
+    """The batch of ``rows``, ragged, as verl's workers get it."""
+    chosen = [row(i) for i in rows]
+    found = {name: [fields[name] for fields in chosen] for name in chosen[0]}
+    return {
+        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+        if isinstance(values[0], Tensor)
+        else values
+        for name, values in found.items()
+    }
+
+
+def rows_of(rank: int, ranks: int) -> list[int]:
+    """The same number on every rank, of which the last rank has the padding."""
+    each = ROWS // ranks
+    return list(range(rank * each, (rank + 1) * each))
+
+
+class _Optimizer:
+    """Keeps the gradient that verl would step with."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.gradient = model, {}
+        self.param_groups: list[dict[str, float]] = [{"lr": 0.0}]
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> tuple[bool, float, int]:
+        parameters = self.model.module.named_parameters()
+        self.gradient = {name: p.main_grad.clone() for name, p in parameters}
+        return True, 0.0, 0
+
+
+class _ValueHead(torch.nn.Linear):
+    """What verl puts in place of the output layer for a critic."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden), None
+
+
+def build(dtype: torch.dtype, loss: str, per_token: bool = False, **config: Any) -> Any:
+    from tests.host import gpt
+
+    model = gpt.build(dtype, per_token, **config)
+    if loss == "value":
+        head = _ValueHead(model.config.hidden_size, 1, bias=False, dtype=dtype)
+        head.weight.data = model.output_layer.weight.data[:1].clone()
+        model.output_layer = head
+    return model
+
+
+def run_verl(package: str, cp: int, cases: Sequence[Case]) -> list[Step]:
+    """Every case with verl from the folder ``package``, on this rank."""
+    import_verl(package)
+    from tests.host import gpt
+
+    gpt.initialize(cp)
+    return [_run(case, cp) for case in cases]
+
+
+def import_verl(package: str) -> None:
+    """Let this process import verl from the folder ``package``, and what it needs."""
+    use_peers(STANDINS)
+    sys.path.insert(1, package)
+    logging.Logger.warning_once = logging.Logger.debug  # type: ignore[attr-defined]  # transformers'
+
+
+def _run(case: Case, cp: int) -> Step:
+    from megatron.core import parallel_state
+    from verl.utils import tensordict_utils as tu
+
+    worker = _worker(case, cp)
+    rank, ranks = parallel_state.get_data_parallel_rank(), 2 // cp
+    data = tu.get_tensordict(columns(rows_of(rank, ranks)))
+    tu.assign_non_tensor(
+        data,
+        temperature=1.0,
+        calculate_entropy=case.loss == "policy",
+        global_batch_size=ROWS,
+        mini_batch_size=ROWS,
+        **dict(case.data),
+    )
+    if case.flags is not None:
+        os.environ["MEGATRON_LOSS_AGG_FLAGS"] = case.flags
+    lengths: list[list[int]] = []
+    try:
+        with _recorded(worker.engine, lengths):
+            output = worker.train_mini_batch(data)
+    except Exception as error:
+        if os.environ.get("V_RAISE"): raise
+        return Step({}, {}, lengths, f"{type(error).__name__}: {error}")
+    finally:
+        os.environ.pop("MEGATRON_LOSS_AGG_FLAGS", None)
+    from verl.utils.metric import reduce_metrics
+
+    metrics = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
+    return Step(worker.engine.optimizer.gradient, metrics, lengths)
+
+
+@contextlib.contextmanager
+def _recorded(engine: Any, lengths: list[list[int]]) -> Iterator[None]:
+    """Note the samples of every microbatch."""
+    inner: Callable[..., Any] = engine.prepare_model_inputs
+
+    def prepare(batch: Any) -> Any:
+        lengths.append(batch["input_ids"].offsets().diff().tolist())
+        return inner(batch)
+
+    engine.prepare_model_inputs = prepare
+    yield
+
+
+def _worker(case: Case, cp: int) -> Any:
+    """verl's worker and engine, with what their constructors would have made."""
+    from verl.utils.profiler import DistProfiler
+    from verl.workers.config import McoreEngineConfig
+    from verl.workers.engine.megatron import transformer_impl
+    from verl.workers.engine_workers import TrainingWorker
+
+    from tests.host import gpt
+
+    heads = {"policy": "MegatronEngineWithLMHead", "value": "MegatronEngineWithValueHead"}
+    engine = object.__new__(getattr(transformer_impl, heads[case.loss]))
+    model = gpt.data_parallel(build(torch.float32, case.loss, case.per_token, **dict(case.config)))
+    engine.module, engine.tf_config, engine.optimizer = [model], model.config, _Optimizer(model)
+    engine.engine_config = McoreEngineConfig(
+        context_parallel_size=cp, use_dynamic_bsz=True, max_token_len_per_gpu=26
+    )
+    engine.model_config = SimpleNamespace(
+        mtp=SimpleNamespace(enable=False, enable_train=False),
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        get={"use_remove_padding": True}.get,
+    )
+    # The batch lies on the CPU, and the sum over ranks on the GPU: there, verl sums a copy.
+    routed = engine._routed_num_tokens
+    engine._routed_num_tokens = lambda data: routed(data).clone()
+    engine.enable_routing_replay, engine.lr_scheduler = False, SimpleNamespace(step=id)
+    engine._is_offload_param = engine._is_offload_optimizer = False
+    worker = object.__new__(TrainingWorker)
+    worker.engine, worker.engine_config = engine, engine.engine_config
+    worker.model_config, worker.flops_counter, worker.device_name = engine.model_config, None, "cpu"
+    worker.profiler = DistProfiler(rank=0, config=None)
+    worker.loss_fn = _loss_function(case)
+    return worker
+
+
+def _loss_function(case: Case) -> Callable[..., Any]:
+    from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss, value_loss
+
+    if case.loss == "value":
+        critic = CriticConfig(
+            strategy="megatron", loss_agg_mode=case.mode, cliprange_value=CLIP, use_dynamic_bsz=True
+        )
+        return partial(value_loss, config=critic)
+    actor = ActorConfig(
+        strategy="megatron",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        loss_agg_mode=case.mode,
+        clip_ratio=CLIP,
+        policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
+        use_kl_loss=True,
+        kl_loss_coef=KL,
+        kl_loss_type="low_var_kl",
+        entropy_coeff=ENTROPY,
+    )
+    return partial(ppo_loss, config=actor)
+
+
+class Reference(NamedTuple):
+    """Of a whole step in one process and fp64: terms without their coefficients."""
+
+    gradient: dict[str, Tensor]
+    terms: dict[str, float]
+
+
+def reference(loss: str, weights: Sequence[Sequence[Sequence[float]]]) -> list[Reference]:
+    """For each of ``weights``, by sample and token: ``sum w * loss``."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = build(torch.float64, loss)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    by_sample = [_token_terms(model, loss, i) for i in range(len(PROMPTS))]
+    coefficients = {"pg": 1.0, "kl": KL, "entropy": -ENTROPY, "value": 1.0}
+    found = []
+    for w in weights:
+        terms = {
+            name: sum(
+                (torch.tensor(v).double() * part[name]).sum()
+                for v, part in zip(w, by_sample, strict=True)
+            )
+            for name in by_sample[0]
+        }
+        total = sum(coefficients[name] * value for name, value in terms.items())
+        gradients = torch.autograd.grad(total, parameters, retain_graph=True)
+        values = {name: float(value) for name, value in terms.items()}
+        found.append(Reference(dict(zip(names, gradients, strict=True)), values))
+    return found
+
+
+def _token_terms(model: Any, loss: str, i: int) -> dict[str, Tensor]:
+    """fp64 [tokens] of sample ``i``, alone and unpadded."""
+    sequence, data = sequences()[i], {k: v.double() for k, v in made_up(i).items()}
+    positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
+    output = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
+    if loss == "value":
+        value, old, returns = output.squeeze(-1), data["values"], data["returns"]
+        near = old + (value - old).clamp(-CLIP, CLIP)
+        return {"value": 0.5 * torch.maximum((value - returns) ** 2, (near - returns) ** 2)}
+    normal = F.log_softmax(output, dim=-1)
+    new = normal.gather(-1, sequence.labels.unsqueeze(-1)).squeeze(-1)
+    a, ratio = data["advantages"], (new - data["old_log_probs"]).exp()
+    clipped = torch.maximum(-a * ratio, -a * ratio.clamp(1 - CLIP, 1 + CLIP))
+    log_r = data["ref_log_prob"] - new
+    return {
+        "pg": torch.where(a < 0, torch.minimum(-a * 3.0, clipped), clipped),  # 3: dual clip
+        "kl": (log_r.exp() - 1 - log_r).clamp(max=10),  # as verl does
+        "entropy": -(normal.exp() * normal).sum(-1),
+    }
