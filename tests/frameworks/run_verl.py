@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.host.steps import sequences
+from tests.host import reference as host
+from tests.host.steps import Weights, sequences
 from tests.peers.standins import use_peers
 
 PROMPTS = ("ab", "ab", "c3", "d4", "ab", "c3", "d4", "e5", "e5", "c3")
@@ -31,7 +32,8 @@ ROWS = len(PROMPTS) + PADDING
 KL, ENTROPY, CLIP = 0.3, 0.1, 0.2
 STANDINS = (
     "ray transformers datasets pandas torchdata peft uvicorn fastapi hydra vllm sglang mbridge "
-    "accelerate safetensors huggingface_hub flash_attn transformer_engine pydantic cachetools aiohttp zmq"
+    "accelerate safetensors huggingface_hub flash_attn transformer_engine pydantic cachetools "
+    "aiohttp zmq"
 )
 
 
@@ -40,11 +42,13 @@ class Case(NamedTuple):
 
     flags: str | None = None  # of the plugin
     mode: str = "token-mean"  # verl's own
+    factor: float | None = None  # its divisor
     per_token: bool = False
     loss: str = "policy"  # or "value"
     loss_mode: str = "vanilla"
     config: tuple[tuple[str, Any], ...] = ()  # of the model
-    data: tuple[tuple[str, Any], ...] = ()  # of the worker's batch
+    data: tuple[tuple[str, Any], ...] = ()  # that the worker is told besides
+    without: str = "-"  # a column of the batch
 
 
 class Step(NamedTuple):
@@ -76,7 +80,7 @@ def row(i: int) -> dict[str, Any]:
         prompts, responses, fields = text.tokens[:1], text.labels, made_up(i)
         fields |= {"uid": PROMPTS[i], "session_id": SESSIONS[i]}
     else:
-        prompts, responses, mask = torch.ones(3).long(), torch.ones(1).long(), torch.zeros(1).long()
+        prompts, responses, mask = torch.ones(4).long(), torch.ones(1).long(), torch.zeros(1).long()
         fields = {name: torch.zeros(1) for name in made_up(0)}
         fields |= {"uid": "pad0", "session_id": i}
     whole = torch.cat([prompts, responses])
@@ -159,6 +163,7 @@ def _run(case: Case, cp: int) -> Step:
     worker = _worker(case, cp)
     rank, ranks = parallel_state.get_data_parallel_rank(), 2 // cp
     data = tu.get_tensordict(columns(rows_of(rank, ranks)))
+    tu.pop(data, case.without)
     tu.assign_non_tensor(
         data,
         temperature=1.0,
@@ -174,7 +179,6 @@ def _run(case: Case, cp: int) -> Step:
         with _recorded(worker.engine, lengths):
             output = worker.train_mini_batch(data)
     except Exception as error:
-        if os.environ.get("V_RAISE"): raise
         return Step({}, {}, lengths, f"{type(error).__name__}: {error}")
     finally:
         os.environ.pop("MEGATRON_LOSS_AGG_FLAGS", None)
@@ -211,7 +215,7 @@ def _worker(case: Case, cp: int) -> Any:
     model = gpt.data_parallel(build(torch.float32, case.loss, case.per_token, **dict(case.config)))
     engine.module, engine.tf_config, engine.optimizer = [model], model.config, _Optimizer(model)
     engine.engine_config = McoreEngineConfig(
-        context_parallel_size=cp, use_dynamic_bsz=True, max_token_len_per_gpu=26
+        context_parallel_size=cp, use_dynamic_bsz=True, max_token_len_per_gpu=26 // cp
     )
     engine.model_config = SimpleNamespace(
         mtp=SimpleNamespace(enable=False, enable_train=False),
@@ -246,6 +250,7 @@ def _loss_function(case: Case) -> Callable[..., Any]:
         rollout_n=1,
         use_dynamic_bsz=True,
         loss_agg_mode=case.mode,
+        loss_scale_factor=case.factor,
         clip_ratio=CLIP,
         policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
         use_kl_loss=True,
@@ -257,35 +262,33 @@ def _loss_function(case: Case) -> Callable[..., Any]:
 
 
 class Reference(NamedTuple):
-    """Of a whole step in one process and fp64: terms without their coefficients."""
+    """One process and fp64, of every sample."""
 
-    gradient: dict[str, Tensor]
-    terms: dict[str, float]
+    terms: list[dict[str, Tensor]]  # of every token, without their coefficients
+    total: host.Reference  # their sum with coefficients
+
+    def mean(self, name: str, weights: Weights) -> float:
+        """``sum w * term``."""
+        return sum(float(torch.tensor(w).double() @ self.terms[i][name]) for i, w in weights)
 
 
-def reference(loss: str, weights: Sequence[Sequence[Sequence[float]]]) -> list[Reference]:
-    """For each of ``weights``, by sample and token: ``sum w * loss``."""
+def reference(loss: str) -> Reference:
     from tests.host import gpt
 
     gpt.initialize()
     model = build(torch.float64, loss)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    by_sample = [_token_terms(model, loss, i) for i in range(len(PROMPTS))]
     coefficients = {"pg": 1.0, "kl": KL, "entropy": -ENTROPY, "value": 1.0}
-    found = []
-    for w in weights:
-        terms = {
-            name: sum(
-                (torch.tensor(v).double() * part[name]).sum()
-                for v, part in zip(w, by_sample, strict=True)
-            )
-            for name in by_sample[0]
-        }
-        total = sum(coefficients[name] * value for name, value in terms.items())
-        gradients = torch.autograd.grad(total, parameters, retain_graph=True)
-        values = {name: float(value) for name, value in terms.items()}
-        found.append(Reference(dict(zip(names, gradients, strict=True)), values))
-    return found
+    terms, losses, gradients = [], [], []
+    for i in range(len(PROMPTS)):
+        of_sample = _token_terms(model, loss, i)
+        total = sum(coefficients[name] * value for name, value in of_sample.items())
+        rows = [torch.autograd.grad(x, parameters, retain_graph=True) for x in total]
+        columns = zip(*rows, strict=True)
+        gradients.append({n: torch.stack(c) for n, c in zip(names, columns, strict=True)})
+        losses.append(total.detach())
+        terms.append({name: value.detach() for name, value in of_sample.items()})
+    return Reference(terms, host.Reference(losses, gradients))
 
 
 def _token_terms(model: Any, loss: str, i: int) -> dict[str, Tensor]:

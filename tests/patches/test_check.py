@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -71,8 +72,6 @@ def test_a_patch_of_megatron_fits_then_is_applied(patch: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
 def test_a_patch_of_a_framework_fits_then_is_applied(patch: Path, tmp_path: Path) -> None:
-    # A site-packages folder may be inside the repository of somebody's project.
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     path = lay_out(tmp_path / "site-packages", patch)
     code, text = check(path)
     assert code == 0
@@ -80,6 +79,20 @@ def test_a_patch_of_a_framework_fits_then_is_applied(patch: Path, tmp_path: Path
     apply_as_told(text)
     code, text = check(path)
     assert (code, text) == (0, f"{patch.stem.rpartition('-')[0]}: {patch.name} is applied\n")
+
+
+def test_a_folder_inside_a_repository_is_looked_at_itself(tmp_path: Path) -> None:
+    # From inside a repository, git takes the paths of its own diffs from the root, and passes over
+    # those that are not below the folder.
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    folder, patch = tmp_path / "site-packages", tmp_path / "some.patch"
+    folder.mkdir()
+    (folder / "x.py").write_text("old\n")
+    diff = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new\n"
+    patch.write_text(diff)
+    check_module = runpy.run_path(str(ROOT / "patches" / "check.py"))
+    assert check_module["applies"](patch, folder)
+    assert not check_module["applies"](patch, folder, "--reverse")
 
 
 @pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
