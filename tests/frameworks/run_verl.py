@@ -30,6 +30,11 @@ SESSIONS = (0, 0, 0, 0, 1, 1, 1, 0, 1, 2)  # samples 0 and 1 are one rollout
 PADDING = 2  # rows that verl adds, so that ranks get equally many
 ROWS = len(PROMPTS) + PADDING
 KL, ENTROPY, CLIP = 0.3, 0.1, 0.2
+COEFFICIENTS = {
+    "policy": {"pg": 1.0, "kl": KL, "entropy": -ENTROPY},
+    "distillation": {"kl": 1.0},
+    "value": {"value": 1.0},
+}
 STANDINS = (
     "ray transformers datasets pandas torchdata peft uvicorn fastapi hydra vllm sglang mbridge "
     "accelerate safetensors huggingface_hub flash_attn transformer_engine pydantic cachetools "
@@ -44,7 +49,7 @@ class Case(NamedTuple):
     mode: str = "token-mean"  # verl's own
     factor: float | None = None  # its divisor
     per_token: bool = False
-    loss: str = "policy"  # or "value"
+    loss: str = "policy"  # or "value", or "distillation"
     loss_mode: str = "vanilla"
     config: tuple[tuple[str, Any], ...] = ()  # of the model
     data: tuple[tuple[str, Any], ...] = ()  # that the worker is told besides
@@ -84,6 +89,8 @@ def row(i: int) -> dict[str, Any]:
         fields = {name: torch.zeros(1) for name in made_up(0)}
         fields |= {"uid": "pad0", "session_id": i}
     whole = torch.cat([prompts, responses])
+    teacher = F.pad(fields["ref_log_prob"], (len(prompts) - 1, 1))  # where tokens are predicted
+    fields["teacher_logprobs"] = teacher.unsqueeze(-1)
     positions = torch.arange(len(whole))
     fields |= {"prompts": prompts, "responses": responses, "input_ids": whole}
     return {**fields, "position_ids": positions, "response_mask": mask, "loss_mask": mask}
@@ -210,8 +217,8 @@ def _worker(case: Case, cp: int) -> Any:
 
     from tests.host import gpt
 
-    heads = {"policy": "MegatronEngineWithLMHead", "value": "MegatronEngineWithValueHead"}
-    engine = object.__new__(getattr(transformer_impl, heads[case.loss]))
+    kind = "WithValueHead" if case.loss == "value" else "WithLMHead"
+    engine = object.__new__(getattr(transformer_impl, f"MegatronEngine{kind}"))
     model = gpt.data_parallel(build(torch.float32, case.loss, case.per_token, **dict(case.config)))
     engine.module, engine.tf_config, engine.optimizer = [model], model.config, _Optimizer(model)
     engine.engine_config = McoreEngineConfig(
@@ -258,6 +265,13 @@ def _loss_function(case: Case) -> Callable[..., Any]:
         kl_loss_type="low_var_kl",
         entropy_coeff=ENTROPY,
     )
+    if case.loss == "distillation":
+        from verl.trainer.distillation.losses import distillation_ppo_loss
+        from verl.workers.config.distillation import DistillationLossConfig
+
+        options = {"use_task_rewards": False, "use_policy_gradient": False}
+        teacher = SimpleNamespace(distillation_loss=DistillationLossConfig("k3", **options))
+        return partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
     return partial(ppo_loss, config=actor)
 
 
@@ -278,11 +292,11 @@ def reference(loss: str) -> Reference:
     gpt.initialize()
     model = build(torch.float64, loss)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    coefficients = {"pg": 1.0, "kl": KL, "entropy": -ENTROPY, "value": 1.0}
+    coefficients = COEFFICIENTS[loss]
     terms, losses, gradients = [], [], []
     for i in range(len(PROMPTS)):
         of_sample = _token_terms(model, loss, i)
-        total = sum(coefficients[name] * value for name, value in of_sample.items())
+        total = sum(factor * of_sample[name] for name, factor in coefficients.items())
         rows = [torch.autograd.grad(x, parameters, retain_graph=True) for x in total]
         columns = zip(*rows, strict=True)
         gradients.append({n: torch.stack(c) for n, c in zip(names, columns, strict=True)})

@@ -71,6 +71,7 @@ STOCK = {
     "seq-mean-token-mean": Case(mode="seq-mean-token-mean"),
     "seq-mean-token-sum-norm": Case(mode="seq-mean-token-sum-norm", factor=DIVISOR),
     "value": Case(loss="value"),
+    "distillation": Case(loss="distillation"),
     "geo_mean": Case(loss_mode="geo_mean"),
     "moe": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", 1.0))),
     "moe, no auxiliary loss": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", 0.0))),
@@ -83,6 +84,7 @@ OURS = {
 FURTHER = {
     "microbatch_mean": Case(flags("microbatch_mean")),
     "value": Case(flags("prompt_mean"), loss="value"),
+    "distillation": Case(flags("prompt_mean"), loss="distillation"),
     "moe": Case(flags("token_mean"), per_token=True, config=STOCK["moe"].config),
 }
 REFUSED = {
@@ -205,13 +207,13 @@ def test_metrics_follow(mode: str, per_token: bool, topology: str, patched: str)
 
 
 @both
-def test_the_critic_is_exact(topology: str, patched: str) -> None:
-    steps = ours(topology, patched)["value"]
-    own = error(stock(topology)["value"], weights("token_mean"), "value")
+@pytest.mark.parametrize("loss", ["value", "distillation"])
+def test_further_losses_are_exact(loss: str, topology: str, patched: str) -> None:
+    step = ours(topology, patched)[loss][0]
+    own = error(stock(topology)[loss], weights("token_mean"), loss)
     w = weights("prompt_mean")
-    assert error(steps[0], w, "value") <= min(2 * own, 1e-6)
-    expected = fp64("value").mean("value", w)
-    assert steps[0].metrics["critic/vf_loss"] == pytest.approx(expected, rel=1e-5)
+    assert error(step, w, loss) <= min(2 * own, 1e-6)
+    assert step.metrics["loss"] == pytest.approx(fp64(loss).total.loss(w), rel=1e-5)
 
 
 @both
