@@ -19,19 +19,8 @@ import pytest
 import torch
 
 from tests import oracle
-from tests.frameworks.run_verl import (
-    ENTROPY,
-    KL,
-    PADDING,
-    PROMPTS,
-    SESSIONS,
-    Case,
-    Reference,
-    Step,
-    reference,
-    row,
-    run_verl,
-)
+from tests.frameworks.run_verl import ENTROPY, KL, Case, Reference, Step, reference, run_verl
+from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS, row
 from tests.host.harness import run_host_ranks
 from tests.host.reference import relative_error
 from tests.host.steps import Weights, sequences
@@ -122,7 +111,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
 @cache
 def _run(package: str, cp: int, cases: tuple[Case, ...]) -> list[list[Step]]:
     """By rank, then case."""
-    return run_host_ranks(run_verl, 2, package, cp, cases)
+    return run_host_ranks(run_verl, 2, package, cp, cases, timeout=280)
 
 
 def stock(topology: str) -> dict[str, Step]:
