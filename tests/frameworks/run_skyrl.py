@@ -65,8 +65,9 @@ if __name__ != "__main__":  # on the ranks
     from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import (
         MegatronModelWrapper,
     )
-    from skyrl.train.config import TrainerConfig
+    from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.trainer import RayPPOTrainer
+    from skyrl.train.utils.utils import validate_cfg
 
 
 class Recorder:
@@ -91,7 +92,7 @@ class Recorder:
 def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
     """On every rank: the gradients of both optimizer steps, and the trainer's metrics."""
     cfg = configured(run)
-    model = gpt.ddp_model(dtype=torch.float32)
+    model = gpt.data_parallel(case.build(torch.float32))
     optimizer = Recorder(model)
     worker = make_worker(cfg.trainer, model, optimizer)
     trainer = object.__new__(RayPPOTrainer)
@@ -105,23 +106,23 @@ def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def configured(run: case.Run) -> Any:
-    trainer = TrainerConfig()
-    trainer.strategy = "megatron"
+    cfg = SkyRLTrainConfig()
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    trainer.strategy, trainer.logger = run.strategy, "console"
     trainer.train_batch_size, trainer.policy_mini_batch_size = len(set(case.PROMPTS)), 3
     trainer.micro_train_batch_size_per_gpu = 2
     trainer.max_tokens_per_microbatch = run.max_tokens
     trainer.remove_microbatch_padding = run.packed
-    options = {"use_kl_loss": True, "use_entropy_loss": True, "loss_reduction": run.loss_reduction, **dict(run.algorithm)}
-    options |= {"kl_loss_coef": case.KL_COEF, "entropy_loss_coef": case.ENTROPY_COEF, "temperature": 1.0}
-    options |= {"eps_clip_low": case.CLIP, "eps_clip_high": case.CLIP}
-    if "seq_mean_token_sum_norm" in run.loss_reduction:
-        options["max_seq_len"] = case.DIVISOR
-    for name, value in options.items():
-        assert hasattr(trainer.algorithm, name)
-        setattr(trainer.algorithm, name, value)
-    # Of a prompt, as many samples as there are.
-    generator = SimpleNamespace(step_wise_trajectories=True, n_samples_per_prompt=None)
-    return SimpleNamespace(trainer=trainer, generator=generator)
+    algorithm.loss_reduction, algorithm.max_seq_len = run.loss_reduction, run.divisor
+    algorithm.policy_loss_type = run.policy_loss
+    algorithm.use_kl_loss = algorithm.use_entropy_loss = True
+    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = case.KL_COEF, case.ENTROPY_COEF
+    algorithm.eps_clip_low = algorithm.eps_clip_high = case.CLIP
+    algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
+    cfg.generator.n_samples_per_prompt = 2
+    validate_cfg(cfg)
+    cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
+    return cfg
 
 
 def make_worker(cfg: Any, model: Any, optimizer: Recorder) -> Any:
@@ -185,6 +186,7 @@ def fill_in(data: Any, log_probs: list[torch.Tensor]) -> None:
         data["action_log_probs"][i, where] = of_model + sample.old
         data["base_action_log_probs"][i, where] = of_model + sample.base
         data["advantages"][i, where] = sample.advantage
+    data["rollout_logprobs"] = data["action_log_probs"] + 0.01
 
 
 def run_all(runs: dict[str, case.Run], log_probs: list[torch.Tensor], cp: int) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def run_all(runs: dict[str, case.Run], log_probs: list[torch.Tensor], cp: int) -
             try:
                 results[name] = train(run, log_probs)
             except (AssertionError, ValueError) as error:
-                if not run.fails:
+                if not run.refused:
                     raise
                 results[name] = f"{type(error).__name__}: {error}"
     return results

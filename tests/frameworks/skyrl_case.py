@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests import oracle
 from tests.host.reference import Gradient
-from tests.host.steps import VOCAB
 
+VOCAB = 100  # SkyRL fills microbatches of padding with any tokens below
 KL_COEF, ENTROPY_COEF, DIVISOR = 0.3, 0.2, 7
 CLIP = 0.2
 # Optimizer steps, as rows of the batch. With two data-parallel ranks, the first is padded by a row.
@@ -45,11 +45,13 @@ class Run(NamedTuple):
     packed: bool = False  # SkyRL's remove_microbatch_padding, which context parallelism requires
     max_tokens: int = 0  # of a microbatch; 0: microbatches of two samples
     calls: int = 1  # of forward_backward in each optimizer step
-    fails: bool = False
-    algorithm: tuple[tuple[str, Any], ...] = ()  # further options of SkyRL's AlgorithmConfig
+    policy_loss: str = "regular"
+    divisor: int | None = None  # SkyRL's max_seq_len
+    strategy: str = "megatron"
+    refused: bool = False
 
 
-# Our mode, SkyRL's name for it.
+# Our modes, under SkyRL's names.
 MODES = {
     "token_mean": "token_mean",
     "sample_mean": "sequence_mean",
@@ -58,15 +60,38 @@ MODES = {
 }
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "dp2": {},
-    "dp2 packed": {"packed": True},
     "cp2": {"cp": 2, "packed": True},
 }
-RUNS = {
-    f"{topology} {prefix}{mode}": Run(f"{prefix}{mode}", **options)
-    for topology, options in TOPOLOGIES.items()
-    for mode in MODES.values()
-    for prefix in ("", "skyrl/")
+# The further ones in one mode. By tokens, microbatches differ in their number of samples, and a rank
+# gets one of padding.
+WAYS: dict[str, dict[str, Any]] = {
+    **TOPOLOGIES,
+    "packed": {"packed": True},
+    "calls": {"calls": 2},
+    "by tokens": {"packed": True, "max_tokens": 30},
+    "clip_cov": {"policy_loss": "clip_cov"},
 }
+
+
+def _runs() -> dict[str, Run]:
+    runs = {}
+    for way, options in WAYS.items():
+        modes = MODES.values() if way in TOPOLOGIES else ("prompt_mean",)
+        for name in [f"{prefix}{mode}" for mode in modes for prefix in ("", "skyrl/")]:
+            divisor = DIVISOR if "norm" in name else None
+            runs[f"{way} {name}"] = Run(name, divisor=divisor, **options)
+    return runs
+
+
+REFUSED = {
+    "loss": Run("skyrl/token_mean", policy_loss="importance_sampling", refused=True),
+    "name": Run("skyrl/tokens_mean", refused=True),
+    "rollouts": Run("slime/sample_mean", refused=True),
+    "divisor": Run("skyrl/seq_mean_token_sum_norm", refused=True),
+    "strategy": Run("skyrl/token_mean", strategy="fsdp", refused=True),
+}
+LEGACY = {name: Run(name) for name in ("token_mean_legacy", "skyrl/token_mean_legacy")}
+RUNS = {**_runs(), **LEGACY, **REFUSED}
 
 
 @functools.cache
@@ -99,14 +124,14 @@ class Weights(NamedTuple):
 
 def weights(mode: str, step: int) -> Weights:
     """The same mean in all three terms, over the whole step."""
-    first, end = STEPS[step]
-    masks = [
+    rows = [
         oracle.Sample(tuple(samples()[i].mask), PROMPTS.index(PROMPTS[i]))
-        for i in range(first, end)
+        for i in range(*STEPS[step])
     ]
     options = {"divisor": float(DIVISOR)} if mode == "constant" else {}
-    ((of_samples,),) = oracle.step_weights(mode, [[masks]], **options)
-    of_mode = [list(w) for w in of_samples]
+    pairs = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    nested = oracle.step_weights(mode, [pairs], **options)
+    of_mode = [w for rank in nested for microbatch in rank for w in microbatch]
     return Weights(of_mode, of_mode, of_mode)
 
 
@@ -139,6 +164,14 @@ class Reference(NamedTuple):
     entropy: float
 
 
+def build(dtype: torch.dtype) -> Any:
+    """On a rank: the model of the host tests, with this vocabulary."""
+    from tests.host import gpt
+
+    gpt.VOCAB = VOCAB
+    return gpt.build(dtype)
+
+
 def references(wanted: list[tuple[int, Weights]]) -> tuple[list[Tensor], list[Reference]]:
     """On a rank of its own, sample by sample in fp64.
 
@@ -151,7 +184,7 @@ def references(wanted: list[tuple[int, Weights]]) -> tuple[list[Tensor], list[Re
     from tests.host import gpt
 
     gpt.initialize()
-    model = gpt.build(torch.float64)
+    model = build(torch.float64)
     log_probs = [_token_terms(model, sample)[0].detach() for sample in samples()]
     return log_probs, [_reference(model, step, w) for step, w in wanted]
 
