@@ -1,221 +1,35 @@
-"""SkyRL's real trainer, Megatron worker, model wrapper and loss on two gloo ranks.
+"""Train with SkyRL on two gloo ranks, in all ways of `skyrl_case.RUNS` that the package knows.
 
     SKYRL=FOLDER python -m tests.frameworks.run_skyrl {stock,patched} LOG_PROBS RESULTS
 
-``FOLDER`` holds the package, with or without the patch. Stood in for are the device, servers,
-Ray (every rank runs the trainer and keeps its own part of the data), and the optimizer, which
-records the gradients that it is given.
+``FOLDER`` holds the package, with or without the patch.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.frameworks import skyrl_case as case
-from tests.peers import standins
 
 
-class _Bridge(standins._Finder):
-    """Stands in for a part of Megatron's namespace, which is otherwise real."""
+def on_rank(runs: dict[str, case.Run], log_probs: list[Tensor], cp: int) -> dict[str, Any]:
+    from tests.frameworks import skyrl_ranks
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.startswith("megatron.bridge") else None
-
-
-if __name__ != "__main__":  # on the ranks
-    from tests.host import gpt, gradients, preload  # noqa: F401 - the CPU stands in for the GPU
-
-    sys.meta_path.insert(0, _Bridge([]))
-    standins.use_peers(
-        "ray jaxtyping loguru transformers cloudpathlib pydantic omegaconf skyrl_gym datasets "
-        "torchdata aiohttp orjson pybase64 rich httpx huggingface_hub nvidia_resiliency_ext"
-    )
-    sys.path.insert(1, os.environ["SKYRL"])
-    import ray
-    from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-
-    logging.disable()  # its handlers are stood in for
-    ray.put = lambda value: value
-    bridge = importlib.import_module("megatron.bridge.peft.utils")
-    bridge.enable_expert_parallel_grad_sync_in_finalize = lambda chunks: None
-    bridge.finalize_model_grads_with_expert_adapter_sync = finalize_model_grads
-
-    _attend = GatheredAttention.forward
-
-    def attend(self: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kw: Any) -> Any:
-        return _attend(self, query, key, value, None, *args, **kw)
-
-    # As Transformer Engine's, which ignores a padding mask if the attention is causal.
-    GatheredAttention.forward = attend
-    from skyrl.backends.skyrl_train.distributed.dispatch import MeshDispatch
-    from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
-    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
-    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
-    from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import (
-        MegatronModelWrapper,
-    )
-    from skyrl.train.config import SkyRLTrainConfig
-    from skyrl.train.trainer import RayPPOTrainer
-    from skyrl.train.utils.utils import validate_cfg
-
-
-class Recorder:
-    """An optimizer that keeps the gradient of every step."""
-
-    param_groups = ({"lr": 0.0},)
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.found = model, []
-
-    def scale_loss(self, loss: Any) -> Any:
-        return loss
-
-    def step(self) -> tuple[bool, None, None]:
-        self.found.append(gradients.of(self.model))
-        return True, None, None
-
-    def zero_grad(self) -> None:
-        pass
-
-
-def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
-    """On every rank: the gradients of both optimizer steps, and the trainer's metrics."""
-    cfg = configured(run)
-    model = gpt.data_parallel(case.build(torch.float32))
-    optimizer = Recorder(model)
-    worker = make_worker(cfg.trainer, model, optimizer)
-    trainer = object.__new__(RayPPOTrainer)
-    trainer.cfg, trainer.all_metrics = cfg, {}
-    trainer.tokenizer = SimpleNamespace(pad_token_id=0)
-    trainer.dispatch = Dispatch(worker, run.calls)
-    data = trainer.convert_to_training_input(generated(), list(case.PROMPTS))
-    fill_in(data, log_probs)
-    metrics = trainer._execute_training_step("policy", data)
-    return {"gradients": optimizer.found, "metrics": metrics}
-
-
-def configured(run: case.Run) -> Any:
-    cfg = SkyRLTrainConfig()
-    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-    trainer.strategy, trainer.logger = run.strategy, "console"
-    trainer.train_batch_size, trainer.policy_mini_batch_size = len(set(case.PROMPTS)), 3
-    trainer.micro_train_batch_size_per_gpu = 2
-    trainer.max_tokens_per_microbatch = run.max_tokens
-    trainer.remove_microbatch_padding = run.packed
-    algorithm.loss_reduction, algorithm.max_seq_len = run.loss_reduction, run.divisor
-    algorithm.policy_loss_type = run.policy_loss
-    algorithm.use_kl_loss = algorithm.use_entropy_loss = True
-    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = case.KL_COEF, case.ENTROPY_COEF
-    algorithm.eps_clip_low = algorithm.eps_clip_high = case.CLIP
-    algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
-    cfg.generator.n_samples_per_prompt = 2
-    validate_cfg(cfg)
-    cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
-    return cfg
-
-
-def make_worker(cfg: Any, model: Any, optimizer: Recorder) -> Any:
-    """As after ``init_model``."""
-    worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
-    worker.cfg, worker.optimizer, worker.actor_module = cfg, optimizer, [model]
-    worker.scheduler = SimpleNamespace(step=lambda increment: None)
-    worker.strategy = object.__new__(MegatronStrategy)
-    worker.enable_router_replay = worker.enable_sample_support_replay = False
-    worker.empty_cuda_cache = False
-    loss = PolicyLossRegistry.get(cfg.algorithm.policy_loss_type)
-    worker.model = MegatronModelWrapper(cfg, [model], optimizer, loss)
-    return worker
-
-
-class Dispatch:
-    """In place of Ray: this rank's own part of what the trainer sends to all.
-
-    Args:
-        calls: of ``forward_backward`` in each optimizer step.
-    """
-
-    def __init__(self, worker: Any, calls: int) -> None:
-        self.worker, self.calls = worker, calls
-
-    def stage_data(self, model: str, data: Any, boundaries: Any) -> Any:
-        return MeshDispatch.stage_chunks(
-            parallel_state.get_data_parallel_world_size(), data, boundaries
-        )
-
-    def get_lcm_dp_size(self) -> int:
-        return parallel_state.get_data_parallel_world_size()
-
-    def forward_backward_from_staged(self, model: str, chunks: Any) -> Any:
-        mine = chunks[parallel_state.get_data_parallel_rank()]
-        for part in mine.chunk(-(-len(mine) // self.calls)):
-            output = self.worker.forward_backward(part)
-        return output
-
-    def optim_step(self, model: str) -> Any:
-        return self.worker.optim_step()
-
-
-def generated() -> dict[str, Any]:
-    """What SkyRL's generator returns."""
-    return {
-        "prompt_token_ids": [sample.prompt for sample in case.samples()],
-        "response_ids": [sample.response for sample in case.samples()],
-        "rewards": [[0.0] * len(sample.mask) for sample in case.samples()],
-        "loss_masks": [sample.mask for sample in case.samples()],
-    }
-
-
-def fill_in(data: Any, log_probs: list[torch.Tensor]) -> None:
-    """What the trainer's inference steps add; responses are aligned to the right."""
-    shape = data["loss_mask"].shape
-    for name in ("action_log_probs", "base_action_log_probs", "advantages"):
-        data[name] = torch.zeros(shape, dtype=torch.float32)
-    for i, (sample, of_model) in enumerate(zip(case.samples(), log_probs, strict=True)):
-        where = slice(shape[1] - len(sample.mask), None)
-        data["action_log_probs"][i, where] = of_model + sample.old
-        data["base_action_log_probs"][i, where] = of_model + sample.base
-        data["advantages"][i, where] = sample.advantage
-    data["rollout_logprobs"] = data["action_log_probs"] + 0.01
-
-
-def run_all(runs: dict[str, case.Run], log_probs: list[torch.Tensor], cp: int) -> dict[str, Any]:
-    """On a rank of the topology: the results of its runs, by name; an error as its text."""
-    gpt.initialize(cp)
-    results: dict[str, Any] = {}
-    for name, run in runs.items():
-        if run.cp == cp:
-            try:
-                results[name] = train(run, log_probs)
-            except (AssertionError, ValueError) as error:
-                if not run.refused:
-                    raise
-                results[name] = f"{type(error).__name__}: {error}"
-    return results
-
-
-def main(package: str, log_probs: str, results: str) -> None:
-    given = torch.load(log_probs)
-    own = package == "stock"  # which knows its own names only
-    runs = {name: run for name, run in case.RUNS.items() if not (own and "/" in run.loss_reduction)}
-    found: dict[str, Any] = {}
-    for cp in (1, 2):
-        ranks = run_ranks(run_all, 2, runs, given, cp, preload="tests.frameworks.run_skyrl")
-        found |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
-    torch.save(found, results)
+    return skyrl_ranks.run_all(runs, log_probs, cp)
 
 
 if __name__ == "__main__":
-    from tests.frameworks import run_skyrl  # so that what is pickled has an importable name
-
-    run_skyrl.main(*sys.argv[1:])
+    package, log_probs, results = sys.argv[1:]
+    own = package == "stock"  # which knows its own names only
+    runs = {name: run for name, run in case.RUNS.items() if not (own and "/" in run.loss_reduction)}
+    given = torch.load(log_probs)
+    found: dict[str, Any] = {}
+    for cp in (1, 2):
+        ranks = run_ranks(on_rank, 2, runs, given, cp, preload="tests.frameworks.skyrl_ranks")
+        found |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    torch.save(found, results)

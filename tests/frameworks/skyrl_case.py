@@ -16,7 +16,8 @@ from tests import oracle
 from tests.host.reference import Gradient
 
 VOCAB = 100  # SkyRL fills microbatches of padding with any tokens below
-KL_COEF, ENTROPY_COEF, DIVISOR = 0.3, 0.2, 7
+KL_COEF, ENTROPY_COEF = 0.3, 0.2
+DIVISOR = 2  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
 CLIP = 0.2
 # Optimizer steps, as rows of the batch. With two data-parallel ranks, the first is padded by a row.
 STEPS = ((0, 7), (7, 11))
@@ -62,8 +63,8 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "dp2": {},
     "cp2": {"cp": 2, "packed": True},
 }
-# The further ones in one mode. By tokens, microbatches differ in their number of samples, and a rank
-# gets one of padding.
+# The further ones in one mode. By tokens, microbatches differ in their number of samples, and a
+# rank gets one of padding.
 WAYS: dict[str, dict[str, Any]] = {
     **TOPOLOGIES,
     "packed": {"packed": True},

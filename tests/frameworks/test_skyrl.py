@@ -115,9 +115,7 @@ def test_stock_takes_means_of_microbatches_for_kl_and_entropy(
 
 
 @pytest.mark.parametrize("way", ["packed", "calls", "by tokens"])
-def test_other_ways_to_run_a_step_are_exact(
-    stock: Results, patched: Results, way: str
-) -> None:
+def test_other_ways_to_run_a_step_are_exact(stock: Results, patched: Results, way: str) -> None:
     assert error(patched[f"{way} skyrl/prompt_mean"], "prompt_mean") < 1e-6
     assert error(stock[f"{way} prompt_mean"], "prompt_mean") > 2e-2
 
