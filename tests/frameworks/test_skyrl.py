@@ -23,6 +23,8 @@ from tests.host.harness import run_host_ranks
 from tests.host.reference import relative_error
 from tests.peers.standins import PEERS
 
+pytestmark = pytest.mark.host
+
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches/skyrl-0.4.0.patch"
 PAGE = ROOT / "docs/frameworks/skyrl.md"
