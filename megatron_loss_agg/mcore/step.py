@@ -77,7 +77,14 @@ class Step:
 
         @functools.wraps(forward_step)
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            output, loss_func = forward_step(*args, **kwargs)
+            try:
+                output, loss_func = forward_step(*args, **kwargs)
+            except Exception as error:
+                # A script that splits a batch which cannot be split fails by itself.
+                unsplit = None if self._options.passes_unmasked else self._weights().unsplit
+                if unsplit is None:
+                    raise
+                raise unsplit from error
             return output, functools.partial(self._loss, loss_func)
 
         return hooked
