@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
@@ -36,7 +37,8 @@ class Checks:
 
     Attributes:
         inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
-        outputs: the tensors with a gradient that it returned, if they are kept.
+        outputs: where its outputs are in the autograd graph, if that is kept. The tensors say
+            another place once a script has edited them.
 
     Args:
         keeps_outputs: keep them until `release`.
@@ -45,7 +47,7 @@ class Checks:
     def __init__(self, call: Call, terms: Iterable[Term], keeps_outputs: bool) -> None:
         self._call = call
         self._keeps_outputs = keeps_outputs
-        self.outputs: list[Tensor] = []
+        self.outputs: list[GradientEdge] = []
         self._groups_samples = any(map(_groups_samples, terms))
         self._seen = False  # whether the model was called since the last loss
         self.inputs: list[Tensor] = []
@@ -70,7 +72,7 @@ class Checks:
             self.release()
 
     def release(self) -> None:
-        """Forget what the model returned, which may be large."""
+        """Let go of the autograd graph."""
         self.outputs = []
 
     def check_call(self) -> None:
@@ -155,7 +157,7 @@ class Checks:
             )
 
     def _see_outputs(self, module: Any, args: Any, outputs: Any) -> None:
-        self.outputs = _with_gradient(outputs)
+        self.outputs = [get_gradient_edge(x) for x in _with_gradient(outputs)]
 
 
 def _with_gradient(x: Any) -> list[Tensor]:

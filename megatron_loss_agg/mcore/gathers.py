@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import GradientEdge
 
 from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.errors import LayoutError
@@ -48,7 +49,7 @@ def check_gathers(
     whole: str | None,
     losses: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-    outputs: Sequence[Tensor],
+    outputs: Sequence[GradientEdge],
     groups: ParallelGroups,
     measured: dict[str, str],
 ) -> None:
@@ -58,7 +59,7 @@ def check_gathers(
     Args:
         whole: of the `TokenLoss`.
         losses, weights: [tokens], by term.
-        outputs: what the model returned.
+        outputs: of the model.
         measured: how each term's losses are gathered. Terms whose gradient is not 0 are added.
 
     Raises:
@@ -94,14 +95,14 @@ def check_gathers(
 
 
 def _norms(
-    losses: Tensor, weights: Tensor, outputs: Sequence[Tensor], groups: ParallelGroups
+    losses: Tensor, weights: Tensor, outputs: Sequence[GradientEdge], groups: ParallelGroups
 ) -> Tensor:
     """Of the gradients by ``outputs``: fp64 [tensor-parallel ranks, context-parallel ranks, 3].
 
     Under equal gradients, under those of the first rank alone, and under equal ones again.
     """
     size, first = dist.get_world_size(groups.cp), dist.get_rank(groups.cp) == 0
-    equal = weights.detach() / weights.detach().abs().amax().clamp(min=1e-37)
+    equal = weights / torch.linalg.vector_norm(weights).clamp(min=1e-37)
     row = []
     saved = _saved_by_functions(losses, outputs)
     copies = [x.detach().clone() for x in saved]
@@ -116,20 +117,22 @@ def _norms(
     return all_gather(rows.flatten(), groups.tp).view(-1, size, len(row))
 
 
-def _norm(losses: Tensor, given: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+def _norm(losses: Tensor, given: Tensor, outputs: Sequence[GradientEdge]) -> Tensor:
     found: Sequence[Tensor | None] = []
     if outputs:
         found = torch.autograd.grad(losses, outputs, given, retain_graph=True, allow_unused=True)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in found if g is not None]
+    # What a function returns from what it saved may have a graph of its own.
+    found = [g.detach() for g in found if g is not None]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in found]
     return torch.stack(norms).norm() if norms else torch.full((), _UNREACHED).double()
 
 
-def _saved_by_functions(losses: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+def _saved_by_functions(losses: Tensor, outputs: Sequence[GradientEdge]) -> list[Tensor]:
     """What functions written in Python keep for the backward pass, from ``losses`` to ``outputs``.
 
     Some overwrite it there, as Megatron's cross entropy does, since a backward pass comes once.
     """
-    seen: set[Any] = {x.grad_fn for x in outputs} | {None}
+    seen: set[Any] = {x.node for x in outputs} | {None}
     left: list[Any] = [losses.grad_fn]
     saved: list[Tensor] = []
     while left:

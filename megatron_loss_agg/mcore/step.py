@@ -66,7 +66,6 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        # Only where a gather may be measured: outputs are large.
         open_gather = splits.whole and not splits.gathers.keys() >= terms.keys()
         self.checks = Checks(call, terms.values(), options.verify or bool(open_gather))
         self._next = 0
