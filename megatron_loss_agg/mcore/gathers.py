@@ -45,8 +45,19 @@ _ARRIVES = {
 }
 
 
+def check_same(whole: str | None, cp: dist.ProcessGroup) -> None:
+    """Raise LayoutError unless all ranks of ``cp``, which must call, have the same ``whole``."""
+    row = torch.tensor([_KINDS.index(whole)], dtype=torch.float64)
+    kinds = [_KINDS[int(kind)] for kind in all_gather(row, cp)]
+    if len(set(kinds)) > 1:
+        raise LayoutError(
+            f"the context-parallel ranks return TokenLoss(whole=...) with {kinds}, in their order; "
+            "expected the same on every rank"
+        )
+
+
 def check_gathers(
-    whole: str | None,
+    whole: str,
     losses: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     outputs: Sequence[GradientEdge],
@@ -65,17 +76,9 @@ def check_gathers(
     Raises:
         LayoutError: they differ, or it cannot be measured.
     """
-    row = [_KINDS.index(whole), *(x.requires_grad for x in losses.values())]
-    rows = all_gather(torch.tensor(row, dtype=torch.float64), groups.cp)
-    kinds = [_KINDS[int(kind)] for kind in rows[:, 0]]
-    if len(set(kinds)) > 1:
-        raise LayoutError(
-            f"the context-parallel ranks return TokenLoss(whole=...) with {kinds}, in their order; "
-            "expected the same on every rank"
-        )
-    if whole is None:
-        return
-    for name, attached in zip(losses, rows[:, 1:].bool().T, strict=True):
+    row = torch.tensor([x.requires_grad for x in losses.values()], dtype=torch.float64)
+    rows = all_gather(row, groups.cp).bool()
+    for name, attached in zip(losses, rows.T, strict=True):
         if measured.get(name, whole) != whole:
             raise _differs(name, whole, measured[name])
         if name in measured or not attached.any():

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
-from megatron_loss_agg.mcore.gathers import check_gathers
+from megatron_loss_agg.mcore.gathers import check_gathers, check_same
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.host_loss import (
     TokenLoss,
@@ -111,13 +111,21 @@ class Step:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
         masks = token_masks(loss_func, list(self._terms))
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
+        trains = torch.is_grad_enabled() and not self._call.forward_only
         if self._call.scale.context_parallel_size == 1:
             gather = None
-        weights = self._weights()
-        local = self._local_weights(self._first + i, masks, weights, gather)
-        tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local, gather))
-        made = self._made(tokens, local)
-        self._check_gathers(gather, tokens, made)
+        elif trains and self._options.verify:
+            check_same(gather, self._call.groups.cp)
+
+        @functools.cache
+        def local() -> dict[str, LocalWeights]:
+            return self._local_weights(self._first + i, masks, gather)
+
+        tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local(), gather))
+        made = self._made(tokens, local())
+        if gather is not None and trains:
+            self._check_gathers(gather, tokens, made)
+        self.checks.release()
         parts = {name: weighted_sum(w, tokens.losses[name]) for name, w in made.items()}
         if self._options.verify:
             check_is_masked_sum(tokens, whole=self._call.scale.context_parallel_size == 1)
@@ -126,6 +134,7 @@ class Step:
             for name, part in parts.items()
         ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
+        weights = self._weights()
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():
             report = self._report(tokens, parts, loss, mask, weights, gather)
@@ -133,12 +142,12 @@ class Step:
         return self._call.scale.returned(loss, num_tokens, weights.host_tokens, report, gather)
 
     def _local_weights(
-        self, i: int, masks: Mapping[str, Tensor], weights: StepWeights, gather: str | None
+        self, i: int, masks: Mapping[str, Tensor], gather: str | None
     ) -> dict[str, LocalWeights]:
         """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
         self.checks.check_call()
         whole = gather is not None or self._call.scale.context_parallel_size == 1
-        local = weights.choose(i, masks, self.checks.inputs, self._splits, whole)
+        local = self._weights().choose(i, masks, self.checks.inputs, self._splits, whole)
         checked = {(id(local[name]), id(mask)): name for name, mask in masks.items()}
         for name in checked.values():
             self.checks.check(masks[name], local[name].mask, whole)
@@ -171,20 +180,12 @@ class Step:
             made[name] = shared[key]
         return made
 
-    def _check_gathers(
-        self, gather: str | None, tokens: TokenLosses, made: Mapping[str, Tensor]
-    ) -> None:
+    def _check_gathers(self, gather: str, tokens: TokenLosses, made: Mapping[str, Tensor]) -> None:
         """Measure how whole losses were gathered, until that of every term is known."""
-        measured, call = self._splits.gathers, self._call
-        trains = torch.is_grad_enabled() and not call.forward_only
-        is_open = gather is not None and not all(
-            measured.get(name) == gather for name in tokens.losses
-        )
-        # In the first step every rank takes part, also one whose losses are not whole.
-        if trains and (is_open or self._options.verify) and call.scale.context_parallel_size > 1:
-            outputs = self.checks.outputs
-            check_gathers(gather, tokens.losses, made, outputs, call.groups, measured)
-        self.checks.release()
+        measured = self._splits.gathers
+        if not all(measured.get(name) == gather for name in tokens.losses):
+            outputs, groups = self.checks.outputs, self._call.groups
+            check_gathers(gather, tokens.losses, made, outputs, groups, measured)
 
     def _report(
         self,

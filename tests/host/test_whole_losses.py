@@ -97,12 +97,13 @@ def script(
     early: bool = False,
     function: Any = None,
     metric: bool = False,
-    mask_of: str = "all",
+    gathers: bool = True,
 ) -> Callable[..., Any]:
     """A forward step with whole losses.
 
     Args:
         whole: what the loss function says of them.
+        gathers: or else losses and mask are this rank's.
         early: gather in the forward step, so that the loss function has a whole input.
         function: of the whole log-probabilities.
         metric: report the losses again, by the weights.
@@ -123,7 +124,10 @@ def script(
                 # It overwrites the logits, and its backward pass what it kept for it.
                 flat = logits.reshape(1, -1, logits.shape[-1])
                 losses = vocab_parallel_cross_entropy(flat, labels.reshape(1, -1))
-            losses = layout.unshard(parts(losses.view_as(labels), kind))
+            losses = losses.view_as(labels)
+            if not gathers:
+                return losses
+            losses = layout.unshard(parts(losses, kind))
             return losses if function is None else function(losses)
 
         def compute(output: Any, weights: Any = None) -> tuple[Tensor, dict[str, Any]]:
@@ -133,7 +137,7 @@ def script(
 
         output = {"whole": gathered(logits)} if early else logits
         said = kind if whole == "as it is" else whole
-        mask = batch["loss_mask"] if mask_of == "all" else local_mask
+        mask = batch["loss_mask"] if gathers else local_mask
         return output, TokenLoss(compute, mask, said, takes_weights=metric)
 
     return forward_step
@@ -219,21 +223,23 @@ def terms_on_host(name: str, gradient: Any) -> list[tuple[float, dict[str, float
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     places = PLACES_OF_TERMS[topology.data_parallel_size][1]
 
-    def forward_step(kind: str, data_iterator: Iterator[Any], model: Any) -> tuple[Any, TokenLoss]:
+    def forward_step(kind: Any, data_iterator: Iterator[Any], model: Any) -> tuple[Any, TokenLoss]:
         batch = next(data_iterator)
         layout = layout_of(batch)
         output, local = rl.forward_step(iter([batch]), model)
 
         def compute(output: Any, weights: Any) -> Any:
             losses, report = local.compute(output)
-            losses = {n: layout.unshard(parts(x, kind)) for n, x in losses.items()}
+            if kind is not None:
+                losses = {n: layout.unshard(parts(x, kind)) for n, x in losses.items()}
             again = {f"{n} again": Sum.of(losses[n], w) for n, w in weights.items()}
             return losses, {**report, **again}
 
-        return output, TokenLoss(compute, batch["loss_mask"], kind, takes_weights=True)
+        mask = local.loss_mask if kind is None else batch["loss_mask"]
+        return output, TokenLoss(compute, mask, kind, takes_weights=True)
 
     answers = []
-    for kind, per_token in product(GATHERS, (False, True)):
+    for kind, per_token in product((None, *GATHERS), (False, True)):
         ddp = gpt.ddp_model(per_token)
         data = rl.packs(*places[gpt.data_rank()])
         step = functools.partial(forward_step, kind)
@@ -245,14 +251,14 @@ def terms_on_host(name: str, gradient: Any) -> list[tuple[float, dict[str, float
 
 
 @pytest.mark.parametrize("name", ["cp2", "dp2-cp2"])
-def test_every_term_of_whole_losses_is_exact(name: str) -> None:
+def test_every_term_and_metric_is_exact(name: str) -> None:
     gradient, numbers = expected_of_terms()
     wanted = {"total loss" if n == "loss" else n: x for n, x in numbers.items()}
     wanted |= {n.replace(" loss", " again"): x for n, x in numbers.items() if n.endswith(" loss")}
     for rank in run_host_ranks(
         terms_on_host, TOPOLOGIES[name].world_size, name, gradient, timeout=300
     ):
-        assert len(rank) == 4
+        assert len(rank) == 6
         for error, metrics in rank:
             assert error <= EXACT
             assert metrics == pytest.approx(wanted, rel=EXACT, abs=1e-15)
@@ -293,12 +299,12 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("LayoutError: losses for all", "TokenLoss(whole='local_grad') or 'reduced_grad'"),
     ),
     "not whole": (
-        {"kind": "local_grad", "mask_of": "this rank"},
+        {"kind": "local_grad", "gathers": False},
         ("LayoutError: TokenLoss(whole=...) with a mask of", "leave out whole="),
     ),
     "said on one rank": (
         {"kind": "local_grad", "whole": "by rank"},
-        ("LayoutError: ", "['local_grad', 'reduced_grad'], in their order", "the same on every"),
+        ("LayoutError: ", "['local_grad', None], in their order", "the same on every"),
     ),
     "good": ({"kind": "local_grad"}, ()),
 }
@@ -344,7 +350,7 @@ def errors_on_host() -> dict[str, str | None]:
     for name, (given, _) in REFUSED.items():
         options = dict(given)
         if options.get("whole") == "by rank":
-            options["whole"] = ("local_grad", "reduced_grad")[dist.get_rank()]
+            options["whole"] = ("local_grad", None)[dist.get_rank()]
         found[name] = error_of(run, LossHook(aggregation("prompt_mean")), script(**options))
     for name, step in (("odd", odd_step(True)), ("odd parts", odd_step(False))):
         hook = LossHook(aggregation("prompt_mean"), read_batch=odd_pack)
