@@ -21,9 +21,12 @@ nox.options.reuse_venv = "yes"
 
 CI = Path(__file__).parent / "ci"
 REPORTS = CI.parent / "build" / "verified"
-TESTS = tuple(
-    f"tests/host/test_{name}.py"
-    for name in ("gradients", "parallelism", "terms", "audit", "reports")
+TESTS = (
+    *(
+        f"tests/host/test_{name}.py"
+        for name in ("gradients", "parallelism", "terms", "audit", "reports")
+    ),
+    "tests/launch/test_any_loop.py",
 )
 TOOLS = ("setuptools>=70.1", "pytest", "pytest-timeout", "hypothesis")
 

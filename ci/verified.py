@@ -3,7 +3,7 @@
     python ci/verified.py REPORT.xml ... > docs/verified.md
 
 A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
-ci/sweep.md, which `bash ci/sweep.sh` writes.
+ci/sweep.md and ci/frameworks.md, which `bash ci/sweep.sh` and `bash ci/frameworks.sh` write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three mi
 unequal size, with and without `--calculate-per-token-loss`, in every mode.
 """
 GRADIENTS = "tests.host.test_gradients"
-SWEEP = Path(__file__).with_name("sweep.md")
+SECTIONS = [Path(__file__).with_name(name) for name in ("sweep.md", "frameworks.md")]
 TITLES = {"float64": "largest error in fp64", "float32": "largest error in fp32"}
 
 
@@ -82,7 +82,8 @@ def main(paths: list[str]) -> None:
     for name, by_version in counts.items():
         cells = [f"{sum(by_version[v])} of {len(by_version[v])}" for v in reports]
         print(f"| {name} | {' | '.join(cells)} |")
-    print(f"\n{SWEEP.read_text()}", end="")
+    for section in SECTIONS:
+        print(f"\n{section.read_text()}", end="")
 
 
 if __name__ == "__main__":

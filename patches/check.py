@@ -1,24 +1,52 @@
-"""Say which patch fits a Megatron-LM checkout, and whether it is applied.
+"""Say which patches fit a Megatron-LM checkout, or a framework, and whether they are applied.
 
     python patches/check.py path/to/Megatron-LM
+    python patches/check.py path/to/verl-checkout     # or the site-packages folder that holds verl
 
-Exit code 0 if a patch is applied, or fits and can be; 1 if none does.
+A framework is recognised by the files that its patches change. Exit code 0 if everything that was
+recognised has a patch that is applied or fits; 1 otherwise.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-PATCHES = sorted(Path(__file__).resolve().parent.glob("core_v*.patch"))
+PATCHES = sorted(Path(__file__).resolve().parent.glob("*.patch"))
+MEGATRON = [patch for patch in PATCHES if patch.stem.startswith("core_v")]
+FRAMEWORKS = [patch for patch in PATCHES if patch not in MEGATRON]
 
 
-def applies(patch: Path, checkout: Path, *options: str) -> bool:
+def applies(patch: Path, folder: Path, *options: str) -> bool:
     """Whether ``git apply`` would succeed."""
-    command = ["git", "-C", str(checkout), "apply", "--check", *options, str(patch)]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    # Where the folder is inside another repository, git would look for the files at its root.
+    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    command = ["git", "-C", str(folder), "apply", "--check", *options, str(patch)]
+    return subprocess.run(command, capture_output=True, env=alone).returncode == 0
+
+
+def touched(patch: Path) -> list[str]:
+    """The files that ``patch`` changes."""
+    return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+
+
+def report(what: str, patches: list[Path], folder: Path, otherwise: str) -> bool:
+    """Print what there is for ``what``; return whether a patch is applied, or fits."""
+    for patch in patches:
+        if applies(patch, folder, "--reverse"):
+            print(f"{what}: {patch.name} is applied")
+            return True
+    for patch in patches:
+        if applies(patch, folder):
+            print(f"{what}: {patch.name} fits and is not applied; apply it with")
+            print(f"    patch -p1 -d {folder} < {patch}")
+            return True
+    names = ", ".join(patch.name for patch in patches)
+    print(f"{what}: {names} {'does' if len(patches) == 1 else 'do'} not fit {otherwise}")
+    return False
 
 
 def version_of(checkout: Path) -> str | None:
@@ -30,36 +58,45 @@ def version_of(checkout: Path) -> str | None:
     return ".".join(found.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
 
 
-def patch_for(version: str) -> Path | None:
-    """The patch of the same minor release."""
+def check_megatron(checkout: Path, version: str) -> bool:
+    """Report on the patch of the same minor release."""
     minor = version.rpartition(".")[0]
-    return next((p for p in PATCHES if p.stem.startswith(f"core_v{minor}.")), None)
+    patches = [patch for patch in MEGATRON if patch.stem.startswith(f"core_v{minor}.")]
+    if not patches:
+        known = ", ".join(patch.stem for patch in MEGATRON)
+        print(f"Megatron-Core {version}: no patch for this release; there are {known}")
+        return False
+    hint = (
+        "this pretrain_gpt.py; add its lines\n    by hand, or use the launcher: "
+        "torchrun ... -m megatron_loss_agg pretrain_gpt.py"
+    )
+    return report(f"Megatron-Core {version}", patches, checkout, hint)
+
+
+def check_frameworks(folder: Path) -> list[bool]:
+    """Report on every framework whose files are in ``folder``."""
+    found: dict[str, list[Path]] = {}
+    for patch in FRAMEWORKS:
+        if all((folder / file).is_file() for file in touched(patch)):
+            found.setdefault(patch.stem.rpartition("-")[0], []).append(patch)
+    hint = f"the version in {folder}; add the lines by hand"
+    return [report(name, patches, folder, hint) for name, patches in found.items()]
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1:
-        print("usage: python patches/check.py path/to/Megatron-LM", file=sys.stderr)
+        print("usage: python patches/check.py PATH", file=sys.stderr)
         return 1
-    checkout = Path(argv[0])
-    version = version_of(checkout)
-    if version is None or not (checkout / "pretrain_gpt.py").is_file():
-        print(f"{checkout} is not a Megatron-LM checkout: no megatron/core or no pretrain_gpt.py")
-        return 1
-    patch = patch_for(version)
-    if patch is None:
-        known = ", ".join(p.stem for p in PATCHES)
-        print(f"Megatron-Core {version}: no patch for this release; there are {known}")
-        return 1
-    if applies(patch, checkout, "--reverse"):
-        print(f"Megatron-Core {version}: {patch.name} is applied")
-        return 0
-    if applies(patch, checkout):
-        print(f"Megatron-Core {version}: {patch.name} fits and is not applied; apply it with")
-        print(f"    git -C {checkout} apply {patch}")
-        return 0
-    print(f"Megatron-Core {version}: {patch.name} does not fit this pretrain_gpt.py; add its lines")
-    print("    by hand, or use the launcher: torchrun ... -m megatron_loss_agg pretrain_gpt.py")
-    return 1
+    folder = Path(argv[0])
+    version = version_of(folder)
+    if version is not None and (folder / "pretrain_gpt.py").is_file():
+        return 0 if check_megatron(folder, version) else 1
+    results = check_frameworks(folder)
+    if not results:
+        names = ", ".join(sorted({patch.stem.rpartition("-")[0] for patch in FRAMEWORKS}))
+        print(f"{folder} is not a Megatron-LM checkout: no megatron/core or no pretrain_gpt.py;")
+        print(f"    nor does it hold the files that patches change of {names}")
+    return 0 if results and all(results) else 1
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def _exchange(mine: _Ranks, name: str, ranks: Sequence[int], timeout: timedelta)
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
     if dist.get_rank() == first:
         store.set(f"{key}/all", json.dumps(_merged(store, key, ranks, timeout)))
-    if not _arrived(store, f"{key}/all", timeout + _MARGIN):
+    if not _arrived(store, [f"{key}/all"], timeout + _MARGIN):
         return {**mine, "": sorted({*mine.get("", []), first})}
     found: _Ranks = json.loads(store.get(f"{key}/all"))
     return found
@@ -87,9 +87,9 @@ def _merged(store: Store, key: str, ranks: Sequence[int], timeout: timedelta) ->
     return merged
 
 
-def _arrived(store: Store, keys: str | list[str], timeout: timedelta) -> bool:
+def _arrived(store: Store, keys: list[str], timeout: timedelta) -> bool:
     try:
-        store.wait([keys] if isinstance(keys, str) else keys, timeout)
+        store.wait(keys, timeout)
     except dist.DistStoreError:  # the time is up
         return False
     return True

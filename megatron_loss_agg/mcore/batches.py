@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
@@ -21,6 +20,7 @@ from megatron_loss_agg.errors import (
     MaskError,
     StepError,
 )
+from megatron_loss_agg.mcore.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
     Microbatch,
     MicrobatchOfTerms,
@@ -40,7 +40,6 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-_OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 _BY_SAMPLE = ("prompt_ids", "rollout_ids", "rejected")
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
@@ -49,15 +48,23 @@ def read_batch(batch: Any) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
-    ``cu_seqlens``, ``cu_seqlens_padded``, ``prompt_ids``, ``rollout_ids`` and ``rejected``; all may
-    have a leading axis from the data loader's collation. ``labels``, ``tokens``, ``input_ids`` and
-    ``position_ids`` become the ``token_ids``. Several packs in one batch are joined into
-    one long pack, as Megatron joins them before it calls the model. Trailing offsets that repeat
-    the last one (the last padded one, if given) pad the rows of packs with fewer samples. A dummy
-    microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
+    ``prompt_ids``, ``rollout_ids`` and ``rejected``; all may have a leading axis from the data
+    loader's collation. ``labels``, ``tokens``, ``input_ids`` and ``position_ids`` become the
+    ``token_ids``. Offsets of packed samples, real and padded, are read from these keys:
+
+    - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
+    - ``cu_seqlens_q`` and ``cu_seqlens_q_padded``, if padded: Megatron-Bridge 0.6;
+    - ``cu_seqlens_unpadded`` and ``cu_seqlens``: Megatron-Bridge 0.3, where -1 fills the rest.
+
+    Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
+    the model. Trailing offsets that repeat the last one (the last padded one, if given) pad the
+    rows of packs with fewer samples. Megatron-Bridge adds a sample for the padding at the end of a
+    pack; ``token_count`` tells it from a real one, and it is left out. A dummy microbatch has
+    ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
 
     Raises:
-        MaskError, GroupError: a key is missing, or has a wrong type or shape.
+        MaskError, GroupError: a key is missing, or has a wrong type or shape; or the offsets are in
+            another form, or contradict each other.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -65,11 +72,10 @@ def read_batch(batch: Any) -> Microbatch:
             f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
             f"that key to the batch, or {HOW_TO_READ}"
         )
-    given = {name: batch[name] for name in (*_OFFSETS, *_BY_SAMPLE) if batch.get(name) is not None}
-    for name in (*_OFFSETS, "rejected"):
-        if not isinstance(given.get(name, batch["loss_mask"]), Tensor):
-            kind = type(given[name]).__name__
-            raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
+    given = {name: batch[name] for name in _BY_SAMPLE if batch.get(name) is not None}
+    if "rejected" in given and not isinstance(given["rejected"], Tensor):
+        kind = type(given["rejected"]).__name__
+        raise GroupError(f"batch key 'rejected' is a {kind}; expected a tensor")
     ids = {
         name: x.reshape(-1) if isinstance(x := given[name], Tensor) else hashed(name, x)
         for name in _BY_SAMPLE
@@ -77,17 +83,9 @@ def read_batch(batch: Any) -> Microbatch:
     }
     numbers = {value.numel() for value in ids.values()}
     mask = batch["loss_mask"]
-    # Padded offsets first: reading the others needs padded ones of a valid shape.
-    offsets = {
-        name: _one_pack(name, given, mask, numbers) for name in reversed(_OFFSETS) if name in given
-    }
+    offsets = pack_offsets(batch, mask, numbers)
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
-    real = offsets.get("cu_seqlens")
-    if real is not None and real.numel() == 1:
-        offsets.pop("cu_seqlens_padded", None)
-    if "cu_seqlens" not in offsets and "cu_seqlens_padded" in offsets:
-        offsets["cu_seqlens"] = offsets.pop("cu_seqlens_padded")
     return Microbatch(mask, **offsets, **ids, token_ids=_token_ids(batch, mask))
 
 
@@ -117,41 +115,6 @@ def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
 def copied(microbatch: Any) -> Any:
     """A copy, which later edits of the batch do not reach."""
     return microbatch.copied() if isinstance(microbatch, Microbatch) else microbatch
-
-
-def _one_pack(name: str, given: Mapping[str, Tensor], mask: Tensor, numbers: set[int]) -> Tensor:
-    """Offsets [samples + 1] of one joined pack, from [samples + 1] or [packs, samples + 1]."""
-    offsets = given[name]
-    if offsets.dim() == 1:
-        return offsets
-    packs = mask.shape[0] if mask.dim() == 2 else 1
-    if offsets.dim() != 2 or offsets.shape[0] != packs or offsets.shape[1] == 0:
-        raise GroupError(
-            f"batch key {name!r} has shape {tuple(offsets.shape)} beside a loss_mask of shape "
-            f"{tuple(mask.shape)}; expected [samples + 1], or one such row for each row of the mask"
-        )
-    if packs == 1 and offsets.shape[1] - 1 in numbers:
-        return offsets[0]
-    padded = given.get("cu_seqlens_padded", offsets)
-    places = padded if padded.dim() == 2 else offsets
-    rows = [row[: _num_offsets(row, place)] for row, place in zip(offsets, places, strict=True)]
-    if packs > 1 and any(int(row[-1]) != mask.shape[1] for row in rows):
-        raise GroupError(
-            f"batch key {name!r} does not end at the length {mask.shape[1]} of every pack, and "
-            "several packs are joined to one; expected the last sample to reach to the pack's end"
-        )
-    shifted = [row[1:] + i * mask.shape[-1] for i, row in enumerate(rows)]
-    return torch.cat([rows[0][:1], *shifted])
-
-
-def _num_offsets(row: Tensor, place: Tensor) -> int:
-    """Number of offsets in ``row`` without the fill at its end.
-
-    Args:
-        place: the padded offsets, or ``row``. An empty last sample repeats the last offset of
-            ``row``, as fill does, but not that of ``place`` if it is padded.
-    """
-    return int((place < place[-1]).sum()) + 1 if int(row[-1]) > 0 else 1
 
 
 class LookAhead:

@@ -74,6 +74,7 @@ def examine(script_flags: Sequence[str] | None = None) -> Iterator[Finding]:
     if isinstance(core, ModuleType):
         training = try_import("megatron.training")
         yield from _check_training(core, training)
+        yield _check_seams()
         yield from check_source(_root(core))
     yield check_transformer_engine()
     yield check_apex()
@@ -108,8 +109,8 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
     name = "megatron.training"
     if isinstance(training, ModuleNotFoundError) and training.name == name:
         text = (
-            "not in this megatron-core (its wheels include it from 0.17): wrap your own loop with "
-            "LossHook, or give a checkout with --megatron PATH"
+            "not in this megatron-core (its wheels include it from 0.17): for its scripts, give a "
+            "checkout with --megatron PATH; other loops need none"
         )
         yield Finding("WARN", name, text)
         return
@@ -119,12 +120,15 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
     if (ours := _root(training)) != (theirs := _root(core)):
         text = f"in {ours}, but megatron.core is in {theirs}; put the checkout on PYTHONPATH"
         yield Finding("WARN", name, text)
+
+
+def _check_seams() -> Finding:
     try:
-        wrapped = ", ".join(f"{seam.module.__name__}.{seam.name}" for seam in seams())
+        found = seams()
     except Exception as error:
-        yield Finding("FAIL", "seams", one_line(error))
-    else:
-        yield Finding("OK", "seams", f"the launcher can wrap {wrapped}")
+        return Finding("FAIL", "seams", one_line(error))
+    parts = ["schedules", "optimizers", *(["megatron.training"] if found.training else [])]
+    return Finding("OK", "seams", f"the launcher can wrap Megatron's {', '.join(parts)}")
 
 
 def check_source(root: Path) -> Iterator[Finding]:
@@ -154,7 +158,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     parser: argparse.ArgumentParser = _FlagParser(add_help=False, allow_abbrev=False)
     try:
         if with_host:
-            parser = seams()[0].function(parser)
+            parser = seams().training[0].function(parser)
         args, others = flags.add_arguments(parser).parse_known_args(list(script_flags))
         if flags.settings_from(args) is None:
             text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"

@@ -1,81 +1,110 @@
-"""Whether the flags on the command line take effect; a run in which they do not has to fail.
+"""The plugin's flags of this process, and whether they take effect; a run where they do not fails.
 
-A host can drop them (``--yaml-cfg`` replaces all flags), and a script can parse its own flags or
-take its schedule elsewhere. Such a run would train on the stock loss without a word.
+A script can parse its own flags, or compute its loss without Megatron's schedule. Such a run would
+train on the stock loss without a word.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore import flags
 
 _HOW_TO_USE = (
-    "expected Megatron's own training loop, or a loop of your own that calls "
-    "hook_from_args(args).wrap(get_forward_backward_func()) of megatron_loss_agg.mcore.install"
+    "expected a loop that calls what Megatron-Core's get_forward_backward_func() returns, in this "
+    "process"
 )
 
 
 class GivenFlags:
-    """The plugin's flags on this process's command line, and what became of them.
+    """The plugin's flags of this process, and what became of them.
 
     Args:
-        argv: the script's arguments.
+        argv: arguments of the script, among which they are.
+
+    Attributes:
+        values: what was given, by the parser's names.
+        others: the other arguments, in their order.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         parser = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-        given, defaults = vars(parser.parse_known_args(argv)[0]), vars(parser.parse_args([]))
-        self._values = {name: x for name, x in given.items() if x != defaults[name]}
+        given, self.others = parser.parse_known_args(argv)
+        defaults = vars(parser.parse_args([]))
+        self.values = {name: x for name, x in vars(given).items() if x != defaults[name]}
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
         self._args: Any = None  # of the host, once a hook is made from them
         self._used = False
-        self._setting_up = False
+        self._host_steps = False
 
-    def __bool__(self) -> bool:
-        return bool(self._values)
+    @classmethod
+    def of_process(cls, argv: Sequence[str]) -> GivenFlags:
+        """Those among ``argv``, or those in the environment.
 
-    def check_kept(self, args: Any) -> None:
-        """Raise HostError unless the host's parsed flags ``args`` hold what was given."""
-        for name, value in self._values.items():
-            found = getattr(args, name, None)
-            if _is_same(found, value):
-                continue
-            if getattr(args, "yaml_cfg", None) is not None:
-                how = f"add '{name}: {value}' to the file of --yaml-cfg, which replaces all flags"
-            else:
-                how = "parse the command line with Megatron's parser, and leave the flag as it is"
-            raise HostError(
-                f"{flags.flag_of(name)} {value} was given, and the script's parsed flags have "
-                f"{found}; expected the same there: {how}"
+        Raises:
+            ModeError: the environment variable holds anything else, or there are both.
+        """
+        given, held = cls(argv), cls(shlex.split(os.environ.get(flags.VARIABLE, "")))
+        if not held.values and not held.others:
+            return given
+        if held.others:
+            raise ModeError(
+                f"{flags.VARIABLE} holds {' '.join(held.others)}; expected {flags.FLAG} MODE and "
+                f"{flags.FLAG}-* only"
             )
+        if given.values:
+            raise ModeError(
+                f"{flags.VARIABLE} is set, and {given._first} is on the command line; expected "
+                "flags in one of the two places"
+            )
+        held.others = given.others
+        return held
+
+    def complete(self, args: Any) -> None:
+        """Add to the host's parsed flags ``args`` what they lack.
+
+        Raises:
+            HostError: they hold another value than was given.
+        """
+        for name, value in self.values.items():
+            found = getattr(args, name, None)
+            if found is None or found is False:
+                setattr(args, name, value)
+            elif not _is_same(found, value):
+                raise HostError(
+                    f"{flags.flag_of(name)} {value} was given, and the script's parsed flags have "
+                    f"{found}; expected the same: drop one of them"
+                )
         self._args = args
 
     def mark_used(self) -> None:
         """A forward-backward call goes through a hook that was made from the flags."""
         self._used = True
 
-    @contextlib.contextmanager
-    def setting_up(self) -> Iterator[None]:
-        """Allow steps that initialize an optimizer's state, as Megatron's offloading does."""
-        self._setting_up = True
-        try:
-            yield
-        finally:
-            self._setting_up = False
+    def leave_steps_to_host(self) -> None:
+        """One of Megatron's optimizers exists: only its own steps are checked from now on.
 
-    def check_before_step(self, optimizer: Any, *_: Any) -> None:
+        It may step the optimizers inside it to initialize their state.
+        """
+        self._host_steps = True
+
+    def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
+        """As `check_before_step`, for an optimizer of torch."""
+        if not self._host_steps:
+            self.check_before_step(optimizer)
+
+    def check_before_step(self, optimizer: Any) -> None:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
-        if self._values and not self._used and not self._setting_up:
+        if self.values and not self._used:
             raise HostError(
                 f"{self._first} has no effect: {type(optimizer).__name__} is about to step, and no "
                 f"forward-backward call has gone through the plugin; {_HOW_TO_USE}"
@@ -88,19 +117,21 @@ class GivenFlags:
         sets ``do_train`` in its flags.
         """
         idle = self._asks_for_help or hasattr(self._args, "do_train")
-        if not self._values or self._used or idle:
+        if not self.values or self._used or idle:
             return None
-        read = "did not read it" if self._args is None else "made no step through the plugin"
-        return HostError(f"{self._first} had no effect: the script {read}; {_HOW_TO_USE}")
+        return HostError(
+            f"{self._first} had no effect: the script made no step through the plugin; "
+            f"{_HOW_TO_USE}"
+        )
 
     @property
     def _first(self) -> str:
-        name, value = next(iter(self._values.items()))
+        name, value = next(iter(self.values.items()))
         return f"{flags.flag_of(name)} {value}"
 
 
 given = GivenFlags([])
-"""Of the process; `watch` sets it."""
+"""Of the process; `take` sets it."""
 
 
 def _is_same(found: Any, value: Any) -> bool:
@@ -111,20 +142,20 @@ def _is_same(found: Any, value: Any) -> bool:
         return str(found) == str(value)
 
 
-def watch(argv: Sequence[str]) -> Callable[[], None]:
-    """Watch the flags in ``argv`` from now on; return a function that stops it."""
+def take(found: GivenFlags) -> Callable[[], None]:
+    """Take flags off the command line, and watch them; return a function that undoes it."""
     global given
-    given = GivenFlags(argv)
-    if not given:
-        return lambda: None
-    handle = register_optimizer_step_pre_hook(given.check_before_step)
+    given, whole = found, sys.argv
+    sys.argv = [*whole[:1], *found.others]
+    handle = register_optimizer_step_pre_hook(found.check_before_torch_step)
 
-    def stop() -> None:
+    def give_back() -> None:
         global given
         given = GivenFlags([])
         handle.remove()
+        sys.argv = whole
 
-    return stop
+    return give_back
 
 
 def fail_at_exit() -> None:

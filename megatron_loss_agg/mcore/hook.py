@@ -25,7 +25,7 @@ from megatron_loss_agg.mcore.batches import (
     for_each_term,
     read_batch,
 )
-from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
@@ -176,6 +176,7 @@ class LossHook:
             StepError: see `step`.
             PeerError: another rank failed, or has no hook.
         """
+        forward_backward = stock(forward_backward)
         if hasattr(forward_backward, _MARK):
             raise HostError(
                 "a forward-backward function that a LossHook has wrapped already; expected "

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,16 +168,11 @@ class Call:
         model, iterators = arguments["model"], arguments["data_iterator"]
         chunks = tuple(model) if isinstance(model, list) else (model,)
         config = get_model_config(chunks[0])
-        _check_config(config)
-        instances = getattr(
-            getattr(chunks[0], "ddp_config", None), "num_distributed_optimizer_instances", 1
-        )
-        if instances > 1 and config.calculate_per_token_loss and dist.get_world_size(groups.pp) > 1:
-            raise HostError(
-                "the model's num_distributed_optimizer_instances > 1 with calculate_per_token_loss "
-                "over pipeline stages: Megatron itself computes other gradients there; expected "
-                "one instance, or the flag off"
-            )
+        wrapper = getattr(chunks[0], "ddp_config", None)
+        instances = getattr(wrapper, "num_distributed_optimizer_instances", 1)
+        inexact = inexact_setting(config, instances, dist.get_world_size(groups.pp))
+        if inexact is not None:
+            raise HostError(f"the model's {inexact.setting}: {inexact.reason}")
         return cls(
             arguments=arguments,
             pg_collection=arguments.get("pg_collection"),
@@ -223,18 +218,63 @@ class Call:
             yield
 
 
-GROUPS_BY_SAMPLE = ("hybrid_context_parallel", "dynamic_context_parallel")
-"""Flags, and fields of a model's configuration, that give samples groups of their own."""
+STOCK = "stock_schedule"
 
 
-def full_iteration_graph(settings: Any) -> str | None:
+def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """The host's own function behind one that has it as its attribute `STOCK`."""
+    return getattr(schedule, STOCK, schedule)
+
+
+class InexactSetting(NamedTuple):
+    """A setting under which the plugin would not be exact."""
+
+    name: str
+    value: str
+    reason: str  # and what was expected
+
+    @property
+    def setting(self) -> str:
+        return self.name + self.value
+
+
+def inexact_setting(settings: Any, instances: int, stages: int) -> InexactSetting | None:
+    """The first setting under which the plugin would not be exact; None if there is none.
+
+    Args:
+        settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
+        instances: of the distributed optimizer.
+        stages: of the pipeline.
+    """
+    for name in ("hybrid_context_parallel", "dynamic_context_parallel"):
+        if getattr(settings, name, False):
+            reason = "samples have context-parallel groups of their own; expected one group for all"
+            return InexactSetting(name, "", reason)
+    name = "overlap_moe_expert_parallel_comm"
+    if getattr(settings, name, False):
+        reason = (
+            "its schedule calls the model's layers and not the model, so packs cannot be checked; "
+            "expected it off"
+        )
+        return InexactSetting(name, "", reason)
+    if instances > 1 and stages > 1 and getattr(settings, "calculate_per_token_loss", False):
+        reason = (
+            "with calculate_per_token_loss over pipeline stages Megatron itself computes other "
+            "gradients; expected one instance, or one stage, or calculate_per_token_loss off"
+        )
+        return InexactSetting("num_distributed_optimizer_instances", " > 1", reason)
+    graph = _full_iteration_graph(settings)
+    if graph is not None:
+        reason = "it replays one step's weights for all; expected CUDA graphs of layers, or none"
+        return InexactSetting(graph, " full_iteration", reason)
+    return None
+
+
+def _full_iteration_graph(settings: Any) -> str | None:
     """The name of the setting that asks for a CUDA graph of the whole iteration, if one does.
 
     From 0.18 on it is an implementation; before, a scope of graphs that other settings turn on.
     Later releases take it as a scope, too, and convert it when they validate their flags.
-
-    Args:
-        settings: Megatron's parsed flags, or a model's configuration.
     """
     implementation = getattr(settings, "cuda_graph_impl", None) or "none"
     if implementation == "full_iteration":
@@ -247,24 +287,3 @@ def full_iteration_graph(settings: Any) -> str | None:
         if "full_iteration" in [getattr(x, "name", x) for x in parts]:  # an enumeration, or text
             return name.removesuffix("_deprecated")
     return None
-
-
-def _check_config(config: Any) -> None:
-    """Refuse configurations of a model under which the plugin would not be exact."""
-    for name in GROUPS_BY_SAMPLE:
-        if getattr(config, name, False):
-            raise HostError(
-                f"the model's {name} gives samples context-parallel groups of their own; expected "
-                "one group for all: turn it off"
-            )
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise HostError(
-            "the model's overlap_moe_expert_parallel_comm: its schedule calls the model's layers "
-            "and not the model, so packs cannot be checked; expected it off"
-        )
-    graph = full_iteration_graph(config)
-    if graph is not None:
-        raise HostError(
-            f"the model's {graph} full_iteration replays one step's weights for all; expected "
-            "CUDA graphs of layers, or none"
-        )

@@ -6,10 +6,7 @@ from typing import Any
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.flags import FLAG, flag_of
-from megatron_loss_agg.mcore.host import (
-    GROUPS_BY_SAMPLE,
-    full_iteration_graph,
-)
+from megatron_loss_agg.mcore.host import inexact_setting
 
 
 def check_host_flags(args: Any) -> None:
@@ -21,17 +18,6 @@ def check_host_flags(args: Any) -> None:
     Raises:
         HostError: names the flag and what to change.
     """
-    for name in GROUPS_BY_SAMPLE:
-        if getattr(args, name, False):
-            raise HostError(
-                f"{flag_of(name)} with {FLAG}: samples have context-parallel groups of their own; "
-                "drop one of the two flags"
-            )
-    if getattr(args, "overlap_moe_expert_parallel_comm", False):
-        raise HostError(
-            f"--overlap-moe-expert-parallel-comm with {FLAG}: its schedule calls the model's "
-            "layers and not the model, so packs cannot be checked; drop one of the two flags"
-        )
     if getattr(args, "perform_rl_step", False):
         _check_rl(args)
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
@@ -39,17 +25,11 @@ def check_host_flags(args: Any) -> None:
             raise HostError(f"{flag_of(name)} > 1 adds ranks with data of their own; drop it")
     instances = getattr(args, "num_distributed_optimizer_instances", 1)
     stages = getattr(args, "pipeline_model_parallel_size", 1)
-    if instances > 1 and stages > 1 and getattr(args, "calculate_per_token_loss", False):
+    inexact = inexact_setting(args, instances, stages)
+    if inexact is not None:
         raise HostError(
-            "--num-distributed-optimizer-instances > 1 with --calculate-per-token-loss and "
-            "--pipeline-model-parallel-size > 1: Megatron itself computes other gradients there; "
-            "expected one instance, or one stage: drop one of the flags"
-        )
-    graph = full_iteration_graph(args)
-    if graph is not None:
-        raise HostError(
-            f"{flag_of(graph)} full_iteration replays one step's weights for all; "
-            "expected another value: choose graphs of layers, or none"
+            f"{flag_of(inexact.name)}{inexact.value} with {FLAG}: {inexact.reason}: "
+            "change the flag, or drop one of the two"
         )
 
 

@@ -1,56 +1,104 @@
-"""Installs the plugin in `megatron.training`, and uninstalls it."""
+"""Installs the plugin in Megatron-Core and `megatron.training`, and uninstalls it."""
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore import effect, flags
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
 from megatron_loss_agg.mcore.hook import LossHook
+from megatron_loss_agg.mcore.host import STOCK
 from megatron_loss_agg.mcore.host_flags import check_host_flags
 
-__all__ = ["Seam", "hook_from_args", "install", "seams"]
+__all__ = ["Seam", "Seams", "hook_from_args", "install", "seams"]
+
+MakeHook = Callable[[Any, bool], LossHook | None]
+"""(Megatron's parsed flags, whether Megatron's own training loop asks) -> its hook."""
 
 
 class Seam(NamedTuple):
-    """A public function of the host that is wrapped, and the module where the host finds it."""
+    """A public function of the host that is wrapped, and the module or class that holds it."""
 
-    module: Any
+    holder: Any
     name: str
 
     @property
     def function(self) -> Callable[..., Any]:
-        return getattr(self.module, self.name)
+        return getattr(self.holder, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.holder.__name__}.{self.name}"
 
 
-def seams() -> tuple[Seam, Seam, Seam]:
-    """What `install` wraps: Megatron's parser, choice of schedule, and optimizer setup.
+class Seams(NamedTuple):
+    """What `install` wraps."""
+
+    schedules: list[Seam]  # what `get_forward_backward_func` returns, to whoever imported it
+    optimizer: Seam
+    steps: list[Seam]  # of every optimizer class
+    training: list[Seam]  # Megatron's parser, choice of schedule, and setup; or nothing
+
+
+def seams() -> Seams:
+    """What `install` wraps in the host that is importable; without `megatron.training` its core.
 
     Raises:
-        HostError: one of them is missing, or has other parameters.
+        HostError: a function is missing, or has other parameters.
     """
-    from megatron.training import arguments, training
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.pipeline_parallel import schedules
 
-    return (
-        _seam(arguments, "add_megatron_arguments", "parser"),
-        _seam(training, "get_forward_backward_func"),
-        _seam(training, "setup_model_and_optimizer"),
+    variants = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
+    classes = [cls for cls in _subclasses(MegatronOptimizer) if "step" in vars(cls)]
+    return Seams(
+        [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
+        _seam(MegatronOptimizer, "__init__", "self"),
+        [_seam(cls, "step", "self") for cls in classes],
+        _seams_of_training(),
     )
 
 
-def hook_from_args(args: Any) -> LossHook | None:
+def _seams_of_training() -> list[Seam]:
+    try:
+        arguments = importlib.import_module("megatron.training.arguments")
+        training = importlib.import_module("megatron.training.training")
+    except ImportError:  # a script that needs it will say why
+        return []
+    return [
+        _seam(arguments, "add_megatron_arguments", "parser"),
+        _seam(training, "get_forward_backward_func"),
+        _seam(training, "setup_model_and_optimizer"),
+    ]
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def hook_from_args(
+    args: Any, in_training_loop: bool = False, read_batch: ReadBatch = read_batch
+) -> LossHook | None:
     """The hook for Megatron's parsed flags; None without ``--loss-aggregation``.
+
+    Args:
+        args: Megatron's parsed flags; those of this process that they lack are added to them.
+        in_training_loop: see `LossHook`.
+        read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
         AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
-        HostError: ``args`` lack a flag of the command line.
+        HostError: ``args`` say otherwise than the command line.
     """
-    effect.given.check_kept(args)
+    effect.given.complete(args)
     settings = flags.settings_from(args)
     if settings is None:
         return None
@@ -60,9 +108,9 @@ def hook_from_args(args: Any) -> LossHook | None:
         settings.read_batch or read_batch,
         audit=settings.audit,
         unmeasured=settings.unmeasured,
-        evaluates_by_microbatch=getattr(args, "sft", False),
+        evaluates_by_microbatch=in_training_loop and getattr(args, "sft", False),
         empty_step=settings.empty_step,
-        in_training_loop=True,
+        in_training_loop=in_training_loop,
     )
 
 
@@ -80,99 +128,169 @@ class _HookOfFlags(LossHook):
         return wrapped
 
 
-_MARK = "adds_loss_aggregation"
+_installed = False
 
 
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
-    make_hook: Callable[[Any], LossHook | None] = hook_from_args,
+    make_hook: MakeHook = hook_from_args,
     watch_exit: bool = True,
 ) -> Callable[[], None]:
-    """Add the flags to Megatron's parser, and the hook to its training and evaluation.
+    """Hook the schedule and the optimizers of every loop on Megatron-Core in this process.
 
-    Without ``--loss-aggregation`` the host's behaviour does not change. With it, an optimizer that
-    steps before the hook has run raises HostError. Does nothing if already installed, for example
-    by the launcher of a patched script.
+    Our flags are taken off the command line (``sys.argv``), or from the environment variable
+    ``MEGATRON_LOSS_AGG_FLAGS``, and added to Megatron's parser, if the script uses it. Without
+    ``--loss-aggregation`` the host's behaviour does not change. With it, an optimizer that steps
+    before the hook has run raises HostError. Does nothing if already installed, for example by the
+    launcher of a patched script.
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
-        make_hook: Megatron's parsed flags -> hook, or None without ``--loss-aggregation``; called
-            once, before the model is built.
-        watch_exit: end the process with exit code 2 if the flags of its command line have had no
-            effect when the script ends.
+        make_hook: makes the hook, or None without ``--loss-aggregation``; called once for
+            Megatron's own training loop, before the model is built, and once for other loops, when
+            they first call a schedule.
+        watch_exit: end the process with exit code 2 if the flags have had no effect when the script
+            ends.
 
     Returns:
-        ``uninstall``, which restores every function; a no-op if it was already installed.
+        ``uninstall``, which restores every function and the command line; a no-op if it was already
+        installed.
 
     Raises:
         HostError: as `seams`.
+        AggregationError: a flag's value is bad; raised before Megatron is imported.
+        ModeError: the environment variable holds other flags than ours, or there are flags on the
+            command line, too.
     """
-    originals = [(seam, seam.function) for seam in seams()]
-    add_arguments, get_forward_backward, setup = (function for _, function in originals)
-    if getattr(add_arguments, _MARK, False):
+    global _installed
+    if _installed:
         return lambda: None
-    stop_watching = effect.watch(sys.argv[1:])
+    given = effect.GivenFlags.of_process(sys.argv[1:])
+    flags.settings_from(argparse.Namespace(**given.values))
+    found = seams()
+    give_back = effect.take(given)
     if watch_exit:
         effect.fail_at_exit()
-
-    @functools.wraps(add_arguments)
-    def add_arguments_with_ours(parser: Any) -> Any:
-        return prepare_parser(add_arguments(parser))
-
-    setattr(add_arguments_with_ours, _MARK, True)
+    made: list[LossHook] = []
 
     @functools.cache
-    def hook() -> LossHook | None:
-        from megatron.training import get_args
+    def hook(in_training_loop: bool) -> LossHook | None:
+        ours = make_hook(_host_args(), in_training_loop)
+        made.extend([] if ours is None else [ours])
+        return ours
 
-        return make_hook(get_args())
+    def skips() -> bool:
+        return any(ours.step_is_empty for ours in made)
 
-    @functools.wraps(get_forward_backward)
-    def get_hooked_forward_backward(*args: Any, **kwargs: Any) -> Any:
-        forward_backward, ours = get_forward_backward(*args, **kwargs), hook()
-        return forward_backward if ours is None else ours.wrap(forward_backward)
-
-    @functools.wraps(setup)
-    def checked_setup(*args: Any, **kwargs: Any) -> Any:
-        ours = hook()  # refuse bad flags before the model is built, which takes long
-        with effect.given.setting_up():
-            model, optimizer, scheduler = setup(*args, **kwargs)
-        if optimizer is not None and ours is not None and ours.empty_step == "skip":
-            optimizer.step = _step_unless_empty(optimizer.step, ours)
-        return model, optimizer, scheduler
-
-    wrapped = (add_arguments_with_ours, get_hooked_forward_backward, checked_setup)
-    for (seam, _), function in zip(originals, wrapped, strict=True):
-        setattr(seam.module, seam.name, function)
+    wrapped = {seam: _hooked_schedule(seam.function, hook) for seam in found.schedules}
+    wrapped[found.optimizer] = _known_optimizer(found.optimizer.function)
+    wrapped |= {seam: _checked_step(seam.function, skips) for seam in found.steps}
+    if found.training:
+        parser, get_schedule, setup = found.training
+        wrapped[parser] = _parser_with_ours(parser.function, prepare_parser)
+        wrapped[get_schedule] = _schedule_of_training(get_schedule.function, hook)
+        wrapped[setup] = _checked_setup(setup.function, hook)
+    originals = {seam: seam.function for seam in wrapped}
+    for seam, function in wrapped.items():
+        setattr(seam.holder, seam.name, function)
+    _installed = True
 
     def uninstall() -> None:
-        stop_watching()
-        for seam, function in originals:
-            setattr(seam.module, seam.name, function)
+        global _installed
+        _installed = False
+        give_back()
+        for seam, function in originals.items():
+            setattr(seam.holder, seam.name, function)
 
     return uninstall
 
 
-def _step_unless_empty(step: Callable[..., Any], hook: LossHook) -> Callable[..., Any]:
-    """The optimizer's ``step``, which returns for an empty step what it does on overflow."""
+_GetHook = Callable[[bool], LossHook | None]
+
+
+def _hooked_schedule(schedule: Callable[..., Any], hook: _GetHook) -> Callable[..., Any]:
+    @functools.cache
+    def ours() -> Callable[..., Any]:
+        made = hook(False)
+        return schedule if made is None else made.wrap(schedule)
+
+    @functools.wraps(schedule)
+    def hooked(**arguments: Any) -> Any:
+        return ours()(**arguments)
+
+    setattr(hooked, STOCK, schedule)
+    return hooked
+
+
+def _schedule_of_training(get: Callable[..., Any], hook: _GetHook) -> Callable[..., Any]:
+    @functools.wraps(get)
+    def get_hooked_schedule(*args: Any, **kwargs: Any) -> Any:
+        schedule, ours = get(*args, **kwargs), hook(True)
+        return schedule if ours is None else ours.wrap(schedule)
+
+    return get_hooked_schedule
+
+
+def _checked_setup(setup: Callable[..., Any], hook: _GetHook) -> Callable[..., Any]:
+    @functools.wraps(setup)
+    def checked_setup(*args: Any, **kwargs: Any) -> Any:
+        hook(True)  # refuse bad flags before the model is built, which takes long
+        return setup(*args, **kwargs)
+
+    return checked_setup
+
+
+def _parser_with_ours(
+    add_arguments: Callable[..., Any], prepare_parser: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    @functools.wraps(add_arguments)
+    def add_arguments_with_ours(parser: Any) -> Any:
+        parser = prepare_parser(add_arguments(parser))
+        parser.set_defaults(**effect.given.values)
+        return parser
+
+    return add_arguments_with_ours
+
+
+def _known_optimizer(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(initialize)
+    def initialize_known(*args: Any, **kwargs: Any) -> None:
+        effect.given.leave_steps_to_host()
+        initialize(*args, **kwargs)
+
+    return initialize_known
+
+
+def _checked_step(step: Callable[..., Any], skips: Callable[[], bool]) -> Callable[..., Any]:
+    """An optimizer's ``step``, which returns for an empty step what it does on overflow."""
 
     @functools.wraps(step)
-    def step_unless_empty(*args: Any, **kwargs: Any) -> Any:
-        if hook.step_is_empty:
+    def checked_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        effect.given.check_before_step(optimizer)
+        if skips():
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
-        return step(*args, **kwargs)
+        return step(optimizer, *args, **kwargs)
 
-    return step_unless_empty
+    return checked_step
 
 
-def _seam(module: Any, name: str, *parameters: str) -> Seam:
-    seam = Seam(module, name)
+def _host_args() -> Any:
+    """Megatron's parsed flags; empty ones in a script that does not use its parser."""
+    host = sys.modules.get("megatron.training.global_vars")
+    try:
+        return argparse.Namespace() if host is None else host.get_args()
+    except AssertionError:  # they are not initialized
+        return argparse.Namespace()
+
+
+def _seam(holder: Any, name: str, *parameters: str) -> Seam:
+    seam = Seam(holder, name)
     try:
         found = list(inspect.signature(seam.function).parameters)
     except AttributeError:
-        raise HostError(_unfit(f"{module.__name__} has no {name}")) from None
+        raise HostError(_unfit(f"{holder.__name__} has no {name}")) from None
     if found[: len(parameters)] != list(parameters):
-        raise HostError(_unfit(f"{module.__name__}.{name} takes {found}"))
+        raise HostError(_unfit(f"{seam} takes {found}"))
     return seam
 
 

@@ -1,4 +1,4 @@
-"""Runs an unmodified Megatron script with the plugin installed."""
+"""Runs an unmodified script with the plugin installed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]
         raise InputError(f"{script!r} is not a file; expected the path of a training script")
     sys.argv = [script, *script_args]
     sys.path[0] = str(Path(script).resolve().parent)
-    ours = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    flags.settings_from(ours.parse_known_args(script_args)[0])
     if cpu:
         from megatron_loss_agg.mcore.cpu import enable
 
@@ -57,10 +55,10 @@ def _run(script: str) -> int:
     return 0 if error is None else flags.refuse(error)
 
 
-def _hook_or_exit(args: Any) -> LossHook | None:
+def _hook_or_exit(args: Any, in_training_loop: bool) -> LossHook | None:
     """`hook_from_args`, but exits on an error: inside the script it would become a traceback."""
     try:
-        return hook_from_args(args)
+        return hook_from_args(args, in_training_loop)
     except AggregationError as error:
         sys.exit(flags.refuse(error))
 

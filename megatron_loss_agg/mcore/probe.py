@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather
-from megatron_loss_agg.mcore.host import Call, HostScale
+from megatron_loss_agg.mcore.host import Call, HostScale, stock
 
 # Of megatron.core.distributed. Tests compare the measurement of each with a training step.
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
@@ -97,7 +97,7 @@ def measured_factors(call: Call, wrap: Callable[..., Any]) -> Tensor:
             config.no_sync_func = model.no_sync
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
-        forward_backward_no_pipelining(
+        stock(forward_backward_no_pipelining)(
             forward_step_func=_forward_step(call.scale, probe_tokens(call)),
             data_iterator=iter([]),
             model=[model],
@@ -127,9 +127,8 @@ def _reduced(model: Any) -> list[Tensor]:
 
 def _shard(buffer: Any) -> Tensor:
     """Of a buffer of Megatron's DDP that holds one parameter."""
-    rank, shards = (
-        count(buffer.data_parallel_group) for count in (dist.get_rank, dist.get_world_size)
-    )
+    group = buffer.data_parallel_group
+    rank, shards = dist.get_rank(group), dist.get_world_size(group)
     # This shard is reduced, whether by all-reduce or reduce-scatter; past `_PER_RANK` is padding.
     shard: Tensor = buffer.grad_data.view(shards, -1)[rank][:_PER_RANK]
     return shard

@@ -23,6 +23,10 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
         {"loss_mask": [[1] * 4] * 2, "cu_seqlens": [[0, 3, 4, 4, 4], [0, 4, 4, 4, 4]]},
         [1 / 9, 1 / 3, 1 / 12],
     ),
+    "several packs are one, filled with -1": (
+        {"loss_mask": [[1] * 4] * 2, "cu_seqlens": [[0, 3, 4, -1], [0, 4, -1, -1]]},
+        [1 / 9, 1 / 3, 1 / 12],
+    ),
     "an empty sample that has an id counts": (
         {"loss_mask": [[1, 1, 1, 1]], "cu_seqlens": [[0, 4, 4]], "prompt_ids": [[1, 2]]},
         [1 / 8, 0],
@@ -59,6 +63,86 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
         )
         for offsets in ([0], [0, 0])
     },
+    # Megatron-Bridge 0.6.2: two samples of 3 and 2 tokens, and one more for the pack's padding.
+    **{
+        f"the padding of a pack is no sample: {name}": (
+            {"loss_mask": [[1, 1, 1, 1, 1, 0, 0, 0]], **offsets},
+            [1 / 6, 1 / 4],
+        )
+        for name, offsets in {
+            "cu_seqlens_q": {"cu_seqlens_q": [[0, 3, 5, 8]], "token_count": [5]},
+            "repeated ends": {"cu_seqlens_q": [[0, 3, 5, 8, 8, 8]], "token_count": [5]},
+            "collated before": {"cu_seqlens_q": [0, 3, 5]},
+            "0.3": {
+                "cu_seqlens": [[0, 3, 5, 8, -1, -1]],
+                "cu_seqlens_argmin": [[4]],
+                "token_count": [5],
+            },
+        }.items()
+    },
+    **{
+        f"samples lie at their padded places: {name}": (
+            {"loss_mask": [[1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0]], **offsets},
+            [1 / 6, 1 / 4],
+        )
+        for name, offsets in {
+            "cu_seqlens_q": {
+                "cu_seqlens_q": [[0, 3, 5, 5, 5]],
+                "cu_seqlens_q_padded": [[0, 4, 8, 12, 12]],
+                "token_count": [8],
+            },
+            "packed in a batch": {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8]},
+            "0.3": {
+                "cu_seqlens": [[0, 4, 8, 12, -1]],
+                "cu_seqlens_argmin": [[4]],
+                "cu_seqlens_unpadded": [[0, 3, 5, 5, -1]],
+                "cu_seqlens_unpadded_argmin": [[4]],
+                "token_count": [8],
+            },
+            # With pad_cu_seqlens only one of them repeats its end.
+            "0.3, offsets of a fixed number": {
+                "cu_seqlens": [[0, 4, 8, 12, 12, 12, -1]],
+                "cu_seqlens_argmin": [[6]],
+                "cu_seqlens_unpadded": [[0, 3, 5, 5, -1]],
+                "token_count": [8],
+            },
+        }.items()
+    },
+    "an empty sample before the padding of a pack counts": (
+        {"loss_mask": [[1, 1, 1, 0]], "cu_seqlens_q": [[0, 3, 3, 4]], "token_count": [3]},
+        [1 / 6, 0],
+    ),
+    "an empty sample with a place before the padding of a pack counts": (
+        {
+            "loss_mask": [[1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]],
+            "cu_seqlens_q": [[0, 3, 3, 3]],
+            "cu_seqlens_q_padded": [[0, 4, 8, 12]],
+            "token_count": [8],
+        },
+        [1 / 6, 0],
+    ),
+    "places without real tokens are empty samples": (
+        {
+            "loss_mask": [[0] * 8],
+            "cu_seqlens_q": [[0, 0, 0]],
+            "cu_seqlens_q_padded": [[0, 4, 8]],
+            "token_count": [8],
+        },
+        [0, 0],
+    ),
+    "a full pack ends in a sample": (
+        {"loss_mask": [[1, 1, 1, 0]], "cu_seqlens_q": [[0, 3, 4]], "token_count": [4]},
+        [1 / 6, 0],
+    ),
+    "a sample of the padding that has an id counts": (
+        {
+            "loss_mask": [[1, 1, 1, 0]],
+            "cu_seqlens_q": [[0, 3, 4]],
+            "token_count": [3],
+            "prompt_ids": [[1, 2]],
+        },
+        [1 / 6, 0],
+    ),
 }
 
 
@@ -88,3 +172,61 @@ def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -
     batch = {f"cu_seqlens{name}": torch.tensor(values) for name, values in offsets.items()}
     with pytest.raises(GroupError, match=error):
         read_batch({"loss_mask": torch.ones(2, 4), **batch})
+
+
+@pytest.mark.parametrize(
+    "offsets, error",
+    [
+        (
+            {"cu_seqlens": [0, 4], "cu_seqlens_q": [0, 4]},
+            "the batch has the offsets cu_seqlens and cu_seqlens_q, and which are real .* unknown; "
+            "expected .*cu_seqlens_q with cu_seqlens_q_padded.*leave out",
+        ),
+        ({"cu_seqlens_unpadded": [0, 4]}, "has the offsets cu_seqlens_unpadded, and"),
+        ({"cu_seqlens_q_padded": [0, 4]}, "has the offsets cu_seqlens_q_padded, and"),
+        (
+            {"cu_seqlens_unpadded": [0, 3], "cu_seqlens_padded": [0, 4], "cu_seqlens": [0, 3]},
+            "cu_seqlens and cu_seqlens_padded and cu_seqlens_unpadded, and",
+        ),
+        ({"cu_seqlens": [[0, -1, 4]]}, r"'cu_seqlens' is \[\[0, -1, 4\]\]; .*after the offsets"),
+        ({"cu_seqlens": [[-1, -1]]}, "'cu_seqlens' is .*negative numbers only after the offsets"),
+        (
+            {"cu_seqlens": [[0, 2, 4, -1]], "cu_seqlens_argmin": [[2]]},
+            r"'cu_seqlens_argmin' is \[2\], and 'cu_seqlens' has \[3\] offsets before",
+        ),
+        ({"cu_seqlens_q": [0, 3, 2]}, r"'cu_seqlens_q' is \[0, 3, 2\]; .*do not decrease"),
+        ({"cu_seqlens_q": [1, 4]}, r"'cu_seqlens_q' is \[1, 4\]; .*start at 0"),
+        ({"cu_seqlens_q": [0.0, 4.0]}, "'cu_seqlens_q' is .*float32.*int32 or int64"),
+        ({"cu_seqlens_q": [[0, 4], [0, 4]]}, r"'cu_seqlens_q' has shape \(2, 2\)"),
+        (
+            {"cu_seqlens_q": [0, 1, 3], "cu_seqlens_q_padded": [0, 4]},
+            r"'cu_seqlens_q_padded' \[0, 4\] and 'cu_seqlens_q' \[0, 1, 3\]; .*same number",
+        ),
+        (
+            {"cu_seqlens_q": [[0, 2, 4]], "token_count": [3]},
+            r"'token_count' is \[3\] .*'cu_seqlens_q' \[0, 2, 4\]; .*at which it ends",
+        ),
+    ],
+)
+def test_offsets_in_no_known_form_are_refused(offsets: dict[str, Any], error: str) -> None:
+    batch = {name: torch.tensor(values) for name, values in offsets.items()}
+    with pytest.raises(GroupError, match=error):
+        read_batch({"loss_mask": torch.ones(1, 4), **batch})
+
+
+def test_a_fill_of_negative_numbers_has_no_ids() -> None:
+    offsets, ids = torch.tensor([[0, 3, 4, -1]]), torch.tensor([1, 2, 3])
+    with pytest.raises(GroupError, match=r"prompt_ids has shape \(3,\).*2 samples"):
+        read_batch({"loss_mask": torch.ones(1, 4), "cu_seqlens": offsets, "prompt_ids": ids})
+
+
+def test_offsets_must_be_tensors() -> None:
+    with pytest.raises(GroupError, match="'cu_seqlens_q' is a list; expected a tensor"):
+        read_batch({"loss_mask": torch.ones(1, 4), "cu_seqlens_q": [0, 4]})
+
+
+def test_the_padding_of_several_packs_is_refused() -> None:
+    packs = torch.tensor([[0, 3, 4], [0, 3, 4]])
+    batch = {"loss_mask": torch.ones(2, 4), "cu_seqlens_q": packs, "token_count": [3, 3]}
+    with pytest.raises(GroupError, match=r"'token_count' is \[3, 3\].*expected one pack"):
+        read_batch(batch)

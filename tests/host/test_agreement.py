@@ -65,32 +65,20 @@ UNLIKE: dict[str, tuple[Callable[[], LossHook], Callable[[], LossHook], str]] = 
         lambda: LossHook(LossAggregation(mode="custom", function=scaled(9.0))),
         "scaled.<locals>.<lambda>",
     ),
-    "unmeasured": (
-        lambda: LossHook(aggregation("token_mean")),
-        lambda: LossHook(aggregation("token_mean"), unmeasured="trust"),
-        "unmeasured=trust",
-    ),
-    "evaluation": (
-        lambda: LossHook(aggregation("token_mean")),
-        lambda: LossHook(aggregation("token_mean"), evaluates_by_microbatch=True),
-        "evaluates_by_microbatch=True",
-    ),
-    "training loop": (
-        lambda: LossHook(aggregation("token_mean")),
-        lambda: LossHook(aggregation("token_mean"), in_training_loop=True),
-        "in_training_loop=True",
-    ),
-    "empty step": (
-        lambda: LossHook(aggregation("token_mean"), empty_step="error"),
-        lambda: LossHook(aggregation("token_mean"), empty_step="skip"),
-        "empty_step=error",
-    ),
-    "audit": (
-        lambda: LossHook(aggregation("token_mean")),
-        lambda: LossHook(aggregation("token_mean"), audit=True),
-        "audit=True",
-    ),
 }
+OPTIONS: dict[str, Any] = {
+    "audit": True,
+    "empty_step": "error",
+    "evaluates_by_microbatch": True,
+    "in_training_loop": True,
+    "unmeasured": "trust",
+}
+for option, value in OPTIONS.items():
+    UNLIKE[option] = (
+        lambda: LossHook(aggregation("token_mean")),
+        functools.partial(LossHook, aggregation("token_mean"), **{option: value}),
+        f"{option}={value}",
+    )
 
 
 def errors(name: str) -> dict[str, tuple[str | None, float]]:

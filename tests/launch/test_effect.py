@@ -6,72 +6,20 @@ Real scripts, one process a rank, through the launcher or with the lines that th
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore import effect, launch
+from megatron_loss_agg.mcore.flags import VARIABLE
 from megatron_loss_agg.mcore.install import hook_from_args
+from tests.launch.processes import MODE, NO_EFFECT, PATCHED, refusals, run
 from tests.launch.test_launch import FLAGS, SCRIPT
 
 pytestmark = pytest.mark.host
-
-ROOT = Path(__file__).parents[2]
-MODE = ("--loss-aggregation", "sample_mean")
-LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
-NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
-
-
-def run(
-    folder: Path,
-    script: str | Path,
-    *flags: str,
-    ranks: int = 1,
-    starter: tuple[str, ...] = LAUNCHER,
-) -> tuple[list[int], str]:
-    """Start ``script``, a path or its text; return each rank's exit code, and all that was said."""
-    if isinstance(script, str):
-        (folder / "script.py").write_text(script)
-        script = folder / "script.py"
-    # What torchrun sets for every rank; torchrun itself does not tell the ranks' exit codes.
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(ranks)}
-    logs = [(folder / f"rank{rank}.log") for rank in range(ranks)]  # pipes could fill up
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as said:
-            process = subprocess.Popen(
-                [sys.executable, *starter, str(script), *flags],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
-        processes.append(process)
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return codes, "".join(log.read_text() for log in logs)
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
-def refusals(said: str) -> list[str]:
-    """The launcher's lines."""
-    return [line for line in said.splitlines() if line.startswith("megatron_loss_agg: ")]
-
 
 # Neither Megatron's parser nor its schedule; OPTIMIZER is a class, or None.
 NO_PARSER = """
@@ -93,7 +41,7 @@ def test_an_optimizer_does_not_step_if_nobody_asked_for_the_hook(tmp_path: Path)
     codes, said = run(tmp_path, script, *MODE)
     assert codes == [1]
     assert re.search(NO_EFFECT + "SGD is about to step, and no forward-backward call", said)
-    assert "hook_from_args(args).wrap(get_forward_backward_func())" in said
+    assert "expected a loop that calls what Megatron-Core's get_forward_backward_func()" in said
     assert "stepped" not in said
     codes, said = run(tmp_path, script)
     assert (codes, refusals(said), "stepped" in said) == ([0], [], True)
@@ -103,7 +51,7 @@ def test_a_script_that_never_asked_for_the_hook_fails_at_its_end(tmp_path: Path)
     codes, said = run(tmp_path, NO_PARSER.replace("OPTIMIZER", "None"), *MODE, ranks=2)
     assert codes == [2, 2]
     assert said.count("stepped\n") == len(refusals(said)) == 2
-    assert re.search(NO_EFFECT + "the script did not read it; expected Megatron's own", said)
+    assert re.search(NO_EFFECT + "the script made no step through the plugin; expected", said)
     assert "Traceback" not in said
 
 
@@ -131,23 +79,41 @@ def test_an_exit_is_a_failure_only_if_flags_were_to_be_used(
     assert found == code
 
 
-def test_an_initialization_of_the_optimizer_is_no_step() -> None:
+def test_an_initialization_of_the_hosts_optimizer_is_no_step() -> None:
     given = effect.GivenFlags(MODE)
-    with given.setting_up():
-        given.check_before_step(object())
+    with pytest.raises(HostError, match="object is about to step"):
+        given.check_before_torch_step(object())
+    given.leave_steps_to_host()
+    given.check_before_torch_step(object())
     with pytest.raises(HostError, match="object is about to step"):
         given.check_before_step(object())
     given.mark_used()
     given.check_before_step(object())
 
 
-def test_every_flag_is_compared_with_what_the_host_has() -> None:
+def test_the_hosts_flags_get_what_they_lack_and_hold_nothing_else() -> None:
     given = effect.GivenFlags([*MODE, "--loss-aggregation-audit", "--other", "x"])
-    kept = argparse.Namespace(loss_aggregation="sample_mean", loss_aggregation_audit=True)
-    given.check_kept(kept)
-    kept.loss_aggregation_audit = False
-    with pytest.raises(HostError, match=r"audit True was given, .* flags have False"):
-        given.check_kept(kept)
+    assert given.others == ["--other", "x"]
+    args = argparse.Namespace(loss_aggregation_audit=False)
+    given.complete(args)
+    assert vars(args) == {"loss_aggregation": "sample_mean", "loss_aggregation_audit": True}
+    args.loss_aggregation = "sum"
+    with pytest.raises(HostError, match=r"sample_mean was given, .* flags have sum; expected the"):
+        given.complete(args)
+
+
+def test_the_environment_holds_flags_in_place_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "--loss-aggregation sum --loss-aggregation-divisor 4")
+    given = effect.GivenFlags.of_process(["--lr", "1"])
+    assert given.values == {"loss_aggregation": "sum", "loss_aggregation_divisor": "4"}
+    assert given.others == ["--lr", "1"]
+    with pytest.raises(ModeError, match=f"{VARIABLE} is set, and --loss-aggregation sample_mean"):
+        effect.GivenFlags.of_process(MODE)
+    monkeypatch.setenv(VARIABLE, "--loss-aggregation sum token_mean")
+    with pytest.raises(ModeError, match=f"{VARIABLE} holds token_mean; expected"):
+        effect.GivenFlags.of_process([])
 
 
 def test_flags_from_a_yaml_file_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,75 +134,33 @@ set_args(arguments.parse_args())
 print("builds")
 training.setup_model_and_optimizer(None, None)
 """
-PATCHED = """
-from megatron_loss_agg.mcore import cpu
-
-cpu.enable()
-if __name__ == "__main__":
-    from megatron_loss_agg.mcore.install import install
-
-    install()
-"""
 
 
-def test_a_host_that_drops_the_flags_ends_the_run_before_the_model_is_built(
-    tmp_path: Path,
-) -> None:
+def test_a_yaml_file_in_place_of_all_flags_keeps_ours(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
-    (tmp_path / "config.yaml").write_text("{enable_msc: false, disable_msc_deprecated: false}")
-    flags = ("--yaml-cfg", str(tmp_path / "config.yaml"), *MODE)
+    file = tmp_path / "config.yaml"
+    file.write_text("{enable_msc: false, disable_msc_deprecated: false}")
+    flags = ("--yaml-cfg", str(file), *MODE)
+    script = BUILDS.replace("training.setup_model_and_optimizer(None, None)", "READ")
+    read = "from megatron_loss_agg.mcore.install import hook_from_args\n"
+    read += "print(hook_from_args(training.get_args()).terms['sample_mean'])"
+    codes, said = run(tmp_path, script.replace("READ", read), *flags)
+    assert "Term(aggregation=LossAggregation(mode='sample_mean'" in said, said[-3000:]
+    # What the file says itself must not differ.
+    file.write_text("{enable_msc: false, disable_msc_deprecated: false, loss_aggregation: sum}")
     codes, said = run(tmp_path, BUILDS, *flags, ranks=2)
     assert codes == [2, 2]
     assert said.count("builds\n") == 2
     (line,) = set(refusals(said))
-    assert "--loss-aggregation sample_mean was given, and the script's parsed flags have" in line
-    assert "add 'loss_aggregation: sample_mean' to the file of --yaml-cfg" in line
+    assert (
+        "--loss-aggregation sample_mean was given, and the script's parsed flags have sum" in line
+    )
     codes, said = run(tmp_path, PATCHED + BUILDS, *flags, starter=())
     assert codes == [1]  # with a traceback, since the script was started by itself
     assert "HostError: --loss-aggregation sample_mean was given, and the script's" in said
 
 
-# A loop with Megatron's parser, model, and a schedule that it binds itself. SCHEDULE is how.
-OWN_LOOP = """
-import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.training import arguments
-from megatron_loss_agg.mcore.install import hook_from_args
-from tests.host import gpt
-from tests.host.steps import Counted
-
-args = arguments.parse_args()
-dist.init_process_group("gloo")
-gpt.initialize()
-model = gpt.ddp_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-forward_backward = SCHEDULE
-forward_backward(
-    forward_step_func=gpt.forward_step, data_iterator=Counted(dist.get_rank()), model=[model],
-    num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
-)
-optimizer.step()
-print("stepped")
-"""
-STOCK = "get_forward_backward_func()"
-OURS = f"hook_from_args(args).wrap({STOCK})"
-
-
-def test_a_loop_that_binds_its_own_schedule_ends_before_the_first_step(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, OWN_LOOP.replace("SCHEDULE", STOCK), *MODE, ranks=2)
-    assert codes == [1, 1]
-    assert len(re.findall("^.*" + NO_EFFECT + "SGD is about to step", said, re.MULTILINE)) == 2
-    assert "stepped" not in said
-    # What the error says to do helps.
-    codes, said = run(tmp_path, OWN_LOOP.replace("SCHEDULE", OURS), *MODE)
-    assert (codes, said.count("stepped\n")) == ([0], 1), said[-3000:]
-
-
 def test_a_patched_script_is_watched_like_a_launched_one(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, PATCHED + OWN_LOOP.replace("SCHEDULE", STOCK), *MODE, starter=())
-    assert codes == [1]
-    assert re.search(NO_EFFECT + "SGD is about to step", said)
     codes, said = run(tmp_path, PATCHED + NO_PARSER.replace("OPTIMIZER", "None"), *MODE, starter=())
     assert codes == [2]
     assert len(refusals(said)) == 1

@@ -37,9 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _functions() -> dict[tuple[str, str], Any]:
-    """Everything that Megatron's modules define."""
-    modules = [(n, m) for n, m in sys.modules.items() if n == "megatron" or n[:9] == "megatron."]
-    return {(n, key): value for n, module in modules for key, value in vars(module).items()}
+    """Everything that Megatron's modules and optimizers define."""
+    from megatron.core.optimizer import optimizer
+
+    holders = [(n, m) for n, m in sys.modules.items() if n == "megatron" or n[:9] == "megatron."]
+    holders += [(n, c) for n, c in vars(optimizer).items() if isinstance(c, type)]
+    return {(n, key): value for n, holder in holders for key, value in vars(holder).items()}
 
 
 def error_of(call: Any) -> str:
@@ -51,8 +54,7 @@ def error_of(call: Any) -> str:
 
 
 def what_is_wrapped() -> dict[str, Any]:
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-    from megatron.training import arguments, training
+    from megatron.training import arguments
 
     from megatron_loss_agg.mcore.install import install
 
@@ -67,8 +69,6 @@ def what_is_wrapped() -> dict[str, Any]:
     before = _functions()
     uninstall = install()
     facts["wrapped"] = found()
-    schedule = training.get_forward_backward_func()
-    facts["without the flag"] = schedule is forward_backward_no_pipelining
     uninstall()
     facts["left"] = found()
     uninstall = install()
@@ -104,7 +104,7 @@ def what_is_refused() -> dict[str, Any]:
     parser = flags.add_arguments(argparse.ArgumentParser())
     args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
     for args.sft in (False, True):
-        facts[f"SFT {args.sft}"] = hook_from_args(args).evaluates_by_microbatch
+        facts[f"SFT {args.sft}"] = hook_from_args(args, True).evaluates_by_microbatch
     return facts
 
 
@@ -137,15 +137,21 @@ def seams() -> dict[str, Any]:
     return run_host_ranks(seams_on_host, 1)[0]
 
 
-def test_three_public_functions_are_wrapped_and_restored() -> None:
+def test_what_is_wrapped_is_restored() -> None:
+    schedules = "megatron.core.pipeline_parallel.schedules"
     wrapped = [
+        ("ChainedOptimizer", "step"),
+        ("FP32Optimizer", "step"),
+        ("MegatronOptimizer", "__init__"),
+        ("MixedPrecisionOptimizer", "step"),
+        (schedules, "forward_backward_no_pipelining"),
+        (schedules, "forward_backward_pipelining_with_interleaving"),
+        (schedules, "forward_backward_pipelining_without_interleaving"),
         ("megatron.training.arguments", "add_megatron_arguments"),
         ("megatron.training.training", "get_forward_backward_func"),
         ("megatron.training.training", "setup_model_and_optimizer"),
     ]
     assert (seams()["wrapped"], seams()["left"]) == ((wrapped, True), ([], False))
-    # Without the flag, the schedule is the host's own.
-    assert seams()["without the flag"]
     # A second install, as by the launcher before a script that has the patch, changes nothing.
     assert seams()["wrapped again"] == seams()["left by the second"] == ([], True)
 

@@ -1,8 +1,9 @@
-"""`patches/check.py` on checkouts whose script has the lines that the patches sit between."""
+"""`patches/check.py` on folders that hold the lines that the patches sit between."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +11,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = sorted((ROOT / "patches").glob("core_v*.patch"))
+PATCHES = sorted((ROOT / "patches").glob("*.patch"))
+MEGATRON = [patch for patch in PATCHES if patch.stem.startswith("core_v")]
+FRAMEWORKS = [patch for patch in PATCHES if patch not in MEGATRON]
+
+
+def name_of(patch: Path) -> str:
+    return patch.stem
+
+
+def lay_out(path: Path, patch: Path) -> Path:
+    """Files at ``path`` with what ``patch`` expects, at its lines, and nothing else."""
+    for part in re.split(r"^--- a/", patch.read_text(), flags=re.MULTILINE)[1:]:
+        file = path / part.split(maxsplit=1)[0]
+        lines: list[str] = []
+        for hunk in re.split(r"^@@ -", part, flags=re.MULTILINE)[1:]:
+            start = int(re.match(r"\d+", hunk)[0])  # type: ignore[index]
+            lines += ["# filler"] * (start - 1 - len(lines))
+            body = hunk.splitlines()[1:]
+            lines += [line[1:] for line in body if not line.startswith("+")]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join([*lines, "# after"]) + "\n")
+    return path
 
 
 def checkout(path: Path, patch: Path, version: str) -> Path:
-    """A git checkout of ``version`` whose script has the patch's own context and nothing else."""
-    context = [line[1:] for line in patch.read_text().splitlines() if line.startswith(" ")]
-    start = int(re.search(r"@@ -(\d+)", patch.read_text())[1])  # type: ignore[index]
-    script = ["# before"] * (start - 1) + context + ["# after"]
+    """A git checkout of ``version`` of Megatron-LM."""
+    lay_out(path, patch)
     info = path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
     major, minor, last = version.split(".")
     info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {last}\n")
-    (path / "pretrain_gpt.py").write_text("\n".join(script) + "\n")
     subprocess.run(["git", "init", "-q", str(path)], check=True)
     return path
 
@@ -33,24 +52,71 @@ def check(path: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_patch_fits_then_is_applied(patch: Path, tmp_path: Path) -> None:
+def apply_as_told(text: str) -> None:
+    """Run the command that ``check.py`` printed."""
+    subprocess.run(text.splitlines()[-1], shell=True, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("patch", MEGATRON, ids=name_of)
+def test_a_patch_of_megatron_fits_then_is_applied(patch: Path, tmp_path: Path) -> None:
     version = patch.stem.removeprefix("core_v")
     path = checkout(tmp_path / "checkout", patch, version)
     code, text = check(path)
     assert code == 0
     assert f"{patch.name} fits and is not applied" in text
-    subprocess.run(["git", "-C", str(path), "apply", str(patch)], check=True)
+    apply_as_told(text)
     code, text = check(path)
     assert (code, text) == (0, f"Megatron-Core {version}: {patch.name} is applied\n")
     assert "install()" in (path / "pretrain_gpt.py").read_text()
 
 
+@pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
+def test_a_patch_of_a_framework_fits_then_is_applied(patch: Path, tmp_path: Path) -> None:
+    path = lay_out(tmp_path / "site-packages", patch)
+    code, text = check(path)
+    assert code == 0
+    assert f"{patch.name} fits and is not applied" in text
+    apply_as_told(text)
+    code, text = check(path)
+    assert (code, text) == (0, f"{patch.stem.rpartition('-')[0]}: {patch.name} is applied\n")
+
+
+def test_a_folder_inside_a_repository_is_looked_at_itself(tmp_path: Path) -> None:
+    # From inside a repository, git takes the paths of its own diffs from the root, and passes over
+    # those that are not below the folder.
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    folder, patch = tmp_path / "site-packages", tmp_path / "some.patch"
+    folder.mkdir()
+    (folder / "x.py").write_text("old\n")
+    diff = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new\n"
+    patch.write_text(diff)
+    check_module = runpy.run_path(str(ROOT / "patches" / "check.py"))
+    assert check_module["applies"](patch, folder)
+    assert not check_module["applies"](patch, folder, "--reverse")
+
+
+@pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
+def test_another_version_of_a_framework_is_said(patch: Path, tmp_path: Path) -> None:
+    path = lay_out(tmp_path / "checkout", patch)
+    for file in path.rglob("*.py"):
+        file.write_text("# rewritten\n")
+    code, text = check(path)
+    assert code == 1
+    assert f"{patch.name} does not fit the version in {path}" in text
+
+
+@pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
+def test_a_patch_of_a_framework_is_small(patch: Path) -> None:
+    lines = patch.read_text().splitlines()
+    changed = [x for x in lines if x[:1] in ("+", "-") and x[:4] not in ("+++ ", "--- ")]
+    assert len(changed) <= 25
+
+
 def test_what_no_patch_fits_is_said(tmp_path: Path) -> None:
-    version = PATCHES[0].stem.removeprefix("core_v")
-    changed = checkout(tmp_path / "changed", PATCHES[0], version)
+    version = MEGATRON[0].stem.removeprefix("core_v")
+    changed = checkout(tmp_path / "changed", MEGATRON[0], version)
     (changed / "pretrain_gpt.py").write_text("main()\n")
-    unknown = checkout(tmp_path / "unknown", PATCHES[0], "0.13.0")
+    unknown = checkout(tmp_path / "unknown", MEGATRON[0], "0.13.0")
     for path, said in (
         (changed, "does not fit"),
         (unknown, "no patch for this release"),

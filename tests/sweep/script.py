@@ -234,7 +234,7 @@ def _train(argv: list[str], launch: Launch, with_plugin: bool) -> None:
     if with_plugin:
         install(lambda parser: flags.add_arguments(set_default_flags(parser)), hook_from_args)
     else:
-        install(set_default_flags, lambda args: None)
+        install(set_default_flags, lambda *_: None)
     keep_models(launch.models)
     args = parsed(argv)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

@@ -1,0 +1,190 @@
+"""Where the samples of a packed batch lie, under the names that data loaders give their offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import GroupError
+from megatron_loss_agg.microbatch import are_offsets
+from megatron_loss_agg.weights import described
+
+
+class _Names(NamedTuple):
+    """The keys of the samples' real offsets, and of those of their padded places."""
+
+    real: str
+    padded: str
+
+
+_MEGATRON = _Names("cu_seqlens", "cu_seqlens_padded")
+_CORE = _Names("cu_seqlens_q", "cu_seqlens_q_padded")  # of PackedSeqParams: Megatron-Bridge 0.6
+_BRIDGE = _Names("cu_seqlens_unpadded", "cu_seqlens")  # Megatron-Bridge 0.3
+
+_FORMS: Mapping[frozenset[str], _Names] = {
+    frozenset({_MEGATRON.real}): _MEGATRON,
+    frozenset({_MEGATRON.padded}): _MEGATRON,
+    frozenset(_MEGATRON): _MEGATRON,
+    frozenset({_CORE.real}): _CORE,
+    frozenset(_CORE): _CORE,
+    frozenset(_BRIDGE): _BRIDGE,
+}
+_KEYS = sorted(frozenset[str]().union(*_FORMS))
+
+
+def pack_offsets(
+    batch: Mapping[str, Any], mask: Tensor, samples: Collection[int]
+) -> dict[str, Tensor]:
+    """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
+
+    Args:
+        mask: the batch's; several packs are joined.
+        samples: numbers of samples that have ids.
+
+    Raises:
+        GroupError: the keys are no known form, or their values contradict each other.
+    """
+    keys = [key for key in _KEYS if batch.get(key) is not None]
+    if not keys:
+        return {}
+    names = _FORMS.get(frozenset(keys))
+    if names is None:
+        forms = " or ".join(" with ".join(sorted(form)) for form in _FORMS)
+        raise GroupError(
+            f"the batch has the offsets {' and '.join(keys)}, and which are real and which padded "
+            f"is unknown; expected {forms}: leave out the others"
+        )
+    given = {key: _without_fill(key, batch) for key in keys}
+    places = given.get(names.padded)
+    # Padded offsets first: reading the others needs padded ones of a valid shape.
+    found = {
+        key: _one_pack(key, given[key], places, mask, samples, names is _MEGATRON)
+        for key in reversed(names)
+        if key in given
+    }
+    if names is not _MEGATRON:
+        _check(found)
+    tokens = batch.get("token_count")
+    if tokens is not None and (names is not _MEGATRON or "cu_seqlens_argmin" in batch):
+        found = _without_padding(found, tokens, mask, samples)
+    real, padded = (found.get(key) for key in names)
+    if real is None or padded is None or real.numel() == 1:
+        return {"cu_seqlens": found[keys[0]] if real is None else real}
+    return {"cu_seqlens": real, "cu_seqlens_padded": padded}
+
+
+def _check(found: Mapping[str, Tensor]) -> None:
+    """Raise GroupError unless these are offsets, as many for each key."""
+    for key, offsets in found.items():
+        if not are_offsets(offsets) or int(offsets[0]) or bool((offsets.diff() < 0).any()):
+            shown = offsets.tolist() if are_offsets(offsets) else described(offsets)
+            raise GroupError(
+                f"batch key {key!r} is {shown}; expected int32 or int64 offsets that start at 0 "
+                "and do not decrease"
+            )
+    if len({offsets.numel() for offsets in found.values()}) > 1:
+        shown = " and ".join(f"{key!r} {offsets.tolist()}" for key, offsets in found.items())
+        raise GroupError(f"batch keys {shown}; expected the same number of offsets")
+
+
+def _without_fill(key: str, batch: Mapping[str, Any]) -> Tensor:
+    """The offsets of a key, where a fill of -1 repeats the last offset instead.
+
+    Megatron-Bridge 0.3 fills rows of offsets to one length, and gives the number of those before
+    the fill as ``<key>_argmin``.
+    """
+    offsets = batch[key]
+    if not isinstance(offsets, Tensor):
+        raise GroupError(f"batch key {key!r} is a {type(offsets).__name__}; expected a tensor")
+    number = batch.get(f"{key}_argmin")
+    filled = offsets.dim() == 2 or (offsets.dim() == 1 and number is not None)
+    if key not in _BRIDGE or not filled or not are_offsets(offsets.flatten()):
+        return offsets
+    fill = offsets < 0
+    valid = (~fill).sum(dim=-1, keepdim=True)
+    if bool((fill.int().diff(dim=-1) < 0).any()) or bool((valid == 0).any()):
+        raise GroupError(
+            f"batch key {key!r} is {offsets.tolist()}; expected negative numbers only after the "
+            "offsets, as fill"
+        )
+    numbers = None if number is None else torch.as_tensor(number).flatten().tolist()
+    if numbers not in (None, valid.flatten().tolist()):
+        raise GroupError(
+            f"batch key '{key}_argmin' is {numbers}, and {key!r} has {valid.flatten().tolist()} "
+            "offsets before its fill of -1; expected the same number"
+        )
+    last = offsets.gather(-1, valid - 1)
+    return torch.where(fill, last, offsets)[..., : int(valid.max())]
+
+
+def _one_pack(
+    key: str,
+    offsets: Tensor,
+    padded: Tensor | None,
+    mask: Tensor,
+    samples: Collection[int],
+    dummies: bool,
+) -> Tensor:
+    """Offsets [samples + 1] of one joined pack, from [samples + 1] or [packs, samples + 1].
+
+    Args:
+        dummies: offsets that are all 0 mean that the pack has no sample.
+    """
+    if offsets.dim() == 1:
+        return offsets
+    packs = mask.shape[0] if mask.dim() == 2 else 1
+    if offsets.dim() != 2 or offsets.shape[0] != packs or offsets.shape[1] == 0:
+        raise GroupError(
+            f"batch key {key!r} has shape {tuple(offsets.shape)} beside a loss_mask of shape "
+            f"{tuple(mask.shape)}; expected [samples + 1], or one such row for each row of the mask"
+        )
+    if packs == 1 and offsets.shape[1] - 1 in samples:
+        return offsets[0]
+    places = offsets if padded is None or padded.dim() != 2 else padded
+    rows = [
+        row[: 1 if dummies and int(row[-1]) == 0 else _num_offsets(place)]
+        for row, place in zip(offsets, places, strict=True)
+    ]
+    if packs > 1 and any(int(row[-1]) != mask.shape[1] for row in rows):
+        raise GroupError(
+            f"batch key {key!r} does not end at the length {mask.shape[1]} of every pack, and "
+            "several packs are joined to one; expected the last sample to reach to the pack's end"
+        )
+    shifted = [row[1:] + i * mask.shape[-1] for i, row in enumerate(rows)]
+    return torch.cat([rows[0][:1], *shifted])
+
+
+def _num_offsets(place: Tensor) -> int:
+    """Number of offsets in a row without the fill at its end, which repeats the last one.
+
+    Args:
+        place: the padded offsets, if there are any: an empty last sample repeats the last real
+            offset, as fill does.
+    """
+    return int((place < place[-1]).sum()) + 1
+
+
+def _without_padding(
+    found: Mapping[str, Tensor], tokens: Any, mask: Tensor, samples: Collection[int]
+) -> dict[str, Tensor]:
+    """``found`` without the sample that Megatron-Bridge adds at the end of a pack for its padding.
+
+    Args:
+        found: offsets by key, the samples' places first.
+        tokens: the batch's ``token_count``, the length of each pack without that padding.
+    """
+    key, places = next(iter(found.items()))
+    packs = mask.shape[0] if mask.dim() == 2 else 1
+    counts = torch.as_tensor(tokens).flatten().tolist()
+    if places.numel() - 1 in samples or counts == [mask.shape[-1]] * packs:
+        return dict(found)
+    if len(counts) != 1 or packs != 1 or counts[0] not in (ends := places.tolist()):
+        raise GroupError(
+            f"batch key 'token_count' is {counts} beside a loss_mask of shape {tuple(mask.shape)} "
+            f"and {key!r} {places.tolist()}; expected one pack, and the offset at which it ends"
+        )
+    number = len(ends) - ends[::-1].index(counts[0])
+    return {name: offsets[:number] for name, offsets in found.items()}

@@ -1,0 +1,149 @@
+"""What a framework's step is held to, and the table of it that `ci/frameworks.sh` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.frameworks.checkout_data import (
+    DIVISOR,
+    STEPS,
+    Expected,
+    LogProbs,
+    Weights,
+    errors,
+    weights,
+)
+from tests.host.harness import run_host_ranks
+from tests.host.reference import Gradient
+
+Steps = list[tuple[Gradient, dict[str, float]]]
+"""Gradient and metrics of each optimizer step."""
+
+
+class Run(NamedTuple):
+    """One training of the framework's code: our flags, and options of its own."""
+
+    flags: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+Train = Callable[[str, int, list[Run], list[LogProbs]], list[Steps | str]]
+"""(checkout, cp, runs, log-probabilities) -> of each run its steps, or what refused it."""
+
+BOUND = 1e-6  # of a gradient in fp32
+METRICS = 1e-5  # of a metric in fp32, in which terms cancel
+WRONG = 1e-3  # what stock code must be off at least, where the page says that it is
+
+
+def flags(mode: str, rejected: str = "") -> str:
+    """For MEGATRON_LOSS_AGG_FLAGS."""
+    text = f"--loss-aggregation {mode}"
+    text += f" --loss-aggregation-divisor {DIVISOR}" if mode.endswith("constant") else ""
+    return text + (f" --loss-aggregation-rejected {rejected}" if rejected else "")
+
+
+def by_step(mode: str, rejected: str = "") -> list[Weights]:
+    return [weights(mode, step, rejected) for step in STEPS]
+
+
+class KeepGradients:
+    """In the optimizer's place: keeps the gradient of each step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.gradients: list[Gradient] = []
+        self.grad_norms_by_group: dict[str, float] = {}
+        self.param_groups = [{}]
+
+    def zero_grad(self) -> None:
+        pass
+
+    def step(self) -> tuple[bool, float, int]:
+        from tests.host import gradients
+
+        self.gradients.append(gradients.of(self.model))
+        return True, 0.0, 0
+
+
+@dataclass
+class Report:
+    """Collects rows and what failed."""
+
+    name: str
+    train: Train
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def run(self, root: str, cp: int, runs: list[Run], given: list[LogProbs]) -> Any:
+        """Of each run, what the first rank has: after the reduction it is the same on all."""
+        return run_host_ranks(self.train, 2, root, cp, runs, given, timeout=300.0)[0]
+
+    def check(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.failures.append(f"{self.name}: {what}")
+
+    def own(self, place: str, mode: str, got: Steps, expected: list[Expected]) -> float:
+        """Stock code in a mode of its own; returns its error."""
+        error, _ = errors(got, expected)
+        self.check(error < BOUND, f"{place}: stock {mode} is {error:.1e} off")
+        self.rows.append((place, f"stock's own: {mode}", "", "", f"{error:.1e}"))
+        return error
+
+    def exact(
+        self,
+        place: str,
+        what: str,
+        got: Steps | str,
+        expected: list[Expected],
+        own: float,
+        stock: Steps | None = None,
+    ) -> None:
+        """A run of the patched code; ``stock`` is one of the code without, which must be wrong."""
+        if isinstance(got, str):
+            return self.check(False, f"{place}, {what}: {got}")
+        error, metrics = errors(got, expected)
+        self.check(error < min(BOUND, 2 * own), f"{place}, {what}: {error:.1e} (stock {own:.1e})")
+        self.check(metrics < METRICS, f"{place}, {what}: metrics are {metrics:.1e} off")
+        wrong = ""
+        if stock is not None:
+            difference = errors(stock, expected)[0]
+            self.check(difference > WRONG, f"{place}, {what}: stock is {difference:.1e} off")
+            wrong = f"{difference:.1e}"
+        self.rows.append((place, what, f"{error:.1e}", f"{metrics:.1e}", wrong))
+
+    def same(self, place: str, stock: Steps, patched: Steps | str) -> None:
+        """Bit for bit."""
+        equal = not isinstance(patched, str) and all(
+            a[1] == b[1] and all(torch.equal(x, b[0][name]) for name, x in a[0].items())
+            for a, b in zip(stock, patched, strict=True)
+        )
+        self.check(equal, f"{place}: the patched code without our flags differs from stock")
+
+    def refused(self, place: str, what: str, got: Steps | str) -> None:
+        named = isinstance(got, str) and got.partition(":")[0].endswith("Error")
+        self.check(named, f"{place}, {what}: not refused")
+
+    def close(self, path: str) -> None:
+        """Write the table to ``path``; exit with 1 if anything failed."""
+        head = ("ranks", "aggregation", "gradient", "metrics", "stock's gradient")
+        lines = [head, ("---",) * len(head), *self.rows]
+        text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        Path(path).write_text(text)
+        sys.exit("\n".join(self.failures) or None)
+
+
+def attempt(step: Callable[[], Steps]) -> Steps | str:
+    """What ``step`` returns, or the error of ours that refused it."""
+    from megatron_loss_agg import AggregationError
+
+    try:
+        return step()
+    except AggregationError as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,290 @@
+"""NeMo-RL's batches, loss and training step on a real GPT over two ranks.
+
+    python -m tests.frameworks.run_nemo_rl STOCK PATCHED TABLE
+
+Two checkouts, without and with the patch; the table goes to a file. The training step is that of
+its Megatron worker. Stood in for: Ray, Megatron-Bridge, the inference servers, and the optimizer,
+which keeps the gradient that it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tests.frameworks.checkout_data import (
+    CLIP,
+    KL,
+    STEPS,
+    LogProbs,
+    Weights,
+    grpo_with_score,
+    nll,
+    reference,
+)
+from tests.frameworks.checkout_report import (
+    KeepGradients,
+    Report,
+    Run,
+    Steps,
+    attempt,
+    by_step,
+    flags,
+)
+from tests.peers import standins
+
+STANDINS = (
+    "ray vllm sglang transformers wandb requests rich zmq pynvml uvicorn fastapi mlflow swanlab "
+    "prometheus_client hydra tensordict datasets"
+)
+MULTIPLE = 4  # twice the context-parallel size
+PACKED = {
+    "max_tokens_per_microbatch": 40,
+    "input_key": "input_ids",
+    "input_lengths_key": "input_lengths",
+}
+BATCHING = {
+    "rows": {},
+    "dynamic": {"dynamic_batching_args": {**PACKED, "sequence_length_round": MULTIPLE}},
+    "packed": {
+        "sequence_packing_args": {
+            **PACKED,
+            "algorithm": "modified_first_fit_decreasing",
+            "sequence_length_pad_multiple": MULTIPLE,
+        }
+    },
+}
+
+
+BATCHING["fused"] = BATCHING["packed"]
+NLL, SEQUENCES = "NLLLossFn", "token_level_loss=False"
+
+
+class _Bridge(standins._Finder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        ours = name.startswith("megatron.bridge")
+        return ModuleSpec(name, self, is_package=True) if ours else None
+
+
+def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
+    """On a rank; see `checkout_report.Train`."""
+    standins.use_peers(STANDINS)
+    sys.meta_path.insert(0, _Bridge([]))
+    sys.path.insert(0, root)
+    import transformers
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
+
+    from tests.host import gpt
+
+    transformers.__version__ = "5.0"  # it accepts no later one than 5.11
+    # Names of a later Megatron-Core.
+    fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallelV2 = (
+        fsdp.FullyShardedDataParallel
+    )
+    gpt.initialize(cp)
+    return [attempt(partial(_train, root, run, log_probs)) for run in runs]
+
+
+def _train(root: str, run: Run, log_probs: list[LogProbs]) -> Steps:
+    from megatron.core import mpu
+
+    from tests.host import gpt
+
+    os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
+    options = dict(run.options)
+    batching, begin = options.pop("batching"), options.pop("begin", False)
+    loss = _loss(**options)
+    worker = _worker(gpt.ddp_model(True, torch.float32), batching)
+    if begin:
+        worker.begin_train_step(loss)
+    data = _batch(root, log_probs)
+    shards = data.shard_by_batch_size(
+        mpu.get_data_parallel_world_size(), batch_size=len(STEPS[0]), **BATCHING[batching]
+    )
+    shards = shards if batching == "rows" else shards[0]
+    result = worker.train(shards[mpu.get_data_parallel_rank()], loss, gbs=len(STEPS[0]), mbs=2)
+    # Its losses are divided by the number of optimizer steps.
+    losses = [{"loss": float(x) * len(STEPS)} for x in result["global_loss"]]
+    return list(zip(worker.optimizer.gradients, losses, strict=True))
+
+
+def _loss(loss: str = "ClippedPGLossFn", **options: Any) -> Any:
+    from nemo_rl.algorithms import loss as losses
+
+    if loss == NLL:
+        return losses.NLLLossFn()
+    if loss == "DPOLossFn":
+        return losses.DPOLossFn(losses.DPOLossConfig())
+    clip = {"ratio_clip_min": CLIP, "ratio_clip_max": CLIP}
+    config = losses.ClippedPGLossConfig(reference_policy_kl_penalty=KL, **clip, **options)
+    return losses.ClippedPGLossFn(config)
+
+
+def _worker(ddp: Any, batching: str) -> Any:
+    """The worker without its set-up."""
+    from megatron.core import mpu
+    from nemo_rl.models.policy.workers import megatron_policy_worker as module
+    from nemo_rl.utils.timer import Timer
+
+    # Of Megatron-Bridge: what a model-parallel group of one rank makes of it.
+    module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
+    module.logical_and_across_model_parallel_group = lambda value, mp_group: value
+    module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
+    sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor_model", "pipeline_model")}
+    sizes["context_parallel_size"] = mpu.get_context_parallel_world_size()
+    worker = object.__new__(module.MegatronPolicyWorkerImpl)
+    vars(worker).update(
+        cfg={
+            "sequence_packing": {
+                "enabled": batching in ("packed", "fused"),
+                "fuse_loss": batching == "fused",
+            },
+            "dynamic_batching": {"enabled": batching == "dynamic"},
+            "make_sequence_length_divisible_by": MULTIPLE,
+            "megatron_cfg": {**sizes, "sequence_parallel": False, "empty_unused_memory_level": 0},
+            "max_total_sequence_length": 0,
+        },
+        model=ddp,
+        optimizer=KeepGradients(ddp),
+        scheduler=SimpleNamespace(
+            step=lambda increment: None, get_lr=lambda group: 0.0, get_wd=lambda: 0.0
+        ),
+        timer=Timer(),
+        dtype=torch.float32,
+        dp_size=mpu.get_data_parallel_world_size(),
+        megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
+        mcore_state=SimpleNamespace(straggler_timer=None),
+    )
+    for name in (
+        "draft_model",
+        "sampling_params",
+        "media_placeholder_token_id",
+        "defer_fp32_logits",
+        "delegate_pack_to_model",
+        "delegate_mtp_loss_mask_to_model",
+        "model_slices_context_parallel_inputs",
+        "_router_replay_enabled",
+        "_first_train_step_forward_pre_hook_disabled",
+    ):
+        setattr(worker, name, None)
+    return worker
+
+
+def _batch(root: str, log_probs: list[LogProbs]) -> Any:
+    """What the driver sends: two global batches, padded to one width."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    answers = [answer for step in STEPS for answer in step]
+    tokens = [answer.tokens() for answer in answers]
+    width = -(-max(map(len, tokens)) // MULTIPLE) * MULTIPLE
+
+    def placed(values: list[Tensor]) -> Tensor:
+        """At the positions of the answers' tokens."""
+        whole = torch.zeros(len(answers), width)
+        for row, answer, value in zip(whole, answers, values, strict=True):
+            row[answer.prompt_length :][: len(value)] = value
+        return whole
+
+    old = placed([x for step in log_probs for x in step.old])
+    masks = [torch.tensor(answer.mask) for answer in answers]
+    rewards = torch.tensor([answer.reward for answer in answers])
+    data = BatchedDataDict(
+        {
+            "input_ids": torch.nn.functional.pad(
+                pad_sequence(tokens, batch_first=True), (0, width - max(map(len, tokens)))
+            ),
+            "input_lengths": torch.tensor([len(x) for x in tokens]),
+            "generation_logprobs": old,
+            "prev_logprobs": old,
+            "reference_policy_logprobs": placed([x for step in log_probs for x in step.ref]),
+            "token_mask": placed(masks),
+            "sample_mask": torch.tensor([float(not answer.removed) for answer in answers]),
+            "advantages": rewards.unsqueeze(-1).expand(-1, width).contiguous(),
+        }
+    )
+    prompts = [answer.tokens()[: answer.prompt_length] for answer in answers]
+    _ship_prompt_ids(root, data, pad_sequence(prompts, batch_first=True))
+    return data
+
+
+def _ship_prompt_ids(root: str, train_data: Any, prompt_ids_for_adv: Tensor) -> None:
+    """Run the patch's line of the driver's step, which is a part of its long training loop."""
+    source = Path(root, "nemo_rl", "algorithms", "grpo.py").read_text()
+    lines = {x.strip() for x in source.splitlines() if 'train_data["prompt_ids"]' in x}
+    names = {"torch": torch, "train_data": train_data, "prompt_ids_for_adv": prompt_ids_for_adv}
+    for line in lines:
+        exec(line, names)
+
+
+def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
+    """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
+    modes = ("token_mean", "sample_mean", "prompt_mean", "constant")
+    runs = {mode: (Run(flags(mode, "skip")), by_step(mode, "skip")) for mode in modes}
+    runs["token_mean, removed samples: count"] = (
+        Run(flags("token_mean", "count")),
+        by_step("token_mean", "count"),
+    )
+    for mode in ("token_mean", "prompt_mean"):
+        skipping = flags(mode, "skip"), by_step(mode, "skip")
+        runs[f"{mode}, {SEQUENCES}"] = Run(skipping[0], {"token_level_loss": False}), skipping[1]
+    runs[f"prompt_mean, {NLL}"] = Run(skipping[0], {"loss": NLL}), skipping[1]
+    runs["removed samples, not said what becomes of them"] = Run(flags("token_mean")), None
+    runs["microbatch_mean"] = Run(flags("microbatch_mean", "skip")), None
+    for option in ({"positive_example_nll_weight": 0.1}, {"begin": True}, {"loss": "DPOLossFn"}):
+        what = f"token_mean with {next(iter(option))}"
+        runs[what] = Run(flags("token_mean", "skip"), option), None
+    return runs
+
+
+def main(stock: str, patched: str, table: str) -> None:
+    report = Report("NeMo-RL", train)
+    runs = _runs()
+    own = {
+        "token_mean": Run(),
+        "sample_mean": Run("", {"token_level_loss": False}),
+        NLL: Run("", {"loss": NLL}),
+    }
+    cases = {
+        what: (nll if NLL in what else grpo_with_score, w)
+        for what, (_, w) in runs.items()
+        if w is not None
+    }
+    cases[NLL] = nll, by_step("token_mean", "skip")
+    given, expected = reference(cases)
+    for place, cp, batching in (
+        ("DP 2", 1, "rows"),
+        ("DP 2, dynamic batches", 1, "dynamic"),
+        ("DP 2, packed", 1, "packed"),
+        ("CP 2, packed", 2, "packed"),
+        ("CP 2, packed, fused loss", 2, "fused"),
+    ):
+        options = {"batching": batching}
+        theirs = [Run("", {**run.options, **options}) for run in own.values()]
+        ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
+        found = dict(zip(own, report.run(stock, cp, theirs, given), strict=True))
+        again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
+        largest = 0.0
+        for (name, stock_steps), patched_steps in zip(found.items(), again, strict=True):
+            report.same(f"{place}, {name}", stock_steps, patched_steps)
+            largest = max(largest, report.own(place, name, stock_steps, expected[name]))
+        for what, result in zip(runs, got, strict=True):
+            if what in expected:
+                near = {NLL: NLL, SEQUENCES: "sample_mean"}.get(what.rpartition(", ")[2])
+                wrong = None if what in own else found[near or "token_mean"]
+                report.exact(place, what, result, expected[what], largest, wrong)
+            else:
+                report.refused(place, what, result)
+    report.close(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,269 @@
+"""slime's controller, batch, loss and training step on a real GPT over two ranks.
+
+    python -m tests.frameworks.run_slime STOCK PATCHED TABLE
+
+Two checkouts, without and with the patch; the table goes to a file. Stood in for: Ray (data is
+handed over as it is), the inference servers, and the optimizer, which keeps the gradient that it is
+given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.frameworks.checkout_data import (
+    CLIP,
+    ENTROPY,
+    KL,
+    MODES,
+    ROLLOUTS,
+    STEPS,
+    LogProbs,
+    Weights,
+    errors,
+    grpo,
+    reference,
+)
+from tests.frameworks.checkout_report import (
+    KeepGradients,
+    Report,
+    Run,
+    Steps,
+    attempt,
+    by_step,
+    flags,
+)
+from tests.peers.standins import use_peers
+
+STANDINS = (
+    "ray sglang sglang_router transformers wandb torch_memory_saver mbridge httpx requests urllib3"
+)
+ARGS: dict[str, Any] = {
+    "global_batch_size": ROLLOUTS,
+    "rollout_batch_size": 2 * ROLLOUTS,
+    "n_samples_per_prompt": 1,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 24,
+    "micro_batch_size": 1,
+    "balance_data": False,
+    "balance_by_flops": False,
+    "data_pad_size_multiplier": 8,
+    "allgather_cp": False,
+    "qkv_format": "thd",
+    "calculate_per_token_loss": False,
+    "custom_pg_loss_reducer_function_path": None,
+    "advantage_estimator": "grpo",
+    "rewards_normalization": False,
+    "reward_key": None,
+    "custom_advantage_function_path": None,
+    "use_opd": False,
+    "normalize_advantages": False,
+    "use_rollout_logprobs": False,
+    "rollout_temperature": 1.0,
+    "rollout_top_p": 1.0,
+    "log_probs_chunk_size": -1,
+    "kl_coef": 0.0,
+    "use_kl_loss": True,
+    "kl_loss_coef": KL,
+    "kl_loss_type": "k3",
+    "use_unbiased_kl": False,
+    "entropy_coef": ENTROPY,
+    "eps_clip": CLIP,
+    "eps_clip_high": CLIP,
+    "eps_clip_c": None,
+    "use_opsm": False,
+    "get_mismatch_metrics": False,
+    "use_tis": False,
+    "custom_tis_function_path": "tests.frameworks.run_slime.reject",
+    "loss_type": "policy_loss",
+    "recompute_loss_function": False,
+    "save_debug_train_data": None,
+    "custom_megatron_before_train_step_hook_path": None,
+    "enable_mtp_training": False,
+    "seq_length": 1,
+    "decoder_seq_length": None,
+    "ci_test": False,
+}
+EVERY_THIRD = 3
+REJECTING = {"use_tis": True}
+PER_TOKEN = {"calculate_per_token_loss": True}
+
+
+def reject(*, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
+    """As slime's rejection sampling: some tokens are masked inside the loss."""
+    masks = [mask.clone() for mask in loss_masks]
+    for mask in masks:
+        mask[::EVERY_THIRD] = 0
+    return pg_loss, masks, {}
+
+
+def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
+    """On a rank; see `checkout_report.Train`."""
+    use_peers(STANDINS)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    sys.path.insert(0, root)
+    import ray
+
+    from tests.host import gpt
+
+    ray.put = ray.get = lambda x, **_: x
+    gpt.initialize(cp)
+    return [attempt(partial(_train, run, log_probs)) for run in runs]
+
+
+def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
+    from megatron.core import mpu
+    from megatron.training import global_vars
+    from slime.backends.megatron_utils import data, loss, model
+
+    from tests.host import gpt
+
+    os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
+    args = Namespace(**{**ARGS, **run.options})
+    ddp = gpt.ddp_model(args.calculate_per_token_loss, torch.float32)
+    if args.allgather_cp:
+        _split_contiguously(ddp)
+    global_vars.set_args(args)
+    rollout = _rollout_data(args, mpu.get_data_parallel_world_size(), log_probs)
+    loss.compute_advantages_and_returns(args, rollout)
+    iterators = data.get_data_iterator(rollout)
+    numbers = zip(rollout["num_microbatches"], rollout["global_batch_sizes"], strict=True)
+    found = []
+    for step, (n, size) in enumerate(numbers):
+        optimizer = KeepGradients(ddp)
+        scheduler = Namespace(step=lambda increment: None)
+        metrics, _ = model.train_one_step(
+            args, 0, step, iterators, [ddp], optimizer, scheduler, n, size
+        )
+        found.append((*optimizer.gradients, metrics))
+    return found
+
+
+def _rollout_data(args: Namespace, dp: int, log_probs: list[LogProbs]) -> Any:
+    """This rank's, by the controller and then by the actor."""
+    from slime.backends.megatron_utils import actor, loss
+    from slime.ray.rollout import RolloutManager
+
+    manager = Namespace(
+        args=args,
+        custom_convert_samples_to_train_data_func=None,
+        train_parallel_config={
+            "dp_size": dp,
+            "cp_size": 2 // dp,
+            "vpp_size": 1,
+            "microbatch_group_size_per_vp_stage": 1,
+        },
+        _post_process_rewards=lambda samples: ([s.reward for s in samples],) * 2,
+    )
+    whole = RolloutManager._convert_samples_to_train_data(manager, _samples(log_probs))
+    shipped = RolloutManager._split_train_data_by_dp(manager, whole)
+    rollout = actor.MegatronTrainRayActor._get_rollout_data(manager, shipped)
+    for key, parts in (
+        ("log_probs", [x.old for x in log_probs]),
+        ("ref_log_probs", [x.ref for x in log_probs]),
+    ):
+        of_all = [x for part in parts for x in part]
+        lengths = rollout["total_lengths"], rollout["response_lengths"]
+        rollout[key] = [
+            loss.slice_log_prob_with_cp(of_all[i], total, response)
+            for i, total, response in zip(rollout["partition"], *lengths, strict=True)
+        ]
+    return rollout
+
+
+def _samples(log_probs: list[LogProbs]) -> list[Any]:
+    from slime.utils.types import Sample
+
+    return [
+        Sample(
+            group_index=answer.prompt,
+            rollout_id=answer.rollout,
+            tokens=answer.tokens().tolist(),
+            response_length=len(answer.mask),
+            reward=answer.reward,
+            loss_mask=list(answer.mask),
+            rollout_log_probs=old.tolist(),
+            remove_sample=answer.removed,
+        )
+        for step, of_step in zip(STEPS, log_probs, strict=True)
+        for answer, old in zip(step, of_step.old, strict=True)
+    ]
+
+
+def _split_contiguously(ddp: Any) -> None:
+    """As models for slime's ``--allgather-cp`` split a packed row."""
+    from megatron_loss_agg import CPLayout
+    from megatron_loss_agg.mcore.cpu import attention
+
+    def thd(offsets: Tensor, cp_size: int, cp_rank: int) -> CPLayout:
+        return CPLayout.contiguous(int(offsets[-1]), cp_size, cp_rank)
+
+    attention.CPLayout = Namespace(thd=thd)
+    ddp.module.position_embedding_type = "none"  # Megatron's rotary embedding expects a zigzag
+
+
+def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
+    """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
+    runs = {mode: (Run(flags(mode)), by_step(mode)) for mode in MODES}
+    for mode, how in (("sample_mean", "skip"), ("token_mean", "count")):
+        what = f"{mode}, removed samples: {how}"
+        runs[what] = Run(flags(mode, how)), by_step(mode, how)
+    runs["prompt_mean, tokens rejected in the loss"] = (
+        Run(flags("prompt_mean"), REJECTING),
+        _without_rejected(by_step("prompt_mean")),
+    )
+    for option in ({"custom_pg_loss_reducer_function_path": "some.reducer"}, PER_TOKEN):
+        runs[f"token_mean with {next(iter(option))}"] = Run(flags("token_mean"), option), None
+    return runs
+
+
+def _without_rejected(by_step: list[Weights]) -> list[Weights]:
+    return [
+        [[x * (t % EVERY_THIRD > 0) for t, x in enumerate(w)] for w in step] for step in by_step
+    ]
+
+
+def main(stock: str, patched: str, table: str) -> None:
+    report = Report("slime", train)
+    runs = _runs()
+    own = {
+        "rollout_mean": Run(),
+        "with rejection": Run("", REJECTING),
+        "tokens": Run("", PER_TOKEN),
+    }
+    cases = {what: (grpo, w) for what, (_, w) in runs.items() if w is not None}
+    cases["with rejection"] = grpo, _without_rejected(by_step("rollout_mean"))
+    for place, cp, options in (
+        ("DP 2", 1, {}),
+        ("CP 2, zigzag", 2, {}),
+        ("CP 2, contiguous", 2, {"allgather_cp": True}),
+    ):
+        given, expected = reference(cases, rope=not options)
+        theirs = [Run("", {**run.options, **options}) for run in own.values()]
+        ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
+        mean, rejecting, tokens = found = report.run(stock, cp, theirs, given)
+        again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
+        for name, a, b in zip(own, found, again, strict=True):
+            report.same(f"{place}, {name}", a, b)
+        own_mean = report.own(place, "rollout_mean", mean, expected["rollout_mean"])
+        own_rejecting = errors(rejecting, expected["with rejection"])[0]
+        for what, result in zip(runs, got, strict=True):
+            if what not in expected:
+                report.refused(place, what, result)
+            elif "rejected in the loss" in what:
+                report.exact(place, what, result, expected[what], own_rejecting, rejecting)
+            else:
+                wrong = {"rollout_mean": None, "token_mean": tokens}.get(what, mean)
+                report.exact(place, what, result, expected[what], own_mean, wrong)
+    report.close(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

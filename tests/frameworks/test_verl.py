@@ -1,0 +1,277 @@
+"""verl's own step, with and without the patch, against one fp64 process.
+
+The patch is applied to a copy of the installed package by the commands of docs/frameworks/verl.md,
+and told what to do as that page says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.frameworks.run_verl import ENTROPY, KL, Case, Reference, Step, reference, run_verl
+from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS, row
+from tests.host.harness import run_host_ranks
+from tests.host.reference import relative_error
+from tests.host.steps import Weights, sequences
+from tests.oracle import Sample
+from tests.peers.standins import PEERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/frameworks/verl.md").read_text()
+CPS = {"dp2": 1, "cp2": 2}
+DIVISOR = 7.0
+MODES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {},
+    "rollout_mean": {},
+    "prompt_mean": {},
+    "constant": {"divisor": DIVISOR},
+}
+MOE = (
+    ("num_moe_experts", 4),
+    ("moe_router_topk", 2),
+    ("moe_router_load_balancing_type", "aux_loss"),
+    ("add_bias_linear", False),
+)
+
+
+def flags(mode: str, divisor: float | None = None, rejected: str = "skip") -> str:
+    """The flags of the page, for another mode."""
+    found = re.search(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', PAGE)
+    assert found
+    given = found[1].replace("prompt_mean", mode).replace("rejected skip", f"rejected {rejected}")
+    return given + (f" --loss-aggregation-divisor {divisor}" if divisor else "")
+
+
+STOCK = {
+    "token-mean": Case(),
+    "token-mean, per token": Case(per_token=True),
+    "seq-mean-token-mean": Case(mode="seq-mean-token-mean"),
+    "seq-mean-token-sum-norm": Case(mode="seq-mean-token-sum-norm", factor=DIVISOR),
+    "value": Case(loss="value"),
+    "distillation": Case(loss="distillation"),
+    "geo_mean": Case(loss_mode="geo_mean"),
+    "moe": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", 1.0))),
+    "moe, no auxiliary loss": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", 0.0))),
+}
+OURS = {
+    (mode, per_token): Case(flags(mode, **options), per_token=per_token)
+    for mode, options in MODES.items()
+    for per_token in (False, True)
+}
+FURTHER = {
+    "microbatch_mean": Case(flags("microbatch_mean")),
+    "value": Case(flags("prompt_mean"), loss="value"),
+    "distillation": Case(flags("prompt_mean"), loss="distillation"),
+    "moe": Case(flags("token_mean"), per_token=True, config=STOCK["moe"].config),
+}
+REFUSED = {
+    "AssertionError: geo_mean has no loss aggregation": Case(
+        flags("prompt_mean"), loss_mode="geo_mean"
+    ),
+    "AssertionError: loss aggregation supports neither SFT": Case(
+        flags("token_mean"), without="response_mask"
+    ),
+    "AssertionError: loss aggregation supports neither SFT, Tinker": Case(
+        flags("token_mean"), data=(("return_model_output", True),)
+    ),
+    "GroupError: mode 'prompt_mean' groups by prompt": Case(flags("prompt_mean"), without="uid"),
+    # Padding is there, and nothing says whether it counts.
+    "GroupError: some samples are rejected": Case("--loss-aggregation sample_mean"),
+}
+
+
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a copy of verl, patched by the commands of the page."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    shutil.copytree(PEERS / "verl", folder / "verl")
+    block = re.search(r"```bash\nSITE=[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+    assert block
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-ec", block[1]]
+    environment = {**os.environ, "SITE": str(folder), "PATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verl-0.9.1.patch fits and is not applied" in done.stdout
+    return str(folder)
+
+
+@cache
+def _run(package: str, cp: int, cases: tuple[Case, ...]) -> list[list[Step]]:
+    """By rank, then case."""
+    return run_host_ranks(run_verl, 2, package, cp, cases, timeout=280)
+
+
+def stock(topology: str) -> dict[str, Step]:
+    steps = _run(str(PEERS), CPS[topology], tuple(STOCK.values()))[0]
+    return dict(zip(STOCK, steps, strict=True))
+
+
+def ours(topology: str, package: str) -> dict[Any, list[Step]]:
+    """The patched verl's steps, of both ranks: of stock cases first."""
+    named: dict[Any, Case] = {
+        **{("stock", name): case for name, case in STOCK.items()},
+        **OURS,
+        **FURTHER,
+        **REFUSED,
+    }
+    ranks = _run(package, CPS[topology], tuple(named.values()))
+    return dict(zip(named, map(list, zip(*ranks, strict=True)), strict=True))
+
+
+@cache
+def fp64(loss: str = "policy") -> Reference:
+    found: Reference = run_host_ranks(reference, 1, loss)[0]
+    return found
+
+
+def sample(i: int) -> Sample:
+    rollout: Any = (PROMPTS[i], SESSIONS[i])
+    return Sample(sequences()[i].sample.mask, PROMPTS[i], rollout)  # type: ignore[arg-type]
+
+
+def weights(mode: str, **options: Any) -> Weights:
+    """The oracle's, of all samples but padding."""
+    step = [[[sample(i) for i in range(len(PROMPTS))]]]
+    return list(enumerate(oracle.step_weights(mode, step, **options)[0][0]))
+
+
+def error(step: Step, w: Weights, loss: str = "policy") -> float:
+    assert step.error is None
+    return relative_error(step.gradient, fp64(loss).total.gradient(w))
+
+
+def own_error(topology: str) -> float:
+    """The larger one of verl's own in modes of its own, where padding counts as samples."""
+    steps, count = stock(topology), len(PROMPTS)
+    padded = [(i, [x * count / (count + PADDING) for x in w]) for i, w in weights("sample_mean")]
+    return max(
+        error(steps["token-mean"], weights("token_mean")),
+        error(steps["seq-mean-token-mean"], padded),
+    )
+
+
+both = pytest.mark.parametrize("topology", CPS)
+
+
+@both
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_patched_step_is_exact(mode: str, per_token: bool, topology: str, patched: str) -> None:
+    w = weights(mode, **MODES[mode])
+    for step in ours(topology, patched)[mode, per_token]:
+        assert error(step, w) <= min(2 * own_error(topology), 1e-6)
+
+
+@both
+def test_microbatches_are_unequal(topology: str, patched: str) -> None:
+    for step in ours(topology, patched)["token_mean", False]:
+        assert len({len(microbatch) for microbatch in step.microbatches}) > 1
+        assert len({sum(microbatch) for microbatch in step.microbatches}) > 1
+
+
+@both
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_follow(mode: str, per_token: bool, topology: str, patched: str) -> None:
+    metrics = ours(topology, patched)[mode, per_token][0].metrics
+    w = weights(mode, **MODES[mode])
+    pg, kl, entropy = (fp64().mean(name, w) for name in ("pg", "kl", "entropy"))
+    assert metrics["actor/pg_loss"] == pytest.approx(pg, rel=1e-5)
+    assert metrics["kl_loss"] == pytest.approx(kl, rel=1e-5)
+    assert metrics["actor/entropy_loss"] == pytest.approx(entropy, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(pg + KL * kl - ENTROPY * entropy, rel=1e-5)
+
+
+@both
+@pytest.mark.parametrize("loss", ["value", "distillation"])
+def test_further_losses_are_exact(loss: str, topology: str, patched: str) -> None:
+    step = ours(topology, patched)[loss][0]
+    own = error(stock(topology)[loss], weights("token_mean"), loss)
+    w = weights("prompt_mean")
+    assert error(step, w, loss) <= min(2 * own, 1e-6)
+    assert step.metrics["loss"] == pytest.approx(fp64(loss).total.loss(w), rel=1e-5)
+
+
+@both
+def test_microbatch_mean_goes_by_verls_microbatches(topology: str, patched: str) -> None:
+    steps = ours(topology, patched)["microbatch_mean"]
+    sample_of = {len(row(i)["input_ids"]): i for i in range(len(PROMPTS))}
+    ranks = steps if topology == "dp2" else steps[:1]
+    places = [
+        [[sample_of[n] for n in lengths if n in sample_of] for lengths in step.microbatches]
+        for step in ranks
+    ]
+    step = [[[sample(i) for i in place] for place in rank] for rank in places]
+    nested = oracle.step_weights("microbatch_mean", step)
+    w = [
+        (i, sample_weights)
+        for rank, of_rank in zip(places, nested, strict=True)
+        for place, of_place in zip(rank, of_rank, strict=True)
+        for i, sample_weights in zip(place, of_place, strict=True)
+    ]
+    assert error(steps[0], w) <= min(2 * own_error(topology), 1e-6)
+
+
+@both
+@pytest.mark.parametrize("name", STOCK)
+def test_without_the_variable_the_patch_changes_no_bit(
+    name: str, topology: str, patched: str
+) -> None:
+    before, after = stock(topology)[name], ours(topology, patched)["stock", name][0]
+    assert before.error is after.error is None
+    assert before.gradient.keys() == after.gradient.keys()
+    for parameter, gradient in before.gradient.items():
+        assert torch.equal(gradient, after.gradient[parameter])
+    same = {k: v for k, v in before.metrics.items() if not k.startswith("perf/")}
+    assert same == {k: v for k, v in after.metrics.items() if not k.startswith("perf/")}
+
+
+@both
+def test_what_stock_verl_gives(topology: str) -> None:
+    steps = stock(topology)
+    # Padding counts as samples: 1 - 10/12 = 1/6.
+    for name, mode in (
+        ("seq-mean-token-mean", "sample_mean"),
+        ("seq-mean-token-sum-norm", "constant"),
+    ):
+        wrong = error(steps[name], weights(mode, **MODES[mode]))
+        assert wrong == pytest.approx(PADDING / (len(PROMPTS) + PADDING), rel=1e-4)
+    # It has no mean over prompts.
+    own = [step for name, step in steps.items() if "-mean" in name]
+    nearest = min(error(step, weights("prompt_mean")) for step in own)
+    assert nearest > 0.1
+    # With the flag, each context-parallel rank counts tokens // 2 in each microbatch.
+    wrong = error(steps["token-mean, per token"], weights("token_mean"))
+    assert wrong < 1e-6 if topology == "dp2" else wrong > 2e-2
+
+
+def test_auxiliary_losses_keep_verls_meaning(patched: str) -> None:
+    # verl returns the tokens that were routed as the number of tokens, which auxiliary losses are
+    # scaled by; its own token mean is exact here.
+    steps = stock("dp2")
+    own, ours_ = steps["moe"], ours("dp2", patched)["moe"][0]
+    assert ours_.error is None
+    assert relative_error(ours_.gradient, own.gradient) < 1e-6
+    without = steps["moe, no auxiliary loss"]
+    assert relative_error(ours_.gradient, without.gradient) > 1e-3
+
+
+@both
+@pytest.mark.parametrize("expected", REFUSED)
+def test_what_the_patch_cannot_do_is_refused(expected: str, topology: str, patched: str) -> None:
+    for step in ours(topology, patched)[expected]:
+        assert step.error is not None
+        assert step.error.startswith(expected)
