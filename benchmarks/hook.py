@@ -16,9 +16,10 @@ from benchmarks.results import Results, ratios
 from benchmarks.shapes import AGGREGATIONS, CONTEXT_PARALLEL, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
 from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
-from megatron_loss_agg.mcore.local_weights import LocalWeights, StepWeights
+from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
+from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.report import Mean
 
 Work = Callable[[], object]
@@ -38,7 +39,7 @@ def measure(results: Results) -> None:
 def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     cp = dist.get_world_size(groups.cp)
     whole = shape.microbatch()
-    (layout,) = recognised().layouts(whole, groups).values()
+    (layout,) = recognised(groups).layouts(whole, groups).values()
     mask = whole.loss_mask if layout is None else layout.shard(whole.loss_mask)
     losses = torch.randn(mask.shape, requires_grad=True)
     weights = {name: local_weights_of(agg, whole, groups) for name, agg in AGGREGATIONS.items()}
@@ -67,14 +68,15 @@ def local_weights_of(
     aggregation: object, whole: Microbatch, groups: ParallelGroups
 ) -> LocalWeights:
     plans = StepPlan.build_terms({"loss": aggregation}, [whole])  # type: ignore[dict-item]
-    step = StepWeights.of(plans, groups, recognised(), keeps_masks=False)
+    step = StepWeights.of(plans, groups, recognised(groups), keeps_masks=False)
     (weights,) = step.terms["loss"][0].values()
     return weights
 
 
-def recognised() -> Splits:
+def recognised(groups: ParallelGroups) -> Splits:
     """What a hook knows after its first step."""
     splits = Splits()
+    splits.settle(whole=dist.get_world_size(groups.cp) == 1)
     splits.narrow(False, {"zigzag": []}, [])
     splits.narrow(True, {"zigzag inside every sequence": []}, [])
     return splits
@@ -124,7 +126,7 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
     whole = Shape(64, 1024, "bshd").microbatch()
     losses = torch.randn(whole.loss_mask.shape, requires_grad=True)
     plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, [whole])
-    splits, model = recognised(), torch.nn.Identity()
+    splits, model = recognised(groups), torch.nn.Identity()
     weights = StepWeights.of(plans, groups, splits, keeps_masks=False)
     call = Call(
         arguments={},
@@ -146,7 +148,7 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
 
     def hooked() -> None:
         losses.grad = None
-        options = Options(False, False, False, False)
+        options = Options(False, None, False, False)
         step = Step(call, plans.terms, lambda: weights, splits, options)
         with step.checks.watch():
             output, loss = step.forward_step()()

@@ -25,8 +25,8 @@ from benchmarks.shapes import (
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives, counts
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.host import ParallelGroups
-from megatron_loss_agg.mcore.local_weights import StepWeights
 from megatron_loss_agg.mcore.splits import Splits
+from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.samples import Samples
 
 

@@ -24,7 +24,7 @@ from megatron_loss_agg.collectives import (
     gather_records,
     tag_of,
 )
-from megatron_loss_agg.errors import GroupError, MaskError, ModeError
+from megatron_loss_agg.errors import GroupError, MaskError, ModeError, StepError
 from megatron_loss_agg.samples import Samples
 
 CROSS_RANK_UNITS: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
@@ -67,6 +67,8 @@ class Totals(NamedTuple):
     active_microbatches: float
     samples: float
     active_samples: float
+    routed_tokens: float
+    routed_microbatches: float  # that say their routed tokens
 
 
 _WIDTH = len(Totals._fields) + 2 + len(CROSS_RANK_UNITS)
@@ -79,6 +81,7 @@ class StepCounts:
     tokens: float  # sum of the masks
     kept_tokens: float  # without those of rejected samples
     active_tokens: int | None  # positions with a nonzero mask; None where masks are unknown
+    routed_tokens: int | None  # None: the microbatches do not say it
     microbatches: int
     samples: int
     rollouts: int | None  # None: the mode does not use them, or some rank has no ids
@@ -162,6 +165,7 @@ class LocalCounts:
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
             active_tokens=None if math.isnan(totals.active_tokens) else round(totals.active_tokens),
+            routed_tokens=_routed_tokens(totals),
             microbatches=round(totals.microbatches),
             samples=round(totals.samples),
             rollouts=groups["rollout"].ids.numel() if "rollout" in groups else None,
@@ -186,6 +190,8 @@ class LocalCounts:
             active_microbatches=int((self._by_microbatch > 0).sum()) * counts_samples,
             samples=samples * counts_samples,
             active_samples=int((self.sums_S > 0).sum()) * counts_samples,
+            routed_tokens=sum(self.samples.routed_tokens) * counts_samples,
+            routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
         )
 
     def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:
@@ -224,6 +230,7 @@ def count_step(
     Raises:
         PeerError: another rank called `abandon`.
         ModeError: ranks have different terms.
+        StepError: some microbatches have routed tokens, and others have none.
         GroupError: ranks that share samples have different numbers of them.
     """
     local = list(terms.values())
@@ -311,6 +318,18 @@ def _different_terms(headers: Sequence[Header]) -> ModeError:
         "ranks have different aggregations, or terms in another order; expected the same on every "
         "rank"
     )
+
+
+def _routed_tokens(totals: Totals) -> int | None:
+    """Of the step; raises StepError, on every rank alike, if only some microbatches say it."""
+    if not totals.routed_microbatches:
+        return None
+    if totals.routed_microbatches != totals.microbatches:
+        raise StepError(
+            f"{totals.routed_microbatches:.0f} of a step's {totals.microbatches:.0f} microbatches "
+            "have routed_tokens; expected all of them, or none: give each Microbatch its own"
+        )
+    return round(totals.routed_tokens)
 
 
 def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:

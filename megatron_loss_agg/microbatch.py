@@ -42,6 +42,11 @@ class Microbatch:
         token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
             positions; a tensor with as many elements as the mask, or several. The hook recognises
             by them how the script splits the microbatch over context-parallel ranks.
+        routed_tokens: what Megatron's token count is under ``calculate_per_token_loss``, if not the
+            active tokens: the number of tokens that the model routes to experts, over all
+            context-parallel ranks. The losses that the host adds by itself, of the router for one,
+            are scaled by it; the aggregated loss is not. All microbatches of a step have it, or
+            none.
 
     Raises:
         MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -55,6 +60,7 @@ class Microbatch:
     cu_seqlens_padded: Tensor | None = None
     rejected: Tensor | None = None
     token_ids: Any = ()  # a tuple of tensors in the mask's shape once constructed
+    routed_tokens: Any = None  # int
 
     def __post_init__(self) -> None:
         mask = self.loss_mask
@@ -83,6 +89,9 @@ class Microbatch:
                     "expected an integer for each token"
                 )
         object.__setattr__(self, "token_ids", tuple(ids.reshape(mask.shape) for ids in given))
+        routed: Any = self.routed_tokens
+        if routed is not None and (type(routed) is not int or not 0 <= routed < 2**53):
+            raise MaskError(f"routed_tokens={routed!r}; expected an int >= 0, such as x.numel()")
 
     @property
     def num_samples(self) -> int:

@@ -14,7 +14,7 @@ from megatron_loss_agg.collectives import Header, abandoning_on_error, gather_re
 from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.weights import check_tensors, described, is_plain, weighted_sum
 
-__all__ = ["Max", "Mean", "Metric", "Min", "reduce_reports"]
+__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "reduce_reports"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,28 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A sum over microbatches and ranks."""
+
+    sum: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, weights: Tensor) -> Sum:
+        """``sum w * v``; values of weight 0 are ignored, even NaN.
+
+        With the weights of the loss (``TokenLoss(takes_weights=True)``), the values are aggregated
+        as the losses are. Dtypes, arguments and errors are as of `Mean.of`.
+        """
+        return cls(Mean.of(values, weights).sum)
+
+    def __add__(self, other: object) -> Sum:
+        return Sum(self.sum + other.sum) if isinstance(other, Sum) else NotImplemented
+
+    def value(self) -> Tensor:
+        return self.sum
+
+
+@dataclass(frozen=True)
 class Max:
     """A maximum; -inf if nothing was counted."""
 
@@ -109,7 +131,7 @@ class Min:
         return self.min
 
 
-Metric = Mean | Max | Min
+Metric = Mean | Sum | Max | Min
 
 METRICS_CAPACITY = 32
 COLUMNS = 3  # of a metric: two that are summed over ranks, and one whose maximum is taken
@@ -202,7 +224,7 @@ def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:
 def _metric(name: str, value: Metric | Tensor) -> Metric:
     kind: type[Metric] = Mean
     parts: tuple[Tensor, ...] = ()
-    if isinstance(value, (Mean, Max, Min)):
+    if isinstance(value, Metric):
         kind, parts = type(value), tuple(vars(value).values())
     elif is_plain(value) and value.numel() == 2:
         parts = value.detach().reshape(-1).unbind()
@@ -212,7 +234,7 @@ def _metric(name: str, value: Metric | Tensor) -> Metric:
     if kind is type(value):
         got = f"a {kind.__name__} of {', '.join(map(described, parts))}"
     raise ReportError(
-        f"metric {name!r} is {got}; expected a Mean, Max or Min of scalars, or a tensor "
+        f"metric {name!r} is {got}; expected a Mean, Sum, Max or Min of scalars, or a tensor "
         "[sum, count]"
     )
 
@@ -231,6 +253,8 @@ def _added(name: str, first: Metric, second: Metric) -> Metric:
 def _columns(metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(metric, Mean):
         return metric.sum, metric.count, torch.zeros_like(metric.sum)
+    if isinstance(metric, Sum):
+        return metric.sum, torch.zeros_like(metric.sum), torch.zeros_like(metric.sum)
     extreme = metric.max if isinstance(metric, Max) else -metric.min
     return torch.zeros_like(extreme), torch.zeros_like(extreme), extreme
 
@@ -238,4 +262,6 @@ def _columns(metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
 def _value(metric: Metric, total: Tensor, count: Tensor, extreme: Tensor) -> float:
     if isinstance(metric, Mean):
         return float(Mean(total, count).value())
+    if isinstance(metric, Sum):
+        return float(total)
     return float(extreme if isinstance(metric, Max) else -extreme)

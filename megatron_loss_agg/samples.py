@@ -28,6 +28,7 @@ class Samples:
     ids: Mapping[Unit, Tensor]  # int64 [samples], by "prompt" and "rollout" where given
     rejected_S: Tensor | None  # bool
     active_tokens: list[int] | None  # of each microbatch; None where masks are unknown
+    routed_tokens: list[int]  # of the microbatches that say it
 
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch], masks: MaskSums) -> Samples:
@@ -47,7 +48,8 @@ class Samples:
             ]
             rejected_S = on_cpu(flags, torch.bool)
         sizes = [m.num_samples for m in microbatches]
-        return cls(masks.by_sample, sizes, ids, rejected_S, masks.active_tokens)
+        routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
+        return cls(masks.by_sample, sizes, ids, rejected_S, masks.active_tokens, routed)
 
     @classmethod
     def of_sums(cls, mask_sums: Any, prompt_ids: Any, rollout_ids: Any, rejected: Any) -> Samples:
@@ -69,7 +71,7 @@ class Samples:
             for part, size in parts:
                 check_by_sample("rejected", part, torch.bool, size)
             rejected_S = on_cpu([part for part, _ in parts], torch.bool)
-        return cls(on_cpu(sums, torch.float64), sizes, ids, rejected_S, None)
+        return cls(on_cpu(sums, torch.float64), sizes, ids, rejected_S, None, [])
 
 
 def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:

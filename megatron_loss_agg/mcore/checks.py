@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
@@ -36,10 +37,17 @@ class Checks:
 
     Attributes:
         inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
+        outputs: where its outputs are in the autograd graph, if that is kept. The tensors say
+            another place once a script has edited them.
+
+    Args:
+        keeps_outputs: keep them until `release`.
     """
 
-    def __init__(self, call: Call, terms: Iterable[Term]) -> None:
+    def __init__(self, call: Call, terms: Iterable[Term], keeps_outputs: bool) -> None:
         self._call = call
+        self._keeps_outputs = keeps_outputs
+        self.outputs: list[GradientEdge] = []
         self._groups_samples = any(map(_groups_samples, terms))
         self._seen = False  # whether the model was called since the last loss
         self.inputs: list[Tensor] = []
@@ -53,11 +61,19 @@ class Checks:
         model = self._call.chunks[-1]
         while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
             model = model.module
-        handle = model.register_forward_pre_hook(self._see_call, with_kwargs=True)
+        handles = [model.register_forward_pre_hook(self._see_call, with_kwargs=True)]
+        if self._keeps_outputs:
+            handles.append(model.register_forward_hook(self._see_outputs))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the autograd graph."""
+        self.outputs = []
 
     def check_call(self) -> None:
         """Raise HostError unless the model was called, as far as its calls matter."""
@@ -70,12 +86,15 @@ class Checks:
             )
         self._seen = False
 
-    def check(self, mask: Tensor, planned: LocalMask) -> None:
+    def check(self, mask: Tensor, planned: LocalMask, whole: bool) -> None:
         """Check a loss function's mask against what is known about the planned one.
+
+        Args:
+            whole: whether the planned one is of all tokens.
 
         Raises:
             MaskError: its shape, or its values if the plan kept them, are not the planned ones.
-            LayoutError: it is not split over context-parallel ranks.
+            LayoutError: it is of all tokens and should not be, or the other way round.
             GroupError: samples are packed, but were planned as rows.
         """
         one_sequence = self._packed_sequences == planned.shape[0] == 1
@@ -87,11 +106,18 @@ class Checks:
                 f"expected that key: add it, or {HOW_TO_READ}"
             )
         cp, size = self._call.scale.context_parallel_size, math.prod(planned.shape)
-        if cp > 1 and mask.numel() == cp * size > 0:
+        if cp > 1 and not whole and mask.numel() == cp * size > 0:
             raise LayoutError(
                 f"losses for all {mask.numel()} tokens of the batch on a context-parallel rank of "
                 f"{cp}; expected those of this rank's part, {size}: shard the losses and the mask "
-                "as the model's inputs are"
+                "as the model's inputs are, or, if every rank gathers the losses of all tokens, "
+                "say how: TokenLoss(whole='local_grad') or 'reduced_grad'"
+            )
+        if cp > 1 and whole and cp * mask.numel() == size > 0:
+            raise LayoutError(
+                f"TokenLoss(whole=...) with a mask of {mask.numel()} tokens on a context-parallel "
+                f"rank of {cp}; expected all {size} of the batch: gather the losses and the mask, "
+                "or leave out whole="
             )
         if mask.shape != planned.shape:
             _check_shape(mask, planned.shape)
@@ -121,6 +147,7 @@ class Checks:
         if getattr(packing, "qkv_format", None) == "thd":
             starts = getattr(packing, "cu_seqlens_q", None)
             self._packed_sequences = 0 if starts is None else starts.numel() - 1
+        self.release()
         own_size = getattr(packing, "local_cp_size", None)
         cp = self._call.scale.context_parallel_size
         if own_size not in (None, cp):
@@ -128,6 +155,17 @@ class Checks:
                 f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
                 f"expected one group of {cp} for all: drop --hybrid-context-parallel"
             )
+
+    def _see_outputs(self, module: Any, args: Any, outputs: Any) -> None:
+        self.outputs = [get_gradient_edge(x) for x in _with_gradient(outputs)]
+
+
+def _with_gradient(x: Any) -> list[Tensor]:
+    """The tensors in what a model returned."""
+    if isinstance(x, Tensor):
+        return [x] if x.requires_grad else []
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _with_gradient(part)]
 
 
 def _groups_samples(term: Term) -> bool:

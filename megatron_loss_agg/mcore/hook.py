@@ -26,11 +26,11 @@ from megatron_loss_agg.mcore.batches import (
     read_batch,
 )
 from megatron_loss_agg.mcore.host import Call, stock
-from megatron_loss_agg.mcore.local_weights import StepWeights
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
+from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.mcore.summary import summary
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.plan import listed
@@ -55,8 +55,8 @@ class LossHook:
     Every call of ``forward_backward`` is one optimizer step, or one evaluation; for a step of
     several calls see `step`. The forward step returns what Megatron's own does, per-token losses
     and ``partial(loss_func, loss_mask)``, or a `TokenLoss` as the loss function. Reports keep ``lm
-    loss`` as the mean over tokens, and get ``"<mode> loss"``, the aggregated loss of the step; both
-    are (sum, count) pairs.
+    loss`` as the mean over tokens, and get the aggregated loss of the step, named ``"<mode> loss"``
+    or by the preset; both are (sum, count) pairs.
 
     A loss of several terms, each with a denominator of its own::
 
@@ -64,7 +64,8 @@ class LossHook:
                          "kl": Term(LossAggregation(mode="token_mean"), coefficient=0.01)})
 
     Its forward step returns a `TokenLoss` with losses by name. Reports get ``"<name> loss"`` for
-    each, without its coefficient, and ``"loss"``, the weighted sum that is differentiated.
+    each, without its coefficient, and ``"loss"`` (see ``total``), the weighted sum that is
+    differentiated.
 
     Args:
         aggregation: what to compute; or several terms, by name. The host's token count and ``lm
@@ -86,6 +87,7 @@ class LossHook:
             MaskError (``error``); set `step_is_empty`, so that the caller can skip the optimizer
             (``skip``); or nothing, so that momentum and weight decay still move the model
             (``step``).
+        total: the name under which a loss of several terms reports their sum.
         patience: seconds that ranks wait for each other's hook before the first step.
         in_training_loop: called by Megatron's own training loop. Batches of the next step are then
             drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
@@ -98,7 +100,8 @@ class LossHook:
             False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step`` or ``unmeasured``, or bad terms.
+        ModeError: an unknown ``empty_step`` or ``unmeasured``, bad terms, or a ``total`` that names
+            another report.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class LossHook:
         unmeasured: str = "refuse",
         evaluates_by_microbatch: bool = False,
         empty_step: str = "step",
+        total: str = "loss",
         patience: float = 60.0,
         in_training_loop: bool = False,
     ) -> None:
@@ -118,12 +122,17 @@ class LossHook:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
         self._reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
-            aggregation = {aggregation.mode: aggregation}
+            aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
         if "lm" in self.terms:
             raise ModeError(
                 "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
             )
+        if not isinstance(total, str) or total in ("lm loss", *(f"{x} loss" for x in self.terms)):
+            raise ModeError(
+                f"total={total!r}; expected a name that no other report of the hook has"
+            )
+        self._total = total
         self.read_batch = read_batch
         self.read_step = read_step
         self.empty_step = empty_step
@@ -138,6 +147,7 @@ class LossHook:
             "unmeasured": unmeasured,
             "evaluates_by_microbatch": evaluates_by_microbatch,
             "empty_step": empty_step,
+            "total": total,
             "in_training_loop": in_training_loop,
         }
         self._agreed = False
@@ -287,7 +297,7 @@ class LossHook:
     def _step(self, call: Call, step: OptimizerStep, first: int, lazily: bool) -> Step:
         options = Options(
             verify=not self._verified,
-            reports_total=self._reports_total,
+            total=self._total if self._reports_total else None,
             reports_quotients=self.evaluates_by_microbatch and call.forward_only,
             passes_unmasked=lazily,
         )

@@ -12,7 +12,12 @@ loss function gives per token factor
 (loss, report)      on        the token total stays 0: not used here
 =================== ========= ================================================================
 
-This is the only file that undoes the division by the number of microbatches.
+Where every context-parallel rank returns the loss of all tokens (`TokenLoss.whole`), the sum over
+ranks has ``c`` copies of the loss. Of each parameter's gradient it has one copy if the losses were
+gathered without a sum in the backward pass, since each rank's copy reaches only the rank's own part
+of the tokens, and ``c`` copies if with one.
+
+This is the only file that undoes the division by the number of microbatches, and these copies.
 """
 
 from __future__ import annotations
@@ -22,10 +27,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
+
+GATHERS = ("local_grad", "reduced_grad")
+"""How whole losses are gathered: without a sum over ranks in the backward pass, or with one."""
+
+_MOST_TOKENS = 2**31 - 1  # the host adds up token counts as int32
 
 
 @dataclass(frozen=True)
@@ -91,25 +102,42 @@ class HostScale:
     per_token: bool  # config.calculate_per_token_loss
 
     def returned(
-        self, loss: Tensor, num_tokens: Tensor, total_tokens: float, report: dict[str, Any]
+        self,
+        loss: Tensor,
+        num_tokens: int,
+        total_tokens: int,
+        report: dict[str, Any],
+        whole: str | None = None,
     ) -> tuple[Any, ...]:
         """What a loss function returns to get the gradient of ``loss`` summed over the step.
 
         Args:
             loss: this rank's ``sum w * loss`` of one microbatch.
-            num_tokens: int32, this rank's active tokens of the microbatch. It must be the true
-                count, since the host scales MoE and MTP losses by the total.
+            num_tokens: this rank's part of the microbatch's tokens. It must be the true count,
+                since the host scales MoE and MTP losses by the total.
             total_tokens: ``num_tokens`` summed over microbatches, data- and context-parallel ranks.
             report: passed through.
-        """
-        loss = loss * self.multiplier(total_tokens)
-        return (loss, num_tokens, report) if self.per_token else (loss, report)
+            whole: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
 
-    def multiplier(self, total_tokens: float) -> float:
+        Raises:
+            HostError: more tokens than the host can count.
+        """
+        if self.per_token and total_tokens > _MOST_TOKENS:
+            raise HostError(
+                f"a step of {total_tokens} tokens under calculate_per_token_loss, which the host "
+                f"counts as int32; expected at most {_MOST_TOKENS}: turn the flag off"
+            )
+        loss = loss * self.multiplier(total_tokens, whole)
+        if not self.per_token:
+            return loss, report
+        return loss, torch.full((), num_tokens, dtype=torch.int, device=loss.device), report
+
+    def multiplier(self, total_tokens: int, whole: str | None = None) -> float:
         """The reciprocal of the host's factor on the loss summed over ranks and microbatches."""
+        copies = self.context_parallel_size if whole == "reduced_grad" else 1
         if self.per_token:
-            return max(total_tokens, 1)
-        return self.num_microbatches * self.data_parallel_size
+            return max(total_tokens, 1) / copies
+        return self.num_microbatches * self.data_parallel_size / copies
 
 
 @dataclass(frozen=True)

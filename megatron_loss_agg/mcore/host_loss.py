@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError, MaskError
+from megatron_loss_agg.errors import HostError, MaskError, ModeError
+from megatron_loss_agg.mcore.host import GATHERS
 from megatron_loss_agg.weights import weighted_sum
 
 
@@ -34,21 +35,45 @@ class TokenLoss:
             ``loss_mask``. The report is a mapping of names to (sum, count) pairs, for Megatron's
             training loop, or to the metrics of `megatron_loss_agg.report`, for `reduce_reports`.
         loss_mask: of this rank's tokens: its context-parallel shard of the batch's mask.
+        whole: if every context-parallel rank has the losses, and ``loss_mask``, of all tokens of
+            the microbatch: how they were gathered. ``local_grad``: in the backward pass, a rank's
+            part gets the gradient of this rank's losses, without communication; ``reduced_grad``:
+            the sum of all ranks'. The hook measures which it is in the first step, though not a
+            factor by which a gather multiplies gradients besides.
+        takes_weights: call ``compute(output, weights)``, with the weights of the loss: in the shape
+            of ``loss_mask``, fp32 or the mask's wider dtype; by name for several terms.
+            ``sum(weights * losses)`` over tokens, microbatches and ranks is the aggregated loss of
+            the step, so metrics can be weighed as the loss is, by `megatron_loss_agg.report.Sum`.
 
-    Raises (when called):
-        HostError: several terms without a hook, or a report that is not a mapping.
-        MaskError: not one loss per element of the mask, or terms that differ from the hook's.
+    Raises:
+        ModeError: an unknown ``whole``.
+        HostError: when called: without a hook, though it needs one, or a report that is not a
+            mapping.
+        MaskError: when called: not one loss per element of the mask, or terms that differ from the
+            hook's.
     """
 
     def __init__(
         self,
-        compute: Callable[[Any], tuple[Tensor | Mapping[str, Tensor], Mapping[str, Any]]],
+        compute: Callable[..., tuple[Tensor | Mapping[str, Tensor], Mapping[str, Any]]],
         loss_mask: Tensor | Mapping[str, Tensor],
+        whole: str | None = None,
+        *,
+        takes_weights: bool = False,
     ) -> None:
+        if whole not in (None, *GATHERS):
+            raise ModeError(f"whole={whole!r}; expected None, {' or '.join(map(repr, GATHERS))}")
         self.compute = compute
         self.loss_mask = loss_mask
+        self.whole = whole
+        self.takes_weights = takes_weights
 
     def __call__(self, output: Any) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+        if self.whole is not None or self.takes_weights:
+            raise HostError(
+                "a TokenLoss with whole= or takes_weights= was called without a hook; expected a "
+                "schedule wrapped by LossHook"
+            )
         losses, report = self.compute(output)
         if not isinstance(losses, Tensor) or not isinstance(self.loss_mask, Tensor):
             raise HostError(
@@ -84,25 +109,16 @@ def carries_mask(loss_func: Callable[..., Any]) -> bool:
     return isinstance(loss_func, TokenLoss) or _bound_mask(loss_func) is not None
 
 
-def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str]) -> TokenLosses:
-    """Per-token losses, local masks and report, from what a forward step returned.
-
-    A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
-    used. Its mask is the bound argument ``loss_mask``, and the model's output is the per-token
-    loss.
-
-    Args:
-        names: of the terms; the losses of a single term need not be a mapping.
+def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """The masks that a loss function carries, by term.
 
     Raises:
-        HostError: there is no mask, or the report is not a mapping.
-        MaskError: not one loss per element of the mask, or losses or masks for other terms.
+        HostError: there is none.
+        MaskError: masks for other terms than ``names``, or masks that are no tensors.
     """
-    losses: Any = output
     mask: Any
     if isinstance(loss_func, TokenLoss):
-        losses, report = loss_func.compute(output)
-        mask, reduced = loss_func.loss_mask, None
+        mask = loss_func.loss_mask
     elif len(names) > 1:
         raise HostError(
             f"the forward step returned the loss function {loss_func!r} for the terms "
@@ -116,6 +132,41 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
                 "mask; expected functools.partial(loss_func, loss_mask) with a parameter named "
                 "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
             )
+    masks: dict[str, Tensor] = _by_term("masks", mask, names, shared=True)
+    for given in masks.values():
+        if not isinstance(given, Tensor):
+            raise MaskError(f"the loss mask is a {type(given).__name__}; expected a tensor")
+    return masks
+
+
+def token_losses(
+    loss_func: Callable[..., Any],
+    output: Any,
+    masks: dict[str, Tensor],
+    weights: Callable[[], Mapping[str, Tensor]] = dict,
+) -> TokenLosses:
+    """Per-token losses and report, from what a forward step returned.
+
+    A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
+    used. The model's output is then the per-token loss.
+
+    Args:
+        masks: from `token_masks`; the losses of a single term need not be a mapping.
+        weights: for a `TokenLoss` that takes them, by term, in the masks' shapes.
+
+    Raises:
+        HostError: the report is not a mapping.
+        MaskError: not one loss per element of the mask, or losses for other terms.
+    """
+    names = list(masks)
+    losses: Any = output
+    if isinstance(loss_func, TokenLoss):
+        given: list[Any] = []
+        if loss_func.takes_weights:
+            given = [weights() if len(names) > 1 else weights()[names[0]]]
+        losses, report = loss_func.compute(output, *given)
+        reduced = None
+    else:
         with torch.no_grad():
             reduced = loss_func(output)
         report = reduced[-1]
@@ -124,7 +175,6 @@ def token_losses(loss_func: Callable[..., Any], output: Any, names: Sequence[str
             f"the loss function reports a {type(report).__name__}; expected a mapping of names"
         )
     losses_by_term = _by_term("losses", losses, names)
-    masks = _by_term("masks", mask, names, shared=True)
     for name in names:
         _check_one_loss_per_token(losses_by_term[name], masks[name])
     flat = {name: of_term.reshape(-1) for name, of_term in losses_by_term.items()}
@@ -142,10 +192,8 @@ def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) 
     return {name: given[name] for name in names}
 
 
-def _check_one_loss_per_token(losses: Any, mask: Any) -> None:
+def _check_one_loss_per_token(losses: Any, mask: Tensor) -> None:
     """Raise MaskError unless shapes match up to axes of length 1, or one is flat."""
-    if not isinstance(mask, Tensor):
-        raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
     if isinstance(losses, Tensor) and losses.shape == mask.shape:
         return
     long = [[n for n in getattr(x, "shape", ()) if n != 1] for x in (losses, mask)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_loss_agg.errors import StepError
-from megatron_loss_agg.mcore.local_weights import StepWeights
+from megatron_loss_agg.mcore.step_weights import StepWeights
 
 
 class OptimizerStep:
@@ -45,11 +45,11 @@ class OptimizerStep:
         return self._weights
 
     def carried_tokens(self, first: int) -> int:
-        """Active tokens of earlier calls, if the call that begins with ``first`` is the last one.
+        """Host's tokens of earlier calls, if the call that begins with ``first`` is the last one.
 
         The host scales the gradients of all calls by the token count of the last one.
         """
         if self.left or not first:
             return 0
         assert self._weights is not None
-        return sum(self._weights.local_mask(i).active_tokens for i in range(first))
+        return sum(self._weights.local_mask(i).host_tokens for i in range(first))

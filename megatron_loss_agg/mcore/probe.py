@@ -211,8 +211,7 @@ def _forward_step(scale: HostScale, total_tokens: int) -> Callable[..., Any]:
     """The loss is the probe's output, with `_TOKENS` tokens per microbatch and rank."""
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
-        num_tokens = torch.full((), _TOKENS, dtype=torch.int, device=output.device)
-        return scale.returned(output, num_tokens, total_tokens, {})
+        return scale.returned(output, _TOKENS, total_tokens, {})
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model(), loss_func

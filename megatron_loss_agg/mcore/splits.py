@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.errors import LayoutError
+from megatron_loss_agg.collectives import any_rank
+from megatron_loss_agg.errors import AggregationError, LayoutError, PeerError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import on_cpu
 from megatron_loss_agg.mcore.host import ParallelGroups
@@ -50,10 +51,17 @@ _PACKS: Mapping[str, _Split] = {
 
 
 class Splits:
-    """The splits that a script may use, for rows and for packs: fewer with every microbatch."""
+    """The splits that a script may use, for rows and for packs: fewer with every microbatch.
+
+    Attributes:
+        whole: whether losses are of all tokens on every rank; None: not known yet.
+        gathers: of losses that every rank holds whole, by term: see `check_gathers`.
+    """
 
     def __init__(self) -> None:
         self._left: dict[bool, Sequence[str]] = {False: [*_ROWS], True: [*_PACKS]}  # by `packed`
+        self.whole: bool | None = None
+        self.gathers: dict[str, str] = {}
 
     def recognised(self, packed: bool) -> str | None:
         """The only split that is left for packs, or for rows; None if there are several."""
@@ -64,52 +72,99 @@ class Splits:
         """The splits that fit all microbatches so far."""
         return self._left[packed]
 
+    def settle(self, whole: bool) -> None:
+        """Losses are, or are not, of all tokens on every rank.
+
+        Raises:
+            LayoutError: they were otherwise before.
+        """
+        if self.whole not in (None, whole):
+            now, before = ("all", "a part") if whole else ("a part", "all")
+            raise LayoutError(
+                f"losses of {now} of the tokens on a context-parallel rank, after losses of "
+                f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
+            )
+        self.whole = whole
+
     def is_open(self, packed: bool, layouts: Mapping[str, CPLayout | None]) -> bool:
         """Whether it matters for a microbatch, and is not known, which of its layouts is right."""
-        if WHOLE in layouts or self.recognised(packed):
+        indices = [layout.index for layout in layouts.values() if layout is not None]
+        if not indices or self.recognised(packed):
             return False
-        first, *others = (layout.index for layout in layouts.values() if layout is not None)
-        impossible = len(layouts) < len(self._left[packed])
-        return impossible or not all(torch.equal(first, other) for other in others)
+        impossible = len(indices) < len(self._left[packed])
+        return impossible or not all(torch.equal(indices[0], other) for other in indices[1:])
 
     def layouts(self, microbatch: Microbatch, groups: ParallelGroups) -> dict[str, CPLayout | None]:
         """This rank's tokens of ``microbatch`` under each split that is possible for it.
 
-        None instead of a layout: this rank holds all of them.
+        None instead of a layout: this rank holds the losses of all of them.
 
         Raises:
-            LayoutError: none is possible.
+            LayoutError: none is possible, and losses are not of all tokens.
         """
-        size, rank = dist.get_world_size(groups.cp), dist.get_rank(groups.cp)
-        if size == 1:
+        if dist.get_world_size(groups.cp) == 1 or self.whole:
             return {WHOLE: None}
+        found, error = self._possible(microbatch, groups.cp)
+        if self.whole is None:
+            return {WHOLE: None, **found}
+        if error is not None:
+            raise error
+        return {**found}
+
+    def _possible(
+        self, microbatch: Microbatch, cp: dist.ProcessGroup
+    ) -> tuple[dict[str, CPLayout], LayoutError | None]:
+        """This rank's part under each split that is possible; or why none is."""
         packed = microbatch.cu_seqlens is not None
         splits = _PACKS if packed else _ROWS
-        found: dict[str, CPLayout | None] = {}
+        found: dict[str, CPLayout] = {}
         errors = []
         for name in self._left[packed]:
             try:
-                found[name] = splits[name](microbatch, size, rank)
+                found[name] = splits[name](microbatch, dist.get_world_size(cp), dist.get_rank(cp))
             except LayoutError as error:
                 errors.append(error)
-        if not found:
-            raise errors[0]
-        return found
+        return found, None if found else errors[0]
 
-    def check(self, microbatches: Sequence[Microbatch], groups: ParallelGroups) -> None:
-        """Raise LayoutError unless some split is possible for every microbatch.
+    def check(
+        self, microbatches: Sequence[Microbatch], groups: ParallelGroups
+    ) -> LayoutError | None:
+        """The error of a microbatch for which no split is possible, if losses may be whole.
 
         One check for all; layouts are built only where it fails.
+
+        Raises:
+            LayoutError: that error, if losses are known not to be whole, or other pipeline stages
+                would wait for this one.
         """
         size = dist.get_world_size(groups.cp)
-        if size == 1:
-            return
+        if size == 1 or self.whole:
+            return None
         starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
         lengths = [m.loss_mask.shape[-1] for m in microbatches]
         ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
-        if bool((ends % (2 * size)).any()):
-            for microbatch in microbatches:
-                self.layouts(microbatch, groups)
+        if not bool((ends % (2 * size)).any()):
+            return None
+        errors = (self._possible(microbatch, groups.cp)[1] for microbatch in microbatches)
+        error = next((error for error in errors if error is not None), None)
+        if error is not None and not self._may_be_whole(groups):
+            raise error
+        return error
+
+    def shared(self, error: LayoutError | None, groups: ParallelGroups) -> AggregationError | None:
+        """What `check` returned, or if nothing, an error for another data-parallel rank's."""
+        waits = self._may_be_whole(groups) and any_rank(error is not None, groups.dp)
+        if error is not None or not waits:
+            return error
+        return PeerError(
+            "a microbatch of another data-parallel rank cannot be split over context-parallel "
+            "ranks; expected it to: see the error of that rank"
+        )
+
+    def _may_be_whole(self, groups: ParallelGroups) -> bool:
+        """Whether an error waits for the first losses, which no other pipeline stage may hear."""
+        several, stages = (dist.get_world_size(group) > 1 for group in (groups.cp, groups.pp))
+        return several and not stages and self.whole is None
 
     def narrow(
         self, packed: bool, shards: Mapping[str, Sequence[Tensor]], given: Sequence[Tensor]

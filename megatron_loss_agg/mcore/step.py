@@ -12,15 +12,19 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
+from megatron_loss_agg.mcore.gathers import check_gathers, check_same
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.host_loss import (
+    TokenLoss,
     TokenLosses,
     carries_mask,
     check_is_masked_sum,
     token_losses,
+    token_masks,
 )
-from megatron_loss_agg.mcore.local_weights import LocalMask, StepWeights
+from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.splits import Splits
+from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
 
 
@@ -28,7 +32,7 @@ class Options(NamedTuple):
     """What a `Step` does besides weighting losses."""
 
     verify: bool  # check that stock loss functions return masked sums; waits for the device
-    reports_total: bool  # report the total loss besides each term
+    total: str | None  # under which the total loss is reported besides each term
     reports_quotients: bool  # the host averages quotients of reports instead of summing pairs
     passes_unmasked: bool  # leave loss functions without a mask alone
 
@@ -62,7 +66,8 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        self.checks = Checks(call, terms.values())
+        open_gather = splits.whole and not splits.gathers.keys() >= terms.keys()
+        self.checks = Checks(call, terms.values(), options.verify or bool(open_gather))
         self._next = 0
 
     def forward_step(self) -> Callable[..., Any]:
@@ -71,7 +76,14 @@ class Step:
 
         @functools.wraps(forward_step)
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            output, loss_func = forward_step(*args, **kwargs)
+            try:
+                output, loss_func = forward_step(*args, **kwargs)
+            except Exception as error:
+                # A script that splits a batch which cannot be split fails by itself.
+                unsplit = None if self._options.passes_unmasked else self._weights().unsplit
+                if unsplit is None:
+                    raise
+                raise unsplit from error
             return output, functools.partial(self._loss, loss_func)
 
         return hooked
@@ -97,9 +109,24 @@ class Step:
         i, self._next = self._next, self._next + 1
         if i >= self._call.scale.num_microbatches:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        tokens = token_losses(loss_func, output, list(self._terms))
-        weights = self._weights()
-        parts = self._weighted_sums(self._first + i, tokens, weights)
+        masks = token_masks(loss_func, list(self._terms))
+        gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
+        trains = torch.is_grad_enabled() and not self._call.forward_only
+        if self._call.scale.context_parallel_size == 1:
+            gather = None
+        elif trains and self._options.verify:
+            check_same(gather, self._call.groups.cp)
+
+        @functools.cache
+        def local() -> dict[str, LocalWeights]:
+            return self._local_weights(self._first + i, masks, gather)
+
+        tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local(), gather))
+        made = self._made(tokens, local())
+        if gather is not None and trains:
+            self._check_gathers(gather, tokens, made)
+        self.checks.release()
+        parts = {name: weighted_sum(w, tokens.losses[name]) for name, w in made.items()}
         if self._options.verify:
             check_is_masked_sum(tokens, whole=self._call.scale.context_parallel_size == 1)
         scaled = [
@@ -107,31 +134,58 @@ class Step:
             for name, part in parts.items()
         ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
+        weights = self._weights()
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():
-            report = self._report(tokens, parts, loss, mask, weights)
-        active = mask.active_tokens + (0 if i else self._carried_tokens)
-        num_tokens = torch.full((), active, dtype=torch.int, device=loss.device)
-        return self._call.scale.returned(loss, num_tokens, weights.active_tokens, report)
+            report = self._report(tokens, parts, loss, mask, weights, gather)
+        num_tokens = mask.host_tokens + (0 if i else self._carried_tokens)
+        return self._call.scale.returned(loss, num_tokens, weights.host_tokens, report, gather)
 
-    def _weighted_sums(
-        self, i: int, tokens: TokenLosses, weights: StepWeights
-    ) -> dict[str, Tensor]:
-        """This rank's part of the aggregated loss of each term; scalars."""
-        made: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        parts = {}
+    def _local_weights(
+        self, i: int, masks: Mapping[str, Tensor], gather: str | None
+    ) -> dict[str, LocalWeights]:
+        """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
         self.checks.check_call()
-        chosen = weights.choose(i, tokens.masks, self.checks.inputs, self._splits)
+        whole = gather is not None or self._call.scale.context_parallel_size == 1
+        local = self._weights().choose(i, masks, self.checks.inputs, self._splits, whole)
+        checked = {(id(local[name]), id(mask)): name for name, mask in masks.items()}
+        for name in checked.values():
+            self.checks.check(masks[name], local[name].mask, whole)
+        return local
+
+    def _given(
+        self, masks: Mapping[str, Tensor], local: Mapping[str, LocalWeights], gather: str | None
+    ) -> dict[str, Tensor]:
+        """Weights for a script, in the masks' shapes; summed over ranks they are the plan's."""
+        copies = 1 if gather is None else self._call.scale.context_parallel_size
+        made = {}
+        for name, mask in masks.items():
+            dtype = torch.promote_types(mask.dtype, torch.float32)
+            # Own memory: what a script does to it changes nothing else.
+            made[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
+        return made
+
+    def _made(self, tokens: TokenLosses, local: Mapping[str, LocalWeights]) -> dict[str, Tensor]:
+        """[tokens] of each term, in the dtype of its losses or fp32."""
+        # Terms with equal weights share them, and the checks.
+        shared: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        made = {}
         for name, losses in tokens.losses.items():
-            mask, local = tokens.masks[name], chosen[name]
+            mask, of_term = tokens.masks[name], local[name]
             dtype = torch.promote_types(losses.dtype, torch.float32)
-            key = id(local), id(mask), dtype  # terms with equal weights share them, and the checks
-            if key not in made:
-                self.checks.check(mask, local.mask)
-                made[key] = local.made_for(mask, dtype)
-                self.checks.collect(local.checksum_of(mask, made[key]), local.checksum)
-            parts[name] = weighted_sum(made[key], losses)
-        return parts
+            key = id(of_term), id(mask), dtype
+            if key not in shared:
+                shared[key] = of_term.made_for(mask, dtype)
+                self.checks.collect(of_term.checksum_of(mask, shared[key]), of_term.checksum)
+            made[name] = shared[key]
+        return made
+
+    def _check_gathers(self, gather: str, tokens: TokenLosses, made: Mapping[str, Tensor]) -> None:
+        """Measure how whole losses were gathered, until that of every term is known."""
+        measured = self._splits.gathers
+        if not all(measured.get(name) == gather for name in tokens.losses):
+            outputs, groups = self.checks.outputs, self._call.groups
+            check_gathers(gather, tokens.losses, made, outputs, groups, measured)
 
     def _report(
         self,
@@ -140,24 +194,26 @@ class Step:
         loss: Tensor,
         local: LocalMask,
         weights: StepWeights,
+        gather: str | None,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
-        # All reports of the step, over microbatches and ranks.
-        number = weights.counts.microbatches * self._call.scale.context_parallel_size
+        copies = 1 if gather is None else self._call.scale.context_parallel_size
+        # All reports of the step, over microbatches and ranks, by how many have the same loss.
+        number = weights.counts.microbatches * self._call.scale.context_parallel_size // copies
 
         def summed(part: Tensor) -> Tensor:
-            """A report that the host's mean over all ``number`` reports turns into the sum."""
+            """A report that the host's mean over all reports turns into the sum."""
             return _pair(part * number, 1.0)
 
         report = tokens.report
         ours = {f"{name} loss": summed(part) for name, part in parts.items()}
-        if self._options.reports_total:
-            ours["loss"] = summed(loss)
+        if self._options.total is not None:
+            ours[self._options.total] = summed(loss)
         taken = sorted(ours.keys() & report.keys())
         if taken:
             raise ReportError(
                 f"the loss function reports {taken}, which are the aggregated losses' names; "
-                "expected other names"
+                "expected other names, or for the sum of several terms LossHook(total=...)"
             )
         report.update(ours)
         if "lm loss" in report:
@@ -165,9 +221,9 @@ class Step:
             mask = mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
             total = weighted_sum(mask, losses)
             if self._options.reports_quotients:
-                mean = summed(total / (next(iter(weights.tokens.values())) or 1.0))
+                mean = summed(total / (weights.counts.tokens or 1.0))
             else:
-                mean = _pair(total, local.total)
+                mean = _pair(total / copies, local.total / copies)
             report["lm loss"] = mean.to(loss.dtype)
         return report
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.local_weights import StepWeights
 from megatron_loss_agg.mcore.splits import Splits
+from megatron_loss_agg.mcore.step_weights import StepWeights
 
 _KINDS = {False: "rows", True: "packed sequences"}
 
@@ -34,7 +34,9 @@ def summary(
         counted += [] if number is None else [f"{number} {unit}"]
     ranks = scale.data_parallel_size
     split = ""
-    if scale.context_parallel_size > 1:
+    if scale.context_parallel_size > 1 and splits.whole:
+        split = "; every context-parallel rank has the losses of all tokens"
+    elif scale.context_parallel_size > 1:
         found = {splits.recognised(kind) or "any (all give the same weights)" for kind in packed}
         split = f"; context-parallel split: {', '.join(sorted(found))}"
     factor = "gradients not measured"
@@ -51,4 +53,4 @@ def _mode(name: str, term: Term) -> str:
     label, mode = term.aggregation.label, term.aggregation.mode
     shown = mode if label == mode else f"{mode} ({label})"
     coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
-    return shown if name == mode else f"{coefficient}{name}: {shown}"
+    return shown if name in (mode, label) else f"{coefficient}{name}: {shown}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_loss_agg import AggregationError, LossAggregation
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, TokenLoss
 
 
 def test_an_unknown_policy_and_a_term_with_the_name_of_the_token_mean_are_refused() -> None:
@@ -14,3 +15,27 @@ def test_an_unknown_policy_and_a_term_with_the_name_of_the_token_mean_are_refuse
         LossHook(LossAggregation(mode="sum"), empty_step="ignore")
     with pytest.raises(AggregationError, match="a term named 'lm'; expected another name"):
         LossHook({"lm": LossAggregation(mode="sum")})
+
+
+def test_a_loss_is_named_by_its_preset() -> None:
+    assert [*LossHook(LossAggregation.preset("verl/token-mean")).terms] == ["verl/token-mean"]
+    assert [*LossHook(LossAggregation(mode="token_mean")).terms] == ["token_mean"]
+
+
+@pytest.mark.parametrize("total", ["lm loss", "kl loss", None])
+def test_the_name_of_the_total_may_be_no_other_reports(total: str) -> None:
+    terms = {"kl": LossAggregation(mode="sum"), "policy": LossAggregation(mode="sum")}
+    with pytest.raises(AggregationError, match=r"^total=.*; expected a name that no other report"):
+        LossHook(terms, total=total)
+
+
+def test_an_unknown_gather_and_options_that_need_a_hook_are_refused() -> None:
+    def compute(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, int]]:
+        return x, {}
+
+    with pytest.raises(AggregationError, match=r"^whole='yes'; .* 'local_grad' or 'reduced_grad'$"):
+        TokenLoss(compute, torch.ones(1), whole="yes")
+    for options in ({"whole": "local_grad"}, {"takes_weights": True}):
+        loss = TokenLoss(compute, torch.ones(1), **options)  # type: ignore[arg-type]
+        with pytest.raises(AggregationError, match=r"or takes_weights= was called without a hook"):
+            loss(torch.ones(1))

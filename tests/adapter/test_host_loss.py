@@ -10,10 +10,20 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError
-from megatron_loss_agg.mcore.host_loss import TokenLoss, check_is_masked_sum, token_losses
+from megatron_loss_agg.mcore.host_loss import (
+    TokenLoss,
+    TokenLosses,
+    check_is_masked_sum,
+    token_losses,
+    token_masks,
+)
 
 MASK = torch.tensor([1.0, 0.0, 1.0])
 LOSSES = torch.tensor([1.0, 2.0, 3.0])
+
+
+def read(loss_func: Any, output: Tensor) -> TokenLosses:
+    return token_losses(loss_func, output, token_masks(loss_func, ["loss"]))
 
 
 def plain(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -58,7 +68,7 @@ BOUND = {
 
 @pytest.mark.parametrize("how", BOUND)
 def test_the_bound_mask_is_found(how: str) -> None:
-    tokens = token_losses(BOUND[how], LOSSES, ["loss"])
+    tokens = read(BOUND[how], LOSSES)
     assert tokens.masks["loss"] is MASK
     assert tokens.losses["loss"].tolist() == LOSSES.tolist()
     if how != "position":  # which computes nothing
@@ -70,7 +80,7 @@ def test_the_bound_mask_is_found(how: str) -> None:
 )
 def test_a_partial_without_a_mask_is_refused(function: Any) -> None:
     with pytest.raises(HostError, match="carries no mask"):
-        token_losses(functools.partial(function, MASK), LOSSES, ["loss"])
+        read(functools.partial(function, MASK), LOSSES)
 
 
 def mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -90,7 +100,7 @@ def test_losses_that_cancel_are_a_masked_sum(function: Any) -> None:
     for seed in range(20):
         losses = torch.randn(1, 4096, generator=torch.Generator().manual_seed(seed))
         losses -= losses.mean()
-        tokens = token_losses(functools.partial(function, mask), losses, ["loss"])
+        tokens = read(functools.partial(function, mask), losses)
         check_is_masked_sum(tokens, whole=True)
 
 
@@ -105,7 +115,7 @@ def test_a_term_beside_losses_that_cancel_is_refused(function: Any, repeats: int
 
     losses = torch.tensor([1.0, -1.0, 2.0, -2.0]).repeat(repeats)
     mask = torch.ones_like(losses)
-    tokens = token_losses(functools.partial(with_a_term, mask), losses, ["loss"])
+    tokens = read(functools.partial(with_a_term, mask), losses)
     with pytest.raises(HostError, match="expected a masked sum"):
         check_is_masked_sum(tokens, whole=True)
     if function is mean:  # of a part of the samples, which may be any
@@ -117,7 +127,7 @@ def test_a_function_that_leaves_infinite_losses_out_is_refused() -> None:
         return plain(loss_mask, output_tensor.nan_to_num(posinf=0.0))
 
     losses = torch.tensor([1.0, torch.inf, 2.0])
-    tokens = token_losses(functools.partial(finite, torch.ones(3)), losses, ["loss"])
+    tokens = read(functools.partial(finite, torch.ones(3)), losses)
     with pytest.raises(HostError, match="expected a masked sum"):
         check_is_masked_sum(tokens, whole=True)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 from megatron_loss_agg.errors import PeerError, ReportError
-from megatron_loss_agg.report import METRICS_CAPACITY, Max, Mean, Min, reduce_reports
+from megatron_loss_agg.report import METRICS_CAPACITY, Max, Mean, Min, Sum, reduce_reports
 from tests.core.operations import Operations
 from tests.distributed import run_ranks
 
@@ -87,7 +87,7 @@ def test_extremes_look_at_active_positions_alone():
 
 
 ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
-NO_METRIC = "expected a Mean, Max or Min"
+NO_METRIC = "expected a Mean, Sum, Max or Min"
 BAD_REPORTS = [
     ([{"a": ONE}, {"b": ONE}], r"microbatch 1 reports \['b'\] and the first \['a'\]"),
     ([{"a": ONE}, {"a": GREATEST}], "'a' is Mean and Max in different microbatches"),
@@ -106,7 +106,7 @@ def test_reports_that_differ_or_are_none_are_refused(reports, text):
         reduce_reports(reports, None)
 
 
-@pytest.mark.parametrize("metric", [Mean, Max, Min])
+@pytest.mark.parametrize("metric", [Mean, Sum, Max, Min])
 def test_a_metric_is_of_two_real_tensors_of_one_shape(metric):
     assert reduce_reports([], None) == {}
     with pytest.raises(ReportError, match=r"has shape \(2, 2\) and values \(2,\); expected"):
@@ -127,6 +127,7 @@ def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
         [
             {
                 "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
+                "sum": Sum.of(torch.full((n,), 1.0 + 3 * rank), torch.full((n,), 0.5)),
                 "pair": torch.tensor([float(rank), 5.0]),
                 "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
                 "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
@@ -148,9 +149,9 @@ def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
 
 
 def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at_most():
-    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3.
+    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3. sum: 18 / 2.
     # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
-    expected = {"loss": 3.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
+    expected = {"loss": 3.0, "sum": 9.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
     for (answer, collectives), *of_numbers in run_ranks(reduced_on_every_rank, 2):
         assert answer == pytest.approx(expected)
         assert collectives == 1

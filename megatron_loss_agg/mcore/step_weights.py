@@ -1,0 +1,222 @@
+"""The weights of this rank's own tokens, by microbatch of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.collectives import failing_together
+from megatron_loss_agg.counts import StepCounts, abandoning_on_error
+from megatron_loss_agg.errors import AggregationError, PeerError
+from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.mcore.host import ParallelGroups
+from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, of_term
+from megatron_loss_agg.plan import StepPlan, StepTerms
+
+WeightsBySplit = dict[str, LocalWeights]
+"""The weights of a microbatch under each split that the script may use; one where it is known."""
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """The weights of all microbatches that were planned together."""
+
+    terms: Mapping[str, list[WeightsBySplit]]  # one for each microbatch
+    counts: StepCounts  # of the first term, whose tokens the host counts
+    is_empty: bool  # every token of the whole step is masked or rejected
+    unsplit: AggregationError | None  # what to raise for losses of a part of the tokens
+
+    @classmethod
+    def plan(
+        cls,
+        read: Callable[[], Sequence[MicrobatchOfTerms]],
+        terms: Mapping[str, Term],
+        groups: ParallelGroups,
+        splits: Splits,
+        keeps_masks: bool,
+    ) -> StepWeights:
+        """Plan a step on every rank of the last pipeline stage; all of them must call.
+
+        Args:
+            read: this data-parallel rank's microbatches; called on the ranks that read data.
+            splits: those that the script may use.
+            keeps_masks: keep mask values, to compare the loss functions' masks with, even where the
+                split is recognised.
+
+        Raises:
+            AggregationError: this rank's own error.
+            PeerError: another rank failed.
+        """
+
+        def plan_here() -> StepWeights:
+            with abandoning_on_error(groups.dp):
+                microbatches = read()
+                error = splits.check(
+                    [of_term(name, m) for m in microbatches for name in terms], groups
+                )
+            plans = StepPlan.build_terms(terms, microbatches, groups.dp)
+            return cls.of(plans, groups, splits, keeps_masks, splits.shared(error, groups))
+
+        if dist.get_world_size(groups.tp) == 1:
+            return plan_here()
+        return _broadcast(plan_here if groups.reads_data else None, groups.tp)
+
+    @classmethod
+    def of(
+        cls,
+        plans: StepTerms,
+        groups: ParallelGroups,
+        splits: Splits,
+        keeps_masks: bool,
+        unsplit: AggregationError | None = None,
+    ) -> StepWeights:
+        """From this rank's plans; called on every rank that reads data."""
+        # A custom function may fail on one data-parallel rank alone; the others must learn of it.
+        custom = any(plan.aggregation.function is not None for plan in plans.values())
+        elsewhere = (
+            "the aggregation function failed on another rank of the data-parallel group; "
+            "expected it to succeed on every rank: see the error of that rank"
+        )
+        with failing_together([groups.dp] if custom else [], elsewhere):
+            weights = _by_term(plans, groups, splits, keeps_masks)
+        counts = next(iter(plans.values())).counts
+        return cls(weights, counts, plans.is_empty, unsplit)
+
+    def __len__(self) -> int:
+        """Number of this rank's microbatches."""
+        return len(next(iter(self.terms.values())))
+
+    @property
+    def host_tokens(self) -> int:
+        """Of the whole step, as the host counts them: the first term's."""
+        counts = self.counts
+        counted = counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
+        assert counted is not None
+        return counted
+
+    def local_mask(self, i: int) -> LocalMask:
+        """What is known about the first term's mask of microbatch ``i``, whose split is chosen."""
+        (chosen,) = next(iter(self.terms.values()))[i].values()
+        return chosen.mask
+
+    def choose(
+        self,
+        i: int,
+        masks: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        splits: Splits,
+        whole: bool,
+    ) -> dict[str, LocalWeights]:
+        """The weights of microbatch ``i`` under the script's split, by term.
+
+        Args:
+            masks: the loss function's.
+            inputs: the integer tensors that the model was called with.
+            whole: whether the loss function's losses are of all tokens.
+
+        Raises:
+            LayoutError: no split fits, or several, which give different weights; or losses are
+                whole in some calls only.
+            PeerError: another data-parallel rank's batches cannot be split.
+        """
+        splits.settle(whole)
+        if not whole and self.unsplit is not None:
+            raise self.unsplit
+        possible = {
+            name: {
+                split: w for split, w in self.terms[name][i].items() if (split == WHOLE) == whole
+            }
+            for name in masks
+        }
+        for name, mask in masks.items():
+            by_split = possible[name]
+            known = next(iter(by_split.values())).mask
+            if whole or known.values is None:
+                continue
+            fitting = [split for split, local in by_split.items() if local.mask.fits(mask)]
+            if not fitting:  # see `Checks.check`
+                continue
+            told = len(fitting) == 1 < len(by_split)  # by the mask alone
+            shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
+            splits.narrow(known.packed, shards, inputs)
+        chosen = {}
+        for name, mask in masks.items():
+            by_split = possible[name]
+            packed = next(iter(by_split.values())).mask.packed
+            fitting = [split for split in splits.left(packed) if split in by_split] or [*by_split]
+            local = chosen[name] = by_split[fitting[0]]
+            if local.mask.values is not None and local.mask.fits(mask) and len(fitting) > 1:
+                made = [by_split[split].made_for(mask, torch.float64) for split in fitting]
+                if not all(torch.equal(other, made[0]) for other in made):
+                    raise ambiguous(fitting)
+            self.terms[name][i] = {fitting[0]: local}
+        return chosen
+
+
+def _by_term(
+    plans: StepTerms, groups: ParallelGroups, splits: Splits, keeps_masks: bool
+) -> dict[str, list[WeightsBySplit]]:
+    """By term and microbatch; terms with equal weights for a microbatch share them."""
+    weights: dict[str, list[WeightsBySplit]] = {name: [] for name in plans}
+    for i in range(len(next(iter(plans.values())).microbatches)):
+        # Keep layouts for one microbatch only: they take more memory than the weights.
+        masks: dict[int, dict[str, tuple[CPLayout | None, LocalMask]]] = {}
+        made: list[tuple[StepPlan, WeightsBySplit]] = []
+        for name, plan in plans.items():
+            found = next((w for other, w in made if _equal_weights(plan, other, i)), None)
+            if found is None:
+                microbatch = plan.microbatches[i]
+                if id(microbatch) not in masks:
+                    layouts = splits.layouts(microbatch, groups)
+                    packed = microbatch.cu_seqlens is not None
+                    keeps = keeps_masks or splits.is_open(packed, layouts)
+                    masks[id(microbatch)] = {
+                        split: (layout, LocalMask.of(plan, i, layout, keeps, groups.cp))
+                        for split, layout in layouts.items()
+                    }
+                found = {
+                    split: LocalWeights.of(plan, i, *of_split)
+                    for split, of_split in masks[id(microbatch)].items()
+                }
+                made.append((plan, found))
+            weights[name].append(found)
+    return weights
+
+
+def _equal_weights(plan: StepPlan, other: StepPlan, i: int) -> bool:
+    """Whether both give microbatch ``i`` the same weights.
+
+    Equal aggregations are not enough: the terms' masks may differ in other microbatches or ranks,
+    and so may their denominators.
+    """
+    custom = plan.aggregation.function is not None or other.aggregation.function is not None
+    same_mask = plan.microbatches[i] is other.microbatches[i]
+    return not custom and same_mask and torch.equal(plan.coefficients(i), other.coefficients(i))
+
+
+def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGroup) -> StepWeights:
+    """The weights from the first rank of the tensor-parallel group; every rank must call.
+
+    Raises:
+        PeerError: that rank failed; it raises its own error.
+    """
+    answer: list[Any] = [None]
+    try:
+        if plan_here is not None:
+            answer = [plan_here()]
+    finally:
+        dist.broadcast_object_list(answer, src=dist.get_global_rank(tp, 0), group=tp)
+    if answer[0] is None:
+        raise PeerError(
+            "the rank that reads the data of this tensor-parallel group failed; "
+            "expected it to succeed: see its error"
+        )
+    return answer[0]
