@@ -1,7 +1,7 @@
 """Exact loss aggregation in ms-swift's Megatron training, without a patch: see its page in docs.
 
 MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean" \
-    megatron sft ... --external_plugins ms_swift_plugin.py
+    megatron sft ... --external_plugins examples/ms_swift_plugin.py
 """
 
 import functools

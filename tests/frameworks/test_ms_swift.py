@@ -161,8 +161,6 @@ def test_the_page_names_the_plugin_and_the_flags_of_these_tests() -> None:
     (flags,) = set(re.findall(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', PAGE))
     assert flags == FLAG.format("sample_mean")
     (plugin,) = set(re.findall(r"--external_plugins (\S+)", PAGE))
-    assert plugin == ranks.PLUGIN.name
-    (copied,) = set(re.findall(r"^\s*cp (\S+)", PAGE, re.MULTILINE))
-    assert copied.endswith(str(ranks.PLUGIN.relative_to(ranks.ROOT)))
+    assert plugin == str(ranks.PLUGIN.relative_to(ranks.ROOT))
     pins = (ranks.ROOT / "ci/peers.txt").read_text().split()
     assert all(pin in PAGE for pin in pins if pin.startswith(("ms-swift", "mcore-bridge")))

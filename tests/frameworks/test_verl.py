@@ -97,7 +97,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a copy of verl, patched by the commands of the page."""
     folder = tmp_path_factory.mktemp("site-packages")
     shutil.copytree(PEERS / "verl", folder / "verl")
-    block = re.search(r"```bash\nSITE=[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+    block = re.search(r"```bash\npip [^\n]*\nSITE=[^\n]*\n(.*?)```", PAGE, re.DOTALL)
     assert block
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "-ec", block[1]]
