@@ -19,7 +19,6 @@ from megatron_loss_agg import __version__
 from megatron_loss_agg.errors import AggregationError, InputError
 from megatron_loss_agg.mcore import flags
 from megatron_loss_agg.mcore.host_flags import check_host_flags
-from megatron_loss_agg.mcore.install import seams
 from megatron_loss_agg.mcore.packages import (
     Finding,
     check_apex,
@@ -29,6 +28,7 @@ from megatron_loss_agg.mcore.packages import (
     release,
     try_import,
 )
+from megatron_loss_agg.mcore.seams import seams
 
 # Megatron-Core releases: the first whose loss averaging is that of `host`, and those tested.
 _EXACT_FROM = (0, 13)
@@ -157,8 +157,9 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
     parser: argparse.ArgumentParser = _FlagParser(add_help=False, allow_abbrev=False)
     try:
-        if with_host:
-            parser = seams().training[0].function(parser)
+        training = seams().training if with_host else None
+        if training is not None:
+            parser = training.add_arguments.function(parser)
         args, others = flags.add_arguments(parser).parse_known_args(list(script_flags))
         if flags.settings_from(args) is None:
             text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"

@@ -1,7 +1,7 @@
 """The plugin's flags of this process, and whether they take effect; a run where they do not fails.
 
-A script can parse its own flags, or compute its loss without Megatron's schedule. Such a run would
-train on the stock loss without a word.
+A script can compute its loss without Megatron's schedule. Such a run would train on the stock loss
+without a word.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,44 +29,27 @@ class GivenFlags:
 
     Args:
         argv: arguments of the script, among which they are.
+        in_environment: those that the environment holds instead.
 
     Attributes:
         values: what was given, by the parser's names.
         others: the other arguments, in their order.
+
+    Raises:
+        ModeError: they are in both places.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        parser = flags.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-        given, self.others = parser.parse_known_args(argv)
-        defaults = vars(parser.parse_args([]))
-        self.values = {name: x for name, x in vars(given).items() if x != defaults[name]}
+    def __init__(self, argv: Sequence[str], in_environment: dict[str, Any] | None = None) -> None:
+        on_command_line, self.others = flags.taken_from(argv)
+        if on_command_line and in_environment:
+            raise ModeError(
+                f"{flags.VARIABLE} is set, and {_first(on_command_line)} is on the command line; "
+                "expected flags in one of the two places"
+            )
+        self.values = on_command_line or in_environment or {}
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
-        self._args: Any = None  # of the host, once a hook is made from them
         self._used = False
         self._host_steps = False
-
-    @classmethod
-    def of_process(cls, argv: Sequence[str]) -> GivenFlags:
-        """Those among ``argv``, or those in the environment.
-
-        Raises:
-            ModeError: the environment variable holds anything else, or there are both.
-        """
-        given, held = cls(argv), cls(shlex.split(os.environ.get(flags.VARIABLE, "")))
-        if not held.values and not held.others:
-            return given
-        if held.others:
-            raise ModeError(
-                f"{flags.VARIABLE} holds {' '.join(held.others)}; expected {flags.FLAG} MODE and "
-                f"{flags.FLAG}-* only"
-            )
-        if given.values:
-            raise ModeError(
-                f"{flags.VARIABLE} is set, and {given._first} is on the command line; expected "
-                "flags in one of the two places"
-            )
-        held.others = given.others
-        return held
 
     def complete(self, args: Any) -> None:
         """Add to the host's parsed flags ``args`` what they lack.
@@ -84,7 +66,6 @@ class GivenFlags:
                     f"{flags.flag_of(name)} {value} was given, and the script's parsed flags have "
                     f"{found}; expected the same: drop one of them"
                 )
-        self._args = args
 
     def mark_used(self) -> None:
         """A forward-backward call goes through a hook that was made from the flags."""
@@ -106,8 +87,8 @@ class GivenFlags:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
         if self.values and not self._used:
             raise HostError(
-                f"{self._first} has no effect: {type(optimizer).__name__} is about to step, and no "
-                f"forward-backward call has gone through the plugin; {_HOW_TO_USE}"
+                f"{_first(self.values)} has no effect: {type(optimizer).__name__} is about to "
+                "step, and no forward-backward call has gone through the plugin; " + _HOW_TO_USE
             )
 
     def error_at_exit(self) -> HostError | None:
@@ -116,22 +97,22 @@ class GivenFlags:
         Megatron's own loop makes no step if its checkpoint is of the last iteration already. It
         sets ``do_train`` in its flags.
         """
-        idle = self._asks_for_help or hasattr(self._args, "do_train")
+        idle = self._asks_for_help or hasattr(host_args(), "do_train")
         if not self.values or self._used or idle:
             return None
         return HostError(
-            f"{self._first} had no effect: the script made no step through the plugin; "
-            f"{_HOW_TO_USE}"
+            f"{_first(self.values)} had no effect: the script made no step through the plugin; "
+            + _HOW_TO_USE
         )
-
-    @property
-    def _first(self) -> str:
-        name, value = next(iter(self.values.items()))
-        return f"{flags.flag_of(name)} {value}"
 
 
 given = GivenFlags([])
 """Of the process; `take` sets it."""
+
+
+def _first(values: dict[str, Any]) -> str:
+    name, value = next(iter(values.items()))
+    return f"{flags.flag_of(name)} {value}"
 
 
 def _is_same(found: Any, value: Any) -> bool:
@@ -142,18 +123,27 @@ def _is_same(found: Any, value: Any) -> bool:
         return str(found) == str(value)
 
 
+def host_args() -> Any:
+    """Megatron's parsed flags; empty ones in a script that does not use its parser."""
+    host = sys.modules.get("megatron.training.global_vars")
+    try:
+        return argparse.Namespace() if host is None else host.get_args()
+    except AssertionError:  # they are not initialized
+        return argparse.Namespace()
+
+
 def take(found: GivenFlags) -> Callable[[], None]:
     """Take flags off the command line, and watch them; return a function that undoes it."""
     global given
-    given, whole = found, sys.argv
-    sys.argv = [*whole[:1], *found.others]
+    given, argv = found, sys.argv
+    sys.argv = [*argv[:1], *found.others]
     handle = register_optimizer_step_pre_hook(found.check_before_torch_step)
 
     def give_back() -> None:
         global given
         given = GivenFlags([])
         handle.remove()
-        sys.argv = whole
+        sys.argv = argv
 
     return give_back
 

@@ -53,6 +53,8 @@ _OPTIONS = {
     ),
 }
 """Value and help of each further flag; None: it takes no value."""
+_OF_AGGREGATION = ("divisor", "empty", "rejected", "function")
+"""Those that say what is computed; the others are the hook's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -148,27 +150,42 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
 def aggregation_from_environment() -> LossAggregation | None:
     """The aggregation that `VARIABLE` asks for; None without it.
 
-    For loops that apply `StepPlan.coefficients` themselves, where only flags of the aggregation
-    have an effect.
+    For loops that apply `StepPlan.coefficients` themselves, where other flags have no effect.
 
     Raises:
         AggregationError: as `aggregation_from`.
-        ModeError: the variable holds anything else.
+        ModeError: as `in_environment`, or there are other flags than the aggregation's.
     """
-    given = shlex.split(os.environ.get(VARIABLE, ""))
-    parser = add_arguments(argparse.ArgumentParser(VARIABLE, add_help=False, allow_abbrev=False))
-    args, unknown = parser.parse_known_args(given)
-    without_effect = [
-        flag_of(f"loss_aggregation_{name}")
-        for name in ("batch", "empty_step", "audit", "unmeasured")
-        if getattr(args, f"loss_aggregation_{name}")
-    ]
-    if unknown or without_effect:
+    given = in_environment()
+    names = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OF_AGGREGATION)}
+    if others := given.keys() - names:
         raise ModeError(
-            f"{VARIABLE} holds {' '.join([*unknown, *without_effect])}; expected {FLAG} MODE, and "
+            f"{VARIABLE} holds {' '.join(map(flag_of, sorted(others)))}; expected {FLAG} MODE, and "
             "flags of the aggregation only: this loop has no hook"
         )
-    return aggregation_from(args)
+    return aggregation_from(argparse.Namespace(**given))
+
+
+def in_environment() -> dict[str, Any]:
+    """The flags in `VARIABLE`, as `taken_from` gives them.
+
+    Raises:
+        ModeError: it holds anything else.
+    """
+    given, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
+    if others:
+        raise ModeError(
+            f"{VARIABLE} holds {' '.join(others)}; expected {FLAG} MODE and {FLAG}-* only"
+        )
+    return given
+
+
+def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Our flags among ``argv``, by the parser's names, and the other arguments in their order."""
+    parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    found, others = parser.parse_known_args(argv)
+    defaults = vars(parser.parse_args([]))
+    return {name: x for name, x in vars(found).items() if x != defaults[name]}, others
 
 
 def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:

@@ -18,31 +18,32 @@ class _Names(NamedTuple):
 
     real: str
     padded: str
+    by_bridge: bool
 
 
-_MEGATRON = _Names("cu_seqlens", "cu_seqlens_padded")
-_CORE = _Names("cu_seqlens_q", "cu_seqlens_q_padded")  # of PackedSeqParams: Megatron-Bridge 0.6
-_BRIDGE = _Names("cu_seqlens_unpadded", "cu_seqlens")  # Megatron-Bridge 0.3
+_MEGATRON = _Names("cu_seqlens", "cu_seqlens_padded", by_bridge=False)
+_BRIDGE_06 = _Names("cu_seqlens_q", "cu_seqlens_q_padded", by_bridge=True)
+_BRIDGE_03 = _Names("cu_seqlens_unpadded", "cu_seqlens", by_bridge=True)
 
 _FORMS: Mapping[frozenset[str], _Names] = {
     frozenset({_MEGATRON.real}): _MEGATRON,
     frozenset({_MEGATRON.padded}): _MEGATRON,
-    frozenset(_MEGATRON): _MEGATRON,
-    frozenset({_CORE.real}): _CORE,
-    frozenset(_CORE): _CORE,
-    frozenset(_BRIDGE): _BRIDGE,
+    frozenset({_MEGATRON.real, _MEGATRON.padded}): _MEGATRON,
+    frozenset({_BRIDGE_06.real}): _BRIDGE_06,
+    frozenset({_BRIDGE_06.real, _BRIDGE_06.padded}): _BRIDGE_06,
+    frozenset({_BRIDGE_03.real, _BRIDGE_03.padded}): _BRIDGE_03,
 }
 _KEYS = sorted(frozenset[str]().union(*_FORMS))
 
 
 def pack_offsets(
-    batch: Mapping[str, Any], mask: Tensor, samples: Collection[int]
+    batch: Mapping[str, Any], mask: Tensor, sample_counts: Collection[int]
 ) -> dict[str, Tensor]:
     """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
 
     Args:
         mask: the batch's; several packs are joined.
-        samples: numbers of samples that have ids.
+        sample_counts: how many samples the batch has ids for.
 
     Raises:
         GroupError: the keys are no known form, or their values contradict each other.
@@ -55,24 +56,24 @@ def pack_offsets(
         forms = " or ".join(" with ".join(sorted(form)) for form in _FORMS)
         raise GroupError(
             f"the batch has the offsets {' and '.join(keys)}, and which are real and which padded "
-            f"is unknown; expected {forms}: leave out the others"
+            f"is unknown; expected exactly one of these: {forms}"
         )
     given = {key: _without_fill(key, batch) for key in keys}
     places = given.get(names.padded)
     # Padded offsets first: reading the others needs padded ones of a valid shape.
     found = {
-        key: _one_pack(key, given[key], places, mask, samples, names is _MEGATRON)
-        for key in reversed(names)
+        key: _one_pack(key, given[key], places, mask, sample_counts, dummies=not names.by_bridge)
+        for key in (names.padded, names.real)
         if key in given
     }
-    if names is not _MEGATRON:
+    if names.by_bridge:
         _check(found)
     tokens = batch.get("token_count")
-    if tokens is not None and (names is not _MEGATRON or "cu_seqlens_argmin" in batch):
-        found = _without_padding(found, tokens, mask, samples)
-    real, padded = (found.get(key) for key in names)
+    if tokens is not None and (names.by_bridge or "cu_seqlens_argmin" in batch):
+        found = _without_padding(found, tokens, mask, sample_counts)
+    real, padded = found.get(names.real), found.get(names.padded)
     if real is None or padded is None or real.numel() == 1:
-        return {"cu_seqlens": found[keys[0]] if real is None else real}
+        return {"cu_seqlens": next(x for x in (real, padded) if x is not None)}
     return {"cu_seqlens": real, "cu_seqlens_padded": padded}
 
 
@@ -101,7 +102,11 @@ def _without_fill(key: str, batch: Mapping[str, Any]) -> Tensor:
         raise GroupError(f"batch key {key!r} is a {type(offsets).__name__}; expected a tensor")
     number = batch.get(f"{key}_argmin")
     filled = offsets.dim() == 2 or (offsets.dim() == 1 and number is not None)
-    if key not in _BRIDGE or not filled or not are_offsets(offsets.flatten()):
+    if (
+        key not in (_BRIDGE_03.real, _BRIDGE_03.padded)
+        or not filled
+        or not are_offsets(offsets.flatten())
+    ):
         return offsets
     fill = offsets < 0
     valid = (~fill).sum(dim=-1, keepdim=True)
@@ -125,7 +130,7 @@ def _one_pack(
     offsets: Tensor,
     padded: Tensor | None,
     mask: Tensor,
-    samples: Collection[int],
+    sample_counts: Collection[int],
     dummies: bool,
 ) -> Tensor:
     """Offsets [samples + 1] of one joined pack, from [samples + 1] or [packs, samples + 1].
@@ -141,7 +146,7 @@ def _one_pack(
             f"batch key {key!r} has shape {tuple(offsets.shape)} beside a loss_mask of shape "
             f"{tuple(mask.shape)}; expected [samples + 1], or one such row for each row of the mask"
         )
-    if packs == 1 and offsets.shape[1] - 1 in samples:
+    if packs == 1 and offsets.shape[1] - 1 in sample_counts:
         return offsets[0]
     places = offsets if padded is None or padded.dim() != 2 else padded
     rows = [
@@ -168,7 +173,7 @@ def _num_offsets(place: Tensor) -> int:
 
 
 def _without_padding(
-    found: Mapping[str, Tensor], tokens: Any, mask: Tensor, samples: Collection[int]
+    found: Mapping[str, Tensor], tokens: Any, mask: Tensor, sample_counts: Collection[int]
 ) -> dict[str, Tensor]:
     """``found`` without the sample that Megatron-Bridge adds at the end of a pack for its padding.
 
@@ -179,7 +184,7 @@ def _without_padding(
     key, places = next(iter(found.items()))
     packs = mask.shape[0] if mask.dim() == 2 else 1
     counts = torch.as_tensor(tokens).flatten().tolist()
-    if places.numel() - 1 in samples or counts == [mask.shape[-1]] * packs:
+    if places.numel() - 1 in sample_counts or counts == [mask.shape[-1]] * packs:
         return dict(found)
     if len(counts) != 1 or packs != 1 or counts[0] not in (ends := places.tolist()):
         raise GroupError(

@@ -180,7 +180,7 @@ def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -
         (
             {"cu_seqlens": [0, 4], "cu_seqlens_q": [0, 4]},
             "the batch has the offsets cu_seqlens and cu_seqlens_q, and which are real .* unknown; "
-            "expected .*cu_seqlens_q with cu_seqlens_q_padded.*leave out",
+            "expected exactly one of these: .*cu_seqlens_q with cu_seqlens_q_padded",
         ),
         ({"cu_seqlens_unpadded": [0, 4]}, "has the offsets cu_seqlens_unpadded, and"),
         ({"cu_seqlens_q_padded": [0, 4]}, "has the offsets cu_seqlens_q_padded, and"),

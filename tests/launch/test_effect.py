@@ -14,7 +14,7 @@ import pytest
 
 from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore import effect, launch
-from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.mcore.flags import VARIABLE, in_environment
 from megatron_loss_agg.mcore.install import hook_from_args
 from tests.launch.processes import MODE, NO_EFFECT, PATCHED, refusals, run
 from tests.launch.test_launch import FLAGS, SCRIPT
@@ -106,14 +106,16 @@ def test_the_environment_holds_flags_in_place_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, "--loss-aggregation sum --loss-aggregation-divisor 4")
-    given = effect.GivenFlags.of_process(["--lr", "1"])
+    given = effect.GivenFlags(["--lr", "1"], in_environment())
     assert given.values == {"loss_aggregation": "sum", "loss_aggregation_divisor": "4"}
     assert given.others == ["--lr", "1"]
+    assert given.error_at_exit() is not None
+    assert effect.GivenFlags(["--help"], in_environment()).error_at_exit() is None
     with pytest.raises(ModeError, match=f"{VARIABLE} is set, and --loss-aggregation sample_mean"):
-        effect.GivenFlags.of_process(MODE)
+        effect.GivenFlags(MODE, in_environment())
     monkeypatch.setenv(VARIABLE, "--loss-aggregation sum token_mean")
     with pytest.raises(ModeError, match=f"{VARIABLE} holds token_mean; expected"):
-        effect.GivenFlags.of_process([])
+        in_environment()
 
 
 def test_flags_from_a_yaml_file_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
