@@ -109,7 +109,7 @@ class Splits:
             return {WHOLE: None, **found}
         if error is not None:
             raise error
-        return {**found}
+        return dict(found)
 
     def _possible(
         self, microbatch: Microbatch, cp: dist.ProcessGroup
@@ -168,8 +168,8 @@ class Splits:
 
     def narrow(
         self, packed: bool, shards: Mapping[str, Sequence[Tensor]], given: Sequence[Tensor]
-    ) -> list[str]:
-        """The splits under which the script passes on this rank's part of the batch.
+    ) -> None:
+        """Keep the splits under which the script passes on this rank's part of the batch.
 
         Args:
             shards: for each split that fits the mask, this rank's part of the batch's token ids,
@@ -196,7 +196,6 @@ class Splits:
                 "or tokens of the call"
             )
         self._left[packed] = fitting
-        return fitting
 
 
 def _counts_up(x: Tensor) -> bool:
