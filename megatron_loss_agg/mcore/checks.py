@@ -37,8 +37,8 @@ class Checks:
 
     Attributes:
         inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
-        outputs: where its outputs are in the autograd graph, if that is kept. The tensors say
-            another place once a script has edited them.
+        outputs: of it, if kept. GradientEdges, not tensors: an in-place edit by the script would
+            move a tensor's edge.
 
     Args:
         keeps_outputs: keep them until `release`.

@@ -11,8 +11,9 @@ local_grad   the gradient of this rank's losses               once
 reduced_grad the sum of the gradients of all ranks' losses    c times
 ============ ================================================ =======
 
-The measurement differentiates the losses by what the model returned, twice: under equal gradients
-on all ranks, and under ``c`` times these on the first rank alone, which have the same sum.
+The measurement differentiates the losses by what the model returned, three times: under equal
+gradients on all ranks, under ``c`` times these on the first rank alone, which have the same sum,
+and under the equal ones again, which shows whether the backward pass can be repeated.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def check_gathers(
     groups: ParallelGroups,
     measured: dict[str, str],
 ) -> None:
-    """Compare ``whole`` with the gathers of a microbatch's losses. All context- and tensor-parallel
-    ranks must call; if one raises, all do.
+    """Compare ``whole`` with the gathers of a microbatch's losses.
+
+    All context- and tensor-parallel ranks must call; if one raises, all do.
 
     Args:
         whole: of the `TokenLoss`.

@@ -161,7 +161,7 @@ class Step:
         made = {}
         for name, mask in masks.items():
             dtype = torch.promote_types(mask.dtype, torch.float32)
-            # Own memory: what a script does to it changes nothing else.
+            # A copy: the script may edit it.
             made[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
         return made
 
