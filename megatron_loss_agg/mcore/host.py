@@ -17,7 +17,8 @@ ranks has ``c`` copies of the loss. Of each parameter's gradient it has one copy
 gathered without a sum in the backward pass, since each rank's copy reaches only the rank's own part
 of the tokens, and ``c`` copies if with one.
 
-This is the only file that undoes the division by the number of microbatches, and these copies.
+This is the only file that undoes the division by the number of microbatches, and these copies in
+the gradient.
 """
 
 from __future__ import annotations
@@ -134,10 +135,14 @@ class HostScale:
 
     def multiplier(self, total_tokens: int, whole: str | None = None) -> float:
         """The reciprocal of the host's factor on the loss summed over ranks and microbatches."""
-        copies = self.context_parallel_size if whole == "reduced_grad" else 1
+        summed = self.context_parallel_size if whole == "reduced_grad" else 1
         if self.per_token:
-            return max(total_tokens, 1) / copies
-        return self.num_microbatches * self.data_parallel_size / copies
+            return max(total_tokens, 1) / summed
+        return self.num_microbatches * self.data_parallel_size / summed
+
+    def loss_copies(self, whole: str | None) -> int:
+        """How many context-parallel ranks have the loss of the same tokens."""
+        return 1 if whole is None else self.context_parallel_size
 
 
 @dataclass(frozen=True)

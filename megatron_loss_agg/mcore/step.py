@@ -157,7 +157,7 @@ class Step:
         self, masks: Mapping[str, Tensor], local: Mapping[str, LocalWeights], gather: str | None
     ) -> dict[str, Tensor]:
         """Weights for a script, in the masks' shapes; summed over ranks they are the plan's."""
-        copies = 1 if gather is None else self._call.scale.context_parallel_size
+        copies = self._call.scale.loss_copies(gather)
         made = {}
         for name, mask in masks.items():
             dtype = torch.promote_types(mask.dtype, torch.float32)
@@ -197,7 +197,7 @@ class Step:
         gather: str | None,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
-        copies = 1 if gather is None else self._call.scale.context_parallel_size
+        copies = self._call.scale.loss_copies(gather)
         # All reports of the step, over microbatches and ranks, by how many have the same loss.
         number = weights.counts.microbatches * self._call.scale.context_parallel_size // copies
 
