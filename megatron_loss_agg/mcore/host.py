@@ -108,7 +108,7 @@ class HostScale:
         num_tokens: int,
         total_tokens: int,
         report: dict[str, Any],
-        whole: str | None = None,
+        gather: str | None = None,
     ) -> tuple[Any, ...]:
         """What a loss function returns to get the gradient of ``loss`` summed over the step.
 
@@ -118,7 +118,7 @@ class HostScale:
                 since the host scales MoE and MTP losses by the total.
             total_tokens: ``num_tokens`` summed over microbatches, data- and context-parallel ranks.
             report: passed through.
-            whole: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
+            gather: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
 
         Raises:
             HostError: more tokens than the host can count.
@@ -128,21 +128,21 @@ class HostScale:
                 f"a step of {total_tokens} tokens under calculate_per_token_loss, which the host "
                 f"counts as int32; expected at most {_MOST_TOKENS}: turn the flag off"
             )
-        loss = loss * self.multiplier(total_tokens, whole)
+        loss = loss * self.multiplier(total_tokens, gather)
         if not self.per_token:
             return loss, report
         return loss, torch.full((), num_tokens, dtype=torch.int, device=loss.device), report
 
-    def multiplier(self, total_tokens: int, whole: str | None = None) -> float:
+    def multiplier(self, total_tokens: int, gather: str | None = None) -> float:
         """The reciprocal of the host's factor on the loss summed over ranks and microbatches."""
-        summed = self.context_parallel_size if whole == "reduced_grad" else 1
+        summed = self.context_parallel_size if gather == "reduced_grad" else 1
         if self.per_token:
             return max(total_tokens, 1) / summed
         return self.num_microbatches * self.data_parallel_size / summed
 
-    def loss_copies(self, whole: str | None) -> int:
+    def loss_copies(self, gather: str | None) -> int:
         """How many context-parallel ranks have the loss of the same tokens."""
-        return 1 if whole is None else self.context_parallel_size
+        return 1 if gather is None else self.context_parallel_size
 
 
 @dataclass(frozen=True)
