@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,7 +134,13 @@ class Min:
 Metric = Mean | Sum | Max | Min
 
 METRICS_CAPACITY = 32
-COLUMNS = 3  # of a metric: two that are summed over ranks, and one whose maximum is taken
+COLUMNS = 2  # of a metric: its fields, or its only field twice
+_OVER_RANKS: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
+    Mean: torch.sum,
+    Sum: torch.sum,
+    Max: torch.amax,
+    Min: torch.amin,
+}
 
 
 def reduce_reports(
@@ -163,7 +169,8 @@ def reduce_reports(
     with abandoning_on_error(METRICS_CAPACITY, COLUMNS, group):
         total = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        parts = [part for metric in total.values() for part in _columns(metric)]
+        fields = ([*vars(metric).values()] for metric in total.values())
+        parts = [part for of_metric in fields for part in (of_metric * COLUMNS)[:COLUMNS]]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
     rows = gather_records(
@@ -174,11 +181,12 @@ def reduce_reports(
         failure="bad metrics on rank(s) {} of the group",
         difference=functools.partial(_different_metrics, kinds),
     )
-    reduced = zip(rows[..., 0].sum(0), rows[..., 1].sum(0), rows[..., 2].amax(0), strict=True)
-    return {
-        name: _value(metric, *columns)
-        for (name, metric), columns in zip(total.items(), reduced, strict=True)
-    }
+    reduced = {}
+    for (name, metric), columns in zip(total.items(), rows.unbind(1), strict=True):
+        kind = type(metric)
+        values = _OVER_RANKS[kind](columns, 0).unbind()[: len(vars(metric))]
+        reduced[name] = float(kind(*values).value())
+    return reduced
 
 
 def _different_metrics(kinds: list[str], headers: Sequence[Header]) -> ReportError:
@@ -248,20 +256,3 @@ def _added(name: str, first: Metric, second: Metric) -> Metric:
         kinds = f"{type(first).__name__} and {type(second).__name__}"
         raise ReportError(f"metric {name!r} is {kinds} in different microbatches; expected one")
     return first + second
-
-
-def _columns(metric: Metric) -> tuple[Tensor, Tensor, Tensor]:
-    if isinstance(metric, Mean):
-        return metric.sum, metric.count, torch.zeros_like(metric.sum)
-    if isinstance(metric, Sum):
-        return metric.sum, torch.zeros_like(metric.sum), torch.zeros_like(metric.sum)
-    extreme = metric.max if isinstance(metric, Max) else -metric.min
-    return torch.zeros_like(extreme), torch.zeros_like(extreme), extreme
-
-
-def _value(metric: Metric, total: Tensor, count: Tensor, extreme: Tensor) -> float:
-    if isinstance(metric, Mean):
-        return float(Mean(total, count).value())
-    if isinstance(metric, Sum):
-        return float(total)
-    return float(extreme if isinstance(metric, Max) else -extreme)

@@ -37,8 +37,8 @@ class Checks:
 
     Attributes:
         inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
-        outputs: where its outputs are in the autograd graph, if that is kept. The tensors say
-            another place once a script has edited them.
+        outputs: of it, if kept. GradientEdges, not tensors: an in-place edit by the script would
+            move a tensor's edge.
 
     Args:
         keeps_outputs: keep them until `release`.
@@ -86,11 +86,11 @@ class Checks:
             )
         self._seen = False
 
-    def check(self, mask: Tensor, planned: LocalMask, whole: bool) -> None:
+    def check(self, mask: Tensor, planned: LocalMask, all_tokens: bool) -> None:
         """Check a loss function's mask against what is known about the planned one.
 
         Args:
-            whole: whether the planned one is of all tokens.
+            all_tokens: whether the planned one is of all tokens.
 
         Raises:
             MaskError: its shape, or its values if the plan kept them, are not the planned ones.
@@ -106,14 +106,14 @@ class Checks:
                 f"expected that key: add it, or {HOW_TO_READ}"
             )
         cp, size = self._call.scale.context_parallel_size, math.prod(planned.shape)
-        if cp > 1 and not whole and mask.numel() == cp * size > 0:
+        if cp > 1 and not all_tokens and mask.numel() == cp * size > 0:
             raise LayoutError(
                 f"losses for all {mask.numel()} tokens of the batch on a context-parallel rank of "
                 f"{cp}; expected those of this rank's part, {size}: shard the losses and the mask "
                 "as the model's inputs are, or, if every rank gathers the losses of all tokens, "
                 "say how: TokenLoss(whole='local_grad') or 'reduced_grad'"
             )
-        if cp > 1 and whole and cp * mask.numel() == size > 0:
+        if cp > 1 and all_tokens and cp * mask.numel() == size > 0:
             raise LayoutError(
                 f"TokenLoss(whole=...) with a mask of {mask.numel()} tokens on a context-parallel "
                 f"rank of {cp}; expected all {size} of the batch: gather the losses and the mask, "

@@ -5,14 +5,15 @@ each other. What the gather does in the backward pass decides how often a parame
 arrives in the host's sum over ranks, and loops differ:
 
 ============ ================================================ =======
-whole        a rank's part gets, in backward                  arrives
+gather       a rank's part gets, in backward                  arrives
 ============ ================================================ =======
 local_grad   the gradient of this rank's losses               once
 reduced_grad the sum of the gradients of all ranks' losses    c times
 ============ ================================================ =======
 
-The measurement differentiates the losses by what the model returned, twice: under equal gradients
-on all ranks, and under ``c`` times these on the first rank alone, which have the same sum.
+The measurement differentiates the losses by what the model returned, three times: under equal
+gradients on all ranks, under ``c`` times these on the first rank alone, which have the same sum,
+and under the equal ones again, which shows whether the backward pass can be repeated.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _ARRIVES = {
 }
 
 
-def check_same(whole: str | None, cp: dist.ProcessGroup) -> None:
-    """Raise LayoutError unless all ranks of ``cp``, which must call, have the same ``whole``."""
-    row = torch.tensor([_KINDS.index(whole)], dtype=torch.float64)
+def check_same(gather: str | None, cp: dist.ProcessGroup) -> None:
+    """Raise LayoutError unless all ranks of ``cp``, which must call, have the same ``gather``."""
+    row = torch.tensor([_KINDS.index(gather)], dtype=torch.float64)
     kinds = [_KINDS[int(kind)] for kind in all_gather(row, cp)]
     if len(set(kinds)) > 1:
         raise LayoutError(
@@ -57,18 +58,19 @@ def check_same(whole: str | None, cp: dist.ProcessGroup) -> None:
 
 
 def check_gathers(
-    whole: str,
+    gather: str,
     losses: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     outputs: Sequence[GradientEdge],
     groups: ParallelGroups,
     measured: dict[str, str],
 ) -> None:
-    """Compare ``whole`` with the gathers of a microbatch's losses. All context- and tensor-parallel
-    ranks must call; if one raises, all do.
+    """Compare ``gather`` with the gathers of a microbatch's losses.
+
+    All context- and tensor-parallel ranks must call; if one raises, all do.
 
     Args:
-        whole: of the `TokenLoss`.
+        gather: `TokenLoss.whole`.
         losses, weights: [tokens], by term.
         outputs: of the model.
         measured: how each term's losses are gathered. Terms whose gradient is not 0 are added.
@@ -79,8 +81,8 @@ def check_gathers(
     row = torch.tensor([x.requires_grad for x in losses.values()], dtype=torch.float64)
     rows = all_gather(row, groups.cp).bool()
     for name, attached in zip(losses, rows.T, strict=True):
-        if measured.get(name, whole) != whole:
-            raise _differs(name, whole, measured[name])
+        if measured.get(name, gather) != gather:
+            raise _differs(name, gather, measured[name])
         if name in measured or not attached.any():
             continue
         if not attached.all():
@@ -92,8 +94,8 @@ def check_gathers(
         norms = _norms(losses[name], weights[name], outputs, groups)
         found = _kind(name, norms)
         if found is not None:
-            if found != whole:
-                raise _differs(name, whole, found)
+            if found != gather:
+                raise _differs(name, gather, found)
             measured[name] = found
 
 

@@ -124,14 +124,7 @@ class LossHook:
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
-        if "lm" in self.terms:
-            raise ModeError(
-                "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
-            )
-        if not isinstance(total, str) or total in ("lm loss", *(f"{x} loss" for x in self.terms)):
-            raise ModeError(
-                f"total={total!r}; expected a name that no other report of the hook has"
-            )
+        _check_names(self.terms, total)
         self._total = total
         self.read_batch = read_batch
         self.read_step = read_step
@@ -346,6 +339,16 @@ class LossHook:
             if prefetch is not None:
                 prefetch.fetch(number)
         return weights
+
+
+def _check_names(terms: Mapping[str, Term], total: str) -> None:
+    """Raise ModeError if two reports of the hook had the same name."""
+    if "lm" in terms:
+        raise ModeError(
+            "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
+        )
+    if not isinstance(total, str) or total in ("lm loss", *(f"{name} loss" for name in terms)):
+        raise ModeError(f"total={total!r}; expected a name that no other report of the hook has")
 
 
 def _refuse_iterator(data_iterator: Any) -> Any:

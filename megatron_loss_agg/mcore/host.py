@@ -17,7 +17,8 @@ ranks has ``c`` copies of the loss. Of each parameter's gradient it has one copy
 gathered without a sum in the backward pass, since each rank's copy reaches only the rank's own part
 of the tokens, and ``c`` copies if with one.
 
-This is the only file that undoes the division by the number of microbatches, and these copies.
+This is the only file that undoes the division by the number of microbatches, and these copies in
+the gradient.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.inexact import inexact_setting
 
 GATHERS = ("local_grad", "reduced_grad")
 """How whole losses are gathered: without a sum over ranks in the backward pass, or with one."""
@@ -107,7 +109,7 @@ class HostScale:
         num_tokens: int,
         total_tokens: int,
         report: dict[str, Any],
-        whole: str | None = None,
+        gather: str | None = None,
     ) -> tuple[Any, ...]:
         """What a loss function returns to get the gradient of ``loss`` summed over the step.
 
@@ -117,7 +119,7 @@ class HostScale:
                 since the host scales MoE and MTP losses by the total.
             total_tokens: ``num_tokens`` summed over microbatches, data- and context-parallel ranks.
             report: passed through.
-            whole: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
+            gather: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
 
         Raises:
             HostError: more tokens than the host can count.
@@ -127,17 +129,21 @@ class HostScale:
                 f"a step of {total_tokens} tokens under calculate_per_token_loss, which the host "
                 f"counts as int32; expected at most {_MOST_TOKENS}: turn the flag off"
             )
-        loss = loss * self.multiplier(total_tokens, whole)
+        loss = loss * self.multiplier(total_tokens, gather)
         if not self.per_token:
             return loss, report
         return loss, torch.full((), num_tokens, dtype=torch.int, device=loss.device), report
 
-    def multiplier(self, total_tokens: int, whole: str | None = None) -> float:
+    def multiplier(self, total_tokens: int, gather: str | None = None) -> float:
         """The reciprocal of the host's factor on the loss summed over ranks and microbatches."""
-        copies = self.context_parallel_size if whole == "reduced_grad" else 1
+        summed = self.context_parallel_size if gather == "reduced_grad" else 1
         if self.per_token:
-            return max(total_tokens, 1) / copies
-        return self.num_microbatches * self.data_parallel_size / copies
+            return max(total_tokens, 1) / summed
+        return self.num_microbatches * self.data_parallel_size / summed
+
+    def loss_copies(self, gather: str | None) -> int:
+        """How many context-parallel ranks have the loss of the same tokens."""
+        return 1 if gather is None else self.context_parallel_size
 
 
 @dataclass(frozen=True)
@@ -224,66 +230,3 @@ STOCK = "stock_schedule"
 def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """The host's own function behind one that has it as its attribute `STOCK`."""
     return getattr(schedule, STOCK, schedule)
-
-
-class InexactSetting(NamedTuple):
-    """A setting under which the plugin would not be exact."""
-
-    name: str
-    value: str
-    reason: str  # and what was expected
-
-    @property
-    def setting(self) -> str:
-        return self.name + self.value
-
-
-def inexact_setting(settings: Any, instances: int, stages: int) -> InexactSetting | None:
-    """The first setting under which the plugin would not be exact; None if there is none.
-
-    Args:
-        settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
-        instances: of the distributed optimizer.
-        stages: of the pipeline.
-    """
-    for name in ("hybrid_context_parallel", "dynamic_context_parallel"):
-        if getattr(settings, name, False):
-            reason = "samples have context-parallel groups of their own; expected one group for all"
-            return InexactSetting(name, "", reason)
-    name = "overlap_moe_expert_parallel_comm"
-    if getattr(settings, name, False):
-        reason = (
-            "its schedule calls the model's layers and not the model, so packs cannot be checked; "
-            "expected it off"
-        )
-        return InexactSetting(name, "", reason)
-    if instances > 1 and stages > 1 and getattr(settings, "calculate_per_token_loss", False):
-        reason = (
-            "with calculate_per_token_loss over pipeline stages Megatron itself computes other "
-            "gradients; expected one instance, or one stage, or calculate_per_token_loss off"
-        )
-        return InexactSetting("num_distributed_optimizer_instances", " > 1", reason)
-    graph = _full_iteration_graph(settings)
-    if graph is not None:
-        reason = "it replays one step's weights for all; expected CUDA graphs of layers, or none"
-        return InexactSetting(graph, " full_iteration", reason)
-    return None
-
-
-def _full_iteration_graph(settings: Any) -> str | None:
-    """The name of the setting that asks for a CUDA graph of the whole iteration, if one does.
-
-    From 0.18 on it is an implementation; before, a scope of graphs that other settings turn on.
-    Later releases take it as a scope, too, and convert it when they validate their flags.
-    """
-    implementation = getattr(settings, "cuda_graph_impl", None) or "none"
-    if implementation == "full_iteration":
-        return "cuda_graph_impl"
-    if implementation == "none" and not getattr(settings, "enable_cuda_graph", False):
-        return None
-    for name in ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"):
-        value = getattr(settings, name, None)
-        parts = value if isinstance(value, list) else [value]
-        if "full_iteration" in [getattr(x, "name", x) for x in parts]:  # an enumeration, or text
-            return name.removesuffix("_deprecated")
-    return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.flags import FLAG, flag_of
-from megatron_loss_agg.mcore.host import inexact_setting
+from megatron_loss_agg.mcore.inexact import inexact_setting
 
 
 def check_host_flags(args: Any) -> None:

@@ -213,15 +213,15 @@ _ROUNDING = 16
 """Allowed rounding error of a sum, in machine epsilons of the sum of absolute values."""
 
 
-def check_is_masked_sum(tokens: TokenLosses, whole: bool) -> None:
+def check_is_masked_sum(tokens: TokenLosses, whole_samples: bool) -> None:
     """Raise HostError if a stock loss function computed anything but a masked sum or mean.
 
     The hook replaces its reduction, so anything else that it computes would be lost.
 
     Args:
-        whole: whether this rank holds whole samples, so that a mean can be recognized.
+        whole_samples: this rank holds all tokens of its samples, so a mean can be recognized.
     """
-    if tokens.reduced is None or (len(tokens.reduced) != 3 and not whole):
+    if tokens.reduced is None or (len(tokens.reduced) != 3 and not whole_samples):
         return
     returned = tokens.reduced[0].detach()
     loss, epsilon = returned.double(), torch.finfo(returned.dtype).eps

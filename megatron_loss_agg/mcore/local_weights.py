@@ -30,7 +30,7 @@ class LocalMask:
 
     shape: tuple[int, ...]
     packed: bool
-    host_tokens: int  # this rank's part of the tokens that the host counts
+    own_tokens: int  # this rank's part of the tokens that the host counts
     sums: Tensor  # fp64: of each row, or of the pack
     total: float
     values: Tensor | None  # if the loss function's mask is compared by value
@@ -57,8 +57,8 @@ class LocalMask:
         routed = microbatch.routed_tokens
         if layout is None or routed is not None:
             # Of all context-parallel ranks' tokens: parts that differ by 1 at most, and add up.
-            whole = active if routed is None else routed
-            active = (whole + dist.get_rank(cp)) // dist.get_world_size(cp)
+            counted = active if routed is None else routed
+            active = (counted + dist.get_rank(cp)) // dist.get_world_size(cp)
         total = sums.sum()
         values = mask.cpu() if keeps_values else None
         sums = total.view(1) if packed else sums
@@ -90,12 +90,12 @@ class LocalWeights:
         custom = plan.aggregation.function is not None
         if not mask.packed and not custom and mask.shape[-1] >= _SHORT_ROW:
             return cls(mask, plan.coefficients(i), None, False, mask.sums)
-        whole = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
+        weights = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
         planned = plan.microbatches[i].loss_mask
         if layout is not None:
-            whole, planned = layout.shard(whole), layout.shard(planned)
-        checksum = _product(planned.double(), whole.double(), custom)
-        return cls(mask, None, whole.cpu(), custom, checksum.cpu())
+            weights, planned = layout.shard(weights), layout.shard(planned)
+        checksum = _product(planned.double(), weights.double(), custom)
+        return cls(mask, None, weights.cpu(), custom, checksum.cpu())
 
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], on the device of ``mask``, which is this rank's shard."""

@@ -52,4 +52,4 @@ class OptimizerStep:
         if self.left or not first:
             return 0
         assert self._weights is not None
-        return sum(self._weights.local_mask(i).host_tokens for i in range(first))
+        return sum(self._weights.local_mask(i).own_tokens for i in range(first))

@@ -54,13 +54,13 @@ class Splits:
     """The splits that a script may use, for rows and for packs: fewer with every microbatch.
 
     Attributes:
-        whole: whether losses are of all tokens on every rank; None: not known yet.
+        all_tokens: whether losses are of all tokens on every rank; None: not known yet.
         gathers: of losses that every rank holds whole, by term: see `check_gathers`.
     """
 
     def __init__(self) -> None:
         self._left: dict[bool, Sequence[str]] = {False: [*_ROWS], True: [*_PACKS]}  # by `packed`
-        self.whole: bool | None = None
+        self.all_tokens: bool | None = None
         self.gathers: dict[str, str] = {}
 
     def recognised(self, packed: bool) -> str | None:
@@ -72,21 +72,21 @@ class Splits:
         """The splits that fit all microbatches so far."""
         return self._left[packed]
 
-    def settle(self, whole: bool) -> None:
+    def settle(self, all_tokens: bool) -> None:
         """Losses are, or are not, of all tokens on every rank.
 
         Raises:
             LayoutError: they were otherwise before.
         """
-        if self.whole not in (None, whole):
-            now, before = ("all", "a part") if whole else ("a part", "all")
+        if self.all_tokens not in (None, all_tokens):
+            now, before = ("all", "a part") if all_tokens else ("a part", "all")
             raise LayoutError(
                 f"losses of {now} of the tokens on a context-parallel rank, after losses of "
                 f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
             )
-        self.whole = whole
+        self.all_tokens = all_tokens
 
-    def is_open(self, packed: bool, layouts: Mapping[str, CPLayout | None]) -> bool:
+    def undecided(self, packed: bool, layouts: Mapping[str, CPLayout | None]) -> bool:
         """Whether it matters for a microbatch, and is not known, which of its layouts is right."""
         indices = [layout.index for layout in layouts.values() if layout is not None]
         if not indices or self.recognised(packed):
@@ -102,14 +102,14 @@ class Splits:
         Raises:
             LayoutError: none is possible, and losses are not of all tokens.
         """
-        if dist.get_world_size(groups.cp) == 1 or self.whole:
+        if dist.get_world_size(groups.cp) == 1 or self.all_tokens:
             return {WHOLE: None}
         found, error = self._possible(microbatch, groups.cp)
-        if self.whole is None:
+        if self.all_tokens is None:
             return {WHOLE: None, **found}
         if error is not None:
             raise error
-        return {**found}
+        return dict(found)
 
     def _possible(
         self, microbatch: Microbatch, cp: dist.ProcessGroup
@@ -138,7 +138,7 @@ class Splits:
                 would wait for this one.
         """
         size = dist.get_world_size(groups.cp)
-        if size == 1 or self.whole:
+        if size == 1 or self.all_tokens:
             return None
         starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
         lengths = [m.loss_mask.shape[-1] for m in microbatches]
@@ -164,12 +164,12 @@ class Splits:
     def _may_be_whole(self, groups: ParallelGroups) -> bool:
         """Whether an error waits for the first losses, which no other pipeline stage may hear."""
         several, stages = (dist.get_world_size(group) > 1 for group in (groups.cp, groups.pp))
-        return several and not stages and self.whole is None
+        return several and not stages and self.all_tokens is None
 
     def narrow(
         self, packed: bool, shards: Mapping[str, Sequence[Tensor]], given: Sequence[Tensor]
-    ) -> list[str]:
-        """The splits under which the script passes on this rank's part of the batch.
+    ) -> None:
+        """Keep the splits under which the script passes on this rank's part of the batch.
 
         Args:
             shards: for each split that fits the mask, this rank's part of the batch's token ids,
@@ -196,7 +196,6 @@ class Splits:
                 "or tokens of the call"
             )
         self._left[packed] = fitting
-        return fitting
 
 
 def _counts_up(x: Tensor) -> bool:

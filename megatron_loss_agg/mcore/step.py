@@ -66,7 +66,7 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        open_gather = splits.whole and not splits.gathers.keys() >= terms.keys()
+        open_gather = splits.all_tokens and not splits.gathers.keys() >= terms.keys()
         self.checks = Checks(call, terms.values(), options.verify or bool(open_gather))
         self._next = 0
 
@@ -128,7 +128,7 @@ class Step:
         self.checks.release()
         parts = {name: weighted_sum(w, tokens.losses[name]) for name, w in made.items()}
         if self._options.verify:
-            check_is_masked_sum(tokens, whole=self._call.scale.context_parallel_size == 1)
+            check_is_masked_sum(tokens, self._call.scale.context_parallel_size == 1)
         scaled = [
             times_coefficient(self._terms[name].coefficient, part, tokens.losses[name])
             for name, part in parts.items()
@@ -138,30 +138,30 @@ class Step:
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():
             report = self._report(tokens, parts, loss, mask, weights, gather)
-        num_tokens = mask.host_tokens + (0 if i else self._carried_tokens)
-        return self._call.scale.returned(loss, num_tokens, weights.host_tokens, report, gather)
+        num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
+        return self._call.scale.returned(loss, num_tokens, weights.total_tokens, report, gather)
 
     def _local_weights(
         self, i: int, masks: Mapping[str, Tensor], gather: str | None
     ) -> dict[str, LocalWeights]:
         """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
         self.checks.check_call()
-        whole = gather is not None or self._call.scale.context_parallel_size == 1
-        local = self._weights().choose(i, masks, self.checks.inputs, self._splits, whole)
+        all_tokens = gather is not None or self._call.scale.context_parallel_size == 1
+        local = self._weights().choose(i, masks, self.checks.inputs, self._splits, all_tokens)
         checked = {(id(local[name]), id(mask)): name for name, mask in masks.items()}
         for name in checked.values():
-            self.checks.check(masks[name], local[name].mask, whole)
+            self.checks.check(masks[name], local[name].mask, all_tokens)
         return local
 
     def _given(
         self, masks: Mapping[str, Tensor], local: Mapping[str, LocalWeights], gather: str | None
     ) -> dict[str, Tensor]:
         """Weights for a script, in the masks' shapes; summed over ranks they are the plan's."""
-        copies = 1 if gather is None else self._call.scale.context_parallel_size
+        copies = self._call.scale.loss_copies(gather)
         made = {}
         for name, mask in masks.items():
             dtype = torch.promote_types(mask.dtype, torch.float32)
-            # Own memory: what a script does to it changes nothing else.
+            # A copy: the script may edit it.
             made[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
         return made
 
@@ -197,7 +197,7 @@ class Step:
         gather: str | None,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
-        copies = 1 if gather is None else self._call.scale.context_parallel_size
+        copies = self._call.scale.loss_copies(gather)
         # All reports of the step, over microbatches and ranks, by how many have the same loss.
         number = weights.counts.microbatches * self._call.scale.context_parallel_size // copies
 

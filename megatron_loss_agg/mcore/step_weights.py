@@ -95,7 +95,7 @@ class StepWeights:
         return len(next(iter(self.terms.values())))
 
     @property
-    def host_tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Of the whole step, as the host counts them: the first term's."""
         counts = self.counts
         counted = counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
@@ -113,33 +113,35 @@ class StepWeights:
         masks: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
         splits: Splits,
-        whole: bool,
+        all_tokens: bool,
     ) -> dict[str, LocalWeights]:
         """The weights of microbatch ``i`` under the script's split, by term.
 
         Args:
             masks: the loss function's.
             inputs: the integer tensors that the model was called with.
-            whole: whether the loss function's losses are of all tokens.
+            all_tokens: whether the loss function's losses are of all tokens.
 
         Raises:
             LayoutError: no split fits, or several, which give different weights; or losses are
                 whole in some calls only.
             PeerError: another data-parallel rank's batches cannot be split.
         """
-        splits.settle(whole)
-        if not whole and self.unsplit is not None:
+        splits.settle(all_tokens)
+        if not all_tokens and self.unsplit is not None:
             raise self.unsplit
         possible = {
             name: {
-                split: w for split, w in self.terms[name][i].items() if (split == WHOLE) == whole
+                split: w
+                for split, w in self.terms[name][i].items()
+                if (split == WHOLE) == all_tokens
             }
             for name in masks
         }
         for name, mask in masks.items():
             by_split = possible[name]
             known = next(iter(by_split.values())).mask
-            if whole or known.values is None:
+            if all_tokens or known.values is None:
                 continue
             fitting = [split for split, local in by_split.items() if local.mask.fits(mask)]
             if not fitting:  # see `Checks.check`
@@ -177,7 +179,7 @@ def _by_term(
                 if id(microbatch) not in masks:
                     layouts = splits.layouts(microbatch, groups)
                     packed = microbatch.cu_seqlens is not None
-                    keeps = keeps_masks or splits.is_open(packed, layouts)
+                    keeps = keeps_masks or splits.undecided(packed, layouts)
                     masks[id(microbatch)] = {
                         split: (layout, LocalMask.of(plan, i, layout, keeps, groups.cp))
                         for split, layout in layouts.items()

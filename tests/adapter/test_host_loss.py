@@ -72,7 +72,7 @@ def test_the_bound_mask_is_found(how: str) -> None:
     assert tokens.masks["loss"] is MASK
     assert tokens.losses["loss"].tolist() == LOSSES.tolist()
     if how != "position":  # which computes nothing
-        check_is_masked_sum(tokens, whole=True)
+        check_is_masked_sum(tokens, whole_samples=True)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_losses_that_cancel_are_a_masked_sum(function: Any) -> None:
         losses = torch.randn(1, 4096, generator=torch.Generator().manual_seed(seed))
         losses -= losses.mean()
         tokens = read(functools.partial(function, mask), losses)
-        check_is_masked_sum(tokens, whole=True)
+        check_is_masked_sum(tokens, whole_samples=True)
 
 
 @pytest.mark.parametrize("repeats", [1, 1024])
@@ -117,9 +117,9 @@ def test_a_term_beside_losses_that_cancel_is_refused(function: Any, repeats: int
     mask = torch.ones_like(losses)
     tokens = read(functools.partial(with_a_term, mask), losses)
     with pytest.raises(HostError, match="expected a masked sum"):
-        check_is_masked_sum(tokens, whole=True)
+        check_is_masked_sum(tokens, whole_samples=True)
     if function is mean:  # of a part of the samples, which may be any
-        check_is_masked_sum(tokens, whole=False)
+        check_is_masked_sum(tokens, whole_samples=False)
 
 
 def test_a_function_that_leaves_infinite_losses_out_is_refused() -> None:
@@ -129,7 +129,7 @@ def test_a_function_that_leaves_infinite_losses_out_is_refused() -> None:
     losses = torch.tensor([1.0, torch.inf, 2.0])
     tokens = read(functools.partial(finite, torch.ones(3)), losses)
     with pytest.raises(HostError, match="expected a masked sum"):
-        check_is_masked_sum(tokens, whole=True)
+        check_is_masked_sum(tokens, whole_samples=True)
 
 
 def total_of(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Any]:
