@@ -148,7 +148,7 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
 
     def hooked() -> None:
         losses.grad = None
-        options = Options(False, None, False, False)
+        options = Options(False, set(), None, False, False)
         step = Step(call, plans.terms, lambda: weights, splits, options)
         with step.checks.watch():
             output, loss = step.forward_step()()

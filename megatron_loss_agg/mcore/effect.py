@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,6 +35,7 @@ class GivenFlags:
     Attributes:
         values: what was given, by the parser's names.
         others: the other arguments, in their order.
+        skips_step: whether the next optimizer's step is to be skipped, since it is empty.
 
     Raises:
         ModeError: they are in both places.
@@ -48,7 +50,9 @@ class GivenFlags:
             )
         self.values = on_command_line or in_environment or {}
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
-        self._used = False
+        self.skips_step = False
+        self._called = False
+        self._trained: WeakSet[Any] = WeakSet()  # models
         self._host_steps = False
 
     def complete(self, args: Any) -> None:
@@ -67,9 +71,25 @@ class GivenFlags:
                     f"{found}; expected the same: drop one of them"
                 )
 
-    def mark_used(self) -> None:
-        """A forward-backward call goes through a hook that was made from the flags."""
-        self._used = True
+    def note_call(self, trained: Any) -> None:
+        """A call goes through a hook that was made from the flags.
+
+        Args:
+            trained: the model that it trains; None: it is forward-only.
+
+        Raises:
+            HostError: empty steps are to be skipped, and several models train in this process.
+        """
+        self._called = True
+        if trained is None:
+            return
+        self._trained.add(trained)
+        if len(self._trained) > 1 and self.values.get("loss_aggregation_empty_step") == "skip":
+            raise HostError(
+                f"--loss-aggregation-empty-step skip, and {len(self._trained)} models train in "
+                "this process: whose optimizer steps is unknown; expected one model: choose error "
+                "or step"
+            )
 
     def leave_steps_to_host(self) -> None:
         """One of Megatron's optimizers exists: only its own steps are checked from now on.
@@ -79,16 +99,23 @@ class GivenFlags:
         self._host_steps = True
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
-        """As `check_before_step`, for an optimizer of torch."""
-        if not self._host_steps:
-            self.check_before_step(optimizer)
+        """As `check_before_step`, for an optimizer of torch, whose steps cannot be skipped."""
+        if self._host_steps:
+            return
+        self.check_before_step(optimizer)
+        if self.skips_step:
+            raise HostError(
+                f"{type(optimizer).__name__} is about to step without any token; expected one of "
+                "Megatron's optimizers for --loss-aggregation-empty-step skip: choose error or step"
+            )
 
     def check_before_step(self, optimizer: Any) -> None:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
-        if self.values and not self._used:
+        if self.values and not self._trained:
             raise HostError(
                 f"{_first(self.values)} has no effect: {type(optimizer).__name__} is about to "
-                "step, and no forward-backward call has gone through the plugin; " + _HOW_TO_USE
+                "step, and no forward-backward call that trains has gone through the plugin; "
+                + _HOW_TO_USE
             )
 
     def error_at_exit(self) -> HostError | None:
@@ -98,7 +125,7 @@ class GivenFlags:
         sets ``do_train`` in its flags.
         """
         idle = self._asks_for_help or hasattr(host_args(), "do_train")
-        if not self.values or self._used or idle:
+        if not self.values or self._called or idle:
             return None
         return HostError(
             f"{_first(self.values)} had no effect: the script made no step through the plugin; "

@@ -125,7 +125,16 @@ def _norms(
 def _norm(losses: Tensor, given: Tensor, outputs: Sequence[GradientEdge]) -> Tensor:
     found: Sequence[Tensor | None] = []
     if outputs:
-        found = torch.autograd.grad(losses, outputs, given, retain_graph=True, allow_unused=True)
+        try:
+            found = torch.autograd.grad(
+                losses, outputs, given, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            raise LayoutError(
+                f"losses that cannot be differentiated twice ({error}), by which the gather of "
+                "TokenLoss(whole=...) is measured; expected a compute function without reentrant "
+                "checkpoints: use_reentrant=False, or none"
+            ) from error
     # What a function returns from what it saved may have a graph of its own.
     found = [g.detach() for g in found if g is not None]
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -146,6 +147,8 @@ class LossHook:
         self._agreed = False
         self._patience = timedelta(seconds=patience)
         self._verified = False
+        self._model: weakref.ref[Any] | None = None
+        self._checked_losses: set[Any] = set()  # kinds of loss functions
         self._splits = Splits()
         self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
         self._open_step: OptimizerStep | None = None
@@ -182,6 +185,8 @@ class LossHook:
             if not self._agreed:
                 agree(self._settings, call.groups, self._patience)
                 self._agreed = True
+            if not call.forward_only:
+                self._check_model(call)
             # Once a step: data-parallel ranks may differ in how many calls a step has.
             if not call.forward_only and (self._open_step is None or self._open_step.is_whole):
                 self._auditor.check(call)
@@ -280,6 +285,17 @@ class LossHook:
             self.step_is_empty = any_rank(is_empty, call.groups.pp)
         return result
 
+    def _check_model(self, call: Call) -> None:
+        """Raise HostError for a second model: averaging and losses are those of the first one."""
+        model = call.chunks[0]
+        if self._model is None:
+            self._model = weakref.ref(model)
+        if self._model() is not model:
+            raise HostError(
+                "a LossHook trains a second model; expected a hook for each: it measures the "
+                "host's averaging, and checks losses and splits, in the first step of one model"
+            )
+
     def _report_first(self, call: Call, weights: StepWeights) -> None:
         """Say on one rank what was understood of the first training step."""
         groups = (call.groups.dp, call.groups.cp, call.groups.tp)
@@ -290,6 +306,7 @@ class LossHook:
     def _step(self, call: Call, step: OptimizerStep, first: int, lazily: bool) -> Step:
         options = Options(
             verify=not self._verified,
+            checked_losses=self._checked_losses,
             total=self._total if self._reports_total else None,
             reports_quotients=self.evaluates_by_microbatch and call.forward_only,
             passes_unmasked=lazily,

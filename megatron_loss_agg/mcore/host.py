@@ -228,5 +228,6 @@ STOCK = "stock_schedule"
 
 
 def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's own function behind one that has it as its attribute `STOCK`."""
-    return getattr(schedule, STOCK, schedule)
+    """The host's own function behind one that holds (itself, that) as its attribute `STOCK`."""
+    itself, own = getattr(schedule, STOCK, (None, schedule))
+    return own if itself is schedule else schedule  # a loop's wrapper copies the attribute

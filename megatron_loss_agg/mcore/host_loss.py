@@ -242,6 +242,13 @@ def check_is_masked_sum(tokens: TokenLosses, whole_samples: bool) -> None:
         )
 
 
+def kind_of(loss_func: Callable[..., Any]) -> Any:
+    """What loss functions have in common that compute the same: their code, or their type."""
+    while isinstance(loss_func, functools.partial):
+        loss_func = loss_func.func
+    return getattr(loss_func, "__code__", type(loss_func))
+
+
 def _bound_mask(loss_func: Callable[..., Any]) -> Tensor | None:
     """The ``loss_mask`` that a `functools.partial` binds, by position or name."""
     if not isinstance(loss_func, functools.partial):

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from megatron_loss_agg.mcore import effect, flags
 from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
@@ -18,8 +19,6 @@ from megatron_loss_agg.mcore.seams import Seam, seams
 __all__ = ["hook_from_args", "install"]
 
 _Function = Callable[..., Any]
-_GetHook = Callable[[bool], LossHook | None]
-
 MakeHook = Callable[[Any, bool], LossHook | None]
 """(Megatron's parsed flags, whether Megatron's own training loop asks) -> its hook."""
 
@@ -58,7 +57,22 @@ class _HookOfFlags(LossHook):
     """Says when the flags take effect."""
 
     def wrap(self, forward_backward: _Function) -> _Function:
-        return _after(effect.given.mark_used, super().wrap(forward_backward))
+        hooked = super().wrap(forward_backward)
+
+        @functools.wraps(hooked)
+        def noted(**arguments: Any) -> Any:
+            trains = not (arguments.get("forward_only") or arguments.get("collect_non_loss_data"))
+            effect.given.note_call(_first_chunk(arguments["model"]) if trains else None)
+            result = hooked(**arguments)
+            if trains:
+                effect.given.skips_step = self.step_is_empty
+            return result
+
+        return noted
+
+
+def _first_chunk(model: Any) -> Any:
+    return model[0] if isinstance(model, list) else model
 
 
 def install(
@@ -76,9 +90,8 @@ def install(
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
-        make_hook: makes the hook, or None without ``--loss-aggregation``; called once for
-            Megatron's own training loop, before the model is built, and once for other loops, when
-            they first call a schedule.
+        make_hook: makes a hook, or None without ``--loss-aggregation``; called once for Megatron's
+            own training loop, before the model is built, and once for each model of other loops.
         watch_exit: end the process with exit code 2 if the flags have had no effect when the script
             ends.
 
@@ -100,25 +113,30 @@ def install(
     give_back = effect.take(given)
     if watch_exit:
         effect.fail_at_exit()
-    hooks: dict[bool, LossHook | None] = {}
+    # A hook checks and measures the first step of one model.
+    by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
 
-    def hook(in_training_loop: bool) -> LossHook | None:
-        if in_training_loop not in hooks:
-            hooks[in_training_loop] = make_hook(effect.host_args(), in_training_loop)
-        return hooks[in_training_loop]
+    def of_model(model: Any) -> LossHook | None:
+        chunk = _first_chunk(model)
+        if effect.given is not given:  # uninstalled, but the loop has kept a schedule
+            return None
+        if chunk not in by_model:
+            by_model[chunk] = make_hook(effect.host_args(), False)
+        return by_model[chunk]
 
-    def skips() -> bool:
-        return any(made.step_is_empty for made in hooks.values() if made is not None)
+    @functools.cache
+    def of_training() -> LossHook | None:
+        return make_hook(effect.host_args(), True)
 
-    wrapped = {seam: _hooked_schedule(seam.function, hook) for seam in found.schedules}
+    wrapped = {seam: _hooked_schedule(seam.function, of_model) for seam in found.schedules}
     wrapped[found.optimizer] = _after(given.leave_steps_to_host, found.optimizer.function)
-    wrapped |= {seam: _checked_step(seam.function, skips) for seam in found.steps}
+    wrapped |= {seam: _checked_step(seam.function, given) for seam in found.steps}
     if found.training is not None:
         add_arguments, get_schedule, setup = found.training
         wrapped[add_arguments] = _adding_ours(add_arguments.function, prepare_parser)
-        wrapped[get_schedule] = _schedule_of_training(get_schedule.function, hook)
+        wrapped[get_schedule] = _schedule_of_training(get_schedule.function, of_training)
         # Refuses bad flags before the model is built, which takes long.
-        wrapped[setup] = _after(functools.partial(hook, True), setup.function)
+        wrapped[setup] = _after(of_training, setup.function)
     originals = _put(wrapped)
 
     def uninstall() -> None:
@@ -147,20 +165,20 @@ def _after(first: Callable[[], Any], function: _Function) -> _Function:
     return called_after
 
 
-def _hooked_schedule(schedule: _Function, hook: _GetHook) -> _Function:
+def _hooked_schedule(schedule: _Function, hook_of: Callable[[Any], LossHook | None]) -> _Function:
     @functools.wraps(schedule)
     def hooked(**arguments: Any) -> Any:
-        ours = hook(False)
+        ours = hook_of(arguments["model"])
         return (schedule if ours is None else ours.wrap(schedule))(**arguments)
 
-    setattr(hooked, STOCK, schedule)
+    setattr(hooked, STOCK, (hooked, schedule))
     return hooked
 
 
-def _schedule_of_training(get: _Function, hook: _GetHook) -> _Function:
+def _schedule_of_training(get: _Function, hook: Callable[[], LossHook | None]) -> _Function:
     @functools.wraps(get)
     def get_hooked_schedule(*args: Any, **kwargs: Any) -> Any:
-        schedule, ours = get(*args, **kwargs), hook(True)
+        schedule, ours = get(*args, **kwargs), hook()
         return schedule if ours is None else ours.wrap(schedule)
 
     return get_hooked_schedule
@@ -176,13 +194,13 @@ def _adding_ours(add_arguments: _Function, prepare_parser: Callable[[Any], Any])
     return add_arguments_with_ours
 
 
-def _checked_step(step: _Function, skips: Callable[[], bool]) -> _Function:
+def _checked_step(step: _Function, given: effect.GivenFlags) -> _Function:
     """An optimizer's ``step``, which returns for an empty step what it does on overflow."""
 
     @functools.wraps(step)
     def checked_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        effect.given.check_before_step(optimizer)
-        if skips():
+        given.check_before_step(optimizer)
+        if given.skips_step:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return step(optimizer, *args, **kwargs)
 

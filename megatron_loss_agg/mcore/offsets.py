@@ -138,8 +138,10 @@ def _one_pack(
     Args:
         dummies: offsets that are all 0 mean that the pack has no sample.
     """
+    places = offsets if padded is None or padded.dim() != offsets.dim() else padded
     if offsets.dim() == 1:
-        return offsets
+        known = not offsets.numel() or offsets.numel() - 1 in sample_counts
+        return offsets if known else offsets[: _num_offsets(places)]
     packs = mask.shape[0] if mask.dim() == 2 else 1
     if offsets.dim() != 2 or offsets.shape[0] != packs or offsets.shape[1] == 0:
         raise GroupError(
@@ -148,7 +150,6 @@ def _one_pack(
         )
     if packs == 1 and offsets.shape[1] - 1 in sample_counts:
         return offsets[0]
-    places = offsets if padded is None or padded.dim() != 2 else padded
     rows = [
         row[: 1 if dummies and int(row[-1]) == 0 else _num_offsets(place)]
         for row, place in zip(offsets, places, strict=True)

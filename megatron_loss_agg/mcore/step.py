@@ -19,6 +19,7 @@ from megatron_loss_agg.mcore.host_loss import (
     TokenLosses,
     carries_mask,
     check_is_masked_sum,
+    kind_of,
     token_losses,
     token_masks,
 )
@@ -32,6 +33,7 @@ class Options(NamedTuple):
     """What a `Step` does besides weighting losses."""
 
     verify: bool  # check that stock loss functions return masked sums; waits for the device
+    checked_losses: set[Any]  # kinds of loss functions that were checked; the others are, too
     total: str | None  # under which the total loss is reported besides each term
     reports_quotients: bool  # the host averages quotients of reports instead of summing pairs
     passes_unmasked: bool  # leave loss functions without a mask alone
@@ -127,7 +129,9 @@ class Step:
             self._check_gathers(gather, tokens, made)
         self.checks.release()
         parts = {name: weighted_sum(w, tokens.losses[name]) for name, w in made.items()}
-        if self._options.verify:
+        kind = kind_of(loss_func)
+        if self._options.verify or kind not in self._options.checked_losses:
+            self._options.checked_losses.add(kind)
             check_is_masked_sum(tokens, self._call.scale.context_parallel_size == 1)
         scaled = [
             times_coefficient(self._terms[name].coefficient, part, tokens.losses[name])
