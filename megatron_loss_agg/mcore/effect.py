@@ -21,7 +21,7 @@ from megatron_loss_agg.mcore import flags
 
 _HOW_TO_USE = (
     "expected a loop that calls what Megatron-Core's get_forward_backward_func() returns, in this "
-    "process"
+    "process, after install() and without a LossHook of its own"
 )
 
 
@@ -51,8 +51,9 @@ class GivenFlags:
         self.values = on_command_line or in_environment or {}
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
         self.skips_step = False
-        self._called = False
+        self._called = self._has_trained = False
         self._trained: WeakSet[Any] = WeakSet()  # models
+        self._unstepped: WeakSet[Any] = WeakSet()  # models trained since an optimizer's last step
         self._host_steps = False
 
     def complete(self, args: Any) -> None:
@@ -78,12 +79,21 @@ class GivenFlags:
             trained: the model that it trains; None: it is forward-only.
 
         Raises:
-            HostError: empty steps are to be skipped, and several models train in this process.
+            HostError: empty steps are to be skipped, and several models train in this process; or
+                the model still has the gradients of another call.
         """
         self._called = True
         if trained is None:
             return
+        if trained in self._unstepped and _has_gradients(trained):
+            raise HostError(
+                "a second forward-backward call before the optimizer's step, which would add up "
+                "means of parts; expected one call for each step: for several, drop the flags and "
+                "use LossHook.step"
+            )
+        self._has_trained = True
         self._trained.add(trained)
+        self._unstepped.add(trained)
         if len(self._trained) > 1 and self.values.get("loss_aggregation_empty_step") == "skip":
             raise HostError(
                 f"--loss-aggregation-empty-step skip, and {len(self._trained)} models train in "
@@ -100,6 +110,7 @@ class GivenFlags:
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
         """As `check_before_step`, for an optimizer of torch, whose steps cannot be skipped."""
+        self._unstepped.clear()
         if self._host_steps:
             return
         self.check_before_step(optimizer)
@@ -111,7 +122,8 @@ class GivenFlags:
 
     def check_before_step(self, optimizer: Any) -> None:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
-        if self.values and not self._trained:
+        self._unstepped.clear()
+        if self.values and not self._has_trained:
             raise HostError(
                 f"{_first(self.values)} has no effect: {type(optimizer).__name__} is about to "
                 "step, and no forward-backward call that trains has gone through the plugin; "
@@ -135,6 +147,12 @@ class GivenFlags:
 
 given = GivenFlags([])
 """Of the process; `take` sets it."""
+
+
+def _has_gradients(model: Any) -> bool:
+    """Whether some gradient is not 0."""
+    gradients = (getattr(p, "main_grad", p.grad) for p in model.parameters())
+    return any(g is not None and bool(g.any()) for g in gradients)
 
 
 def _first(values: dict[str, Any]) -> str:

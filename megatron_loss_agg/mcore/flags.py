@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
@@ -55,6 +55,11 @@ _OPTIONS = {
 """Value and help of each further flag; None: it takes no value."""
 _OF_AGGREGATION = ("divisor", "empty", "rejected", "function")
 """Those that say what is computed; the others are the hook's."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ModeError(message)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -172,7 +177,11 @@ def in_environment() -> dict[str, Any]:
     Raises:
         ModeError: it holds anything else.
     """
-    given, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
+    text = os.environ.get(VARIABLE, "")
+    try:
+        given, others = taken_from(shlex.split(text))
+    except ValueError as error:
+        raise ModeError(f"{VARIABLE} is {text!r} ({error}); expected {FLAG} MODE") from None
     if others:
         raise ModeError(
             f"{VARIABLE} holds {' '.join(others)}; expected {FLAG} MODE and {FLAG}-* only"
@@ -181,9 +190,17 @@ def in_environment() -> dict[str, Any]:
 
 
 def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags among ``argv``, by the parser's names, and the other arguments in their order."""
-    parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    """Our flags among ``argv``, by the parser's names, and the other arguments in their order.
+
+    Raises:
+        ModeError: a flag lacks its value, or begins as ours do and is unknown.
+    """
+    parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
     found, others = parser.parse_known_args(argv)
+    unknown = [x.partition("=")[0] for x in others if x.startswith(FLAG)]
+    if unknown:
+        known = ", ".join(flag_of(name) for name in vars(found))
+        raise ModeError(f"unknown flag {unknown[0]}; expected one of {known}")
     defaults = vars(parser.parse_args([]))
     return {name: x for name, x in vars(found).items() if x != defaults[name]}, others
 

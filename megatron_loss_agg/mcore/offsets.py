@@ -141,7 +141,9 @@ def _one_pack(
     places = offsets if padded is None or padded.dim() != offsets.dim() else padded
     if offsets.dim() == 1:
         known = not offsets.numel() or offsets.numel() - 1 in sample_counts
-        return offsets if known else offsets[: _num_offsets(places)]
+        return (
+            offsets if known or places.shape != offsets.shape else offsets[: _num_offsets(places)]
+        )
     packs = mask.shape[0] if mask.dim() == 2 else 1
     if offsets.dim() != 2 or offsets.shape[0] != packs or offsets.shape[1] == 0:
         raise GroupError(
@@ -170,7 +172,8 @@ def _num_offsets(place: Tensor) -> int:
         place: the padded offsets, if there are any: an empty last sample repeats the last real
             offset, as fill does.
     """
-    return int((place < place[-1]).sum()) + 1
+    before = (place != place[-1]).nonzero()
+    return int(before[-1]) + 2 if before.numel() else 1
 
 
 def _without_padding(

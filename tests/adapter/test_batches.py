@@ -230,3 +230,16 @@ def test_the_padding_of_several_packs_is_refused() -> None:
     batch = {"loss_mask": torch.ones(2, 4), "cu_seqlens_q": packs, "token_count": [3, 3]}
     with pytest.raises(GroupError, match=r"'token_count' is \[3, 3\].*expected one pack"):
         read_batch(batch)
+
+
+@pytest.mark.parametrize("key", ["cu_seqlens", "cu_seqlens_q"])
+def test_a_repeated_end_is_fill_in_one_axis_as_in_two(key: str) -> None:
+    mask = torch.ones(1, 12)
+    offsets = torch.tensor([0, 5, 12, 12, 12])
+    for given in (offsets, offsets.view(1, -1)):
+        read = read_batch({"loss_mask": mask, key: given})
+        assert read.cu_seqlens.tolist() == [0, 5, 12]
+    # Ids say that there are empty samples.
+    ids = torch.arange(4)
+    read = read_batch({"loss_mask": mask, key: offsets, "prompt_ids": ids})
+    assert read.cu_seqlens.tolist() == offsets.tolist()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore import effect, launch
@@ -87,7 +88,10 @@ def test_an_initialization_of_the_hosts_optimizer_is_no_step() -> None:
     given.check_before_torch_step(object())
     with pytest.raises(HostError, match="object is about to step"):
         given.check_before_step(object())
-    given.mark_used()
+    given.note_call(trained=None)  # an evaluation
+    with pytest.raises(HostError, match="object is about to step"):
+        given.check_before_step(object())
+    given.note_call(trained=torch.nn.Linear(1, 1))
     given.check_before_step(object())
 
 
@@ -116,6 +120,21 @@ def test_the_environment_holds_flags_in_place_of_the_command_line(
     monkeypatch.setenv(VARIABLE, "--loss-aggregation sum token_mean")
     with pytest.raises(ModeError, match=f"{VARIABLE} holds token_mean; expected"):
         in_environment()
+    monkeypatch.setenv(VARIABLE, "--loss-aggregation 'sum")
+    with pytest.raises(ModeError, match=f"{VARIABLE} is .*No closing quotation"):
+        in_environment()
+
+
+@pytest.mark.parametrize(
+    "argv, error",
+    [
+        (["--loss-aggregation"], "--loss-aggregation: expected one argument"),
+        (["--loss-aggregation-emtpy", "skip"], "unknown flag --loss-aggregation-emtpy; expected"),
+    ],
+)
+def test_flags_that_cannot_be_read_are_refused(argv: list[str], error: str) -> None:
+    with pytest.raises(ModeError, match=error):
+        effect.GivenFlags(argv)
 
 
 def test_flags_from_a_yaml_file_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
