@@ -19,7 +19,7 @@ and under the equal ones again, which shows whether the backward pass can be rep
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,46 +57,79 @@ def check_same(gather: str | None, cp: dist.ProcessGroup) -> None:
         )
 
 
-def check_gathers(
-    gather: str,
-    losses: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    outputs: Sequence[GradientEdge],
-    groups: ParallelGroups,
-    measured: dict[str, str],
-) -> None:
-    """Compare ``gather`` with the gathers of a microbatch's losses.
+class Gathers:
+    """How losses are gathered, as far as it is known.
 
-    All context- and tensor-parallel ranks must call; if one raises, all do.
-
-    Args:
-        gather: `TokenLoss.whole`.
-        losses, weights: [tokens], by term.
-        outputs: of the model.
-        measured: how each term's losses are gathered. Terms whose gradient is not 0 are added.
-
-    Raises:
-        LayoutError: they differ, or it cannot be measured.
+    Attributes:
+        all_tokens: whether losses are of all tokens on every rank; None: not known yet.
+        measured: one of `GATHERS` for each term whose losses had a gradient that is not 0.
     """
-    row = torch.tensor([x.requires_grad for x in losses.values()], dtype=torch.float64)
-    rows = all_gather(row, groups.cp).bool()
-    for name, attached in zip(losses, rows.T, strict=True):
-        if measured.get(name, gather) != gather:
-            raise _differs(name, gather, measured[name])
-        if name in measured or not attached.any():
-            continue
-        if not attached.all():
+
+    def __init__(self) -> None:
+        self.all_tokens: bool | None = None
+        self.measured: dict[str, str] = {}
+
+    def settle(self, all_tokens: bool) -> None:
+        """Losses are, or are not, of all tokens on every rank.
+
+        Raises:
+            LayoutError: they were otherwise before.
+        """
+        if self.all_tokens not in (None, all_tokens):
+            now, before = ("all", "a part") if all_tokens else ("a part", "all")
             raise LayoutError(
-                f"the losses of {name!r} have a gradient on the context-parallel ranks "
-                f"{attached.nonzero().view(-1).tolist()} alone; expected it on every rank: gather "
-                "with autograd on ranks without active tokens, too"
+                f"losses of {now} of the tokens on a context-parallel rank, after losses of "
+                f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
             )
-        norms = _norms(losses[name], weights[name], outputs, groups)
-        found = _kind(name, norms)
-        if found is not None:
+        self.all_tokens = all_tokens
+
+    def is_open(self, terms: Iterable[str]) -> bool:
+        """Whether the gather of some of ``terms`` is still to be measured."""
+        return bool(self.all_tokens) and not self.measured.keys() >= {*terms}
+
+    def check(
+        self,
+        gather: str,
+        losses: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        outputs: Sequence[GradientEdge],
+        groups: ParallelGroups,
+    ) -> None:
+        """Compare ``gather`` with that of a microbatch's losses, until it is known of every term.
+
+        All context- and tensor-parallel ranks must call; if one raises, all do.
+
+        Args:
+            gather: `TokenLoss.whole`.
+            losses, weights: [tokens], by term.
+            outputs: of the model.
+
+        Raises:
+            LayoutError: they differ, or it cannot be measured.
+        """
+        if all(self.measured.get(name) == gather for name in losses):
+            return
+        row = torch.tensor([x.requires_grad for x in losses.values()], dtype=torch.float64)
+        rows = all_gather(row, groups.cp).bool()
+        for name, attached in zip(losses, rows.T, strict=True):
+            found = self.measured.get(name)
+            if found is None and attached.any():
+                _check_attached(name, attached)
+                found = _kind(name, _norms(losses[name], weights[name], outputs, groups))
+            if found is None:
+                continue
             if found != gather:
                 raise _differs(name, gather, found)
-            measured[name] = found
+            self.measured[name] = found
+
+
+def _check_attached(name: str, attached: Tensor) -> None:
+    if not attached.all():
+        raise LayoutError(
+            f"the losses of {name!r} have a gradient on the context-parallel ranks "
+            f"{attached.nonzero().view(-1).tolist()} alone; expected it on every rank: gather "
+            "with autograd on ranks without active tokens, too"
+        )
 
 
 def _norms(

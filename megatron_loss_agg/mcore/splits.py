@@ -18,6 +18,7 @@ from megatron_loss_agg.collectives import any_rank
 from megatron_loss_agg.errors import AggregationError, LayoutError, PeerError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import on_cpu
+from megatron_loss_agg.mcore.gathers import Gathers
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -54,14 +55,12 @@ class Splits:
     """The splits that a script may use, for rows and for packs: fewer with every microbatch.
 
     Attributes:
-        all_tokens: whether losses are of all tokens on every rank; None: not known yet.
-        gathers: of losses that every rank holds whole, by term: see `check_gathers`.
+        gathers: of losses, where nothing is split.
     """
 
     def __init__(self) -> None:
         self._left: dict[bool, Sequence[str]] = {False: [*_ROWS], True: [*_PACKS]}  # by `packed`
-        self.all_tokens: bool | None = None
-        self.gathers: dict[str, str] = {}
+        self.gathers = Gathers()
 
     def recognised(self, packed: bool) -> str | None:
         """The only split that is left for packs, or for rows; None if there are several."""
@@ -71,20 +70,6 @@ class Splits:
     def left(self, packed: bool) -> Sequence[str]:
         """The splits that fit all microbatches so far."""
         return self._left[packed]
-
-    def settle(self, all_tokens: bool) -> None:
-        """Losses are, or are not, of all tokens on every rank.
-
-        Raises:
-            LayoutError: they were otherwise before.
-        """
-        if self.all_tokens not in (None, all_tokens):
-            now, before = ("all", "a part") if all_tokens else ("a part", "all")
-            raise LayoutError(
-                f"losses of {now} of the tokens on a context-parallel rank, after losses of "
-                f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
-            )
-        self.all_tokens = all_tokens
 
     def undecided(self, packed: bool, layouts: Mapping[str, CPLayout | None]) -> bool:
         """Whether it matters for a microbatch, and is not known, which of its layouts is right."""
@@ -102,10 +87,10 @@ class Splits:
         Raises:
             LayoutError: none is possible, and losses are not of all tokens.
         """
-        if dist.get_world_size(groups.cp) == 1 or self.all_tokens:
+        if dist.get_world_size(groups.cp) == 1 or self.gathers.all_tokens:
             return {WHOLE: None}
         found, error = self._possible(microbatch, groups.cp)
-        if self.all_tokens is None:
+        if self.gathers.all_tokens is None:
             return {WHOLE: None, **found}
         if error is not None:
             raise error
@@ -138,7 +123,7 @@ class Splits:
                 would wait for this one.
         """
         size = dist.get_world_size(groups.cp)
-        if size == 1 or self.all_tokens:
+        if size == 1 or self.gathers.all_tokens:
             return None
         starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
         lengths = [m.loss_mask.shape[-1] for m in microbatches]
@@ -164,7 +149,7 @@ class Splits:
     def _may_be_whole(self, groups: ParallelGroups) -> bool:
         """Whether an error waits for the first losses, which no other pipeline stage may hear."""
         several, stages = (dist.get_world_size(group) > 1 for group in (groups.cp, groups.pp))
-        return several and not stages and self.all_tokens is None
+        return several and not stages and self.gathers.all_tokens is None
 
     def narrow(
         self, packed: bool, shards: Mapping[str, Sequence[Tensor]], given: Sequence[Tensor]

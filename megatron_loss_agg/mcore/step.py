@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
-from megatron_loss_agg.mcore.gathers import check_gathers, check_same
+from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.host_loss import (
     TokenLoss,
@@ -68,8 +68,8 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        open_gather = splits.all_tokens and not splits.gathers.keys() >= terms.keys()
-        self.checks = Checks(call, terms.values(), options.verify or bool(open_gather))
+        keeps_outputs = options.verify or splits.gathers.is_open(terms)
+        self.checks = Checks(call, terms.values(), keeps_outputs)
         self._next = 0
 
     def forward_step(self) -> Callable[..., Any]:
@@ -126,7 +126,8 @@ class Step:
         tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local(), gather))
         made = self._made(tokens, local())
         if gather is not None and trains:
-            self._check_gathers(gather, tokens, made)
+            outputs, groups = self.checks.outputs, self._call.groups
+            self._splits.gathers.check(gather, tokens.losses, made, outputs, groups)
         self.checks.release()
         parts = {name: weighted_sum(w, tokens.losses[name]) for name, w in made.items()}
         kind = kind_of(loss_func)
@@ -183,13 +184,6 @@ class Step:
                 self.checks.collect(of_term.checksum_of(mask, shared[key]), of_term.checksum)
             made[name] = shared[key]
         return made
-
-    def _check_gathers(self, gather: str, tokens: TokenLosses, made: Mapping[str, Tensor]) -> None:
-        """Measure how whole losses were gathered, until that of every term is known."""
-        measured = self._splits.gathers
-        if not all(measured.get(name) == gather for name in tokens.losses):
-            outputs, groups = self.checks.outputs, self._call.groups
-            check_gathers(gather, tokens.losses, made, outputs, groups, measured)
 
     def _report(
         self,

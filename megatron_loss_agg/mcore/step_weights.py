@@ -127,7 +127,7 @@ class StepWeights:
                 whole in some calls only.
             PeerError: another data-parallel rank's batches cannot be split.
         """
-        splits.settle(all_tokens)
+        splits.gathers.settle(all_tokens)
         if not all_tokens and self.unsplit is not None:
             raise self.unsplit
         possible = {

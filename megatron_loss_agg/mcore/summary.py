@@ -34,7 +34,7 @@ def summary(
         counted += [] if number is None else [f"{number} {unit}"]
     ranks = scale.data_parallel_size
     split = ""
-    if scale.context_parallel_size > 1 and splits.all_tokens:
+    if scale.context_parallel_size > 1 and splits.gathers.all_tokens:
         split = "; every context-parallel rank has the losses of all tokens"
     elif scale.context_parallel_size > 1:
         found = {splits.recognised(kind) or "any (all give the same weights)" for kind in packed}

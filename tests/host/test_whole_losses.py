@@ -1,146 +1,29 @@
 """Losses that every context-parallel rank holds whole, gathered from the ranks.
 
-Ranks gather log-probabilities, or losses, in both ways that loops have, and in none of them. The
-gradient is that of the fp64 reference, and a gather that is not as it was said is refused.
+Ranks gather log-probabilities, or losses, in both ways that loops have. The gradient is that of the
+fp64 reference.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.host import GATHERS
 from megatron_loss_agg.report import Sum, reduce_reports
-from tests.host.harness import CP2, EXACT, TOPOLOGIES, TP2, Topology, error_of, run_host_ranks
+from tests.host.harness import CP2, EXACT, TOPOLOGIES, TP2, Topology, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import PLACES, aggregation, batches, weights_of
 from tests.host.test_terms import PLACES as PLACES_OF_TERMS
 from tests.host.test_terms import expected as expected_of_terms
+from tests.host.whole import layout_of, parts, script
 
 pytestmark = pytest.mark.host
-
-
-class Gathered(torch.autograd.Function):
-    """[ranks, *x]: all ranks' ``x``; in backward, the sum of all ranks' gradients of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        group, size, _ = context_parallel()
-        gathered = [torch.empty_like(x) for _ in range(size)]
-        dist.all_gather(gathered, x.contiguous(), group=group)
-        return torch.stack(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        group, _, rank = context_parallel()
-        dist.all_reduce(gradient, group=group)
-        return gradient[rank]
-
-
-class Consumed(torch.autograd.Function):
-    """Overwrites what it keeps outside of ``save_for_backward``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.kept = torch.ones_like(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return ctx.kept.mul_(gradient).clone()
-
-
-def context_parallel() -> tuple[Any, int, int]:
-    """The group, its size, and this rank's place."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_context_parallel_group()
-    return group, dist.get_world_size(group), dist.get_rank(group)
-
-
-def parts(x: Tensor, kind: str) -> list[Tensor]:
-    """All context-parallel ranks' ``x``: without communication in backward, or with a sum there."""
-    group, size, rank = context_parallel()
-    if kind == "reduced_grad":
-        return [*Gathered.apply(x)]
-    gathered = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(gathered, x.detach().contiguous(), group=group)
-    gathered[rank] = x
-    if kind == "a mix":  # a part of the gradient is summed over ranks
-        reduced = parts(x, "reduced_grad")
-        return [0.7 * a + 0.3 * b for a, b in zip(gathered, reduced, strict=True)]
-    if kind == "detached on a rank":
-        return [part.detach() if rank else part for part in gathered]
-    return gathered
-
-
-def layout_of(batch: dict[str, Tensor]) -> CPLayout:
-    _, size, rank = context_parallel()
-    if "cu_seqlens_padded" in batch:
-        return CPLayout.thd(batch["cu_seqlens_padded"], size, rank)
-    return CPLayout.bshd(batch["tokens"].shape[1], size, rank)
-
-
-def script(
-    kind: str,
-    *,
-    whole: str | None = "as it is",
-    early: bool = False,
-    function: Any = None,
-    metric: bool = False,
-    gathers: bool = True,
-) -> Callable[..., Any]:
-    """A forward step with whole losses.
-
-    Args:
-        whole: what the loss function says of them.
-        gathers: or else losses and mask are this rank's.
-        early: gather in the forward step, so that the loss function has a whole input.
-        function: of the whole log-probabilities.
-        metric: report the losses again, by the weights.
-    """
-
-    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, TokenLoss]:
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-        from tests.host import gpt
-
-        batch = next(data_iterator)
-        layout = layout_of(batch)
-        tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
-        logits = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
-
-        def gathered(logits: Tensor) -> Tensor:
-            with gpt.KeepDouble():
-                # It overwrites the logits, and its backward pass what it kept for it.
-                flat = logits.reshape(1, -1, logits.shape[-1])
-                losses = vocab_parallel_cross_entropy(flat, labels.reshape(1, -1))
-            losses = losses.view_as(labels)
-            if not gathers:
-                return losses
-            losses = layout.unshard(parts(losses, kind))
-            return losses if function is None else function(losses)
-
-        def compute(output: Any, weights: Any = None) -> tuple[Tensor, dict[str, Any]]:
-            losses = output["whole"] if early else gathered(output)
-            report = {"again": Sum.of(losses, weights)} if metric else {}
-            return losses, report
-
-        output = {"whole": gathered(logits)} if early else logits
-        said = kind if whole == "as it is" else whole
-        mask = batch["loss_mask"] if gathers else local_mask
-        return output, TokenLoss(compute, mask, said, takes_weights=metric)
-
-    return forward_step
 
 
 TOPOLOGIES_OF_WHOLE = {
@@ -190,7 +73,7 @@ def whole_on_host(
             reports = gpt.run_step(hook, ddp, data, len(place), forward_step_func=step)
             errors.append(gradients.error(ddp, expected[mode, masks]))
         answers[case] = max(errors), reduce_reports(reports, group)
-        assert hook._splits.gathers == ({mode: kind} if topology.sizes else {})
+        assert hook._splits.gathers.measured == ({mode: kind} if topology.sizes else {})
     return answers
 
 
@@ -262,118 +145,3 @@ def test_every_term_and_metric_is_exact(name: str) -> None:
         for error, metrics in rank:
             assert error <= EXACT
             assert metrics == pytest.approx(wanted, rel=EXACT, abs=1e-15)
-
-
-MEASURED = ("LayoutError: TokenLoss(whole=", "for the losses of 'prompt_mean'; measured: ")
-REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "reduced, said local": (
-        {"kind": "reduced_grad", "whole": "local_grad"},
-        (*MEASURED, "the sum of the gradients of all", "expected whole='reduced_grad'"),
-    ),
-    "local, said reduced": (
-        {"kind": "local_grad", "whole": "reduced_grad"},
-        (*MEASURED, "gradient of its own losses alone", "expected whole='local_grad'"),
-    ),
-    "local, said reduced, gathered early": (
-        {"kind": "local_grad", "whole": "reduced_grad", "early": True},
-        (*MEASURED, "expected whole='local_grad'"),
-    ),
-    "neither": (
-        {"kind": "a mix", "whole": "local_grad"},
-        ("LayoutError", "passes on neither kind of gradient", "expected one of local_grad: the"),
-    ),
-    "taken once only": (
-        {"kind": "local_grad", "function": Consumed.apply},
-        ("LayoutError", "differ when they are taken again", "ctx.save_for_backward"),
-    ),
-    "attached on one rank": (
-        {"kind": "detached on a rank", "whole": "local_grad"},
-        ("LayoutError", "have a gradient on the context-parallel ranks [0] alone"),
-    ),
-    "apart from the model": (
-        {"kind": "local_grad", "function": lambda x: torch.zeros_like(x, requires_grad=True)},
-        ("LayoutError", "do not depend on what the model returned"),
-    ),
-    "not said": (
-        {"kind": "local_grad", "whole": None},
-        ("LayoutError: losses for all", "TokenLoss(whole='local_grad') or 'reduced_grad'"),
-    ),
-    "not whole": (
-        {"kind": "local_grad", "gathers": False},
-        ("LayoutError: TokenLoss(whole=...) with a mask of", "leave out whole="),
-    ),
-    "said on one rank": (
-        {"kind": "local_grad", "whole": "by rank"},
-        ("LayoutError: ", "['local_grad', None], in their order", "the same on every"),
-    ),
-    "good": ({"kind": "local_grad"}, ()),
-}
-
-
-def odd_pack(batch: dict[str, Tensor]) -> Microbatch:
-    """The mask without the last token, which no other rank's part is as long as."""
-    starts = batch["cu_seqlens"]
-    mask = torch.cat([batch["loss_mask"][:, :13], batch["loss_mask"][:, :14]], dim=1)
-    return Microbatch(mask, starts.new_tensor([0, 13, 27]), batch["prompt_ids"])
-
-
-def odd_step(whole: bool) -> Callable[..., Any]:
-    """A forward step whose losses have nothing to do with the text, of `odd_pack`."""
-
-    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, TokenLoss]:
-        batch = next(data_iterator)
-        output, _ = script("local_grad")(iter([batch]), model)
-        mask = odd_pack(batch).loss_mask
-
-        def compute(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            x = torch.cat(parts(output.sum(dim=-1), "local_grad"), dim=1)
-            return (x[:, :27] if whole else x[:, :14]), {}
-
-        kind = "local_grad" if whole else None
-        return output, TokenLoss(compute, mask if whole else mask[:, :14], kind)
-
-    return forward_step
-
-
-def errors_on_host() -> dict[str, str | None]:
-    """Every rank, CP 2: what each script is told; and of others in one run."""
-    from tests.host import gpt
-
-    gpt.initialize(cp=2)
-    ddp = gpt.ddp_model()
-
-    def run(hook: LossHook, step: Any, **options: Any) -> None:
-        data = batches(((0, 1),), "thd")
-        gpt.run_step(hook, ddp, data, 1, forward_step_func=step, **options)
-
-    found: dict[str, str | None] = {}
-    for name, (given, _) in REFUSED.items():
-        options = dict(given)
-        if options.get("whole") == "by rank":
-            options["whole"] = ("local_grad", None)[dist.get_rank()]
-        found[name] = error_of(run, LossHook(aggregation("prompt_mean")), script(**options))
-    for name, step in (("odd", odd_step(True)), ("odd parts", odd_step(False))):
-        hook = LossHook(aggregation("prompt_mean"), read_batch=odd_pack)
-        found[name] = error_of(run, hook, step)
-    hook = LossHook(aggregation("prompt_mean"))
-    found["first"] = error_of(run, hook, script("reduced_grad"))
-    found["another gather later"] = error_of(run, hook, script("local_grad"))
-    found["parts later"] = error_of(run, hook, gpt.forward_step)
-    ddp.zero_grad_buffer()
-    hook = LossHook(aggregation("prompt_mean"))
-    with torch.no_grad():
-        found["evaluation"] = error_of(run, hook, script("reduced_grad"), forward_only=True)
-    found["after an evaluation"] = error_of(run, hook, script("reduced_grad", whole="local_grad"))
-    return found
-
-
-def test_another_gather_than_said_is_refused_on_every_rank() -> None:
-    for rank in run_host_ranks(errors_on_host, 2, timeout=90):
-        for name, (_, texts) in REFUSED.items():
-            assert (rank[name] is None) is (not texts), (name, rank[name])
-            assert [text for text in texts if text not in str(rank[name])] == [], rank[name]
-        assert rank["first"] is rank["evaluation"] is rank["odd"] is None
-        assert "LayoutError: sequence 0 has (padded) length 13" in str(rank["odd parts"])
-        assert "measured: " in str(rank["another gather later"])
-        assert "measured: " in str(rank["after an evaluation"])
-        assert "LayoutError: losses of a part of the tokens" in str(rank["parts later"])

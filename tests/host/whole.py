@@ -1,0 +1,128 @@
+"""Forward steps whose losses every context-parallel rank holds whole, gathered in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg import CPLayout
+from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.report import Sum
+
+
+class Gathered(torch.autograd.Function):
+    """[ranks, *x]: all ranks' ``x``; in backward, the sum of all ranks' gradients of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        group, size, _ = context_parallel()
+        gathered = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(gathered, x.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        group, _, rank = context_parallel()
+        dist.all_reduce(gradient, group=group)
+        return gradient[rank]
+
+
+class Consumed(torch.autograd.Function):
+    """Overwrites what it keeps outside of ``save_for_backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = torch.ones_like(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.kept.mul_(gradient).clone()
+
+
+def context_parallel() -> tuple[Any, int, int]:
+    """The group, its size, and this rank's place."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    return group, dist.get_world_size(group), dist.get_rank(group)
+
+
+def parts(x: Tensor, kind: str) -> list[Tensor]:
+    """All context-parallel ranks' ``x``: without communication in backward, or with a sum there."""
+    group, size, rank = context_parallel()
+    if kind == "reduced_grad":
+        return [*Gathered.apply(x)]
+    gathered = [torch.empty_like(x) for _ in range(size)]
+    dist.all_gather(gathered, x.detach().contiguous(), group=group)
+    gathered[rank] = x
+    if kind == "a mix":  # a part of the gradient is summed over ranks
+        reduced = parts(x, "reduced_grad")
+        return [0.7 * a + 0.3 * b for a, b in zip(gathered, reduced, strict=True)]
+    if kind == "detached on a rank":
+        return [part.detach() if rank else part for part in gathered]
+    return gathered
+
+
+def layout_of(batch: dict[str, Tensor]) -> CPLayout:
+    _, size, rank = context_parallel()
+    if "cu_seqlens_padded" in batch:
+        return CPLayout.thd(batch["cu_seqlens_padded"], size, rank)
+    return CPLayout.bshd(batch["tokens"].shape[1], size, rank)
+
+
+def script(
+    kind: str,
+    *,
+    whole: str | None = "as it is",
+    early: bool = False,
+    function: Any = None,
+    metric: bool = False,
+    gathers: bool = True,
+) -> Callable[..., Any]:
+    """A forward step with whole losses.
+
+    Args:
+        whole: what the loss function says of them.
+        gathers: or else losses and mask are this rank's.
+        early: gather in the forward step, so that the loss function has a whole input.
+        function: of the whole log-probabilities.
+        metric: report the losses again, by the weights.
+    """
+
+    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, TokenLoss]:
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        from tests.host import gpt
+
+        batch = next(data_iterator)
+        layout = layout_of(batch)
+        tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
+        logits = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
+
+        def gathered(logits: Tensor) -> Tensor:
+            with gpt.KeepDouble():
+                # It overwrites the logits, and its backward pass what it kept for it.
+                flat = logits.reshape(1, -1, logits.shape[-1])
+                losses = vocab_parallel_cross_entropy(flat, labels.reshape(1, -1))
+            losses = losses.view_as(labels)
+            if not gathers:
+                return losses
+            losses = layout.unshard(parts(losses, kind))
+            return losses if function is None else function(losses)
+
+        def compute(output: Any, weights: Any = None) -> tuple[Tensor, dict[str, Any]]:
+            losses = output["whole"] if early else gathered(output)
+            report = {"again": Sum.of(losses, weights)} if metric else {}
+            return losses, report
+
+        output = {"whole": gathered(logits)} if early else logits
+        said = kind if whole == "as it is" else whole
+        mask = batch["loss_mask"] if gathers else local_mask
+        return output, TokenLoss(compute, mask, said, takes_weights=metric)
+
+    return forward_step
