@@ -17,6 +17,8 @@ from tests.frameworks.run_ms_swift import Case, Outcome
 from tests.host.reference import Gradient, relative_error
 from tests.host.steps import PLACES, sequences, weights_of
 
+pytestmark = pytest.mark.host
+
 run = partial(run_ranks, preload="tests.frameworks.ms_swift_host")
 
 PAGE = (ranks.ROOT / "docs/frameworks/ms-swift.md").read_text()
