@@ -217,11 +217,12 @@ def _batch(root: str, log_probs: list[LogProbs]) -> Any:
 
 
 def _ship_prompt_ids(root: str, train_data: Any, prompt_ids_for_adv: Tensor) -> None:
-    """Run the patch's line of the driver's step, which is a part of its long training loop."""
+    """Run the patch's line of the driver's steps, which are parts of two long training loops."""
     source = Path(root, "nemo_rl", "algorithms", "grpo.py").read_text()
-    lines = {x.strip() for x in source.splitlines() if 'train_data["prompt_ids"]' in x}
+    lines = [x.strip() for x in source.splitlines() if 'train_data["prompt_ids"]' in x]
+    assert len(lines) in (0, 2), f"{len(lines)} of 2 loops send prompt ids"  # 0: without the patch
     names = {"torch": torch, "train_data": train_data, "prompt_ids_for_adv": prompt_ids_for_adv}
-    for line in lines:
+    for line in set(lines):
         exec(line, names)
 
 
