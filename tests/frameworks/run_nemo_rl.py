@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,11 +39,11 @@ from tests.frameworks.checkout_report import (
     by_step,
     flags,
 )
-from tests.peers import standins
+from tests.peers.standins import use_peers
 
 STANDINS = (
     "ray vllm sglang transformers wandb requests rich zmq pynvml uvicorn fastapi mlflow swanlab "
-    "prometheus_client hydra tensordict datasets"
+    "prometheus_client hydra tensordict datasets megatron.bridge"
 )
 MULTIPLE = 4  # twice the context-parallel size
 PACKED = {
@@ -69,16 +68,9 @@ BATCHING["fused"] = BATCHING["packed"]
 NLL, SEQUENCES = "NLLLossFn", "token_level_loss=False"
 
 
-class _Bridge(standins._Finder):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        ours = name.startswith("megatron.bridge")
-        return ModuleSpec(name, self, is_package=True) if ours else None
-
-
 def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
     """On a rank; see `checkout_report.Train`."""
-    standins.use_peers(STANDINS)
-    sys.meta_path.insert(0, _Bridge([]))
+    use_peers(STANDINS)
     sys.path.insert(0, root)
     import transformers
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
