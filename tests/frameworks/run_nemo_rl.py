@@ -20,18 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_data import (
-    CLIP,
-    KL,
-    STEPS,
-    LogProbs,
-    Weights,
-    grpo_with_score,
-    nll,
-    reference,
-)
+from tests.frameworks.checkout_data import STEPS, LogProbs, Weights, nll, with_score
 from tests.frameworks.checkout_report import (
-    KeepGradients,
     Report,
     Run,
     Steps,
@@ -39,6 +29,8 @@ from tests.frameworks.checkout_report import (
     by_step,
     flags,
 )
+from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.reference import CLIP, KL
 from tests.peers.standins import use_peers
 
 STANDINS = (
@@ -62,9 +54,18 @@ BATCHING = {
         }
     },
 }
-
-
 BATCHING["fused"] = BATCHING["packed"]
+WITHOUT = (  # of the worker
+    "draft_model",
+    "sampling_params",
+    "media_placeholder_token_id",
+    "defer_fp32_logits",
+    "delegate_pack_to_model",
+    "delegate_mtp_loss_mask_to_model",
+    "model_slices_context_parallel_inputs",
+    "_router_replay_enabled",
+    "_first_train_step_forward_pre_hook_disabled",
+)
 NLL, SEQUENCES = "NLLLossFn", "token_level_loss=False"
 
 
@@ -131,20 +132,10 @@ def _worker(ddp: Any, batching: str) -> Any:
     module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     module.logical_and_across_model_parallel_group = lambda value, mp_group: value
     module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
-    sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor_model", "pipeline_model")}
-    sizes["context_parallel_size"] = mpu.get_context_parallel_world_size()
     worker = object.__new__(module.MegatronPolicyWorkerImpl)
     vars(worker).update(
-        cfg={
-            "sequence_packing": {
-                "enabled": batching in ("packed", "fused"),
-                "fuse_loss": batching == "fused",
-            },
-            "dynamic_batching": {"enabled": batching == "dynamic"},
-            "make_sequence_length_divisible_by": MULTIPLE,
-            "megatron_cfg": {**sizes, "sequence_parallel": False, "empty_unused_memory_level": 0},
-            "max_total_sequence_length": 0,
-        },
+        dict.fromkeys(WITHOUT),
+        cfg=_config(batching, mpu.get_context_parallel_world_size()),
         model=ddp,
         optimizer=KeepGradients(ddp),
         scheduler=SimpleNamespace(
@@ -156,19 +147,27 @@ def _worker(ddp: Any, batching: str) -> Any:
         megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
         mcore_state=SimpleNamespace(straggler_timer=None),
     )
-    for name in (
-        "draft_model",
-        "sampling_params",
-        "media_placeholder_token_id",
-        "defer_fp32_logits",
-        "delegate_pack_to_model",
-        "delegate_mtp_loss_mask_to_model",
-        "model_slices_context_parallel_inputs",
-        "_router_replay_enabled",
-        "_first_train_step_forward_pre_hook_disabled",
-    ):
-        setattr(worker, name, None)
     return worker
+
+
+def _config(batching: str, cp: int) -> dict[str, Any]:
+    """As much of NeMo-RL's as its training step reads."""
+    return {
+        "sequence_packing": {
+            "enabled": batching in ("packed", "fused"),
+            "fuse_loss": batching == "fused",
+        },
+        "dynamic_batching": {"enabled": batching == "dynamic"},
+        "make_sequence_length_divisible_by": MULTIPLE,
+        "megatron_cfg": {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": cp,
+            "sequence_parallel": False,
+            "empty_unused_memory_level": 0,
+        },
+        "max_total_sequence_length": 0,
+    }
 
 
 def _batch(root: str, log_probs: list[LogProbs]) -> Any:
@@ -239,43 +238,30 @@ def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
 
 
 def main(stock: str, patched: str, table: str) -> None:
-    report = Report("NeMo-RL", train)
     runs = _runs()
-    own = {
-        "token_mean": Run(),
-        "sample_mean": Run("", {"token_level_loss": False}),
-        NLL: Run("", {"loss": NLL}),
-    }
     cases = {
-        what: (nll if NLL in what else grpo_with_score, w)
+        what: (nll if NLL in what else with_score, w)
         for what, (_, w) in runs.items()
         if w is not None
     }
     cases[NLL] = nll, by_step("token_mean", "skip")
-    given, expected = reference(cases)
-    for place, cp, batching in (
-        ("DP 2", 1, "rows"),
-        ("DP 2, dynamic batches", 1, "dynamic"),
-        ("DP 2, packed", 1, "packed"),
-        ("CP 2, packed", 2, "packed"),
-        ("CP 2, packed, fused loss", 2, "fused"),
-    ):
-        options = {"batching": batching}
-        theirs = [Run("", {**run.options, **options}) for run in own.values()]
-        ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
-        found = dict(zip(own, report.run(stock, cp, theirs, given), strict=True))
-        again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
-        largest = 0.0
-        for (name, stock_steps), patched_steps in zip(found.items(), again, strict=True):
-            report.same(f"{place}, {name}", stock_steps, patched_steps)
-            largest = max(largest, report.own(place, name, stock_steps, expected[name]))
-        for what, result in zip(runs, got, strict=True):
-            if what in expected:
-                near = {NLL: NLL, SEQUENCES: "sample_mean"}.get(what.rpartition(", ")[2])
-                wrong = None if what in own else found[near or "token_mean"]
-                report.exact(place, what, result, expected[what], largest, wrong)
-            else:
-                report.refused(place, what, result)
+    report = Report(
+        "NeMo-RL",
+        train,
+        (stock, patched),
+        own={
+            "token_mean": Run(),
+            "sample_mean": Run("", {"token_level_loss": False}),
+            NLL: Run("", {"loss": NLL}),
+        },
+        runs={what: run for what, (run, _) in runs.items()},
+        cases=cases,
+    )
+    report.compare("DP 2", 1, batching="rows")
+    report.compare("DP 2, dynamic batches", 1, batching="dynamic")
+    report.compare("DP 2, packed", 1, batching="packed")
+    report.compare("CP 2, packed", 2, batching="packed")
+    report.compare("CP 2, packed, fused loss", 2, batching="fused")
     report.close(table)
 
 

@@ -19,20 +19,14 @@ import torch
 from torch import Tensor
 
 from tests.frameworks.checkout_data import (
-    CLIP,
-    ENTROPY,
-    KL,
     MODES,
     ROLLOUTS,
     STEPS,
     LogProbs,
     Weights,
-    errors,
-    grpo,
-    reference,
+    with_entropy,
 )
 from tests.frameworks.checkout_report import (
-    KeepGradients,
     Report,
     Run,
     Steps,
@@ -40,6 +34,8 @@ from tests.frameworks.checkout_report import (
     by_step,
     flags,
 )
+from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.reference import CLIP, ENTROPY, KL
 from tests.peers.standins import use_peers
 
 STANDINS = (
@@ -231,37 +227,25 @@ def _without_rejected(by_step: list[Weights]) -> list[Weights]:
 
 
 def main(stock: str, patched: str, table: str) -> None:
-    report = Report("slime", train)
     runs = _runs()
-    own = {
-        "rollout_mean": Run(),
-        "with rejection": Run("", REJECTING),
-        "tokens": Run("", PER_TOKEN),
-    }
-    cases = {what: (grpo, w) for what, (_, w) in runs.items() if w is not None}
-    cases["with rejection"] = grpo, _without_rejected(by_step("rollout_mean"))
-    for place, cp, options in (
-        ("DP 2", 1, {}),
-        ("CP 2, zigzag", 2, {}),
-        ("CP 2, contiguous", 2, {"allgather_cp": True}),
-    ):
-        given, expected = reference(cases, rope=not options)
-        theirs = [Run("", {**run.options, **options}) for run in own.values()]
-        ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
-        mean, rejecting, tokens = found = report.run(stock, cp, theirs, given)
-        again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
-        for name, a, b in zip(own, found, again, strict=True):
-            report.same(f"{place}, {name}", a, b)
-        own_mean = report.own(place, "rollout_mean", mean, expected["rollout_mean"])
-        own_rejecting = errors(rejecting, expected["with rejection"])[0]
-        for what, result in zip(runs, got, strict=True):
-            if what not in expected:
-                report.refused(place, what, result)
-            elif "rejected in the loss" in what:
-                report.exact(place, what, result, expected[what], own_rejecting, rejecting)
-            else:
-                wrong = {"rollout_mean": None, "token_mean": tokens}.get(what, mean)
-                report.exact(place, what, result, expected[what], own_mean, wrong)
+    cases = {what: (with_entropy, w) for what, (_, w) in runs.items() if w is not None}
+    cases["with rejection"] = with_entropy, _without_rejected(by_step("rollout_mean"))
+    report = Report(
+        "slime",
+        train,
+        (stock, patched),
+        own={
+            "rollout_mean": Run(),
+            "with rejection": Run("", REJECTING),
+            "tokens": Run("", PER_TOKEN),
+        },
+        runs={what: run for what, (run, _) in runs.items()},
+        cases=cases,
+        near={"token_mean": "tokens"},
+    )
+    report.compare("DP 2", 1)
+    report.compare("CP 2, zigzag", 2)
+    report.compare("CP 2, contiguous", 2, rope=False, allgather_cp=True)
     report.close(table)
 
 
