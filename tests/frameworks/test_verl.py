@@ -15,10 +15,11 @@ import torch
 
 from tests import oracle
 from tests.frameworks.patched import page, patched_copy
-from tests.frameworks.verl_ranks import ENTROPY, KL, Case, Reference, Step, reference, run_verl
-from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS, row
+from tests.frameworks.reference import DIVISOR
+from tests.frameworks.verl_ranks import Case, Step, reference, run_verl
+from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS
 from tests.host.harness import run_host_ranks
-from tests.host.reference import relative_error
+from tests.host.reference import Reference, relative_error
 from tests.host.steps import Weights, sequences
 from tests.oracle import Sample
 from tests.peers.standins import PEERS
@@ -26,7 +27,6 @@ from tests.peers.standins import PEERS
 pytestmark = pytest.mark.host
 
 CPS = {"dp2": 1, "cp2": 2}
-DIVISOR = 7.0
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
     "sample_mean": {},
@@ -123,8 +123,8 @@ def ours(topology: str, package: str) -> dict[Any, list[Step]]:
 
 
 @cache
-def fp64(loss: str = "policy") -> Reference:
-    found: Reference = run_host_ranks(reference, 1, loss)[0]
+def fp64(loss: str = "policy") -> dict[str, Reference]:
+    found: dict[str, Reference] = run_host_ranks(reference, 1, loss)[0]
     return found
 
 
@@ -141,7 +141,7 @@ def weights(mode: str, **options: Any) -> Weights:
 
 def error(step: Step, w: Weights, loss: str = "policy") -> float:
     assert step.error is None
-    return relative_error(step.gradient, fp64(loss).total.gradient(w))
+    return relative_error(step.gradient, fp64(loss)["loss"].gradient(w))
 
 
 def own_error(topology: str) -> float:
@@ -179,11 +179,9 @@ def test_microbatches_are_unequal(topology: str, patched: str) -> None:
 def test_metrics_follow(mode: str, per_token: bool, topology: str, patched: str) -> None:
     metrics = ours(topology, patched)[mode, per_token][0].metrics
     w = weights(mode, **MODES[mode])
-    pg, kl, entropy = (fp64().mean(name, w) for name in ("pg", "kl", "entropy"))
-    assert metrics["actor/pg_loss"] == pytest.approx(pg, rel=1e-5)
-    assert metrics["kl_loss"] == pytest.approx(kl, rel=1e-5)
-    assert metrics["actor/entropy_loss"] == pytest.approx(entropy, rel=1e-5)
-    assert metrics["loss"] == pytest.approx(pg + KL * kl - ENTROPY * entropy, rel=1e-5)
+    names = {"policy": "actor/pg_loss", "kl": "kl_loss", "entropy": "actor/entropy_loss"}
+    for term, name in {**names, "loss": "loss"}.items():
+        assert metrics[name] == pytest.approx(fp64()[term].loss(w), rel=1e-5)
 
 
 @both
@@ -194,13 +192,13 @@ def test_further_losses_are_exact(loss: str, topology: str, patched: str) -> Non
     w = weights("prompt_mean")
     assert error(step, w, loss) <= min(2 * own, 1e-6)
     assert error(stock(topology)[loss], w, loss) > 1e-2
-    assert step.metrics["loss"] == pytest.approx(fp64(loss).total.loss(w), rel=1e-5)
+    assert step.metrics["loss"] == pytest.approx(fp64(loss)["loss"].loss(w), rel=1e-5)
 
 
 @both
 def test_microbatch_mean_goes_by_verls_microbatches(topology: str, patched: str) -> None:
     steps = ours(topology, patched)["microbatch_mean"]
-    sample_of = {len(row(i)["input_ids"]): i for i in range(len(PROMPTS))}
+    sample_of = {len(sequences()[i].tokens) + 1: i for i in range(len(PROMPTS))}
     ranks = steps if topology == "dp2" else steps[:1]
     places = [
         [[sample_of[n] for n in lengths if n in sample_of] for lengths in step.microbatches]
