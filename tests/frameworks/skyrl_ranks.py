@@ -1,7 +1,6 @@
 """On a rank that can import SkyRL: its real trainer, Megatron worker, model wrapper and loss.
 
-Every rank runs the trainer and keeps its own part of the data, which Ray would send to it. The
-optimizer is stood in for by one that records the gradients that it is given.
+Every rank runs the trainer and keeps its own part of the data, which Ray would send to it.
 """
 
 from __future__ import annotations
@@ -21,34 +20,16 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import validate_cfg
 
 from tests.frameworks import skyrl_case as case
+from tests.frameworks.optimizer import KeepGradients
 from tests.frameworks.reference import CLIP, ENTROPY, KL
-from tests.host import gpt, gradients
-
-
-class Recorder:
-    """An optimizer that keeps the gradient of every step."""
-
-    param_groups = ({"lr": 0.0},)
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.found = model, []
-
-    def scale_loss(self, loss: Any) -> Any:
-        return loss
-
-    def step(self) -> tuple[bool, None, None]:
-        self.found.append(gradients.of(self.model))
-        return True, None, None
-
-    def zero_grad(self) -> None:
-        pass
+from tests.host import gpt
 
 
 def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
     """On every rank: the gradients of both optimizer steps, and the trainer's metrics."""
     cfg = configured(run)
     model = gpt.data_parallel(case.build(torch.float32))
-    optimizer = Recorder(model)
+    optimizer = KeepGradients(model)
     worker = make_worker(cfg.trainer, model, optimizer)
     trainer = object.__new__(RayPPOTrainer)
     trainer.cfg, trainer.all_metrics = cfg, {}
@@ -57,7 +38,7 @@ def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
     data = trainer.convert_to_training_input(generated(), list(case.PROMPTS))
     fill_in(data, log_probs)
     metrics = trainer._execute_training_step("policy", data)
-    return {"gradients": optimizer.found, "metrics": metrics}
+    return {"gradients": optimizer.gradients, "metrics": metrics}
 
 
 def configured(run: case.Run) -> Any:
@@ -80,7 +61,7 @@ def configured(run: case.Run) -> Any:
     return cfg
 
 
-def make_worker(cfg: Any, model: Any, optimizer: Recorder) -> Any:
+def make_worker(cfg: Any, model: Any, optimizer: KeepGradients) -> Any:
     """As after ``init_model``."""
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
     worker.cfg, worker.optimizer, worker.actor_module = cfg, optimizer, [model]
