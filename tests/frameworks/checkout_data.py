@@ -120,10 +120,8 @@ Weights = list[list[float]]
 """Of one step: of every sample's answer tokens."""
 Losses = Callable[[Tensor, Tensor, Tensor, Tensor, float], Terms]
 """(log-probabilities, entropy, old, reference, reward) of a sample's tokens -> `loss`, metrics."""
-
-
-Cases = dict[str, tuple[Losses, list[Weights]]]
-"""By name: losses, and the weights of each step."""
+Case = tuple[Losses, list[Weights]]
+"""With the weights of each step."""
 
 
 def with_entropy(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
@@ -143,7 +141,9 @@ def nll(lp: Tensor, *_: Any) -> Terms:
     return {"loss": -lp}
 
 
-def reference(cases: Cases, rope: bool = True) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
+def reference(
+    cases: dict[str, Case], rope: bool = True
+) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
     """Of each step: log-probabilities near the model's, and what each case's weights make of it.
 
     Args:
@@ -152,7 +152,7 @@ def reference(cases: Cases, rope: bool = True) -> tuple[list[LogProbs], dict[str
     return tuple(run_host_ranks(_reference, 1, cases, rope)[0])
 
 
-def _reference(cases: Cases, rope: bool) -> Any:
+def _reference(cases: dict[str, Case], rope: bool) -> Any:
     from tests.host import gpt
 
     gpt.initialize()

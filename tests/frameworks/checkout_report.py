@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from tests.frameworks.checkout_data import (
     STEPS,
-    Cases,
+    Case,
     Expected,
     LogProbs,
-    Weights,
+    Losses,
     errors,
     reference,
     weights,
@@ -32,8 +31,8 @@ Steps = list[tuple[Gradient, dict[str, float]]]
 class Run(NamedTuple):
     """One training of the framework's code: our flags, and options of its own."""
 
-    flags: str = ""
-    options: Mapping[str, Any] = MappingProxyType({})
+    flags: str
+    options: dict[str, Any]
 
 
 Train = Callable[[str, int, list[Run], list[LogProbs]], list[Steps | str]]
@@ -51,8 +50,22 @@ def flags(mode: str, rejected: str = "") -> str:
     return text + (f" --loss-aggregation-rejected {rejected}" if rejected else "")
 
 
-def by_step(mode: str, rejected: str = "") -> list[Weights]:
-    return [weights(mode, step, rejected) for step in STEPS]
+Held = tuple[Run, Case | None]
+"""A run and what it is held to; None: it must be refused, or is only there to differ from."""
+
+
+def stock(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held:
+    """Code without our flags that has the mode as one of its own."""
+    return Run("", options), (losses, [weights(mode, step, rejected) for step in STEPS])
+
+
+def exact(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held:
+    run, case = stock(losses, mode, rejected, **options)
+    return run._replace(flags=flags(mode, rejected)), case
+
+
+def refused(mode: str, rejected: str = "", **options: Any) -> Held:
+    return Run(flags(mode, rejected), options), None
 
 
 @dataclass
@@ -61,34 +74,34 @@ class Report:
 
     Args:
         checkouts: without and with the patch.
-        own: runs of the stock code; those among ``cases`` are in a mode of its own.
-        runs: of the patched code; those that are not among ``cases`` must be refused.
-        cases: losses and weights.
+        own: runs of the stock code.
+        runs: of the patched code.
         near: the stock run that a run is shown to differ from, if not the one with its options.
     """
 
     name: str
     train: Train
     checkouts: tuple[str, str]
-    own: dict[str, Run]
-    runs: dict[str, Run]
-    cases: Cases
+    own: dict[str, Held]
+    runs: dict[str, Held]
     near: dict[str, str] = field(default_factory=dict)
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def compare(self, place: str, cp: int, rope: bool = True, **options: Any) -> None:
         """All runs, with further options of the framework; ``rope`` as in `reference`."""
-        given, expected = reference(self.cases, rope)
+        both = {**self.own, **self.runs}
+        cases = {name: case for name, (_, case) in both.items() if case is not None}
+        given, expected = reference(cases, rope)
 
-        def run(checkout: str, runs: dict[str, Run]) -> dict[str, Any]:
-            changed = [Run(run.flags, {**run.options, **options}) for run in runs.values()]
+        def run(checkout: str, runs: dict[str, Held]) -> dict[str, Any]:
+            changed = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
             # The first rank's: after the reduction it is the same on all.
             ranks = run_host_ranks(self.train, 2, checkout, cp, changed, given, timeout=300.0)
             return dict(zip(runs, ranks[0], strict=True))
 
-        stock, patched = self.checkouts
-        theirs, again, ours = run(stock, self.own), run(patched, self.own), run(patched, self.runs)
+        plain, patched = self.checkouts
+        theirs, again, ours = run(plain, self.own), run(patched, self.own), run(patched, self.runs)
         own_errors = {}
         for name, steps in theirs.items():
             self.check_same(f"{place}, {name}", steps, again[name])
@@ -98,7 +111,8 @@ class Report:
             if what not in expected:
                 self.check_refused(place, what, steps)
                 continue
-            same = next(n for n, run in self.own.items() if run.options == self.runs[what].options)
+            mine = self.runs[what][0].options
+            same = next(name for name, (run, _) in self.own.items() if run.options == mine)
             wrong = None if what in self.own else theirs[self.near.get(what, same)]
             self.check_exact(place, what, steps, expected[what], own_errors[same], wrong)
 

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_data import STEPS, LogProbs, Weights, nll, with_score
+from tests.frameworks.checkout_data import MODES, STEPS, LogProbs, nll, with_score
 from tests.frameworks.checkout_report import (
     Report,
     Run,
     Steps,
     attempt,
-    by_step,
-    flags,
+    exact,
+    refused,
+    stock,
 )
 from tests.frameworks.optimizer import KeepGradients
 from tests.frameworks.reference import CLIP, KL
@@ -66,7 +67,7 @@ WITHOUT = (  # of the worker
     "_router_replay_enabled",
     "_first_train_step_forward_pre_hook_disabled",
 )
-NLL, SEQUENCES = "NLLLossFn", "token_level_loss=False"
+NLL = "NLLLossFn"
 
 
 def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
@@ -217,45 +218,31 @@ def _ship_prompt_ids(root: str, train_data: Any, prompt_ids_for_adv: Tensor) -> 
         exec(line, names)
 
 
-def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
-    """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
-    modes = ("token_mean", "sample_mean", "prompt_mean", "constant")
-    runs = {mode: (Run(flags(mode, "skip")), by_step(mode, "skip")) for mode in modes}
-    runs["token_mean, removed samples: count"] = (
-        Run(flags("token_mean", "count")),
-        by_step("token_mean", "count"),
-    )
-    for mode in ("token_mean", "prompt_mean"):
-        skipping = flags(mode, "skip"), by_step(mode, "skip")
-        runs[f"{mode}, {SEQUENCES}"] = Run(skipping[0], {"token_level_loss": False}), skipping[1]
-    runs[f"prompt_mean, {NLL}"] = Run(skipping[0], {"loss": NLL}), skipping[1]
-    runs["removed samples, not said what becomes of them"] = Run(flags("token_mean")), None
-    runs["microbatch_mean"] = Run(flags("microbatch_mean", "skip")), None
-    for option in ({"positive_example_nll_weight": 0.1}, {"begin": True}, {"loss": "DPOLossFn"}):
-        what = f"token_mean with {next(iter(option))}"
-        runs[what] = Run(flags("token_mean", "skip"), option), None
-    return runs
-
-
-def main(stock: str, patched: str, table: str) -> None:
-    runs = _runs()
-    cases = {
-        what: (nll if NLL in what else with_score, w)
-        for what, (_, w) in runs.items()
-        if w is not None
-    }
-    cases[NLL] = nll, by_step("token_mean", "skip")
+def main(without: str, patched: str, table: str) -> None:
+    by_sequences, other = {"token_level_loss": False}, {"positive_example_nll_weight": 0.1}
     report = Report(
         "NeMo-RL",
         train,
-        (stock, patched),
+        (without, patched),
         own={
-            "token_mean": Run(),
-            "sample_mean": Run("", {"token_level_loss": False}),
-            NLL: Run("", {"loss": NLL}),
+            "token_mean": stock(with_score, "token_mean", "skip"),
+            "sample_mean": stock(with_score, "sample_mean", "skip", **by_sequences),
+            NLL: stock(nll, "token_mean", "skip", loss=NLL),
         },
-        runs={what: run for what, (run, _) in runs.items()},
-        cases=cases,
+        runs={
+            **{mode: exact(with_score, mode, "skip") for mode in MODES if "rollout" not in mode},
+            "token_mean, removed samples: count": exact(with_score, "token_mean", "count"),
+            **{
+                f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **by_sequences)
+                for mode in ("token_mean", "prompt_mean")
+            },
+            f"prompt_mean, {NLL}": exact(nll, "prompt_mean", "skip", loss=NLL),
+            "removed samples, not said what becomes of them": refused("token_mean"),
+            "microbatch_mean": refused("microbatch_mean", "skip"),
+            "token_mean with a weight of positives": refused("token_mean", "skip", **other),
+            "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
+            "token_mean with DPO": refused("token_mean", "skip", loss="DPOLossFn"),
+        },
     )
     report.compare("DP 2", 1, batching="rows")
     report.compare("DP 2, dynamic batches", 1, batching="dynamic")

@@ -23,16 +23,17 @@ from tests.frameworks.checkout_data import (
     ROLLOUTS,
     STEPS,
     LogProbs,
-    Weights,
     with_entropy,
 )
 from tests.frameworks.checkout_report import (
+    Held,
     Report,
     Run,
     Steps,
     attempt,
-    by_step,
-    flags,
+    exact,
+    refused,
+    stock,
 )
 from tests.frameworks.optimizer import KeepGradients
 from tests.frameworks.reference import CLIP, ENTROPY, KL
@@ -205,42 +206,33 @@ def _split_contiguously(ddp: Any) -> None:
     ddp.module.position_embedding_type = "none"  # Megatron's rotary embedding expects a zigzag
 
 
-def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
-    """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
-    runs = {mode: (Run(flags(mode)), by_step(mode)) for mode in MODES}
-    for mode, how in (("sample_mean", "skip"), ("token_mean", "count")):
-        what = f"{mode}, removed samples: {how}"
-        runs[what] = Run(flags(mode, how)), by_step(mode, how)
-    runs["prompt_mean, tokens rejected in the loss"] = (
-        Run(flags("prompt_mean"), REJECTING),
-        _without_rejected(by_step("prompt_mean")),
-    )
-    for option in ({"custom_pg_loss_reducer_function_path": "some.reducer"}, PER_TOKEN):
-        runs[f"token_mean with {next(iter(option))}"] = Run(flags("token_mean"), option), None
-    return runs
+def _rejecting(held: Held) -> Held:
+    """Without the tokens that `reject` masks."""
+    run, (losses, by_step) = held
+    left = [[[x * (t % EVERY_THIRD > 0) for t, x in enumerate(w)] for w in w_s] for w_s in by_step]
+    return run, (losses, left)
 
 
-def _without_rejected(by_step: list[Weights]) -> list[Weights]:
-    return [
-        [[x * (t % EVERY_THIRD > 0) for t, x in enumerate(w)] for w in step] for step in by_step
-    ]
-
-
-def main(stock: str, patched: str, table: str) -> None:
-    runs = _runs()
-    cases = {what: (with_entropy, w) for what, (_, w) in runs.items() if w is not None}
-    cases["with rejection"] = with_entropy, _without_rejected(by_step("rollout_mean"))
+def main(without: str, patched: str, table: str) -> None:
+    reducer = {"custom_pg_loss_reducer_function_path": "some.reducer"}
+    rejected = "prompt_mean, tokens rejected in the loss"
     report = Report(
         "slime",
         train,
-        (stock, patched),
+        (without, patched),
         own={
-            "rollout_mean": Run(),
-            "with rejection": Run("", REJECTING),
-            "tokens": Run("", PER_TOKEN),
+            "rollout_mean": stock(with_entropy, "rollout_mean"),
+            "with rejection": _rejecting(stock(with_entropy, "rollout_mean", **REJECTING)),
+            "tokens": (Run("", PER_TOKEN), None),
         },
-        runs={what: run for what, (run, _) in runs.items()},
-        cases=cases,
+        runs={
+            **{mode: exact(with_entropy, mode) for mode in MODES},
+            "sample_mean, removed samples: skip": exact(with_entropy, "sample_mean", "skip"),
+            "token_mean, removed samples: count": exact(with_entropy, "token_mean", "count"),
+            rejected: _rejecting(exact(with_entropy, "prompt_mean", **REJECTING)),
+            "token_mean with a reducer": refused("token_mean", **reducer),
+            "token_mean per token": refused("token_mean", **PER_TOKEN),
+        },
         near={"token_mean": "tokens"},
     )
     report.compare("DP 2", 1)
