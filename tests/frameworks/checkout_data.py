@@ -5,7 +5,6 @@ For the frameworks that are run from a checkout (`ci/frameworks.sh`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from tests import oracle
+from tests.frameworks.reference import DIVISOR, KL, Terms, grpo, references, token_values, total
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Gradient, relative_error
+from tests.host.steps import VOCAB
 
-CLIP, KL, ENTROPY = 0.2, 0.3, 0.05
-VOCAB = 32  # of tests.host.gpt
-DIVISOR = 7.0
 MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "constant")
 
 
@@ -120,33 +118,31 @@ class LogProbs(NamedTuple):
 
 Weights = list[list[float]]
 """Of one step: of every sample's answer tokens."""
-Losses = Callable[[Tensor, Tensor, Tensor, Tensor, float], dict[str, Tensor]]
+Losses = Callable[[Tensor, Tensor, Tensor, Tensor, float], Terms]
 """(log-probabilities, entropy, old, reference, reward) of a sample's tokens -> `loss`, metrics."""
+Case = tuple[Losses, list[Weights]]
+"""With the weights of each step."""
 
 
-def grpo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> dict[str, Tensor]:
-    """With a k3 KL term and an entropy bonus."""
-    ratio = (lp - old).exp()
-    policy = -torch.minimum(ratio * reward, ratio.clamp(1 - CLIP, 1 + CLIP) * reward)
-    kl = (ref - lp).exp() - 1 - (ref - lp)
-    loss = policy + KL * kl - ENTROPY * entropy
-    return {"loss": loss, "pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
+def with_entropy(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    """`grpo`, under slime's names."""
+    terms = grpo(lp, entropy, old, ref, reward)
+    names = {"policy": "pg_loss", "kl": "kl_loss", "entropy": "entropy_loss"}
+    return {"loss": total(terms), **{names[key]: x for key, x in terms.items()}}
 
 
-def grpo_with_score(
-    lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
-) -> dict[str, Tensor]:
+def with_score(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
     """Without entropy; the KL term has the gradient through the sampling probability too."""
     terms = grpo(lp, entropy, old, ref, reward)
-    return {"loss": terms["pg_loss"] + KL * terms["kl_loss"] * (lp - lp.detach()).exp()}
+    return {"loss": terms["policy"] + KL * terms["kl"] * (lp - lp.detach()).exp()}
 
 
-def nll(lp: Tensor, *_: Any) -> dict[str, Tensor]:
+def nll(lp: Tensor, *_: Any) -> Terms:
     return {"loss": -lp}
 
 
 def reference(
-    cases: dict[str, tuple[Losses, list[Weights]]], rope: bool = True
+    cases: dict[str, Case], rope: bool = True
 ) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
     """Of each step: log-probabilities near the model's, and what each case's weights make of it.
 
@@ -156,7 +152,7 @@ def reference(
     return tuple(run_host_ranks(_reference, 1, cases, rope)[0])
 
 
-def _reference(cases: dict[str, tuple[Losses, list[Weights]]], rope: bool) -> Any:
+def _reference(cases: dict[str, Case], rope: bool) -> Any:
     from tests.host import gpt
 
     gpt.initialize()
@@ -165,32 +161,23 @@ def _reference(cases: dict[str, tuple[Losses, list[Weights]]], rope: bool) -> An
         model.position_embedding_type = "none"
     given, found = [], {name: [] for name in cases}
     for number, step in enumerate(STEPS):
-        tokens = [_token_values(model, answer) for answer in step]
+        tokens = [token_values(model, a.tokens(), a.prompt_length) for a in step]
         near = partial(_near, torch.Generator().manual_seed(number))
         log_probs = LogProbs([near(lp) for lp, _ in tokens], [near(lp) for lp, _ in tokens])
         given.append(log_probs)
+        zipped = list(zip(step, tokens, *log_probs, strict=True))
+        by_losses = {
+            losses: references(
+                model,
+                (losses(*x, old.double(), ref.double(), a.reward) for a, x, old, ref in zipped),
+            )
+            for losses in {losses for losses, _ in cases.values()}
+        }
         for name, (losses, by_step) in cases.items():
-            terms: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-            for answer, values, old, ref, w in zip(
-                step, tokens, *log_probs, by_step[number], strict=True
-            ):
-                of_sample = losses(*values, old.double(), ref.double(), answer.reward)
-                for key, x in of_sample.items():
-                    terms[key] = terms[key] + (torch.tensor(w, dtype=torch.float64) * x).sum()
-            names, parameters = zip(*model.named_parameters(), strict=True)
-            gradient = torch.autograd.grad(terms["loss"], parameters, retain_graph=True)
-            metrics = {key: float(x) for key, x in terms.items()}
-            found[name].append(Expected(dict(zip(names, gradient, strict=True)), metrics))
+            terms, w = by_losses[losses], list(enumerate(by_step[number]))
+            metrics = {key: term.loss(w) for key, term in terms.items()}
+            found[name].append(Expected(terms["loss"].gradient(w), metrics))
     return given, found
-
-
-def _token_values(model: Any, answer: Answer) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of the answer's tokens, fp64."""
-    tokens = answer.tokens()
-    logits = model(tokens.unsqueeze(0), torch.arange(len(tokens)).unsqueeze(0), None).squeeze(0)
-    log_p = logits[answer.prompt_length - 1 : -1].log_softmax(-1)
-    chosen = log_p.gather(-1, tokens[answer.prompt_length :, None]).squeeze(-1)
-    return chosen, -(log_p.exp() * log_p).sum(-1)
 
 
 def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:

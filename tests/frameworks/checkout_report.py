@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from tests.frameworks.checkout_data import (
-    DIVISOR,
     STEPS,
+    Case,
     Expected,
     LogProbs,
-    Weights,
+    Losses,
     errors,
+    reference,
     weights,
 )
+from tests.frameworks.reference import DIVISOR
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Gradient
 
@@ -30,8 +31,8 @@ Steps = list[tuple[Gradient, dict[str, float]]]
 class Run(NamedTuple):
     """One training of the framework's code: our flags, and options of its own."""
 
-    flags: str = ""
-    options: Mapping[str, Any] = MappingProxyType({})
+    flags: str
+    options: dict[str, Any]
 
 
 Train = Callable[[str, int, list[Run], list[LogProbs]], list[Steps | str]]
@@ -49,54 +50,84 @@ def flags(mode: str, rejected: str = "") -> str:
     return text + (f" --loss-aggregation-rejected {rejected}" if rejected else "")
 
 
-def by_step(mode: str, rejected: str = "") -> list[Weights]:
-    return [weights(mode, step, rejected) for step in STEPS]
+Held = tuple[Run, Case | None]
+"""A run and what it is held to; None: it must be refused, or is only there to differ from."""
 
 
-class KeepGradients:
-    """In the optimizer's place: keeps the gradient of each step."""
+def stock(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held:
+    """Code without our flags that has the mode as one of its own."""
+    return Run("", options), (losses, [weights(mode, step, rejected) for step in STEPS])
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.gradients: list[Gradient] = []
-        self.grad_norms_by_group: dict[str, float] = {}
-        self.param_groups = [{}]
 
-    def zero_grad(self) -> None:
-        pass
+def exact(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held:
+    run, case = stock(losses, mode, rejected, **options)
+    return run._replace(flags=flags(mode, rejected)), case
 
-    def step(self) -> tuple[bool, float, int]:
-        from tests.host import gradients
 
-        self.gradients.append(gradients.of(self.model))
-        return True, 0.0, 0
+def refused(mode: str, rejected: str = "", **options: Any) -> Held:
+    return Run(flags(mode, rejected), options), None
 
 
 @dataclass
 class Report:
-    """Collects rows and what failed."""
+    """Collects rows and what failed.
+
+    Args:
+        checkouts: without and with the patch.
+        own: runs of the stock code.
+        runs: of the patched code.
+        near: the stock run that a run is shown to differ from, if not the one with its options.
+    """
 
     name: str
     train: Train
+    checkouts: tuple[str, str]
+    own: dict[str, Held]
+    runs: dict[str, Held]
+    near: dict[str, str] = field(default_factory=dict)
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def run(self, root: str, cp: int, runs: list[Run], given: list[LogProbs]) -> Any:
-        """Of each run, what the first rank has: after the reduction it is the same on all."""
-        return run_host_ranks(self.train, 2, root, cp, runs, given, timeout=300.0)[0]
+    def compare(self, place: str, cp: int, rope: bool = True, **options: Any) -> None:
+        """All runs, with further options of the framework; ``rope`` as in `reference`."""
+        both = {**self.own, **self.runs}
+        cases = {name: case for name, (_, case) in both.items() if case is not None}
+        given, expected = reference(cases, rope)
+
+        def run(checkout: str, runs: dict[str, Held]) -> dict[str, Any]:
+            changed = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
+            # The first rank's: after the reduction it is the same on all.
+            ranks = run_host_ranks(self.train, 2, checkout, cp, changed, given, timeout=300.0)
+            return dict(zip(runs, ranks[0], strict=True))
+
+        plain, patched = self.checkouts
+        theirs, again, ours = run(plain, self.own), run(patched, self.own), run(patched, self.runs)
+        own_errors = {}
+        for name, steps in theirs.items():
+            self.check_same(f"{place}, {name}", steps, again[name])
+            if name in expected:
+                own_errors[name] = self.check_own(place, name, steps, expected[name])
+        for what, steps in ours.items():
+            if what not in expected:
+                self.check_refused(place, what, steps)
+                continue
+            mine = self.runs[what][0].options
+            same = next(name for name, (run, _) in self.own.items() if run.options == mine)
+            wrong = None if what in self.own else theirs[self.near.get(what, same)]
+            self.check_exact(place, what, steps, expected[what], own_errors[same], wrong)
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
             self.failures.append(f"{self.name}: {what}")
 
-    def own(self, place: str, mode: str, got: Steps, expected: list[Expected]) -> float:
+    def check_own(self, place: str, mode: str, got: Steps, expected: list[Expected]) -> float:
         """Stock code in a mode of its own; returns its error."""
         error, _ = errors(got, expected)
         self.check(error < BOUND, f"{place}: stock {mode} is {error:.1e} off")
         self.rows.append((place, f"stock's own: {mode}", "", "", f"{error:.1e}"))
         return error
 
-    def exact(
+    def check_exact(
         self,
         place: str,
         what: str,
@@ -118,7 +149,7 @@ class Report:
             wrong = f"{difference:.1e}"
         self.rows.append((place, what, f"{error:.1e}", f"{metrics:.1e}", wrong))
 
-    def same(self, place: str, stock: Steps, patched: Steps | str) -> None:
+    def check_same(self, place: str, stock: Steps, patched: Steps | str) -> None:
         """Bit for bit."""
         equal = not isinstance(patched, str) and all(
             a[1] == b[1] and all(torch.equal(x, b[0][name]) for name, x in a[0].items())
@@ -126,7 +157,7 @@ class Report:
         )
         self.check(equal, f"{place}: the patched code without our flags differs from stock")
 
-    def refused(self, place: str, what: str, got: Steps | str) -> None:
+    def check_refused(self, place: str, what: str, got: Steps | str) -> None:
         named = isinstance(got, str) and got.partition(":")[0].endswith("Error")
         self.check(named, f"{place}, {what}: not refused")
 

@@ -116,11 +116,34 @@ _LLAMA = HFConfig(
     tie_word_embeddings=False,
     hidden_act="silu",
 )
-_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_FP32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_ZERO = ("lr", "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad")
+_OFF = (
+    *("use_distributed_optimizer", "overlap_p2p_comm", "is_multimodal", "check_model"),
+    *("fp16", "bf16", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
+    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
+)
+SETTINGS = {
+    **dict.fromkeys(_FP32, torch.float32),
+    **dict.fromkeys(_ZERO, 0.0),
+    **dict.fromkeys(_OFF, False),
+    "task_type": "causal_lm",
+    "calculate_per_token_loss": True,
+    "callbacks": ["recorder"],
+    "eval_iters": 1,
+    "train_iters": 9,
+    "num_microbatches": 1,
+    "seq_length": 8,
+    "attention_backend": AttnBackend.flash,
+    "use_cpu_initialization": True,
+    "recompute_granularity": None,
+    "megatron_extra_kwargs": {"persist_layer_norm": False},
+}
+"""What a CPU, this model and a step that changes nothing need."""
 
 
 def arguments(cp: int, padding_free: bool, dtype: torch.dtype, **changes: Any) -> Any:
-    """ms-swift's defaults, but for what a CPU, this model and a step that changes nothing need."""
+    """ms-swift's defaults, `SETTINGS`, and ``changes``."""
     args = object.__new__(MegatronSftArguments)  # its initialization wants a checkpoint
     for field in dataclasses.fields(MegatronSftArguments):
         if field.default_factory is not dataclasses.MISSING:
@@ -129,42 +152,13 @@ def arguments(cp: int, padding_free: bool, dtype: torch.dtype, **changes: Any) -
             setattr(args, field.name, field.default)
     meta = get_model_meta("gpt")
     meta.loader = LocalLayers
-    chosen = {
-        "task_type": "causal_lm",
+    of_call = {
         "context_parallel_size": cp,
         "padding_free": padding_free,
-        "calculate_per_token_loss": True,
-        "callbacks": ["recorder"],
-        "eval_iters": 1,
-        "train_iters": 9,
-        "num_microbatches": 1,
-        "seq_length": 8,
-        "lr": 0.0,
-        "weight_decay": 0.0,
-        "start_weight_decay": 0.0,
-        "end_weight_decay": 0.0,
-        "clip_grad": 0.0,
-        "use_distributed_optimizer": False,
-        "overlap_p2p_comm": False,
-        "megatron_model_meta": meta,
-        "is_multimodal": False,
-        "attention_backend": AttnBackend.flash,
         "torch_dtype": dtype,
-        "fp16": False,
-        "bf16": False,
-        **dict.fromkeys(_DTYPES, torch.float32),
-        "use_cpu_initialization": True,
-        "check_model": False,
-        "recompute_granularity": None,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "cross_entropy_loss_fusion": False,
-        "megatron_extra_kwargs": {"persist_layer_norm": False},
-        **changes,
+        "megatron_model_meta": meta,
     }
-    for name, value in chosen.items():
+    for name, value in {**SETTINGS, **of_call, **changes}.items():
         setattr(args, name, value)
     return args
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.frameworks.reference import references, text_of, token_values
 from tests.host.harness import error_of
-from tests.host.reference import Gradient
-from tests.host.steps import EMPTY, PLACES, Places, Weights, sequences
+from tests.host.reference import Gradient, Reference
+from tests.host.steps import EMPTY, PLACES, Places, sequences
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples/ms_swift_plugin.py"
@@ -161,24 +160,9 @@ def refusals(flags: str) -> list[str | None]:
     return errors
 
 
-def references(steps: list[tuple[Weights, bool]]) -> list[tuple[float, Gradient]]:
-    """Loss and gradient of ``sum w * loss``, in fp64, every sample alone; with DFT or without."""
+def reference() -> dict[str, Reference]:
+    """Of every sample alone, in fp64: ``loss``, and ``dft`` scaled by the token's probability."""
     (model,) = trainer_for(Case(1, "rows", True), torch.float64).unwrapped_models
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    found = []
-    for weights, dft in steps:
-        parts = [weighted(model, i, w, dft) for i, w in weights]
-        total = torch.stack(parts).sum()
-        gradient = torch.autograd.grad(total, parameters)
-        found.append((float(total), dict(zip(names, gradient, strict=True))))
-    return found
-
-
-def weighted(model: Any, i: int, weights: list[float], dft: bool) -> Tensor:
-    sequence = sequences()[i]
-    positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
-    logits = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
-    losses = F.cross_entropy(logits, sequence.labels, reduction="none")
-    if dft:  # scaled by the token's probability
-        losses = losses * losses.detach().neg().exp()
-    return (torch.tensor(weights, dtype=torch.float64) * losses).sum()
+    log_probs = (token_values(model, text_of(sequence), 1)[0] for sequence in sequences())
+    terms = ({"loss": -lp, "dft": -lp * lp.detach().exp()} for lp in log_probs)
+    return references(model, terms, ("loss", "dft"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,30 +20,23 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_data import (
-    CLIP,
-    KL,
-    STEPS,
-    LogProbs,
-    Weights,
-    grpo_with_score,
-    nll,
-    reference,
-)
+from tests.frameworks.checkout_data import MODES, STEPS, LogProbs, nll, with_score
 from tests.frameworks.checkout_report import (
-    KeepGradients,
     Report,
     Run,
     Steps,
     attempt,
-    by_step,
-    flags,
+    exact,
+    refused,
+    stock,
 )
-from tests.peers import standins
+from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.reference import CLIP, KL
+from tests.peers.standins import use_peers
 
 STANDINS = (
     "ray vllm sglang transformers wandb requests rich zmq pynvml uvicorn fastapi mlflow swanlab "
-    "prometheus_client hydra tensordict datasets"
+    "prometheus_client hydra tensordict datasets megatron.bridge"
 )
 MULTIPLE = 4  # twice the context-parallel size
 PACKED = {
@@ -63,22 +55,24 @@ BATCHING = {
         }
     },
 }
-
-
 BATCHING["fused"] = BATCHING["packed"]
-NLL, SEQUENCES = "NLLLossFn", "token_level_loss=False"
-
-
-class _Bridge(standins._Finder):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        ours = name.startswith("megatron.bridge")
-        return ModuleSpec(name, self, is_package=True) if ours else None
+WITHOUT = (  # of the worker
+    "draft_model",
+    "sampling_params",
+    "media_placeholder_token_id",
+    "defer_fp32_logits",
+    "delegate_pack_to_model",
+    "delegate_mtp_loss_mask_to_model",
+    "model_slices_context_parallel_inputs",
+    "_router_replay_enabled",
+    "_first_train_step_forward_pre_hook_disabled",
+)
+NLL = "NLLLossFn"
 
 
 def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
     """On a rank; see `checkout_report.Train`."""
-    standins.use_peers(STANDINS)
-    sys.meta_path.insert(0, _Bridge([]))
+    use_peers(STANDINS)
     sys.path.insert(0, root)
     import transformers
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
@@ -139,20 +133,10 @@ def _worker(ddp: Any, batching: str) -> Any:
     module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     module.logical_and_across_model_parallel_group = lambda value, mp_group: value
     module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
-    sizes = {f"{kind}_parallel_size": 1 for kind in ("tensor_model", "pipeline_model")}
-    sizes["context_parallel_size"] = mpu.get_context_parallel_world_size()
     worker = object.__new__(module.MegatronPolicyWorkerImpl)
     vars(worker).update(
-        cfg={
-            "sequence_packing": {
-                "enabled": batching in ("packed", "fused"),
-                "fuse_loss": batching == "fused",
-            },
-            "dynamic_batching": {"enabled": batching == "dynamic"},
-            "make_sequence_length_divisible_by": MULTIPLE,
-            "megatron_cfg": {**sizes, "sequence_parallel": False, "empty_unused_memory_level": 0},
-            "max_total_sequence_length": 0,
-        },
+        dict.fromkeys(WITHOUT),
+        cfg=_config(batching, mpu.get_context_parallel_world_size()),
         model=ddp,
         optimizer=KeepGradients(ddp),
         scheduler=SimpleNamespace(
@@ -164,19 +148,27 @@ def _worker(ddp: Any, batching: str) -> Any:
         megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
         mcore_state=SimpleNamespace(straggler_timer=None),
     )
-    for name in (
-        "draft_model",
-        "sampling_params",
-        "media_placeholder_token_id",
-        "defer_fp32_logits",
-        "delegate_pack_to_model",
-        "delegate_mtp_loss_mask_to_model",
-        "model_slices_context_parallel_inputs",
-        "_router_replay_enabled",
-        "_first_train_step_forward_pre_hook_disabled",
-    ):
-        setattr(worker, name, None)
     return worker
+
+
+def _config(batching: str, cp: int) -> dict[str, Any]:
+    """As much of NeMo-RL's as its training step reads."""
+    return {
+        "sequence_packing": {
+            "enabled": batching in ("packed", "fused"),
+            "fuse_loss": batching == "fused",
+        },
+        "dynamic_batching": {"enabled": batching == "dynamic"},
+        "make_sequence_length_divisible_by": MULTIPLE,
+        "megatron_cfg": {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": cp,
+            "sequence_parallel": False,
+            "empty_unused_memory_level": 0,
+        },
+        "max_total_sequence_length": 0,
+    }
 
 
 def _batch(root: str, log_probs: list[LogProbs]) -> Any:
@@ -217,72 +209,46 @@ def _batch(root: str, log_probs: list[LogProbs]) -> Any:
 
 
 def _ship_prompt_ids(root: str, train_data: Any, prompt_ids_for_adv: Tensor) -> None:
-    """Run the patch's line of the driver's step, which is a part of its long training loop."""
+    """Run the patch's line of the driver's steps, which are parts of two long training loops."""
     source = Path(root, "nemo_rl", "algorithms", "grpo.py").read_text()
-    lines = {x.strip() for x in source.splitlines() if 'train_data["prompt_ids"]' in x}
+    lines = [x.strip() for x in source.splitlines() if 'train_data["prompt_ids"]' in x]
+    assert len(lines) in (0, 2), f"{len(lines)} of 2 loops send prompt ids"  # 0: without the patch
     names = {"torch": torch, "train_data": train_data, "prompt_ids_for_adv": prompt_ids_for_adv}
-    for line in lines:
+    for line in set(lines):
         exec(line, names)
 
 
-def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
-    """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
-    modes = ("token_mean", "sample_mean", "prompt_mean", "constant")
-    runs = {mode: (Run(flags(mode, "skip")), by_step(mode, "skip")) for mode in modes}
-    runs["token_mean, removed samples: count"] = (
-        Run(flags("token_mean", "count")),
-        by_step("token_mean", "count"),
+def main(without: str, patched: str, table: str) -> None:
+    by_sequences, other = {"token_level_loss": False}, {"positive_example_nll_weight": 0.1}
+    report = Report(
+        "NeMo-RL",
+        train,
+        (without, patched),
+        own={
+            "token_mean": stock(with_score, "token_mean", "skip"),
+            "sample_mean": stock(with_score, "sample_mean", "skip", **by_sequences),
+            NLL: stock(nll, "token_mean", "skip", loss=NLL),
+        },
+        runs={
+            **{mode: exact(with_score, mode, "skip") for mode in MODES if "rollout" not in mode},
+            "token_mean, removed samples: count": exact(with_score, "token_mean", "count"),
+            **{
+                f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **by_sequences)
+                for mode in ("token_mean", "prompt_mean")
+            },
+            f"prompt_mean, {NLL}": exact(nll, "prompt_mean", "skip", loss=NLL),
+            "removed samples, not said what becomes of them": refused("token_mean"),
+            "microbatch_mean": refused("microbatch_mean", "skip"),
+            "token_mean with a weight of positives": refused("token_mean", "skip", **other),
+            "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
+            "token_mean with DPO": refused("token_mean", "skip", loss="DPOLossFn"),
+        },
     )
-    for mode in ("token_mean", "prompt_mean"):
-        skipping = flags(mode, "skip"), by_step(mode, "skip")
-        runs[f"{mode}, {SEQUENCES}"] = Run(skipping[0], {"token_level_loss": False}), skipping[1]
-    runs[f"prompt_mean, {NLL}"] = Run(skipping[0], {"loss": NLL}), skipping[1]
-    runs["removed samples, not said what becomes of them"] = Run(flags("token_mean")), None
-    runs["microbatch_mean"] = Run(flags("microbatch_mean", "skip")), None
-    for option in ({"positive_example_nll_weight": 0.1}, {"begin": True}, {"loss": "DPOLossFn"}):
-        what = f"token_mean with {next(iter(option))}"
-        runs[what] = Run(flags("token_mean", "skip"), option), None
-    return runs
-
-
-def main(stock: str, patched: str, table: str) -> None:
-    report = Report("NeMo-RL", train)
-    runs = _runs()
-    own = {
-        "token_mean": Run(),
-        "sample_mean": Run("", {"token_level_loss": False}),
-        NLL: Run("", {"loss": NLL}),
-    }
-    cases = {
-        what: (nll if NLL in what else grpo_with_score, w)
-        for what, (_, w) in runs.items()
-        if w is not None
-    }
-    cases[NLL] = nll, by_step("token_mean", "skip")
-    given, expected = reference(cases)
-    for place, cp, batching in (
-        ("DP 2", 1, "rows"),
-        ("DP 2, dynamic batches", 1, "dynamic"),
-        ("DP 2, packed", 1, "packed"),
-        ("CP 2, packed", 2, "packed"),
-        ("CP 2, packed, fused loss", 2, "fused"),
-    ):
-        options = {"batching": batching}
-        theirs = [Run("", {**run.options, **options}) for run in own.values()]
-        ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
-        found = dict(zip(own, report.run(stock, cp, theirs, given), strict=True))
-        again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
-        largest = 0.0
-        for (name, stock_steps), patched_steps in zip(found.items(), again, strict=True):
-            report.same(f"{place}, {name}", stock_steps, patched_steps)
-            largest = max(largest, report.own(place, name, stock_steps, expected[name]))
-        for what, result in zip(runs, got, strict=True):
-            if what in expected:
-                near = {NLL: NLL, SEQUENCES: "sample_mean"}.get(what.rpartition(", ")[2])
-                wrong = None if what in own else found[near or "token_mean"]
-                report.exact(place, what, result, expected[what], largest, wrong)
-            else:
-                report.refused(place, what, result)
+    report.compare("DP 2", 1, batching="rows")
+    report.compare("DP 2, dynamic batches", 1, batching="dynamic")
+    report.compare("DP 2, packed", 1, batching="packed")
+    report.compare("CP 2, packed", 2, batching="packed")
+    report.compare("CP 2, packed, fused loss", 2, batching="fused")
     report.close(table)
 
 

@@ -19,27 +19,24 @@ import torch
 from torch import Tensor
 
 from tests.frameworks.checkout_data import (
-    CLIP,
-    ENTROPY,
-    KL,
     MODES,
     ROLLOUTS,
     STEPS,
     LogProbs,
-    Weights,
-    errors,
-    grpo,
-    reference,
+    with_entropy,
 )
 from tests.frameworks.checkout_report import (
-    KeepGradients,
+    Held,
     Report,
     Run,
     Steps,
     attempt,
-    by_step,
-    flags,
+    exact,
+    refused,
+    stock,
 )
+from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.reference import CLIP, ENTROPY, KL
 from tests.peers.standins import use_peers
 
 STANDINS = (
@@ -209,59 +206,38 @@ def _split_contiguously(ddp: Any) -> None:
     ddp.module.position_embedding_type = "none"  # Megatron's rotary embedding expects a zigzag
 
 
-def _runs() -> dict[str, tuple[Run, list[Weights] | None]]:
-    """Runs of the patched code, each with the weights of its tokens; None where it must refuse."""
-    runs = {mode: (Run(flags(mode)), by_step(mode)) for mode in MODES}
-    for mode, how in (("sample_mean", "skip"), ("token_mean", "count")):
-        what = f"{mode}, removed samples: {how}"
-        runs[what] = Run(flags(mode, how)), by_step(mode, how)
-    runs["prompt_mean, tokens rejected in the loss"] = (
-        Run(flags("prompt_mean"), REJECTING),
-        _without_rejected(by_step("prompt_mean")),
+def _rejecting(held: Held) -> Held:
+    """Without the tokens that `reject` masks."""
+    run, (losses, by_step) = held
+    left = [[[x * (t % EVERY_THIRD > 0) for t, x in enumerate(w)] for w in w_s] for w_s in by_step]
+    return run, (losses, left)
+
+
+def main(without: str, patched: str, table: str) -> None:
+    reducer = {"custom_pg_loss_reducer_function_path": "some.reducer"}
+    rejected = "prompt_mean, tokens rejected in the loss"
+    report = Report(
+        "slime",
+        train,
+        (without, patched),
+        own={
+            "rollout_mean": stock(with_entropy, "rollout_mean"),
+            "with rejection": _rejecting(stock(with_entropy, "rollout_mean", **REJECTING)),
+            "tokens": (Run("", PER_TOKEN), None),
+        },
+        runs={
+            **{mode: exact(with_entropy, mode) for mode in MODES},
+            "sample_mean, removed samples: skip": exact(with_entropy, "sample_mean", "skip"),
+            "token_mean, removed samples: count": exact(with_entropy, "token_mean", "count"),
+            rejected: _rejecting(exact(with_entropy, "prompt_mean", **REJECTING)),
+            "token_mean with a reducer": refused("token_mean", **reducer),
+            "token_mean per token": refused("token_mean", **PER_TOKEN),
+        },
+        near={"token_mean": "tokens"},
     )
-    for option in ({"custom_pg_loss_reducer_function_path": "some.reducer"}, PER_TOKEN):
-        runs[f"token_mean with {next(iter(option))}"] = Run(flags("token_mean"), option), None
-    return runs
-
-
-def _without_rejected(by_step: list[Weights]) -> list[Weights]:
-    return [
-        [[x * (t % EVERY_THIRD > 0) for t, x in enumerate(w)] for w in step] for step in by_step
-    ]
-
-
-def main(stock: str, patched: str, table: str) -> None:
-    report = Report("slime", train)
-    runs = _runs()
-    own = {
-        "rollout_mean": Run(),
-        "with rejection": Run("", REJECTING),
-        "tokens": Run("", PER_TOKEN),
-    }
-    cases = {what: (grpo, w) for what, (_, w) in runs.items() if w is not None}
-    cases["with rejection"] = grpo, _without_rejected(by_step("rollout_mean"))
-    for place, cp, options in (
-        ("DP 2", 1, {}),
-        ("CP 2, zigzag", 2, {}),
-        ("CP 2, contiguous", 2, {"allgather_cp": True}),
-    ):
-        given, expected = reference(cases, rope=not options)
-        theirs = [Run("", {**run.options, **options}) for run in own.values()]
-        ours = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
-        mean, rejecting, tokens = found = report.run(stock, cp, theirs, given)
-        again, got = report.run(patched, cp, theirs, given), report.run(patched, cp, ours, given)
-        for name, a, b in zip(own, found, again, strict=True):
-            report.same(f"{place}, {name}", a, b)
-        own_mean = report.own(place, "rollout_mean", mean, expected["rollout_mean"])
-        own_rejecting = errors(rejecting, expected["with rejection"])[0]
-        for what, result in zip(runs, got, strict=True):
-            if what not in expected:
-                report.refused(place, what, result)
-            elif "rejected in the loss" in what:
-                report.exact(place, what, result, expected[what], own_rejecting, rejecting)
-            else:
-                wrong = {"rollout_mean": None, "token_mean": tokens}.get(what, mean)
-                report.exact(place, what, result, expected[what], own_mean, wrong)
+    report.compare("DP 2", 1)
+    report.compare("CP 2, zigzag", 2)
+    report.compare("CP 2, contiguous", 2, rope=False, allgather_cp=True)
     report.close(table)
 
 

@@ -1,6 +1,6 @@
 """A training batch for SkyRL, two optimizer steps of it, and their fp64 reference.
 
-Imports nothing of SkyRL: `tests.frameworks.run_skyrl` gives the same samples to its trainer.
+Imports nothing of SkyRL but on a rank: `tests.frameworks.skyrl_ranks` trains on the same samples.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests import oracle
-from tests.host.reference import Gradient
+from tests.frameworks import reference
+from tests.frameworks.reference import COEFFICIENTS
+from tests.host.reference import Gradient, Reference
 
 VOCAB = 100  # SkyRL fills microbatches of padding with any tokens below
-KL_COEF, ENTROPY_COEF = 0.3, 0.2
 DIVISOR = 2  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
-CLIP = 0.2
 # Optimizer steps, as rows of the batch. With two data-parallel ranks, the first is padded by a row.
 STEPS = ((0, 7), (7, 11))
 PROMPTS = ("ab", "ab", "ab", "c-", "c-", "9f", "9f", "", "", "7", "x")  # SkyRL's uids
@@ -115,25 +114,20 @@ def samples() -> tuple[Sample, ...]:
     return tuple(result)
 
 
-class Weights(NamedTuple):
-    """Of a step: for each of its samples, the weight of every token in each term of the loss."""
-
-    policy: list[list[float]]
-    kl: list[list[float]]
-    entropy: list[list[float]]
+Weights = dict[str, list[tuple[int, list[float]]]]
+"""Of a step and by term of the loss: its samples, and the weight of each of their tokens."""
 
 
 def weights(mode: str, step: int) -> Weights:
     """The same mean in all three terms, over the whole step."""
-    rows = [
-        oracle.Sample(tuple(samples()[i].mask), PROMPTS.index(PROMPTS[i]))
-        for i in range(*STEPS[step])
-    ]
+    order = range(*STEPS[step])
+    rows = [oracle.Sample(tuple(samples()[i].mask), PROMPTS.index(PROMPTS[i])) for i in order]
     options = {"divisor": float(DIVISOR)} if mode == "constant" else {}
     pairs = [rows[i : i + 2] for i in range(0, len(rows), 2)]
     nested = oracle.step_weights(mode, [pairs], **options)
     of_mode = [w for rank in nested for microbatch in rank for w in microbatch]
-    return Weights(of_mode, of_mode, of_mode)
+    of_term = list(zip(order, of_mode, strict=True))
+    return dict.fromkeys(COEFFICIENTS, of_term)
 
 
 def stock_weights(mode: str, step: int, microbatches: list[list[list[int]]]) -> Weights:
@@ -142,27 +136,22 @@ def stock_weights(mode: str, step: int, microbatches: list[list[list[int]]]) -> 
     Args:
         microbatches: rows by data-parallel rank and microbatch; -1 is a padding row.
     """
-    first, end = STEPS[step]
-    kl, entropy = {}, {}
+    kl, entropy = [], []
     for rank in microbatches:
         for rows in rank:
             of_microbatch = sum(sum(samples()[i].mask) for i in rows if i >= 0)
             for i in set(rows) - {-1}:
                 mask = samples()[i].mask
                 share = 1 / len(microbatches) / len(rank)
-                kl[i] = [m * share / len(rows) / max(sum(mask), 1) for m in mask]
-                entropy[i] = [m * share / max(of_microbatch, 1) for m in mask]
-    order = range(first, end)
-    return Weights(weights(mode, step).policy, [kl[i] for i in order], [entropy[i] for i in order])
+                kl.append((i, [m * share / len(rows) / max(sum(mask), 1) for m in mask]))
+                entropy.append((i, [m * share / max(of_microbatch, 1) for m in mask]))
+    return {**weights(mode, step), "kl": kl, "entropy": entropy}
 
 
-class Reference(NamedTuple):
-    """Of a step with some weights: the gradient by parameter, and the terms of the loss."""
-
-    gradient: Gradient
-    policy: float
-    kl: float
-    entropy: float
+def gradient(terms: dict[str, Reference], weights: Weights) -> Gradient:
+    """Of the whole loss."""
+    parts = [(factor, terms[t].gradient(weights[t])) for t, factor in COEFFICIENTS.items()]
+    return {name: sum(factor * part[name] for factor, part in parts) for name in parts[0][1]}
 
 
 def build(dtype: torch.dtype) -> Any:
@@ -173,47 +162,39 @@ def build(dtype: torch.dtype) -> Any:
     return gpt.build(dtype)
 
 
-def references(wanted: list[tuple[int, Weights]]) -> tuple[list[Tensor], list[Reference]]:
-    """On a rank of its own, sample by sample in fp64.
+def train_all(
+    package: str, cp: int, runs: dict[str, Run], log_probs: list[Tensor]
+) -> dict[str, Any]:
+    """On a rank: results of the runs, by name, with SkyRL from a folder; an error as its text."""
+    from tests.frameworks.skyrl_standins import use_skyrl
 
-    Args:
-        wanted: optimizer steps, and the weights in them.
+    use_skyrl(package)
+    from tests.frameworks import skyrl_ranks
+    from tests.host import gpt
 
-    Returns:
-        The model's log-probabilities of each response, and the reference of each step.
-    """
+    gpt.initialize(cp)
+    results: dict[str, Any] = {}
+    for name, run in runs.items():
+        try:
+            results[name] = skyrl_ranks.train(run, log_probs)
+        except (AssertionError, ValueError) as error:
+            if not run.refused:
+                raise
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def references() -> dict[str, Reference]:
+    """On a rank of its own: the terms of the loss, and the model's log-probabilities."""
     from tests.host import gpt
 
     gpt.initialize()
     model = build(torch.float64)
-    log_probs = [_token_terms(model, sample)[0].detach() for sample in samples()]
-    return log_probs, [_reference(model, step, w) for step, w in wanted]
 
+    def terms(sample: Sample) -> reference.Terms:
+        tokens = torch.tensor(sample.prompt + sample.response)
+        lp, entropy = reference.token_values(model, tokens, len(sample.prompt))
+        old, base = lp.detach() + sample.old, lp.detach() + sample.base
+        return {"lp": lp, **reference.grpo(lp, entropy, old, base, sample.advantage)}
 
-def _reference(model: Any, step: int, step_weights: Weights) -> Reference:
-    first, end = STEPS[step]
-    totals: list[Any] = [0.0, 0.0, 0.0]
-    for n, i in enumerate(range(first, end)):
-        sample = samples()[i]
-        log_probs, entropy = _token_terms(model, sample)
-        ratio = (log_probs - log_probs.detach() - sample.old).exp()
-        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        policy = -torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
-        delta = sample.base + log_probs.detach() - log_probs
-        terms = (policy, delta.exp() - delta - 1, entropy)
-        for t, (w, term) in enumerate(zip(step_weights, terms, strict=True)):
-            totals[t] = totals[t] + (torch.tensor(w[n], dtype=torch.float64) * term).sum()
-    loss = totals[0] + KL_COEF * totals[1] - ENTROPY_COEF * totals[2]
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters)
-    return Reference(dict(zip(names, found, strict=True)), *(float(t) for t in totals))
-
-
-def _token_terms(model: Any, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy at each token of the response; the sample alone, unpadded."""
-    tokens = torch.tensor([sample.prompt + sample.response])
-    positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-    logits = model(tokens, positions, None)[0, len(sample.prompt) - 1 : -1]
-    of_all = F.log_softmax(logits, dim=-1)
-    chosen = of_all.gather(-1, torch.tensor(sample.response).unsqueeze(-1)).squeeze(-1)
-    return chosen, -(of_all.exp() * of_all).sum(-1)
+    return reference.references(model, map(terms, samples()), COEFFICIENTS)

@@ -1,7 +1,6 @@
-"""On a rank: SkyRL's real trainer, Megatron worker, model wrapper and loss.
+"""On a rank that can import SkyRL: its real trainer, Megatron worker, model wrapper and loss.
 
-Every rank runs the trainer and keeps its own part of the data, which Ray would send to it. The
-optimizer is stood in for by one that records the gradients that it is given.
+Every rank runs the trainer and keeps its own part of the data, which Ray would send to it.
 """
 
 from __future__ import annotations
@@ -10,12 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-from tests.frameworks import skyrl_case as case
-from tests.frameworks import skyrl_standins  # noqa: F401 - they make SkyRL importable
-from tests.host import gpt, gradients
-
-# isort: split
 from megatron.core import parallel_state
 from skyrl.backends.skyrl_train.distributed.dispatch import MeshDispatch
 from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
@@ -26,31 +19,17 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import validate_cfg
 
-
-class Recorder:
-    """An optimizer that keeps the gradient of every step."""
-
-    param_groups = ({"lr": 0.0},)
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.found = model, []
-
-    def scale_loss(self, loss: Any) -> Any:
-        return loss
-
-    def step(self) -> tuple[bool, None, None]:
-        self.found.append(gradients.of(self.model))
-        return True, None, None
-
-    def zero_grad(self) -> None:
-        pass
+from tests.frameworks import skyrl_case as case
+from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.reference import CLIP, ENTROPY, KL
+from tests.host import gpt
 
 
 def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
     """On every rank: the gradients of both optimizer steps, and the trainer's metrics."""
     cfg = configured(run)
     model = gpt.data_parallel(case.build(torch.float32))
-    optimizer = Recorder(model)
+    optimizer = KeepGradients(model)
     worker = make_worker(cfg.trainer, model, optimizer)
     trainer = object.__new__(RayPPOTrainer)
     trainer.cfg, trainer.all_metrics = cfg, {}
@@ -59,7 +38,7 @@ def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
     data = trainer.convert_to_training_input(generated(), list(case.PROMPTS))
     fill_in(data, log_probs)
     metrics = trainer._execute_training_step("policy", data)
-    return {"gradients": optimizer.found, "metrics": metrics}
+    return {"gradients": optimizer.gradients, "metrics": metrics}
 
 
 def configured(run: case.Run) -> Any:
@@ -73,8 +52,8 @@ def configured(run: case.Run) -> Any:
     algorithm.loss_reduction, algorithm.max_seq_len = run.loss_reduction, run.divisor
     algorithm.policy_loss_type = run.policy_loss
     algorithm.use_kl_loss = algorithm.use_entropy_loss = True
-    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = case.KL_COEF, case.ENTROPY_COEF
-    algorithm.eps_clip_low = algorithm.eps_clip_high = case.CLIP
+    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = KL, ENTROPY
+    algorithm.eps_clip_low = algorithm.eps_clip_high = CLIP
     algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
     cfg.generator.n_samples_per_prompt = 2
     validate_cfg(cfg)
@@ -82,7 +61,7 @@ def configured(run: case.Run) -> Any:
     return cfg
 
 
-def make_worker(cfg: Any, model: Any, optimizer: Recorder) -> Any:
+def make_worker(cfg: Any, model: Any, optimizer: KeepGradients) -> Any:
     """As after ``init_model``."""
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
     worker.cfg, worker.optimizer, worker.actor_module = cfg, optimizer, [model]
@@ -144,18 +123,3 @@ def fill_in(data: Any, log_probs: list[torch.Tensor]) -> None:
         data["base_action_log_probs"][i, where] = of_model + sample.base
         data["advantages"][i, where] = sample.advantage
     data["rollout_logprobs"] = data["action_log_probs"] + 0.01
-
-
-def run_all(runs: dict[str, case.Run], log_probs: list[torch.Tensor], cp: int) -> dict[str, Any]:
-    """On a rank of the topology: the results of its runs, by name; an error as its text."""
-    gpt.initialize(cp)
-    results: dict[str, Any] = {}
-    for name, run in runs.items():
-        if run.cp == cp:
-            try:
-                results[name] = train(run, log_probs)
-            except (AssertionError, ValueError) as error:
-                if not run.refused:
-                    raise
-                results[name] = f"{type(error).__name__}: {error}"
-    return results

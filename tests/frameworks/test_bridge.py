@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests import oracle
 from tests.distributed import run_ranks
 from tests.frameworks.bridge import ranks
-from tests.frameworks.bridge.data import MULTIPLE
+from tests.frameworks.bridge.data import MULTIPLE, sequences
 from tests.frameworks.bridge.ranks import MODES, STOCK
 from tests.host.harness import run_host_ranks
 from tests.host.reference import relative_error
+from tests.host.steps import Weights
 
 pytestmark = [
     pytest.mark.host,
@@ -68,9 +70,14 @@ def trained(case: Case) -> list[dict[str, Any]]:
     return run_bridge_ranks(ranks.train, 2, case.arguments)
 
 
+def weights(mode: str) -> Weights:
+    ((of_step,),) = oracle.step_weights(mode, [[[s.sample for s in sequences()]]])
+    return list(enumerate(of_step))
+
+
 def error(seen: dict[str, Any], mode: str) -> float:
     """Of the gradients of a rank, the largest over its steps."""
-    _, expected = reference()[mode]
+    expected = reference().gradient(weights(mode))
     return max(relative_error(gradient, expected) for gradient in seen["gradients"])
 
 
@@ -101,7 +108,8 @@ def test_communication_may_overlap_as_in_the_recipes_of_bridge() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)
 def test_training_and_evaluation_report_the_exact_loss(case: Case, mode: str) -> None:
-    expected = {"lm loss": reference()["token_mean"][0], f"{mode} loss": reference()[mode][0]}
+    of_tokens, of_mode = (reference().loss(weights(name)) for name in ("token_mean", mode))
+    expected = {"lm loss": of_tokens, f"{mode} loss": of_mode}
     for seen in trained(case):
         assert len(seen[mode]["reports"]) == 2
         for report in (*seen[mode]["reports"], seen[mode]["evaluation"]):

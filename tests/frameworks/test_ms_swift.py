@@ -14,8 +14,10 @@ import pytest
 from tests.distributed import run_ranks
 from tests.frameworks import run_ms_swift as ranks
 from tests.frameworks.run_ms_swift import Case, Outcome
-from tests.host.reference import Gradient, relative_error
-from tests.host.steps import PLACES, sequences, weights_of
+from tests.host.reference import Reference, relative_error
+from tests.host.steps import PLACES, Weights, sequences, weights_of
+
+pytestmark = pytest.mark.host
 
 run = partial(run_ranks, preload="tests.frameworks.ms_swift_host")
 
@@ -26,13 +28,14 @@ FLAG = "--loss-aggregation {}"
 
 
 @cache
-def references() -> dict[tuple[str, str, bool], tuple[float, Gradient]]:
-    """Loss and gradient by mode, masks, and whether with DFT; the same for all parallelisms."""
-    keys = [(mode, masks, False) for mode in ("token_mean", "sample_mean") for masks in MASKS]
-    keys.append(("sample_mean", "01", True))
-    steps = [(weights_of(mode, PLACES[1], masks), dft) for mode, masks, dft in keys]
-    (found,) = run(ranks.references, 1, steps)
-    return dict(zip(keys, found, strict=True))
+def reference() -> dict[str, Reference]:
+    (found,) = run(ranks.reference, 1)
+    return found
+
+
+def weights(mode: str, masks: str) -> Weights:
+    """The same for all parallelisms."""
+    return weights_of(mode, PLACES[1], masks)
 
 
 @cache
@@ -47,7 +50,7 @@ def steps(cp: int, layout: str, per_token: bool, mode: str) -> dict[tuple[str, s
 
 
 def error(outcome: Outcome, mode: str, masks: str, dft: bool = False) -> float:
-    whole = references()[mode, masks, dft][1]
+    whole = reference()["dft" if dft else "loss"].gradient(weights(mode, masks))
     return relative_error(outcome.gradient, {name: whole[name] for name in outcome.gradient})
 
 
@@ -97,11 +100,11 @@ def test_logs_have_the_mean_over_tokens_and_the_aggregated_loss(
 ) -> None:
     found = steps(cp, layout, per_token, mode)
     logs, stock = found["hooked", masks].logs, found["stock", masks].logs
-    expected, _ = references()[mode, masks, False]
+    expected = reference()["loss"].loss(weights(mode, masks))
     active = sum(m > 0 for sequence in sequences(masks) for m in sequence.sample.mask)
     weight = sum(m for sequence in sequences(masks) for m in sequence.sample.mask)
     # ms-swift's own divides by the number of tokens, whatever their weights.
-    of_tokens = references()["token_mean", masks, False][0] * weight / active
+    of_tokens = reference()["loss"].loss(weights("token_mean", masks)) * weight / active
     for prefix in ("", "eval_"):
         assert logs[f"{prefix}{mode}_loss"] == pytest.approx(expected, rel=1e-6)
         assert logs[f"{prefix}loss"] == pytest.approx(of_tokens, rel=1e-6)
@@ -123,7 +126,7 @@ def test_pipeline_stages_without_labels_pass() -> None:
     for found in (first, last):
         own = error(found["stock", "01"], "token_mean", "01")
         assert error(found["hooked", "01"], "sample_mean", "01") <= 2 * own < 2e-6
-    expected, _ = references()["sample_mean", "01", False]
+    expected = reference()["loss"].loss(weights("sample_mean", "01"))
     assert last["hooked", "01"].logs["sample_mean_loss"] == pytest.approx(expected, rel=1e-6)
     assert "sample_mean_loss" not in first["hooked", "01"].logs
 

@@ -5,29 +5,22 @@ The gradient of every parameter is compared with an fp64 process that runs every
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.frameworks import skyrl_case as case
+from tests.frameworks.patched import patched_copy
+from tests.frameworks.reference import COEFFICIENTS, ENTROPY, KL
 from tests.host.harness import run_host_ranks
-from tests.host.reference import relative_error
+from tests.host.reference import Gradient, Reference, relative_error
 from tests.peers.standins import PEERS
 
 pytestmark = pytest.mark.host
 
-ROOT = Path(__file__).parents[2]
-PATCH = ROOT / "patches/skyrl-0.4.0.patch"
-PAGE = ROOT / "docs/frameworks/skyrl.md"
 # Rows of each optimizer step's microbatches, by data-parallel rank; -1 is a row of padding.
 MICROBATCHES = {
     "dp2": ([[[0, 1], [2, 3]], [[4, 5], [6, -1]]], [[[7, 8]], [[9, 10]]]),
@@ -38,62 +31,47 @@ Results = dict[str, Any]
 
 
 @cache
-def references() -> tuple[list[torch.Tensor], dict[tuple[str, str, int], case.Reference]]:
-    """The model's log-probabilities; by mode, whole step or stock's topology, and step."""
-    wanted = {}
-    for step in (0, 1):
-        for mode in (*case.MODES, "microbatch_mean"):
-            wanted[mode, "step", step] = case.weights(mode, step)
-        for mode in case.MODES:
-            for topology, steps in MICROBATCHES.items():
-                wanted[mode, topology, step] = case.stock_weights(mode, step, steps[step])
-    asked = [(key[-1], weights) for key, weights in wanted.items()]
-    log_probs, found = run_host_ranks(case.references, 1, asked)[0]
-    return log_probs, dict(zip(wanted, found, strict=True))
+def fp64() -> dict[str, Reference]:
+    found: dict[str, Reference] = run_host_ranks(case.references, 1)[0]
+    return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder: Path = tmp_path_factory.mktemp("skyrl")
-    torch.save(references()[0], folder / "log_probs")
-    yield folder
-    shutil.rmtree(folder)
+@cache
+def expected(mode: str, of: str, step: int) -> Gradient:
+    """Of the whole step, or of stock SkyRL in a topology."""
+    stock = case.stock_weights(mode, step, MICROBATCHES[of][step]) if of in MICROBATCHES else None
+    return case.gradient(fp64(), stock or case.weights(mode, step))
 
 
-@pytest.fixture(scope="module")
-def stock(folder: Path) -> Results:
-    return results(folder, "stock", PEERS)
+@pytest.fixture(scope="session")
+def stock() -> Results:
+    own = {name: run for name, run in case.RUNS.items() if "/" not in run.loss_reduction}
+    return results(str(PEERS), own)
 
 
-@pytest.fixture(scope="module")
-def patched(folder: Path) -> Results:
-    shutil.copytree(PEERS / "skyrl", folder / "package/skyrl")
-    (command,) = re.findall(r"^patch .*$", PAGE.read_text(), re.MULTILINE)
-    environment = {**os.environ, "SKYRL": str(folder / "package")}
-    subprocess.run(command, shell=True, check=True, cwd=ROOT, env=environment)
-    return results(folder, "patched", folder / "package")
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("skyrl")
+    patched_copy("skyrl", folder)
+    return results(str(folder), case.RUNS)
 
 
-def results(folder: Path, package: str, where: Path) -> Results:
-    """Of the runs of `case.RUNS` that the package knows: what each rank returned."""
-    arguments = (package, str(folder / "log_probs"), str(folder / package))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.frameworks.run_skyrl", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "SKYRL": str(where), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    found: Results = torch.load(folder / package)
+def results(package: str, runs: dict[str, case.Run]) -> Results:
+    """What each rank returned, with SkyRL from the folder ``package``."""
+    found: Results = {}
+    for cp in (1, 2):
+        of_cp = {name: run for name, run in runs.items() if run.cp == cp}
+        ranks = run_host_ranks(
+            case.train_all, 2, package, cp, of_cp, fp64()["lp"].losses, timeout=200
+        )
+        found |= {name: [rank[name] for rank in ranks] for name in of_cp}
     return found
 
 
 def error(ranks: list[dict[str, Any]], mode: str, of: str = "step") -> float:
-    """The largest of all ranks and both optimizer steps; ``of`` as in `references`."""
+    """The largest of all ranks and both optimizer steps; ``of`` as in `expected`."""
     return max(
-        relative_error(rank["gradients"][step], references()[1][mode, of, step].gradient)
+        relative_error(rank["gradients"][step], expected(mode, of, step))
         for rank in ranks
         for step in (0, 1)
     )
@@ -134,19 +112,18 @@ def test_metrics_follow_the_aggregation(
 ) -> None:
     name = case.MODES[mode]
     found = patched[f"{way} skyrl/{name}"][0]["metrics"]
-    steps = [references()[1][mode, "step", step] for step in (0, 1)]
-    for key in ("policy", "kl", "entropy"):
-        expected = sum(getattr(step, key) for step in steps) / 2
-        metric = "policy_loss" if key == "policy" else f"policy_{key}"
-        assert found[metric] == pytest.approx(expected, rel=1e-5)
+    for term in COEFFICIENTS:
+        of_steps = [fp64()[term].loss(case.weights(mode, step)[term]) for step in (0, 1)]
+        metric = "policy_loss" if term == "policy" else f"policy_{term}"
+        assert found[metric] == pytest.approx(sum(of_steps) / 2, rel=1e-5)
     theirs = stock[f"{way} {name}"][0]["metrics"]
     followed = {"policy_loss", "policy_kl", "policy_entropy", "final_loss"}
     assert {k: v for k, v in found.items() if k not in followed} == {
         k: v for k, v in theirs.items() if k not in followed
     }
     if way != "cp2":  # there each rank has a part of the entropy, in stock too
-        total = found["policy_loss"] + case.KL_COEF * found["policy_kl"]
-        total -= case.ENTROPY_COEF * found["policy_entropy"]
+        total = found["policy_loss"] + KL * found["policy_kl"]
+        total -= ENTROPY * found["policy_entropy"]
         assert found["final_loss"] == pytest.approx(total, rel=1e-5)
 
 
@@ -157,7 +134,8 @@ def test_clip_cov_sees_the_advantages_as_they_are(stock: Results, patched: Resul
 
 
 def test_without_a_preset_the_patch_changes_no_bit(stock: Results, patched: Results) -> None:
-    assert len(stock) == 13
+    further = len(case.WAYS) - len(case.TOPOLOGIES)
+    assert len(stock) == len(ALL) + further + 1  # and the old token mean
     for name, ranks in stock.items():
         for mine, theirs in zip(patched[name], ranks, strict=True):
             assert mine["metrics"] == theirs["metrics"]
@@ -179,8 +157,3 @@ def test_without_a_preset_the_patch_changes_no_bit(stock: Results, patched: Resu
 def test_what_cannot_be_exact_is_refused(patched: Results, run: str, message: str) -> None:
     for of_rank in patched[run]:
         assert re.search(message, of_rank)
-
-
-def test_the_patch_is_short() -> None:
-    changed = re.findall(r"^[+-](?![+-]{2} )", PATCH.read_text(), re.MULTILINE)
-    assert len(changed) <= 25

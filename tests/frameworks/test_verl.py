@@ -6,31 +6,27 @@ and told what to do as that page says.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import oracle
-from tests.frameworks.run_verl import ENTROPY, KL, Case, Reference, Step, reference, run_verl
-from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS, row
+from tests.frameworks.patched import page, patched_copy
+from tests.frameworks.reference import DIVISOR
+from tests.frameworks.verl_ranks import Case, Step, reference, run_verl
+from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS
 from tests.host.harness import run_host_ranks
-from tests.host.reference import relative_error
+from tests.host.reference import Reference, relative_error
 from tests.host.steps import Weights, sequences
 from tests.oracle import Sample
 from tests.peers.standins import PEERS
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/frameworks/verl.md").read_text()
+pytestmark = pytest.mark.host
+
 CPS = {"dp2": 1, "cp2": 2}
-DIVISOR = 7.0
 MODES: dict[str, dict[str, Any]] = {
     "token_mean": {},
     "sample_mean": {},
@@ -48,13 +44,17 @@ MOE = (
 
 def flags(mode: str, divisor: float | None = None, rejected: str = "skip") -> str:
     """The flags of the page, for another mode."""
-    found = re.search(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', PAGE)
+    found = re.search(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', page("verl"))
     assert found
     given = found[1].replace("prompt_mean", mode).replace("rejected skip", f"rejected {rejected}")
     return given + (f" --loss-aggregation-divisor {divisor}" if divisor else "")
 
 
-STOCK = {
+AUXILIARY = {
+    coefficient: Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", coefficient)))
+    for coefficient in (0.0, 1.0)
+}
+STOCK: dict[Any, Case] = {
     "token-mean": Case(),
     "token-mean, per token": Case(per_token=True),
     "seq-mean-token-mean": Case(mode="seq-mean-token-mean"),
@@ -62,8 +62,7 @@ STOCK = {
     "value": Case(loss="value"),
     "distillation": Case(loss="distillation"),
     "geo_mean": Case(loss_mode="geo_mean"),
-    "moe": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", 1.0))),
-    "moe, no auxiliary loss": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", 0.0))),
+    **AUXILIARY,
 }
 OURS = {
     (mode, per_token): Case(flags(mode, **options), per_token=per_token)
@@ -74,7 +73,7 @@ FURTHER = {
     "microbatch_mean": Case(flags("microbatch_mean")),
     "value": Case(flags("prompt_mean"), loss="value"),
     "distillation": Case(flags("prompt_mean"), loss="distillation"),
-    "moe": Case(flags("token_mean"), per_token=True, config=STOCK["moe"].config),
+    **{key: case._replace(flags=flags("sample_mean")) for key, case in AUXILIARY.items()},
 }
 REFUSED = {
     "AssertionError: geo_mean has no loss aggregation": Case(
@@ -96,15 +95,7 @@ REFUSED = {
 def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a copy of verl, patched by the commands of the page."""
     folder = tmp_path_factory.mktemp("site-packages")
-    shutil.copytree(PEERS / "verl", folder / "verl")
-    block = re.search(r"```bash\npip [^\n]*\nSITE=[^\n]*\n(.*?)```", PAGE, re.DOTALL)
-    assert block
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", "-ec", block[1]]
-    environment = {**os.environ, "SITE": str(folder), "PATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "verl-0.9.1.patch fits and is not applied" in done.stdout
+    assert "verl-0.9.1.patch fits and is not applied" in patched_copy("verl", folder)
     return str(folder)
 
 
@@ -114,7 +105,7 @@ def _run(package: str, cp: int, cases: tuple[Case, ...]) -> list[list[Step]]:
     return run_host_ranks(run_verl, 2, package, cp, cases, timeout=280)
 
 
-def stock(topology: str) -> dict[str, Step]:
+def stock(topology: str) -> dict[Any, Step]:
     steps = _run(str(PEERS), CPS[topology], tuple(STOCK.values()))[0]
     return dict(zip(STOCK, steps, strict=True))
 
@@ -132,8 +123,8 @@ def ours(topology: str, package: str) -> dict[Any, list[Step]]:
 
 
 @cache
-def fp64(loss: str = "policy") -> Reference:
-    found: Reference = run_host_ranks(reference, 1, loss)[0]
+def fp64(loss: str = "policy") -> dict[str, Reference]:
+    found: dict[str, Reference] = run_host_ranks(reference, 1, loss)[0]
     return found
 
 
@@ -150,7 +141,7 @@ def weights(mode: str, **options: Any) -> Weights:
 
 def error(step: Step, w: Weights, loss: str = "policy") -> float:
     assert step.error is None
-    return relative_error(step.gradient, fp64(loss).total.gradient(w))
+    return relative_error(step.gradient, fp64(loss)["loss"].gradient(w))
 
 
 def own_error(topology: str) -> float:
@@ -188,11 +179,9 @@ def test_microbatches_are_unequal(topology: str, patched: str) -> None:
 def test_metrics_follow(mode: str, per_token: bool, topology: str, patched: str) -> None:
     metrics = ours(topology, patched)[mode, per_token][0].metrics
     w = weights(mode, **MODES[mode])
-    pg, kl, entropy = (fp64().mean(name, w) for name in ("pg", "kl", "entropy"))
-    assert metrics["actor/pg_loss"] == pytest.approx(pg, rel=1e-5)
-    assert metrics["kl_loss"] == pytest.approx(kl, rel=1e-5)
-    assert metrics["actor/entropy_loss"] == pytest.approx(entropy, rel=1e-5)
-    assert metrics["loss"] == pytest.approx(pg + KL * kl - ENTROPY * entropy, rel=1e-5)
+    names = {"policy": "actor/pg_loss", "kl": "kl_loss", "entropy": "actor/entropy_loss"}
+    for term, name in {**names, "loss": "loss"}.items():
+        assert metrics[name] == pytest.approx(fp64()[term].loss(w), rel=1e-5)
 
 
 @both
@@ -202,13 +191,14 @@ def test_further_losses_are_exact(loss: str, topology: str, patched: str) -> Non
     own = error(stock(topology)[loss], weights("token_mean"), loss)
     w = weights("prompt_mean")
     assert error(step, w, loss) <= min(2 * own, 1e-6)
-    assert step.metrics["loss"] == pytest.approx(fp64(loss).total.loss(w), rel=1e-5)
+    assert error(stock(topology)[loss], w, loss) > 1e-2
+    assert step.metrics["loss"] == pytest.approx(fp64(loss)["loss"].loss(w), rel=1e-5)
 
 
 @both
 def test_microbatch_mean_goes_by_verls_microbatches(topology: str, patched: str) -> None:
     steps = ours(topology, patched)["microbatch_mean"]
-    sample_of = {len(row(i)["input_ids"]): i for i in range(len(PROMPTS))}
+    sample_of = {len(sequences()[i].tokens) + 1: i for i in range(len(PROMPTS))}
     ranks = steps if topology == "dp2" else steps[:1]
     places = [
         [[sample_of[n] for n in lengths if n in sample_of] for lengths in step.microbatches]
@@ -250,7 +240,7 @@ def test_what_stock_verl_gives(topology: str) -> None:
         wrong = error(steps[name], weights(mode, **MODES[mode]))
         assert wrong == pytest.approx(PADDING / (len(PROMPTS) + PADDING), rel=1e-4)
     # It has no mean over prompts.
-    own = [step for name, step in steps.items() if "-mean" in name]
+    own = [step for name, step in steps.items() if "-mean" in str(name)]
     nearest = min(error(step, weights("prompt_mean")) for step in own)
     assert nearest > 0.1
     # With the flag, each context-parallel rank counts tokens // 2 in each microbatch.
@@ -260,13 +250,16 @@ def test_what_stock_verl_gives(topology: str) -> None:
 
 def test_auxiliary_losses_keep_verls_meaning(patched: str) -> None:
     # verl returns the tokens that were routed as the number of tokens, which auxiliary losses are
-    # scaled by; its own token mean is exact here.
-    steps = stock("dp2")
-    own, ours_ = steps["moe"], ours("dp2", patched)["moe"][0]
-    assert ours_.error is None
-    assert relative_error(ours_.gradient, own.gradient) < 1e-6
-    without = steps["moe, no auxiliary loss"]
-    assert relative_error(ours_.gradient, without.gradient) > 1e-3
+    # scaled by. Their gradient is the same whatever the aggregation of the loss.
+    own, found = stock("dp2"), {c: ours("dp2", patched)[c][0] for c in AUXILIARY}
+    assert all(step.error is None for step in found.values())
+    assert relative_error(own[0.0].gradient, own[1.0].gradient) > 1e-3
+    assert relative_error(found[0.0].gradient, own[0.0].gradient) > 1e-2
+    theirs, mine = (
+        {name: g - steps[0.0].gradient[name] for name, g in steps[1.0].gradient.items()}
+        for steps in (own, found)
+    )
+    assert relative_error(mine, theirs) < 1e-6
 
 
 @both

@@ -19,15 +19,11 @@ ROWS = len(PROMPTS) + PADDING
 
 def made_up(i: int) -> dict[str, Tensor]:
     """What rollout and trainer leave for every token of sample ``i``'s answer, in fp32."""
-    x, y = sequences()[i].tokens.double(), sequences()[i].labels.double()
-    data = {
-        "old_log_probs": -3.3 - ((7 * x + 3 * y) % 11) / 20,
-        "ref_log_prob": -3.5 - ((5 * x + y) % 7) / 10,
-        "advantages": ((x + y) % 5 - 2) / 2,
-        "values": ((3 * x + y) % 9) / 9,
-        "returns": ((x + 2 * y) % 8) / 4,
-    }
-    return {name: value.float() for name, value in data.items()}
+    from tests.host.rl import data_of
+
+    names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
+    data = data_of(sequences()[i].tokens, sequences()[i].labels)
+    return {name: value.float() for name, value in zip(names, data, strict=True)}
 
 
 def row(i: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -55,17 +55,20 @@ class Sequence:
 
 
 @functools.cache
-def sequences(masks: str = "01") -> tuple[Sequence, ...]:
-    """The samples of the step, heavy-tailed in length.
+def sequences(
+    masks: str = "01", lengths: tuple[int, ...] = LENGTHS, vocab: int = VOCAB, seed: int = 1
+) -> tuple[Sequence, ...]:
+    """The samples of the step, heavy-tailed in length; by default those of `PLACES`.
 
     Args:
         masks: "01", "fractional", or "single": the last token of the samples `SINGLE`.
     """
     # The text is the same whatever the masks. The fractions of sample 3 sum to less than 1.
-    generator, fractions = (torch.Generator().manual_seed(seed) for seed in (1, 4))
+    generator, fractions = (torch.Generator().manual_seed(s) for s in (seed, 4))
     result = []
-    for i, (length, prompt, rollout) in enumerate(zip(LENGTHS, PROMPTS, ROLLOUTS, strict=True)):
-        text = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+    groups = zip(cycle(PROMPTS), cycle(ROLLOUTS), strict=True)
+    for i, (length, (prompt, rollout)) in enumerate(zip(lengths, groups, strict=False)):
+        text = torch.randint(0, vocab, (length + 1,), generator=generator)
         # Of a fixed dtype: the same draw whatever the default dtype is.
         mask = (torch.rand(length, generator=generator, dtype=torch.float64) < 0.6).double()
         mask[-1] = 1

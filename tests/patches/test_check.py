@@ -21,7 +21,11 @@ def name_of(patch: Path) -> str:
 
 
 def lay_out(path: Path, patch: Path) -> Path:
-    """Files at ``path`` with what ``patch`` expects, at its lines, and nothing else."""
+    """Files at ``path`` with what ``patch`` expects, at its lines, and nothing else.
+
+    So every patch fits here. Whether it fits the framework itself is seen where its tests patch the
+    framework's code: those of verl and SkyRL do, and `ci/frameworks.sh` for slime and NeMo-RL.
+    """
     for part in re.split(r"^--- a/", patch.read_text(), flags=re.MULTILINE)[1:]:
         file = path / part.split(maxsplit=1)[0]
         lines: list[str] = []

@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder, Loader):
         self.names = frozenset(names)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self.names:
+        if not any(f"{name}.".startswith(f"{ours}.") for ours in self.names):
             return None
         return ModuleSpec(name, self, is_package=True)
 
@@ -75,7 +75,7 @@ def use_peers(standins: str) -> None:
     The checkout stays first: one of the systems brings a package `tests` of its own.
 
     Args:
-        standins: the modules to stand in for, separated by spaces.
+        standins: the modules to stand in for with all below them, separated by spaces.
     """
     sys.path.insert(1, str(PEERS))
     sys.meta_path.insert(0, _Finder(standins.split()))

@@ -9,32 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.host.steps import VOCAB, Sequence
-from tests.oracle import Sample
+from tests.host import steps
+from tests.host.steps import EMPTY, VOCAB
 
 EOS = VOCAB - 1  # Bridge pads packs with it, and never trains on it
 LENGTHS = (23, 3, 9, 1, 17, 6, 12, 2, 20, 5, 4, 8)
-EMPTY = 5  # a sample whose mask is all 0
 ROW = 32  # length of every row
 MICRO_BATCH = 2  # rows
 PACKS = ((0, 1), (EMPTY,), (2, 3, 10, 11), (4, 6, 7, 8, 9))
 PACK = 64  # length of every pack
 MULTIPLE = 4  # 2 * cp
-
-
-@functools.cache
-def sequences() -> tuple[Sequence, ...]:
-    """The samples of the step."""
-    generator = torch.Generator().manual_seed(3)
-    result = []
-    for i, length in enumerate(LENGTHS):
-        text = torch.randint(0, EOS, (length + 1,), generator=generator)
-        mask = (torch.rand(length, generator=generator, dtype=torch.float64) < 0.6).double()
-        mask[-1] = 1
-        if i == EMPTY:
-            mask.zero_()
-        result.append(Sequence(text[:-1], text[1:], Sample(tuple(mask.tolist()))))
-    return tuple(result)
+sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=3)
+"""The samples of the step."""
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
-from tests import oracle
 from tests.frameworks.bridge.data import sequences
-from tests.host.reference import Gradient
+from tests.frameworks.reference import references
+from tests.host.reference import Reference
 
 MODES = ("token_mean", "sample_mean")
 STOCK = "stock"
@@ -42,19 +40,11 @@ def error_of(arguments: list[str]) -> str | None:
     return harness.error_of(recipe.main, arguments)
 
 
-def reference() -> dict[str, tuple[float, Gradient]]:
-    """Loss and gradient of the step in each of `MODES`: every sample alone, in fp64."""
+def reference() -> Reference:
+    """Every sample of the step alone, in fp64."""
     from tests.host import gpt
 
     gpt.initialize()
     model = gpt.build()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    losses = [gpt.plain_losses(model, sequence) for sequence in sequences()]
-    found = {}
-    for mode in MODES:
-        ((weights,),) = oracle.step_weights(mode, [[[s.sample for s in sequences()]]])
-        parts = [torch.tensor(w) @ loss for w, loss in zip(weights, losses, strict=True)]
-        loss = torch.stack(parts).sum()
-        gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-        found[mode] = float(loss), dict(zip(names, gradient, strict=True))
-    return found
+    losses = ({"loss": gpt.plain_losses(model, sequence)} for sequence in sequences())
+    return references(model, losses)["loss"]

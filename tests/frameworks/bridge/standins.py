@@ -10,36 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from tests.peers.standins import Anything, use_peers
 
-PACKAGES = "transformers diffusers datasets huggingface_hub safetensors rich modelopt"
-NEEDS_GPU = "nvidia_resiliency_ext"
-BELOW_MEGATRON = (
-    "megatron.bridge.diffusion",
-    "megatron.bridge.models.conversion",
-    "megatron.bridge.models.megatron_mimo",
-    "megatron.bridge.peft",
-    "megatron.energon",
+STANDINS = (
+    "transformers diffusers datasets huggingface_hub safetensors rich modelopt "
+    "nvidia_resiliency_ext megatron.energon megatron.bridge.diffusion megatron.bridge.peft "
+    "megatron.bridge.models.conversion megatron.bridge.models.megatron_mimo"
 )
 IMPORT_EVERY_MODEL = ("megatron.bridge", "megatron.bridge.models")
 """Packages whose ``__init__`` imports every model; here they import what is asked for."""
-
-
-class _BelowMegatron(MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not any(f"{name}.".startswith(f"{part}.") for part in BELOW_MEGATRON):
-            return None
-        standin = importlib.util.find_spec(NEEDS_GPU)  # as any package that is stood in for
-        assert standin is not None
-        return ModuleSpec(name, standin.loader, is_package=True)
 
 
 def use_bridge() -> None:
@@ -47,8 +28,7 @@ def use_bridge() -> None:
     from megatron.core.datasets import utils
 
     utils.compile_helpers = lambda: None  # the wheel ships them compiled
-    use_peers(f"{PACKAGES} {NEEDS_GPU}")
-    sys.meta_path.insert(0, _BelowMegatron())
+    use_peers(STANDINS)
     for name in IMPORT_EVERY_MODEL:
         _import_empty(name)
     distillation = importlib.import_module("modelopt.torch.distill.plugins.megatron")

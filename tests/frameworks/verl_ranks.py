@@ -18,20 +18,25 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.reference import (
+    CLIP,
+    ENTROPY,
+    KL,
+    Terms,
+    grpo,
+    references,
+    text_of,
+    token_values,
+    total,
+)
 from tests.frameworks.verl_rows import PROMPTS, ROWS, columns, made_up, rows_of
-from tests.host import reference as host
-from tests.host.steps import Weights, sequences
+from tests.host.reference import Reference
+from tests.host.steps import sequences
 from tests.peers.standins import use_peers
 
-KL, ENTROPY, CLIP = 0.3, 0.1, 0.2
-COEFFICIENTS = {
-    "policy": {"pg": 1.0, "kl": KL, "entropy": -ENTROPY},
-    "distillation": {"kl": 1.0},
-    "value": {"value": 1.0},
-}
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
 
 
@@ -56,21 +61,6 @@ class Step(NamedTuple):
     metrics: dict[str, float]
     microbatches: list[list[int]]  # lengths of the samples
     error: str | None = None
-
-
-class _Optimizer:
-    """Keeps the gradient that verl would step with."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.gradient = model, {}
-        self.param_groups: list[dict[str, float]] = [{"lr": 0.0}]
-
-    def zero_grad(self) -> None: ...
-
-    def step(self) -> tuple[bool, float, int]:
-        parameters = self.model.module.named_parameters()
-        self.gradient = {name: p.main_grad.clone() for name, p in parameters}
-        return True, 0.0, 0
 
 
 class _ValueHead(torch.nn.Linear):
@@ -136,7 +126,8 @@ def _run(case: Case, cp: int) -> Step:
     from verl.utils.metric import reduce_metrics
 
     metrics = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
-    return Step(worker.engine.optimizer.gradient, metrics, lengths)
+    (gradient,) = worker.engine.optimizer.gradients
+    return Step(gradient, metrics, lengths)
 
 
 @contextlib.contextmanager
@@ -164,7 +155,7 @@ def _worker(case: Case, cp: int) -> Any:
     kind = "WithValueHead" if case.loss == "value" else "WithLMHead"
     engine = object.__new__(getattr(transformer_impl, f"MegatronEngine{kind}"))
     model = gpt.data_parallel(build(torch.float32, case.loss, case.per_token, **dict(case.config)))
-    engine.module, engine.tf_config, engine.optimizer = [model], model.config, _Optimizer(model)
+    engine.module, engine.tf_config, engine.optimizer = [model], model.config, KeepGradients(model)
     engine.engine_config = McoreEngineConfig(
         context_parallel_size=cp, use_dynamic_bsz=True, max_token_len_per_gpu=26 // cp
     )
@@ -219,52 +210,25 @@ def _loss_function(case: Case) -> Callable[..., Any]:
     return partial(ppo_loss, config=actor)
 
 
-class Reference(NamedTuple):
-    """One process and fp64, of every sample."""
-
-    terms: list[dict[str, Tensor]]  # of every token, without their coefficients
-    total: host.Reference  # their sum with coefficients
-
-    def mean(self, name: str, weights: Weights) -> float:
-        """``sum w * term``."""
-        return sum(float(torch.tensor(w).double() @ self.terms[i][name]) for i, w in weights)
-
-
-def reference(loss: str) -> Reference:
+def reference(loss: str) -> dict[str, Reference]:
+    """By term of the loss, and of every sample but padding."""
     from tests.host import gpt
 
     gpt.initialize()
     model = build(torch.float64, loss)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    coefficients = COEFFICIENTS[loss]
-    terms, losses, gradients = [], [], []
-    for i in range(len(PROMPTS)):
-        of_sample = _token_terms(model, loss, i)
-        total = sum(factor * of_sample[name] for name, factor in coefficients.items())
-        rows = [torch.autograd.grad(x, parameters, retain_graph=True) for x in total]
-        columns = zip(*rows, strict=True)
-        gradients.append({n: torch.stack(c) for n, c in zip(names, columns, strict=True)})
-        losses.append(total.detach())
-        terms.append({name: value.detach() for name, value in of_sample.items()})
-    return Reference(terms, host.Reference(losses, gradients))
+    return references(model, (_token_terms(model, loss, i) for i in range(len(PROMPTS))))
 
 
-def _token_terms(model: Any, loss: str, i: int) -> dict[str, Tensor]:
-    """fp64 [tokens] of sample ``i``, alone and unpadded."""
+def _token_terms(model: Any, loss: str, i: int) -> Terms:
     sequence, data = sequences()[i], {k: v.double() for k, v in made_up(i).items()}
-    positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
-    output = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
     if loss == "value":
-        value, old, returns = output.squeeze(-1), data["values"], data["returns"]
+        positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
+        value = model(sequence.tokens.unsqueeze(0), positions, None).flatten()
+        old, returns = data["values"], data["returns"]
         near = old + (value - old).clamp(-CLIP, CLIP)
-        return {"value": 0.5 * torch.maximum((value - returns) ** 2, (near - returns) ** 2)}
-    normal = F.log_softmax(output, dim=-1)
-    new = normal.gather(-1, sequence.labels.unsqueeze(-1)).squeeze(-1)
-    a, ratio = data["advantages"], (new - data["old_log_probs"]).exp()
-    clipped = torch.maximum(-a * ratio, -a * ratio.clamp(1 - CLIP, 1 + CLIP))
-    log_r = data["ref_log_prob"] - new
-    return {
-        "pg": torch.where(a < 0, torch.minimum(-a * 3.0, clipped), clipped),  # 3: dual clip
-        "kl": (log_r.exp() - 1 - log_r).clamp(max=10),  # as verl does
-        "entropy": -(normal.exp() * normal).sum(-1),
-    }
+        return {"loss": 0.5 * torch.maximum((value - returns) ** 2, (near - returns) ** 2)}
+    values, a = token_values(model, text_of(sequence), 1), data["advantages"]
+    terms = grpo(*values, data["old_log_probs"], data["ref_log_prob"], a)
+    policy, kl = terms["policy"], terms["kl"].clamp(max=10)  # as verl does
+    terms |= {"policy": torch.where(a < 0, policy.minimum(-3.0 * a), policy), "kl": kl}  # dual clip
+    return {**terms, "loss": kl if loss == "distillation" else total(terms)}
