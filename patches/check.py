@@ -77,7 +77,7 @@ def check_frameworks(folder: Path) -> list[bool]:
     """Report on every framework whose files are in ``folder``."""
     found: dict[str, list[Path]] = {}
     for patch in FRAMEWORKS:
-        if all((folder / file).is_file() for file in touched(patch)):
+        if any((folder / file).is_file() for file in touched(patch)):
             found.setdefault(patch.stem.rpartition("-")[0], []).append(patch)
     hint = f"the version in {folder}; add the lines by hand"
     return [report(name, patches, folder, hint) for name, patches in found.items()]
