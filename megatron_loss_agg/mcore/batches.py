@@ -57,10 +57,10 @@ def read_batch(batch: Any) -> Microbatch:
     - ``cu_seqlens_unpadded`` and ``cu_seqlens``: Megatron-Bridge 0.3, where -1 fills the rest.
 
     Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
-    the model. Trailing offsets that repeat the last one (the last padded one, if given) pad the
-    rows of packs with fewer samples. Megatron-Bridge adds a sample for the padding at the end of a
-    pack; ``token_count`` tells it from a real one, and it is left out. A dummy microbatch has
-    ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
+    the model. Trailing offsets that repeat the last one (the last padded one, if given) are fill,
+    unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
+    the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
+    microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
 
     Raises:
         MaskError, GroupError: a key is missing, or has a wrong type or shape; or the offsets are in

@@ -172,7 +172,7 @@ class Call:
 
         groups = ParallelGroups.of(arguments.get("pg_collection"))
         model, iterators = arguments["model"], arguments["data_iterator"]
-        chunks = tuple(model) if isinstance(model, list) else (model,)
+        chunks = chunks_of(model)
         config = get_model_config(chunks[0])
         wrapper = getattr(chunks[0], "ddp_config", None)
         instances = getattr(wrapper, "num_distributed_optimizer_instances", 1)
@@ -222,6 +222,11 @@ class Call:
             stack.callback(vars(self.config).update, saved)
             vars(self.config).update(dict.fromkeys(names))
             yield
+
+
+def chunks_of(model: Any) -> tuple[Any, ...]:
+    """The model chunks of this rank, from what the schedule is given as its model."""
+    return tuple(model) if isinstance(model, list) else (model,)
 
 
 STOCK = "stock_schedule"

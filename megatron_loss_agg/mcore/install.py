@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from megatron_loss_agg.mcore import effect, flags
 from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
 from megatron_loss_agg.mcore.hook import LossHook
-from megatron_loss_agg.mcore.host import STOCK
+from megatron_loss_agg.mcore.host import STOCK, chunks_of
 from megatron_loss_agg.mcore.host_flags import check_host_flags
 from megatron_loss_agg.mcore.seams import Seam, seams
 
@@ -62,17 +62,13 @@ class _HookOfFlags(LossHook):
         @functools.wraps(hooked)
         def noted(**arguments: Any) -> Any:
             trains = not (arguments.get("forward_only") or arguments.get("collect_non_loss_data"))
-            effect.given.note_call(_first_chunk(arguments["model"]) if trains else None)
+            effect.given.note_call(chunks_of(arguments["model"])[0] if trains else None)
             result = hooked(**arguments)
             if trains:
                 effect.given.skips_step = self.step_is_empty
             return result
 
         return noted
-
-
-def _first_chunk(model: Any) -> Any:
-    return model[0] if isinstance(model, list) else model
 
 
 def install(
@@ -117,7 +113,7 @@ def install(
     by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
 
     def of_model(model: Any) -> LossHook | None:
-        chunk = _first_chunk(model)
+        chunk = chunks_of(model)[0]
         if effect.given is not given:  # uninstalled, but the loop has kept a schedule
             return None
         if chunk not in by_model:

@@ -101,12 +101,9 @@ def _without_fill(key: str, batch: Mapping[str, Any]) -> Tensor:
     if not isinstance(offsets, Tensor):
         raise GroupError(f"batch key {key!r} is a {type(offsets).__name__}; expected a tensor")
     number = batch.get(f"{key}_argmin")
+    may_be_filled = key in (_BRIDGE_03.real, _BRIDGE_03.padded) and are_offsets(offsets.flatten())
     filled = offsets.dim() == 2 or (offsets.dim() == 1 and number is not None)
-    if (
-        key not in (_BRIDGE_03.real, _BRIDGE_03.padded)
-        or not filled
-        or not are_offsets(offsets.flatten())
-    ):
+    if not (may_be_filled and filled):
         return offsets
     fill = offsets < 0
     valid = (~fill).sum(dim=-1, keepdim=True)
@@ -140,10 +137,10 @@ def _one_pack(
     """
     places = offsets if padded is None or padded.dim() != offsets.dim() else padded
     if offsets.dim() == 1:
-        known = not offsets.numel() or offsets.numel() - 1 in sample_counts
-        return (
-            offsets if known or places.shape != offsets.shape else offsets[: _num_offsets(places)]
-        )
+        if not offsets.numel() or offsets.numel() - 1 in sample_counts:
+            return offsets
+        # Unequal numbers are refused later, so nothing is cut off before.
+        return offsets[: _num_offsets(places)] if places.shape == offsets.shape else offsets
     packs = mask.shape[0] if mask.dim() == 2 else 1
     if offsets.dim() != 2 or offsets.shape[0] != packs or offsets.shape[1] == 0:
         raise GroupError(
