@@ -12,6 +12,7 @@ COMMANDS = """\
 other commands:
   python -m megatron_loss_agg doctor [-h] ...     check whether the plugin works here
   python -m megatron_loss_agg explain [-h] ...    show how each mode weights the samples of a step
+  python -m megatron_loss_agg --version
 """
 
 
@@ -43,6 +44,11 @@ def _run(args: list[str]) -> int | Callable[[], int]:
         from megatron_loss_agg import explain
 
         return explain.main(args[1:])
+    if args == ["--version"]:
+        from megatron_loss_agg import __version__
+
+        print(f"megatron-loss-agg {__version__}")
+        return 0
     cpu = args[:1] == ["--cpu"]
     command = args[cpu:]
     if not command or command[0] in ("-h", "--help"):

@@ -9,6 +9,7 @@ recognised has a patch that is applied or fits; 1 otherwise.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -84,10 +85,13 @@ def check_frameworks(folder: Path) -> list[bool]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print("usage: python patches/check.py PATH", file=sys.stderr)
-        return 1
-    folder = Path(argv[0])
+    parser = argparse.ArgumentParser(
+        prog="python patches/check.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="a checkout, or the folder that holds a package")
+    folder = parser.parse_args(argv).folder
     version = version_of(folder)
     if version is not None and (folder / "pretrain_gpt.py").is_file():
         return 0 if check_megatron(folder, version) else 1

@@ -20,7 +20,7 @@ import megatron_loss_agg
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_loss_agg"
 SCRIPTS = [ROOT / ".ci/run", *ROOT.glob("ci/*.sh"), *ROOT.glob("examples/*.sh")]
-GUIDES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+GUIDES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,10 @@ def test_one_version_everywhere(metadata: Message) -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert headings[1:2] in ([], [megatron_loss_agg.__version__])
+    assert f"\nversion: {megatron_loss_agg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    command = [sys.executable, "-m", "megatron_loss_agg", "--version"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == f"megatron-loss-agg {megatron_loss_agg.__version__}\n"
 
 
 def test_the_console_script_resolves(wheel: ZipFile) -> None:

@@ -131,3 +131,10 @@ def test_what_no_patch_fits_is_said(tmp_path: Path) -> None:
         code, text = check(path)
         assert code == 1
         assert said in text
+
+
+def test_help_says_what_it_is_given() -> None:
+    code, text = check(Path("--help"))
+    assert code == 0
+    assert "path/to/verl-checkout" in text
+    assert "the folder that holds a package" in text
