@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         from megatron_loss_agg.explain.picture import draw
 
         draw(args.plot, samples, shown)
+        print(f"drawn: {args.plot}", file=sys.stderr)
     if args.json:
         _print(json.dumps(as_json(samples, shown, left_out)))
     else:
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
-    parser.add_argument("--plot", metavar="FILE", help="draw weight against length (png, svg, pdf)")
+    parser.add_argument("--plot", metavar="FILE", help="draw both tables (png, svg, pdf)")
     return parser
 
 

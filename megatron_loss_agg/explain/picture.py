@@ -1,9 +1,11 @@
-"""The plot: token weight against sample length, a line or a set of points per mode."""
+"""The plot: token weight and share of the gradient against sample length, for each mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from megatron_loss_agg.errors import DependencyError, InputError
 from megatron_loss_agg.explain.samples import Sample
@@ -29,7 +31,7 @@ _FEW = 12
 
 
 def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> None:
-    """Save the plot to ``path``, in the format of its suffix.
+    """Save the two panels to ``path``, in the format of its suffix.
 
     Raises:
         DependencyError: matplotlib is not installed.
@@ -45,25 +47,50 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
     with_tokens = [s for s, sample in enumerate(samples) if sample.tokens > 0]
     if not with_tokens:
         raise InputError("--plot: no sample has loss tokens; there is nothing to draw")
-    figure = Figure(figsize=(8.6, 5.0), dpi=160, layout="constrained")
-    axes = figure.subplots(subplot_kw={"xscale": "log", "yscale": "log"})
+    figure = Figure(figsize=(13.0, 5.0), dpi=140, layout="constrained")
+    left, right = figure.subplots(1, 2, subplot_kw={"xscale": "log", "yscale": "log"})
     lengths = [samples[s].tokens for s in with_tokens]
-    points = {}
-    for name, shares in shown.items():
-        weights = relative_to_token_mean(shares, samples)[with_tokens]
-        points[name] = sorted(zip(lengths, weights.tolist(), strict=True))
-    # Order the legend like the right end of the plot, from top to bottom.
-    for name in sorted(points, key=lambda name: -points[name][-1][1]):
-        axes.plot(*zip(*points[name], strict=True), label=name, **_style(name, shown, len(lengths)))
-    _label_ticks(axes.xaxis, lengths)
-    _label_ticks(axes.yaxis, [weight for pairs in points.values() for _, weight in pairs])
-    _decorate(axes, lengths, len(samples))
+    _draw_panel(left, lengths, shown, lambda shares: relative_to_token_mean(shares, samples))
+    _draw_panel(right, lengths, shown, lambda shares: 100 * shares.fractions)
+    left.set_ylabel("weight of one token, as a multiple of token_mean")
+    right.set_ylabel("the sample's share of the gradient, in percent")
+    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.suptitle(
+        f"A step of {len(samples):,} samples and {sum(lengths):,.10g} loss tokens\n"
+        "lines: the sample's length decides; points: its group decides",
+        x=0.01,
+        ha="left",
+    )
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InputError(
             f"--plot {path}: {error}; expected a writable .png, .svg or .pdf"
         ) from error
+
+
+def _draw_panel(
+    axes: Any,
+    lengths: Sequence[float],
+    shown: Mapping[str, Shares],
+    height_S: Callable[[Shares], Tensor],
+) -> None:
+    """Draw ``height_S`` of every mode against ``lengths``, of the samples with tokens."""
+    points = {}
+    for name, shares in shown.items():
+        heights = height_S(shares)[shares.sums != 0]
+        points[name] = sorted(zip(lengths, heights.tolist(), strict=True))
+    # Order the legend like the right end of the plot, from top to bottom.
+    for name in sorted(points, key=lambda name: -points[name][-1][1]):
+        axes.plot(*zip(*points[name], strict=True), label=name, **_style(name, shown, len(lengths)))
+    _label_ticks(axes.xaxis, lengths)
+    _label_ticks(axes.yaxis, [height for pairs in points.values() for _, height in pairs])
+    axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
+    rug = {"linestyle": "none", "marker": "|", "color": "#777777"}
+    axes.plot(lengths, [0.012] * len(lengths), transform=axes.get_xaxis_transform(), **rug)
+    axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, Any]:
@@ -95,18 +122,3 @@ def _label_ticks(axis: Any, values: Sequence[float]) -> None:
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
-
-
-def _decorate(axes: Any, lengths: Sequence[float], samples: int) -> None:
-    axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
-    axes.set_ylabel("weight of one token, as a multiple of token_mean")
-    step = f"a step of {samples:,} samples and {sum(lengths):,.10g} loss tokens"
-    axes.set_title(f"What one token weighs in {step}\n", loc="left", fontsize=12)
-    note = "lines: the sample's length decides; points: its group decides"
-    axes.text(0, 1.025, note, transform=axes.transAxes, fontsize=9, color="#555555")
-    rug = {"linestyle": "none", "marker": "|", "color": "#777777"}
-    axes.plot(lengths, [0.012] * len(lengths), transform=axes.get_xaxis_transform(), **rug)
-    axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -188,7 +188,7 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path):
         path = tmp_path / name
         assert main(["explain", *STEP, "--divisor", "100", "--plot", str(path)]) == 0
         assert path.read_bytes().startswith(magic)
-    capsys.readouterr()
+        assert f"drawn: {path}\n" == capsys.readouterr().err
     for name in ("out.docx", "no/such/folder/out.png"):
         path = tmp_path / name
         assert f"InputError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
