@@ -120,3 +120,10 @@ def test_files_that_a_guide_names_exist(guide: Path) -> None:
     assert [path for path in ours if not (ROOT / path).exists()] == []
     links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text)
     assert [link for link in links if not (guide.parent / link).exists()] == []
+
+
+def test_the_page_of_errors_is_that_of_the_source() -> None:
+    command = [sys.executable, str(ROOT / "ci/errors.py")]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs/errors.md").read_text()
+    assert page == printed, "run python ci/errors.py >docs/errors.md"
