@@ -28,7 +28,7 @@ TESTS = (
     ),
     "tests/launch/test_any_loop.py",
 )
-TOOLS = ("setuptools>=70.1", "pytest", "pytest-timeout", "hypothesis")
+TOOLS = ("setuptools>=70.1", "pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis")
 
 
 class Host(NamedTuple):
@@ -99,6 +99,7 @@ def test_on(session: nox.Session, python: Python, host: Host) -> None:
     session.install("-q", "-c", str(constraints), "--no-build-isolation", "-e", ".")
     session.run(
         *("python", "-m", "pytest", "--timeout", "600", "-q", "-W", "ignore"),
+        *("-n", "logical", "--maxprocesses", "8", "--dist", "loadfile"),
         f"--junitxml={REPORTS / host.version}.xml",
         *TESTS,
         env={"OMP_NUM_THREADS": "1"},

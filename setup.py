@@ -44,6 +44,7 @@ setup(
             "psutil>=6",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.9",
         ],
         "docs": ["mkdocs>=1.6"],

@@ -48,7 +48,7 @@ def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
 def read(path: str) -> tuple[str, list[ElementTree.Element]]:
     """The release that a report is about, and its cases."""
     suite = ElementTree.parse(path)
-    released = suite.find("testsuite/properties/property[@name='megatron-core']")
+    released = suite.find(".//property[@name='megatron-core']")
     if released is None:
         sys.exit(f"{path} names no release of megatron-core; expected a report on tests/host")
     return released.attrib["value"], list(suite.iter("testcase"))

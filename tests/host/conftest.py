@@ -8,6 +8,7 @@ from importlib.metadata import version
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def release(record_testsuite_property: Callable[[str, object], None]) -> None:
-    record_testsuite_property("megatron-core", version("megatron-core"))
+@pytest.fixture(autouse=True)
+def release(record_property: Callable[[str, object], None]) -> None:
+    # Of every test: what is said of all of them is lost where several processes run the tests.
+    record_property("megatron-core", version("megatron-core"))

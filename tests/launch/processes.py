@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -57,9 +59,11 @@ def run(
 
 
 def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    """Not one that the system gives by itself: another test could take that before rank 0 does."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return str(listener.getsockname()[1])
 
 
 def refusals(said: str) -> list[str]:
