@@ -22,7 +22,7 @@ from benchmarks.shapes import (
     many_microbatches,
     rows_of_rank,
 )
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives, counts
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives, counts, groups
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
@@ -63,15 +63,15 @@ def _large_step(results: Results) -> None:
     records = [torch.tensor([c.record()], dtype=torch.float64) for c in local]
     capacity = counts.TERMS_CAPACITY
     totals = torch.stack([collectives.padded_row(header, r, capacity) for r in records])
-    width = max(c.groups["prompt"].ids.numel() for c in local)
-    payload = torch.stack([counts.packed_groups([c.groups["prompt"]], width) for c in local])
+    size = 2 * max(c.groups["prompt"].ids.numel() for c in local)
+    payload = torch.stack([groups.packed_groups([c.groups["prompt"]], size) for c in local])
 
     def gathered(row: Tensor, group: object) -> Tensor:
         return totals if row.numel() == totals.shape[1] else payload
 
     mine = rows_of_rank(0)
     with contextlib.ExitStack() as stack:
-        for module in (collectives, counts):
+        for module in (collectives, groups):
             stack.enter_context(mock.patch.object(module, "all_gather", gathered))
         plan = StepPlan.build(aggregation, mine)
         (taken,) = least_seconds([lambda: StepPlan.build(aggregation, mine)], 5)

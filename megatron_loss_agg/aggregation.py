@@ -19,8 +19,10 @@ from typing import Any, Literal, NamedTuple
 from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
 from megatron_loss_agg.presets import PRESETS
 
-Unit = Literal["step", "microbatch", "sample", "rollout", "prompt"]
+Unit = Literal["step", "microbatch", "sample", "rollout", "prompt", "dataset"]
 """A way to group the tokens of an optimizer step."""
+BY_ID: tuple[Unit, ...] = ("prompt", "rollout", "dataset")
+"""Units whose groups are told by ids, in `Microbatch` and batches under ``<unit>_ids``."""
 
 
 class Mode(NamedTuple):
@@ -36,6 +38,7 @@ MODES: dict[str, Mode] = {
     "sample_mean": Mode("sample", "sample"),
     "rollout_mean": Mode("rollout", "rollout"),
     "prompt_mean": Mode("prompt", "prompt"),
+    "dataset_mean": Mode("dataset", "dataset"),
     "sample_sum": Mode(None, "sample"),
     "constant": Mode(None, "sample", "required"),
     "sum": Mode(None, None, "optional"),
@@ -43,7 +46,7 @@ MODES: dict[str, Mode] = {
     "custom": Mode(None, None),
 }
 
-_COUNTABLE = ("sample", "rollout", "prompt")
+_COUNTABLE = ("sample", "rollout", "prompt", "dataset")
 # Between this and its reciprocal, both D and 1 / D are normal fp32 numbers.
 _MIN_DIVISOR = 1e-37
 

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import collectives
-from megatron_loss_agg.aggregation import LossAggregation, Unit
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.collectives import (
     Header,
     abandon_records,
-    all_gather,
     gather_records,
     tag_of,
 )
-from megatron_loss_agg.errors import GroupError, MaskError, ModeError, StepError
+from megatron_loss_agg.errors import GroupError, ModeError, StepError
+from megatron_loss_agg.groups import GroupSums, exchange_groups
+from megatron_loss_agg.ranges import check_fits_fp32, check_normal_in_fp32
 from megatron_loss_agg.samples import Samples
 
-CROSS_RANK_UNITS: tuple[Unit, ...] = ("rollout", "prompt", "sample", "microbatch")
+CROSS_RANK_UNITS: tuple[Unit, ...] = (*BY_ID, "sample", "microbatch")
 """Units whose groups can span ranks; the last two do only where masks are sharded."""
 TERMS_CAPACITY = 8
 """Number of terms whose counts fit in the first collective."""
@@ -35,26 +36,6 @@ UNDECIDED = (
     "some samples are rejected, and the aggregation does not say whether rejected samples count; "
     "expected LossAggregation(rejected='count') or rejected='skip'"
 )
-
-
-class GroupSums(NamedTuple):
-    """Mask sums by group."""
-
-    ids: Tensor  # int64 [groups], sorted and distinct
-    sums: Tensor  # fp64 [groups]
-
-    @classmethod
-    def merge(cls, ids: Tensor, sums: Tensor) -> GroupSums:
-        """Sum over equal ``ids``."""
-        distinct, inverse = ids.unique(return_inverse=True)
-        return cls(distinct, sums.new_zeros(distinct.numel()).index_add_(0, inverse, sums))
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """The sum of each of ``ids``; 0 for an unknown id."""
-        padded = torch.cat([self.ids, self.ids.new_zeros(1)])
-        place = torch.searchsorted(self.ids, ids)
-        found = (place < self.ids.numel()) & (padded[place] == ids)
-        return torch.cat([self.sums, self.sums.new_zeros(1)])[place].where(found, 0.0)
 
 
 class Totals(NamedTuple):
@@ -86,6 +67,7 @@ class StepCounts:
     samples: int
     rollouts: int | None  # None: the mode does not use them, or some rank has no ids
     prompts: int | None
+    datasets: int | None
     nonempty: Mapping[Unit, int]  # number of groups with tokens
 
     def number(self, unit: Unit, empty: str) -> int:
@@ -93,6 +75,14 @@ class StepCounts:
         if empty == "skip":
             return self.nonempty[unit]
         return int(getattr(self, "microbatches" if unit == "microbatch" else f"{unit}s"))
+
+
+class StepSums(NamedTuple):
+    """What a plan is made from, besides this rank's samples."""
+
+    counts: StepCounts
+    by_sample: Mapping[Unit, Tensor]  # fp64 [samples], mask sum of each sample's group
+    by_group: Mapping[Unit, GroupSums]  # of the units that were exchanged
 
 
 class LocalCounts:
@@ -104,13 +94,18 @@ class LocalCounts:
     """
 
     def __init__(
-        self, agg: LossAggregation, samples: Samples, sharded_over: dist.ProcessGroup | None
+        self,
+        agg: LossAggregation,
+        samples: Samples,
+        sharded_over: dist.ProcessGroup | None,
+        group_by: Sequence[Unit] = (),
     ) -> None:
         if not isinstance(agg, LossAggregation):
             raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
         if agg.rejected is None and samples.rejected_S is not None:
             raise GroupError(UNDECIDED)
         self.agg = agg
+        self.group_by = group_by
         self.samples = samples
         self._counted_S: Tensor | None = None  # None: all of them
         self.sums_S = samples.sums_S
@@ -121,7 +116,7 @@ class LocalCounts:
         self._by_microbatch = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         )
-        _check_fits_fp32(agg, self.sums_S, self._by_microbatch)
+        check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
         self._owner: int | None = None
@@ -130,7 +125,7 @@ class LocalCounts:
         # For every unit the distinct ids, and the index of each sample's id in them.
         self._ids = {
             unit: ids.unique(return_inverse=True)
-            for unit in _cross_rank_units(agg, sharded_over is not None)
+            for unit in self._cross_rank_units()
             if (ids := self._ids_of(unit)) is not None
         }
         self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
@@ -158,9 +153,10 @@ class LocalCounts:
             "microbatch": round(totals.active_microbatches),
         }
         for unit, of_unit in groups.items():
-            nonempty[unit] = int((of_unit.sums > 0).sum())
+            nonempty[unit] = int((of_unit.sums[:, 0] > 0).sum())
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
+        numbers = {unit: of_unit.ids.numel() for unit, of_unit in groups.items()}
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
@@ -168,11 +164,13 @@ class LocalCounts:
             routed_tokens=_routed_tokens(totals),
             microbatches=round(totals.microbatches),
             samples=round(totals.samples),
-            rollouts=groups["rollout"].ids.numel() if "rollout" in groups else None,
-            prompts=groups["prompt"].ids.numel() if "prompt" in groups else None,
+            rollouts=numbers.get("rollout"),
+            prompts=numbers.get("prompt"),
+            datasets=numbers.get("dataset"),
             nonempty=nonempty,
         )
-        _check_normal_in_fp32(self.agg, counts)
+        across = 1 if self.agg.across is None else counts.number(self.agg.across, self.agg.empty)
+        check_normal_in_fp32(self.agg, across, counts.tokens, counts.active_tokens, counts.samples)
         return counts, sums
 
     def _totals(self) -> Totals:
@@ -196,12 +194,20 @@ class LocalCounts:
 
     def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:
         """Mask sums of the groups that count."""
-        sums = self.sums_S.new_zeros(distinct.numel()).index_add_(0, inverse, self.sums_S)
+        sums = self.sums_S.new_zeros(distinct.numel(), 1)
+        sums.index_add_(0, inverse, self.sums_S.unsqueeze(1))
         if self._counted_S is None:
             return GroupSums(distinct, sums)
         counted = torch.zeros_like(distinct, dtype=torch.bool)
         counted[inverse[self._counted_S]] = True
         return GroupSums(distinct[counted], sums[counted])
+
+    def _cross_rank_units(self) -> list[Unit]:
+        """Units that are used and whose groups can span ranks, in a fixed order."""
+        agg = self.agg
+        used = {agg.within, agg.across, *self.group_by}
+        units = BY_ID if self._owner is None else CROSS_RANK_UNITS
+        return [unit for unit in units if agg.mode == "custom" or unit in used]
 
     def _ids_of(self, unit: Unit) -> Tensor | None:
         """The id of each sample's group, comparable between ranks; None if there are none."""
@@ -212,17 +218,16 @@ class LocalCounts:
                 ordinal = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
             return (self._owner << 32) + ordinal
         ids = self.samples.ids.get(unit)
-        if ids is None and self.agg.mode != "custom":
+        if ids is None and (self.agg.mode != "custom" or unit in self.group_by):
+            what = "a report" if unit in self.group_by else f"mode {self.agg.mode!r}"
             raise GroupError(
-                f"mode {self.agg.mode!r} groups by {unit} and a microbatch has no {unit}_ids; "
+                f"{what} groups by {unit} and a microbatch has no {unit}_ids; "
                 f"give {unit}_ids=, one for each sample"
             )
         return ids
 
 
-def count_step(
-    terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
-) -> list[tuple[StepCounts, dict[Unit, Tensor]]]:
+def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None) -> list[StepSums]:
     """Sum every term's counts over ``group``; see `LocalCounts.of_step`.
 
     At most two collectives for up to `TERMS_CAPACITY` terms, three for more.
@@ -239,8 +244,8 @@ def count_step(
         TERMS_CAPACITY,
         group,
         tag=tag_of(
-            (name, agg.mode, agg.within, agg.across, agg.empty, agg.rejected, agg.scale)
-            for name, agg in zip(terms, (counts.agg for counts in local), strict=True)
+            (name, a.mode, a.within, a.across, a.empty, a.rejected, a.scale, *counts.group_by)
+            for name, a, counts in zip(terms, (c.agg for c in local), local, strict=True)
         ),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
@@ -253,12 +258,12 @@ def count_step(
     exchanged = (numbers >= 0).all(dim=0)  # [terms, units]
     places = [(t, CROSS_RANK_UNITS[u]) for t, u in exchanged.nonzero().tolist()]
     mine = [local[t].groups[unit] for t, unit in places]
-    merged = _exchange_groups(mine, numbers[:, exchanged].long().tolist(), group)
+    merged = exchange_groups(mine, numbers[:, exchanged].long().tolist(), group)
     groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
     for (t, unit), sums in zip(places, merged, strict=True):
         groups[t][unit] = sums
     return [
-        counts.of_step(Totals(*of_term), of_units)
+        StepSums(*counts.of_step(Totals(*of_term), of_units), of_units)
         for counts, of_term, of_units in zip(local, totals.sum(dim=0).tolist(), groups, strict=True)
     ]
 
@@ -271,43 +276,6 @@ def abandon(group: dist.ProcessGroup | None) -> None:
 def abandoning_on_error(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """Call `abandon` if the body fails."""
     return collectives.abandoning_on_error(TERMS_CAPACITY, _WIDTH, group)
-
-
-def _exchange_groups(
-    mine: list[GroupSums], numbers: list[list[int]], group: dist.ProcessGroup | None
-) -> list[GroupSums]:
-    """Merge each of ``mine`` with that of the other ranks, in one collective for all.
-
-    Args:
-        numbers: for every rank, the number of groups in each entry.
-    """
-    if len(numbers) == 1 or not any(map(sum, numbers)):
-        return mine
-    payload = packed_groups(mine, max(map(sum, numbers)))
-    entries: list[list[GroupSums]] = [[] for _ in mine]
-    for row, of_rank in zip(all_gather(payload, group), numbers, strict=True):
-        # Each entry is its ids, then as many sums.
-        parts = row[: 2 * sum(of_rank)].split([n for n in of_rank for _ in range(2)])
-        for entry, ids, sums in zip(entries, parts[::2], parts[1::2], strict=True):
-            entry.append(GroupSums(ids, sums.view(torch.float64)))
-    return [
-        GroupSums.merge(torch.cat([g.ids for g in entry]), torch.cat([g.sums for g in entry]))
-        for entry in entries
-    ]
-
-
-def packed_groups(groups: Sequence[GroupSums], width: int) -> Tensor:
-    """int64 [2 * width]: each entry's ids, then the bits of its sums; padded with zeros."""
-    payload = torch.zeros(2 * width, dtype=torch.int64)
-    flat = torch.cat([part for g in groups for part in (g.ids, g.sums.view(torch.int64))])
-    payload[: flat.numel()] = flat
-    return payload
-
-
-def _cross_rank_units(agg: LossAggregation, sharded: bool) -> list[Unit]:
-    """Units that ``agg`` uses and whose groups can span ranks, in a fixed order."""
-    units = CROSS_RANK_UNITS if sharded else CROSS_RANK_UNITS[:2]
-    return [unit for unit in units if agg.mode == "custom" or unit in (agg.within, agg.across)]
 
 
 def _different_terms(headers: Sequence[Header]) -> ModeError:
@@ -330,47 +298,6 @@ def _routed_tokens(totals: Totals) -> int | None:
             "have routed_tokens; expected all of them, or none: give each Microbatch its own"
         )
     return round(totals.routed_tokens)
-
-
-def _check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:
-    """Raise MaskError if the masks' sums or their reciprocals overflow fp32."""
-    largest = torch.finfo(torch.float32).max
-    totals = by_microbatch * max(agg.scale, 1.0)
-    large = (totals > largest).nonzero().view(-1).tolist()
-    if large:
-        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
-        raise MaskError(
-            f"microbatch {large[0]}: loss_mask{over} sums to {float(totals[large[0]]):g}, beyond "
-            f"fp32; expected smaller values{', or a larger divisor' if over else ''}"
-        )
-    small = sums_S[(sums_S > 0) & (sums_S < 1 / largest)].tolist()
-    if small and agg.within is not None:
-        raise MaskError(
-            f"the loss_mask of a sample sums to {small[0]:g}, whose reciprocal overflows fp32; "
-            "expected 0, or larger values"
-        )
-
-
-def _check_normal_in_fp32(agg: LossAggregation, counts: StepCounts) -> None:
-    """Raise MaskError, on every rank alike, if fp32 would round coefficients or weights coarsely.
-
-    Below its smallest normal number, fp32 has less than 24 bits. The least coefficient there can be
-    is the bound, so that all ranks decide the same from the counts of the step.
-    """
-    across = 1 if agg.across is None else counts.number(agg.across, agg.empty)
-    if not across or not counts.tokens:
-        return
-    least = agg.scale / across / (1.0 if agg.within is None else counts.tokens)
-    weight = least
-    if agg.within is None and counts.active_tokens:
-        weight *= counts.tokens / counts.active_tokens  # on average
-    if min(least, weight) < torch.finfo(torch.float32).tiny:
-        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
-        raise MaskError(
-            f"weights of a step of {counts.samples} samples, whose loss_mask{over} sums to "
-            f"{counts.tokens * agg.scale:g}, can be {min(least, weight):g}, which fp32 rounds "
-            f"coarsely; expected {'a smaller divisor' if over else 'smaller values'}"
-        )
 
 
 def _check_sharded_samples(rows: list[list[int]]) -> None:

@@ -20,7 +20,7 @@ class MaskError(AggregationError):
 
 
 class GroupError(AggregationError):
-    """Missing or malformed prompt ids, rollout ids or sequence offsets."""
+    """Missing or malformed ids, or other values by sample, or sequence offsets."""
 
 
 class LayoutError(AggregationError):

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.weights import described, is_plain
 
@@ -37,6 +38,7 @@ class Microbatch:
             [samples]; or strings, which become int64 by a hash (BLAKE2b) that is the same on every
             rank and machine. Two of a million distinct strings collide with probability 3e-8.
         rollout_ids: likewise for samples cut from one rollout.
+        dataset_ids: likewise for samples of one data set.
         rejected: bool [samples]; True for samples of weight 0. `LossAggregation.rejected` says
             whether they count in the denominators.
         token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
@@ -58,6 +60,7 @@ class Microbatch:
     rollout_ids: Any = None
     _: KW_ONLY
     cu_seqlens_padded: Tensor | None = None
+    dataset_ids: Any = None
     rejected: Tensor | None = None
     token_ids: Any = ()  # a tuple of tensors in the mask's shape once constructed
     routed_tokens: Any = None  # int
@@ -76,7 +79,7 @@ class Microbatch:
                 )
         else:
             self._check_packed(self.cu_seqlens)
-        for name in ("prompt_ids", "rollout_ids"):
+        for name in (f"{unit}_ids" for unit in BY_ID):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_ids(name, given, self.num_samples))
         if self.rejected is not None:

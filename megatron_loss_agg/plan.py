@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.counts import (
     LocalCounts,
-    StepCounts,
+    StepSums,
     abandon,
     abandoning_on_error,
     count_step,
@@ -21,7 +21,7 @@ from megatron_loss_agg.counts import (
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
-from megatron_loss_agg.samples import Samples
+from megatron_loss_agg.samples import Samples, checked_microbatches, copied, listed
 from megatron_loss_agg.weights import (
     check_tensors,
     custom_weights,
@@ -56,12 +56,12 @@ class StepPlan:
         self,
         microbatches: Sequence[Microbatch],
         local: LocalCounts,
-        step: tuple[StepCounts, dict[Unit, Tensor]],
+        step: StepSums,
     ) -> None:
         agg, samples = local.agg, local.samples
         self.aggregation = agg
         self.microbatches = list(microbatches)
-        self.counts, self._group_sums = step
+        self.counts, self._group_sums, self._groups = step
         self.active_tokens = samples.active_tokens or []
         self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
         self._mask_sums_S = samples.sums_S
@@ -102,7 +102,7 @@ class StepPlan:
             ModeError: ``agg`` is not a `LossAggregation`, or differs between ranks.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        (plan,) = _build({"": agg}, [microbatches], group, sharded_over)
+        (plan,) = _build({"": agg}, [microbatches], group, sharded_over, ())
         return plan
 
     @staticmethod
@@ -112,6 +112,7 @@ class StepPlan:
         group: dist.ProcessGroup | None = None,
         *,
         sharded_over: dist.ProcessGroup | None = None,
+        group_by: Sequence[Unit] = (),
     ) -> StepTerms:
         """`build` for a loss of several terms, each with a denominator of its own.
 
@@ -123,15 +124,19 @@ class StepPlan:
             microbatches: as for `build`; where the terms' masks differ, mappings of term name to
                 `Microbatch`.
             group, sharded_over: as for `build`.
+            group_by: units with ids, such as ``"dataset"``, whose `groups` are needed whatever the
+                modes use; the same on every rank.
 
-        Raises: as `build`; ModeError also for bad ``terms``.
+        Raises: as `build`; ModeError also for bad ``terms``, GroupError for ``group_by``.
         """
         with abandoning_on_error(group):
             named = named_terms(terms)
+            if unknown := [unit for unit in group_by if unit not in BY_ID]:
+                raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
             given = listed(microbatches)
             by_term = [[of_term(name, m) for m in given] for name in named]
         aggregations = {name: term.aggregation for name, term in named.items()}
-        plans = _build(aggregations, by_term, group, sharded_over)
+        plans = _build(aggregations, by_term, group, sharded_over, tuple(group_by))
         return StepTerms(named, dict(zip(named, plans, strict=True)))
 
     @classmethod
@@ -142,6 +147,7 @@ class StepPlan:
         *,
         prompt_ids: Ids | Sequence[Ids] | None = None,
         rollout_ids: Ids | Sequence[Ids] | None = None,
+        dataset_ids: Ids | Sequence[Ids] | None = None,
         rejected: Tensor | Sequence[Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StepPlan:
@@ -154,8 +160,8 @@ class StepPlan:
             agg: any mode but ``custom``, whose function needs masks.
             mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
                 tensor; or a list of such vectors, one for each microbatch.
-            prompt_ids, rollout_ids, rejected: as in `Microbatch`, for all samples in order; or a
-                list, one entry for each microbatch.
+            prompt_ids, rollout_ids, dataset_ids, rejected: as in `Microbatch`, for all samples in
+                order; or a list, one entry for each microbatch.
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
@@ -164,7 +170,12 @@ class StepPlan:
             GroupError, ModeError, PeerError: as `build`.
         """
         with abandoning_on_error(group):
-            samples = Samples.of_sums(mask_sums, prompt_ids, rollout_ids, rejected)
+            ids: dict[Unit, Any] = {
+                "prompt": prompt_ids,
+                "rollout": rollout_ids,
+                "dataset": dataset_ids,
+            }
+            samples = Samples.of_sums(mask_sums, ids, rejected)
             local = LocalCounts(agg, samples, None)
             if agg.mode == "custom":
                 raise FunctionError(
@@ -208,6 +219,23 @@ class StepPlan:
         if unit not in self._group_sums:
             raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
         return self._of_microbatch(i, self._group_sums[unit]).clone()
+
+    def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        """All groups of the whole step, the same on every rank: ids and mask sums.
+
+        int64 [groups], sorted and distinct, and fp64 [groups], on the CPU. Without groups all of
+        whose samples are rejected, if ``rejected`` is ``skip``.
+
+        Raises:
+            GroupError: ``unit`` has no ids, or neither the mode nor ``group_by`` names it.
+        """
+        if unit not in BY_ID or unit not in self._groups:
+            raise GroupError(
+                f"no groups by {unit!r} in this plan; expected one of {', '.join(BY_ID)}, that the "
+                "mode uses or that group_by names"
+            )
+        ids, sums = self._groups[unit]
+        return ids.clone(), sums[:, 0].clone()
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
@@ -349,6 +377,7 @@ def token_weights(
     dtype: torch.dtype = torch.float32,
     *,
     cu_seqlens_padded: Tensor | None = None,
+    dataset_ids: Ids | None = None,
 ) -> Tensor:
     """Weights of a step that is one microbatch on one rank.
 
@@ -365,7 +394,12 @@ def token_weights(
     Raises: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
     """
     microbatch = Microbatch(
-        loss_mask, cu_seqlens, prompt_ids, rollout_ids, cu_seqlens_padded=cu_seqlens_padded
+        loss_mask,
+        cu_seqlens,
+        prompt_ids,
+        rollout_ids,
+        cu_seqlens_padded=cu_seqlens_padded,
+        dataset_ids=dataset_ids,
     )
     return StepPlan.build(agg, [microbatch]).weights(0, dtype)
 
@@ -375,6 +409,7 @@ def _build(
     by_term: Sequence[Any],
     group: dist.ProcessGroup | None,
     sharded_over: dist.ProcessGroup | None,
+    group_by: Sequence[Unit],
 ) -> list[StepPlan]:
     """A plan for each aggregation, in the collectives of one.
 
@@ -386,37 +421,15 @@ def _build(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
     with abandoning_on_error(group):
-        checked = _copied([_checked_microbatches(microbatches) for microbatches in by_term])
+        checked = copied([checked_microbatches(microbatches) for microbatches in by_term])
         # Terms with the same microbatches share one reading of them.
         samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
         local = {
-            name: LocalCounts(agg, samples[m], sharded_over)
+            name: LocalCounts(agg, samples[m], sharded_over, group_by)
             for (name, agg), m in zip(aggregations.items(), checked, strict=True)
         }
     steps = count_step(local, group)
     return [StepPlan(*parts) for parts in zip(checked, local.values(), steps, strict=True)]
-
-
-def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
-    found = listed(microbatches)
-    for microbatch in found:
-        if not isinstance(microbatch, Microbatch):
-            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
-    return tuple(found)
-
-
-def _copied(by_term: Sequence[tuple[Microbatch, ...]]) -> list[tuple[Microbatch, ...]]:
-    """Microbatches with tensors of their own; terms that share one share its copy."""
-    copies = {microbatch: microbatch.copied() for microbatch in dict.fromkeys(chain(*by_term))}
-    return [tuple(copies[microbatch] for microbatch in term) for term in by_term]
-
-
-def listed(microbatches: Any) -> list[Any]:
-    """A list, since the microbatches are iterated over once per term."""
-    sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
-    if not sequence or isinstance(microbatches, (Tensor, Mapping)):
-        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
-    return list(microbatches)
 
 
 def _check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None:

@@ -5,14 +5,15 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import Unit
+from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums, on_cpu
 from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
@@ -25,7 +26,7 @@ class Samples:
 
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
-    ids: Mapping[Unit, Tensor]  # int64 [samples], by "prompt" and "rollout" where given
+    ids: Mapping[Unit, Tensor]  # int64 [samples], by `BY_ID`, where given
     rejected_S: Tensor | None  # bool
     active_tokens: list[int] | None  # of each microbatch; None where masks are unknown
     routed_tokens: list[int]  # of the microbatches that say it
@@ -36,7 +37,7 @@ class Samples:
         if masks.error is not None:
             raise masks.error
         ids: dict[Unit, Tensor] = {}
-        for unit in ("prompt", "rollout"):
+        for unit in BY_ID:
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
             if not any(part is None for part in given):
                 ids[unit] = on_cpu(given, torch.int64)
@@ -52,7 +53,7 @@ class Samples:
         return cls(masks.by_sample, sizes, ids, rejected_S, masks.active_tokens, routed)
 
     @classmethod
-    def of_sums(cls, mask_sums: Any, prompt_ids: Any, rollout_ids: Any, rejected: Any) -> Samples:
+    def of_sums(cls, mask_sums: Any, ids: Mapping[Unit, Any], rejected: Any) -> Samples:
         """See `StepPlan.from_mask_sums`.
 
         Raises:
@@ -63,15 +64,36 @@ class Samples:
         )  # an empty list is a rank without microbatches
         sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
         sizes = [x.numel() for x in sums]
-        given: dict[Unit, Any] = {"prompt": prompt_ids, "rollout": rollout_ids}
-        ids = {u: _joined_ids(f"{u}_ids", x, sizes) for u, x in given.items() if x is not None}
+        by_unit = {u: _joined_ids(f"{u}_ids", x, sizes) for u, x in ids.items() if x is not None}
         rejected_S = None
         if rejected is not None:
             parts = _by_microbatch("rejected", rejected, sizes)
             for part, size in parts:
                 check_by_sample("rejected", part, torch.bool, size)
             rejected_S = on_cpu([part for part, _ in parts], torch.bool)
-        return cls(on_cpu(sums, torch.float64), sizes, ids, rejected_S, None, [])
+        return cls(on_cpu(sums, torch.float64), sizes, by_unit, rejected_S, None, [])
+
+
+def checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
+    found = listed(microbatches)
+    for microbatch in found:
+        if not isinstance(microbatch, Microbatch):
+            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
+    return tuple(found)
+
+
+def copied(by_term: Sequence[tuple[Microbatch, ...]]) -> list[tuple[Microbatch, ...]]:
+    """Microbatches with tensors of their own; terms that share one share its copy."""
+    copies = {microbatch: microbatch.copied() for microbatch in dict.fromkeys(chain(*by_term))}
+    return [tuple(copies[microbatch] for microbatch in term) for term in by_term]
+
+
+def listed(microbatches: Any) -> list[Any]:
+    """A list, since the microbatches are iterated over once per term."""
+    sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
+    if not sequence or isinstance(microbatches, (Tensor, Mapping)):
+        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
+    return list(microbatches)
 
 
 def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:

@@ -15,11 +15,12 @@ from math import fsum
 
 @dataclass(frozen=True)
 class Sample:
-    """One trained sequence: its loss mask, and the ids of the prompt and rollout it belongs to."""
+    """One trained sequence: its loss mask, and the ids of its prompt, rollout and data set."""
 
     mask: tuple[float, ...]
     prompt: int = 0
     rollout: int = 0
+    dataset: int = 0
 
 
 Step = list[list[list[Sample]]]
@@ -31,6 +32,7 @@ INNER = {
     "sample_mean": "sample",
     "rollout_mean": "rollout",
     "prompt_mean": "prompt",
+    "dataset_mean": "dataset",
     "microbatch_mean": "microbatch",
     "sample_sum": None,
     "constant": None,
@@ -47,7 +49,7 @@ def samples_of(step: Step) -> Iterator[tuple[Place, Sample]]:
 
 
 def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
-    """What identifies the unit (step, microbatch, sample, rollout, prompt) a sample belongs to."""
+    """What identifies the unit (step, sample, prompt, ...) a sample belongs to."""
     rank, microbatch, _ = place
     return {
         "step": "the only one",
@@ -55,6 +57,7 @@ def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
         "sample": place,
         "rollout": sample.rollout,
         "prompt": sample.prompt,
+        "dataset": sample.dataset,
     }[unit]
 
 

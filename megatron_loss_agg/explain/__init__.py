@@ -15,6 +15,8 @@ from megatron_loss_agg.explain.table import as_json, as_text
 
 __all__ = ["main"]
 
+_LISTS = ("prompts", "rollouts", "datasets", "microbatches")
+
 
 def main(argv: Sequence[str]) -> int:
     """Print the table, save the plot, and return the exit code.
@@ -64,10 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         "--jsonl",
         metavar="FILE",
         help='the samples as lines {"length": n or "loss_mask": [...], "prompt": any, '
-        '"rollout": any, "microbatch": int, "rank": int}; all but the first are optional',
+        '"rollout": any, "dataset": any, "microbatch": int, "rank": int}; '
+        "all but the first are optional",
     )
     parser.add_argument("--prompts", metavar="P,P,...", help="prompt of each sample")
     parser.add_argument("--rollouts", metavar="R,R,...", help="rollout of each sample")
+    parser.add_argument("--datasets", metavar="D,D,...", help="data set of each sample")
     parser.add_argument(
         "--microbatches", metavar="K,K,...", help="microbatch of each sample, over all ranks"
     )
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _samples(args: argparse.Namespace) -> list[Sample]:
-    lists = {name: getattr(args, name) for name in ("prompts", "rollouts", "microbatches")}
+    lists = {name: getattr(args, name) for name in _LISTS}
     if args.jsonl is None:
         return from_lists(args.lengths, **lists)
     for name, value in lists.items():

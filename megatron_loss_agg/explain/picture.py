@@ -17,13 +17,19 @@ _COLORS = {
     "sample_mean": "#D55E00",
     "rollout_mean": "#56B4E9",
     "prompt_mean": "#0072B2",
+    "dataset_mean": "#F0E442",
     "sample_sum": "#009E73",
     "constant": "#CC79A7",
     "sum": "#7F7F7F",
     "microbatch_mean": "#E69F00",
 }
 # Hollow and of different sizes, so that overlapping points stay visible.
-_MARKERS = {"rollout_mean": ("s", 10.0), "prompt_mean": ("D", 7.0), "microbatch_mean": ("o", 4.0)}
+_MARKERS = {
+    "rollout_mean": ("s", 10.0),
+    "prompt_mean": ("D", 7.0),
+    "dataset_mean": ("^", 5.5),
+    "microbatch_mean": ("o", 4.0),
+}
 # For several presets of one mode. Of their points, all but the first are filled.
 _LINES = ("-", "--", ":", "-.")
 # Up to this many samples, lines also have markers.

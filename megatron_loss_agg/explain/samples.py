@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import GroupError, InputError
 
 # Up to here every integer is exact in fp64, in which tokens are counted.
 _MAX = 2**53
-COLUMNS = ("prompt", "rollout", "microbatch", "rank")
+COLUMNS = (*BY_ID, "microbatch", "rank")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Sample:
     # Any JSON value; equal values are one group over the whole step. None: not given.
     prompt: Any = None
     rollout: Any = None
+    dataset: Any = None
     # Numbered per rank. None: not given.
     microbatch: int | None = None
     # Data-parallel rank. None: not given.
@@ -32,7 +34,11 @@ class Sample:
 
 
 def from_lists(
-    lengths: str, prompts: str | None, rollouts: str | None, microbatches: str | None
+    lengths: str,
+    prompts: str | None,
+    rollouts: str | None,
+    microbatches: str | None,
+    datasets: str | None = None,
 ) -> list[Sample]:
     """Samples from comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
 
@@ -41,10 +47,9 @@ def from_lists(
     """
     tokens = _integers("--lengths", lengths)
     columns: dict[str, Sequence[Any]] = {}
-    if prompts is not None:
-        columns["prompt"] = _items(prompts)
-    if rollouts is not None:
-        columns["rollout"] = _items(rollouts)
+    for unit, items in (("prompt", prompts), ("rollout", rollouts), ("dataset", datasets)):
+        if items is not None:
+            columns[unit] = _items(items)
     if microbatches is not None:
         columns["microbatch"] = _integers("--microbatches", microbatches)
     for name, column in columns.items():
@@ -63,12 +68,12 @@ def from_lists(
 def from_jsonl(path: str) -> list[Sample]:
     """Samples from a file with one JSON object per line.
 
-    ``{"length": n}`` or ``{"loss_mask": [...]}``, optionally with ``"prompt"`` and ``"rollout"``
-    (any value), ``"microbatch"`` and ``"rank"`` (integers); other keys are ignored.
+    ``{"length": n}`` or ``{"loss_mask": [...]}``, optionally with ``"prompt"``, ``"rollout"`` and
+    ``"dataset"`` (any value), ``"microbatch"`` and ``"rank"`` (integers); other keys are ignored.
 
     Raises:
         InputError: the file or a line cannot be read.
-        GroupError: only some lines have a prompt, rollout, microbatch or rank.
+        GroupError: only some lines have a prompt, rollout, data set, microbatch or rank.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -105,7 +110,8 @@ def _sample(where: str, line: str) -> Sample:
         None if row.get(name) is None else _count(where, name, row[name])
         for name in ("microbatch", "rank")
     )
-    return Sample(tokens, row.get("prompt"), row.get("rollout"), microbatch, rank)
+    groups = {unit: row.get(unit) for unit in BY_ID}
+    return Sample(tokens, **groups, microbatch=microbatch, rank=rank)
 
 
 def _mask_sum(where: str, mask: Any) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import MODES, LossAggregation
+from megatron_loss_agg.aggregation import BY_ID, MODES, LossAggregation
 from megatron_loss_agg.errors import DivisorError, FunctionError, InputError, ModeError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.plan import StepPlan
@@ -85,7 +85,7 @@ def relative_to_token_mean(shares: Shares, samples: Sequence[Sample]) -> Tensor:
 
 def _missing_unit(agg: LossAggregation, sample: Sample) -> str | None:
     for unit in (agg.within, agg.across):
-        if unit in ("prompt", "rollout", "microbatch") and getattr(sample, unit) is None:
+        if unit in (*BY_ID, "microbatch") and getattr(sample, unit) is None:
             return unit
     return None
 
@@ -119,6 +119,7 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
         [tokens[members] for members in places.values()],
         prompt_ids=_strings([sample.prompt for sample in ordered]),
         rollout_ids=_strings([sample.rollout for sample in ordered]),
+        dataset_ids=_strings([sample.dataset for sample in ordered]),
     )
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(places.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
 from megatron_loss_agg.counts import UNDECIDED
 from megatron_loss_agg.errors import (
     AggregationError,
@@ -28,7 +29,8 @@ from megatron_loss_agg.microbatch import (
     holds_integers,
     of_term,
 )
-from megatron_loss_agg.plan import listed
+from megatron_loss_agg.samples import listed
+from megatron_loss_agg.weights import described
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms]
 """One batch -> its microbatch."""
@@ -40,17 +42,17 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-_BY_SAMPLE = ("prompt_ids", "rollout_ids", "rejected")
+_BY_SAMPLE = (*(f"{unit}_ids" for unit in BY_ID), "rejected")
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 
-def read_batch(batch: Any) -> Microbatch:
+def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
-    ``prompt_ids``, ``rollout_ids`` and ``rejected``; all may have a leading axis from the data
-    loader's collation. ``labels``, ``tokens``, ``input_ids`` and ``position_ids`` become the
-    ``token_ids``. Offsets of packed samples, real and padded, are read from these keys:
+    ``prompt_ids``, ``rollout_ids``, ``dataset_ids`` and ``rejected``; all may have a leading axis
+    from the data loader's collation. ``labels``, ``tokens``, ``input_ids`` and ``position_ids``
+    become the ``token_ids``. Offsets of packed samples, real and padded, are read from these keys:
 
     - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
     - ``cu_seqlens_q`` and ``cu_seqlens_q_padded``, if padded: Megatron-Bridge 0.6;
@@ -61,6 +63,10 @@ def read_batch(batch: Any) -> Microbatch:
     unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
     the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
     microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
+
+    Args:
+        dataset_id: without ``dataset_ids``, read the key ``dataset_id`` of Megatron's blended data
+            sets: integers [batch], one for each row, or for all samples of each pack.
 
     Raises:
         MaskError, GroupError: a key is missing, or has a wrong type or shape; or the offsets are in
@@ -86,7 +92,36 @@ def read_batch(batch: Any) -> Microbatch:
     offsets = pack_offsets(batch, mask, numbers)
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
+    if dataset_id and "dataset_ids" not in ids and batch.get("dataset_id") is not None:
+        ids["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
     return Microbatch(mask, **offsets, **ids, token_ids=_token_ids(batch, mask))
+
+
+def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
+    """``read``; if it is `read_batch` and data sets matter, with Megatron's key ``dataset_id``."""
+    for term in terms.values():
+        dataset_id |= "dataset" in (term.aggregation.within, term.aggregation.across)
+    return (
+        functools.partial(read_batch, dataset_id=True)
+        if dataset_id and read is read_batch
+        else read
+    )
+
+
+def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
+    """int64 [samples]: the data set of each sample's row, or of each sample's pack."""
+    rows, length = mask.shape if mask.dim() == 2 else (1, mask.numel())
+    if not holds_integers(dataset_id) or dataset_id.numel() != rows:
+        raise GroupError(
+            f"batch key 'dataset_id' is {described(dataset_id)} beside a loss_mask of {rows} rows; "
+            "expected an integer for each row"
+        )
+    row_S = dataset_id.reshape(-1).long()
+    if not offsets:
+        return row_S
+    starts = offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])[:-1].to(row_S)
+    # A sample without tokens may start where the last pack ends.
+    return row_S[(starts // max(length, 1)).clamp(max=rows - 1)]
 
 
 def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
@@ -232,7 +267,7 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
             "a megatron_loss_agg.Microbatch"
         )
     for unit in (aggregation.within, aggregation.across):
-        if unit in ("prompt", "rollout") and getattr(microbatch, f"{unit}_ids") is None:
+        if unit in BY_ID and getattr(microbatch, f"{unit}_ids") is None:
             raise GroupError(
                 f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "

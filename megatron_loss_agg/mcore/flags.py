@@ -23,7 +23,8 @@ _OPTIONS = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number from 1e-37 to 1e37"),
     "empty": (
         "{count,skip}",
-        "whether samples, rollouts and prompts without active tokens count (default: count)",
+        "whether samples, rollouts, prompts and data sets without active tokens count (default: "
+        "count)",
     ),
     "rejected": (
         "{count,skip}",
@@ -34,7 +35,7 @@ _OPTIONS = {
     "batch": (
         "MODULE:NAME",
         "a function batch -> Microbatch, for batches that lack the keys loss_mask, cu_seqlens, "
-        "prompt_ids or rollout_ids",
+        "prompt_ids, rollout_ids or dataset_ids",
     ),
     "empty_step": (
         "{error,skip,step}",

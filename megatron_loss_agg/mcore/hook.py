@@ -25,6 +25,7 @@ from megatron_loss_agg.mcore.batches import (
     copied,
     for_each_term,
     read_batch,
+    reading,
 )
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
@@ -34,7 +35,7 @@ from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.mcore.summary import summary
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
-from megatron_loss_agg.plan import listed
+from megatron_loss_agg.samples import listed
 
 EMPTY_STEPS = ("error", "skip", "step")  # what can be done about a step without any token
 
@@ -127,7 +128,7 @@ class LossHook:
         self.terms = named_terms(aggregation)
         _check_names(self.terms, total)
         self._total = total
-        self.read_batch = read_batch
+        self.read_batch = reading(read_batch, self.terms)
         self.read_step = read_step
         self.empty_step = empty_step
         self.step_is_empty = False

@@ -30,8 +30,9 @@ def summary(
     packed = {weights.local_mask(i).packed for i in range(len(weights))}
     kinds = " and ".join(_KINDS[kind] for kind in sorted(packed))
     counted = [f"{counts.samples} samples ({kinds})"]
-    for unit, number in (("rollouts", counts.rollouts), ("prompts", counts.prompts)):
-        counted += [] if number is None else [f"{number} {unit}"]
+    for unit in ("rollouts", "prompts", "datasets"):
+        number = getattr(counts, unit)
+        counted += [] if number is None else [f"{number} {unit.replace('datasets', 'data sets')}"]
     ranks = scale.data_parallel_size
     split = ""
     if scale.context_parallel_size > 1 and splits.gathers.all_tokens:

@@ -48,7 +48,7 @@ def assert_counts(counts: Any, step: Step, mode: str) -> None:
     assert int(counts.active_tokens) == sum(1 for m in values if m)
     assert int(counts.samples) == oracle.number_of(step, "sample")
     assert int(counts.microbatches) == sum(len(rank) for rank in step)
-    for unit in ("prompt", "rollout"):
+    for unit in ("prompt", "rollout", "dataset"):
         if mode == f"{unit}_mean":
             assert int(getattr(counts, f"{unit}s")) == oracle.number_of(step, unit)
 
@@ -81,6 +81,7 @@ def lay(
     ids = {
         "prompt_ids": torch.tensor([s.prompt for s in samples], dtype=torch.int64),
         "rollout_ids": torch.tensor([s.rollout for s in samples], dtype=torch.int64),
+        "dataset_ids": torch.tensor([s.dataset for s in samples], dtype=torch.int64),
     }
     lengths = [len(s.mask) for s in samples]
     if layout == "bshd":
@@ -131,14 +132,18 @@ ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
 
 @st.composite
 def samples(draw: st.DrawFn, max_size: int = 8, min_size: int = 0) -> list[Sample]:
-    """Samples that share a few prompts and rollouts; a rollout lies inside one prompt."""
+    """Samples that share a few prompts, rollouts and data sets; a rollout has one prompt."""
     pool = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
     rollouts = draw(st.lists(ids, min_size=1, max_size=6, unique=True))
     prompt_of = {rollout: draw(st.sampled_from(pool)) for rollout in rollouts}
     drawn = draw(
-        st.lists(st.tuples(masks, st.sampled_from(rollouts)), min_size=min_size, max_size=max_size)
+        st.lists(
+            st.tuples(masks, st.sampled_from(rollouts), st.sampled_from(pool)),
+            min_size=min_size,
+            max_size=max_size,
+        )
     )
-    return [Sample(tuple(mask), prompt_of[rollout], rollout) for mask, rollout in drawn]
+    return [Sample(tuple(m), prompt_of[rollout], rollout, dataset) for m, rollout, dataset in drawn]
 
 
 @st.composite
@@ -162,7 +167,7 @@ def random_step(seed: int, ranks: int) -> Step:
     def sample() -> Sample:
         fill = rng.choice([[0.0, 1.0], [1.0], [0.0], [0.0, 0.3, 2.5]])
         mask = tuple(rng.choice(fill) for _ in range(rng.randrange(6)))
-        return Sample(mask, rng.choice(prompts), rng.choice(rollouts))
+        return Sample(mask, rng.choice(prompts), rng.choice(rollouts), rng.choice(prompts))
 
     return [
         [[sample() for _ in range(rng.randrange(4))] for _ in range(rng.randrange(4))]

@@ -14,9 +14,9 @@ from megatron_loss_agg.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
-# rollout and one microbatch.
+# rollout, one data set and one microbatch.
 STEP = ["--lengths", "10,1000,40", "--prompts", "a,a,b", "--rollouts", "7,7,9"]
-STEP += ["--microbatches", "0,0,1"]
+STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1"]
 
 # Weight of a token of each sample; with D = 100.
 PAIRED = [1 / 2020, 1 / 2020, 1 / 80]
@@ -25,6 +25,7 @@ WEIGHTS = {
     "sample_mean": [1 / 30, 1 / 3000, 1 / 120],
     "rollout_mean": PAIRED,
     "prompt_mean": PAIRED,
+    "dataset_mean": PAIRED,
     "sample_sum": [1 / 3] * 3,
     "constant": [1 / 300] * 3,
     "sum": [1 / 100] * 3,
@@ -32,7 +33,9 @@ WEIGHTS = {
 }
 # A sample's part of the sum of all weights, where that is not its part of the tokens.
 PAIRED_SHARES = [10 / 1010 / 2, 1000 / 1010 / 2, 1 / 2]
-SHARES = dict.fromkeys(("rollout_mean", "prompt_mean", "microbatch_mean"), PAIRED_SHARES)
+SHARES = dict.fromkeys(
+    ("rollout_mean", "prompt_mean", "dataset_mean", "microbatch_mean"), PAIRED_SHARES
+)
 SHARES |= {"sample_mean": [1 / 3] * 3}
 
 
@@ -79,11 +82,18 @@ def test_the_command_escapes_a_prompt_that_the_output_cannot_show(tmp_path):
 
 
 def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
+    first = {"rollout": "r", "dataset": 2, "microbatch": 0}
     lines = write(
         tmp_path / "step.jsonl",
-        {"length": 10, "prompt": {"id": 1, "set": "x"}, "rollout": "r", "microbatch": 0},
-        {"loss_mask": [1] * 1000, "prompt": {"set": "x", "id": 1}, "rollout": "r", "microbatch": 0},
-        {"loss_mask": [0, True, *[0.5] * 78], "prompt": 1, "rollout": "s", "microbatch": 1},
+        {"length": 10, "prompt": {"id": 1, "set": "x"}, **first},
+        {"loss_mask": [1] * 1000, "prompt": {"set": "x", "id": 1}, **first},
+        {
+            "loss_mask": [0, True, *[0.5] * 78],
+            "prompt": 1,
+            "rollout": "s",
+            "dataset": "y",
+            "microbatch": 1,
+        },
     )
     modes = explained(capsys, "--jsonl", lines, "--divisor", "100")["modes"]
     assert modes == explained(capsys, *STEP, "--divisor", "100")["modes"]
@@ -114,6 +124,7 @@ def test_modes_without_their_input_are_left_out(capsys):
     assert found["left_out"] == {
         "rollout_mean": "needs --rollouts, or 'rollout' on every line",
         "prompt_mean": "needs --prompts, or 'prompt' on every line",
+        "dataset_mean": "needs --datasets, or 'dataset' on every line",
         "constant": "needs --divisor",
         "microbatch_mean": "needs --microbatches, or 'microbatch' on every line",
     }

@@ -140,6 +140,7 @@ def test_fp32_loses_no_more_than_fp32_must():
 def test_later_edits_of_what_was_planned_change_nothing(mode, layout):
     mask = torch.tensor([[1.0, 0.5, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
     given = {"prompt_ids": torch.tensor([3, 4]), "rollout_ids": torch.tensor([0, 1])}
+    given["dataset_ids"] = torch.tensor([5, 6])
     if layout == "thd":
         mask, given["cu_seqlens"] = mask.view(-1), torch.tensor([0, 3, 7])
         given["cu_seqlens_padded"] = torch.tensor([0, 4, 8])

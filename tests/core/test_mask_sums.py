@@ -26,6 +26,7 @@ REJECTED = [torch.tensor([False, False, True]), torch.tensor([False]), torch.ten
 OF_SAMPLES: dict[str, list[Any]] = {
     "prompt_ids": PROMPTS,
     "rollout_ids": [["0", "1", "0"], ["1"], ["2", "3"]],
+    "dataset_ids": [["x", "y", "y"], ["x"], ["y", "z"]],
     "rejected": REJECTED,
 }
 TOKEN_MEAN, PROMPT_MEAN = aggregation("token_mean"), aggregation("prompt_mean")

@@ -27,9 +27,14 @@ from tests.oracle import Sample, Step
 F64 = torch.float64
 
 # Three samples of 3, 1 and 2 tokens. Samples 0 and 1 come from prompt 7; samples 1 and 2 were cut
-# from rollout 5. Sample 0 has one masked token.
+# from rollout 5, and 0 and 2 are of data set 3. Sample 0 has one masked token.
 #   M = 2 + 1 + 2 = 5;  N = 3;  prompts: M_7 = 3, M_9 = 2, P = 2;  rollouts: M_4 = 2, M_5 = 3, R = 2
-SAMPLES = [Sample((1.0, 0.0, 1.0), 7, 4), Sample((1.0,), 7, 5), Sample((1.0, 1.0), 9, 5)]
+#   data sets: M_3 = 4, M_8 = 1, 2 of them
+SAMPLES = [
+    Sample((1.0, 0.0, 1.0), 7, 4, 3),
+    Sample((1.0,), 7, 5, 8),
+    Sample((1.0, 1.0), 9, 5, 3),
+]
 BY_HAND = {
     "token_mean": [1 / 5, 0, 1 / 5, 1 / 5, 1 / 5, 1 / 5],  # 1/M
     # 1/(N M_s) = 1/(3*2), 1/(3*1), 1/(3*2)
@@ -38,6 +43,8 @@ BY_HAND = {
     "rollout_mean": [1 / 4, 0, 1 / 4, 1 / 6, 1 / 6, 1 / 6],
     # 1/(P M_p) = 1/(2*3) for samples 0 and 1, 1/(2*2) for sample 2
     "prompt_mean": [1 / 6, 0, 1 / 6, 1 / 6, 1 / 4, 1 / 4],
+    # 1/(2 M_d) = 1/(2*4) for samples 0 and 2, 1/(2*1) for sample 1
+    "dataset_mean": [1 / 8, 0, 1 / 8, 1 / 2, 1 / 8, 1 / 8],
     "sample_sum": [1 / 3, 0, 1 / 3, 1 / 3, 1 / 3, 1 / 3],  # 1/N
     "constant": [1 / 12, 0, 1 / 12, 1 / 12, 1 / 12, 1 / 12],  # 1/(N D) = 1/(3*4)
     "sum": [1 / 4, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4],  # 1/D
@@ -92,7 +99,7 @@ def test_count_replaces_the_unit_of_the_outer_mean(mode, count, step, empty):
 @pytest.mark.parametrize(("mode", "empty"), CONFIGS)
 def test_a_step_without_tokens_or_microbatches_can_be_planned(mode, empty):
     agg, ids = aggregation(mode, empty=empty), torch.tensor([1, 2])
-    w = token_weights(agg, torch.zeros(2, 3), prompt_ids=ids, rollout_ids=ids)
+    w = token_weights(agg, torch.zeros(2, 3), prompt_ids=ids, rollout_ids=ids, dataset_ids=ids)
     assert torch.equal(w, torch.zeros(2, 3))  # and not NaN
     counts = StepPlan.build(agg, []).counts
     assert float(counts.tokens) == int(counts.active_tokens) == int(counts.microbatches) == 0

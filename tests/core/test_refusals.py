@@ -44,7 +44,7 @@ SUM = LossAggregation(mode="sum")
 ONES = torch.ones(6)
 F64 = torch.float64
 
-NAMES = "expected one of token_mean, sample_mean, rollout_mean, prompt_mean, sample_sum, constant"
+NAMES = "expected one of token_mean, sample_mean, rollout_mean, prompt_mean, dataset_mean, sample_s"
 FINITE = r"expected a finite number > 0, from 1e-37 to 1e\+37: weights are fp32"
 OUT_OF_RANGE = [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, False, "4"]
 OUT_OF_RANGE += [10**400, 1e-320, 1e-40, 1e46]
@@ -228,7 +228,7 @@ def test_every_error_is_a_value_error_of_the_package() -> None:
     assert all(issubclass(x, AggregationError) and issubclass(x, ValueError) for x in raised)
 
 
-@pytest.mark.parametrize("unit", ["prompt", "rollout"])
+@pytest.mark.parametrize("unit", ["prompt", "rollout", "dataset"])
 def test_ids_are_integers_one_for_each_sample(unit) -> None:
     mode, name = f"{unit}_mean", f"{unit}_ids"
 

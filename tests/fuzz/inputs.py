@@ -13,6 +13,8 @@ from tests import oracle
 from tests.fuzz.draw import F64, FLOATS, INTEGERS, UNSIGNED, Draw
 from tests.fuzz.judge import called
 
+UNITS = ("prompt", "rollout", "dataset")
+ID_NAMES = tuple(f"{unit}_ids" for unit in UNITS)
 MODES = sorted(oracle.INNER)
 IDS = (0, -1, 7, 2**53, 2**53 + 1, -(2**63), 2**63 - 1)
 MASKS = ((0.0, 1.0), (0.0,), (1.0,), (0.0, 0.25, 1.5), (0.1, 3.7), (2.0**-20, 100.0))
@@ -54,7 +56,7 @@ def microbatch(draw: Draw, rejected: bool = False) -> dict[str, Any]:
         if draw.flag(0.3):
             mask = mask.unsqueeze(0)
     given["loss_mask"] = draw.dressed(mask.to(draw.choice((*FLOATS, *INTEGERS, *UNSIGNED))))
-    given |= {name: ids(draw, len(lengths)) for name in ("prompt_ids", "rollout_ids")}
+    given |= {name: ids(draw, len(lengths)) for name in ID_NAMES}
     if rejected:
         given["rejected"] = torch.tensor([draw.flag(0.3) for _ in lengths], dtype=torch.bool)
     return {name: draw.maybe(x) for name, x in given.items()}
@@ -80,6 +82,6 @@ def aggregation(draw: Draw) -> LossAggregation:
         "divisor": draw.option(draw.choice(divisors) if needs else None, *FAR_DIVISORS),
         "empty": empty,
         "rejected": rejected,
-        "count": draw.option(None, "sample", "rollout", "prompt"),
+        "count": draw.option(None, "sample", *UNITS),
     }
     return called(lambda: LossAggregation(**options), strange=draw.strange)

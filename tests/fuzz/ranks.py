@@ -64,7 +64,9 @@ class Step:
             return reduce_reports(reports if instead is None else instead, group)
         if self.kind == "sums":
             sums: Any = self.sums[rank] if instead is None else instead
-            plan = StepPlan.from_mask_sums(agg, sums, prompt_ids=ids, rollout_ids=ids, group=group)
+            plan = StepPlan.from_mask_sums(
+                agg, sums, prompt_ids=ids, rollout_ids=ids, dataset_ids=ids, group=group
+            )
             return [plan.coefficients(i) * plan.mask_sums(i) for i in range(len(ids))]
         try:
             made = [Microbatch(**given) for given in self.given[rank]]
@@ -92,7 +94,7 @@ class Step:
         require(all(agg is self.agg for agg in self.aggs), "other aggregations were accepted")
         if self.kind == "sums":
             pairs = [zip(*of, strict=True) for of in zip(self.sums, self.ids, strict=True)]
-            step = [[Read.of_sums(x, i.tolist(), i.tolist()) for x, i in of] for of in pairs]
+            step = [[Read.of_sums(x, *[i.tolist()] * 3) for x, i in of] for of in pairs]
         else:
             step = [[Read.of(given) for given in of] for of in self.given]
         for got, wanted in zip(outcomes, expected_weights(self.agg, step), strict=True):

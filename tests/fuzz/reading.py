@@ -41,17 +41,20 @@ class Read:
             raise Unreadable("a mask on padding")
         number = len(places)
         masks = [tuple(values[t] for t in p) for p in places]
-        ids = [_by_sample(given.get(f"{unit}_ids"), number, 0) for unit in ("prompt", "rollout")]
+        ids = [
+            _by_sample(given.get(f"{unit}_ids"), number, 0)
+            for unit in ("prompt", "rollout", "dataset")
+        ]
         samples = [Sample(*of_sample) for of_sample in zip(masks, *ids, strict=True)]
         return cls(samples, places, _by_sample(given.get("rejected"), number, False), values)
 
     @classmethod
-    def of_sums(cls, sums: Any, prompts: Sequence[Any], rollouts: Sequence[Any]) -> Read:
-        """From mask sums alone, as if each sample were one token."""
+    def of_sums(cls, sums: Any, *ids: Sequence[Any]) -> Read:
+        """From mask sums and ids alone, as if each sample were one token."""
         values = [float(x) for x in (sums.tolist() if hasattr(sums, "tolist") else sums)]
         if not all(0 <= m < float("inf") for m in values):
             raise Unreadable("mask sums")
-        samples = [Sample((m,), *ids) for m, *ids in zip(values, prompts, rollouts, strict=True)]
+        samples = [Sample((m,), *of) for m, *of in zip(values, *ids, strict=True)]
         return cls(samples, [[s] for s in range(len(values))], [False] * len(values), values)
 
 

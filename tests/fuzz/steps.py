@@ -61,7 +61,7 @@ def _check_counts(built: StepPlan, step: list[Read]) -> None:
     require(counts.microbatches == len(step), f"{counts.microbatches} microbatches")
     require(built.active_tokens == [sum(x != 0 for x in m.values) for m in step], "active tokens")
     require(built.is_empty == (not any(m for s, gone in kept if not gone for m in s.mask)), "empty")
-    for unit in ("prompt", "rollout"):
+    for unit in inputs.UNITS:
         if unit in (agg.within, agg.across):
             wanted = oracle.number_of(one, unit)
             require(getattr(counts, f"{unit}s") == wanted, f"not {wanted} {unit}s")
@@ -76,7 +76,7 @@ def _check_samples(
     weights = expected_weights(agg, [step])[0][i]
     by_sample = [sum(weights[t] for t in places) for places in step[i].places]
     same("coefficients", [(built.coefficients(i) * built.mask_sums(i), by_sample)], 1e-13, 0)
-    unit = draw.option(agg.within or "sample", "prompt", "step", "token")
+    unit = draw.option(agg.within or "sample", *inputs.UNITS, "step", "token")
     sums = called(lambda: built.group_sums(unit, i), strange=draw.strange, also=(TypeError,))
     skips = agg.rejected == "skip"
     counted = [
@@ -117,10 +117,7 @@ def sums_alone(draw: Draw) -> None:
         sizes = [sum(sizes)]
     form = draw.choice((torch.Tensor.clone, torch.Tensor.tolist, torch.Tensor.numpy))
     sums = [draw.maybe(form(inputs.mask_values(draw, n))) for n in sizes]
-    ids = {
-        f"{unit}_ids": [draw.maybe(inputs.ids(draw, n)) for n in sizes]
-        for unit in ("prompt", "rollout")
-    }
+    ids = {f"{unit}_ids": [draw.maybe(inputs.ids(draw, n)) for n in sizes] for unit in inputs.UNITS}
     given: Any = sums
     if len(sizes) == 1 and draw.flag():
         given, ids = sums[0], {name: of_all for name, (of_all,) in ids.items()}

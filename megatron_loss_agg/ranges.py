@@ -1,0 +1,60 @@
+"""Are a step's weights numbers that fp32 holds well?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.errors import MaskError
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:
+    """Raise MaskError if the masks' sums or their reciprocals overflow fp32.
+
+    Args:
+        sums_S: fp64 [samples], mask sums; ``by_microbatch`` adds them up.
+    """
+    totals = by_microbatch * max(agg.scale, 1.0)
+    large = (totals > _LARGEST).nonzero().view(-1).tolist()
+    if large:
+        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+        raise MaskError(
+            f"microbatch {large[0]}: loss_mask{over} sums to {float(totals[large[0]]):g}, beyond "
+            f"fp32; expected smaller values{', or a larger divisor' if over else ''}"
+        )
+    small = sums_S[(sums_S > 0) & (sums_S < 1 / _LARGEST)].tolist()
+    if small and agg.within is not None:
+        raise MaskError(
+            f"the loss_mask of a sample sums to {small[0]:g}, whose reciprocal overflows fp32; "
+            "expected 0, or larger values"
+        )
+
+
+def check_normal_in_fp32(
+    agg: LossAggregation, across: float, tokens: float, active_tokens: int | None, samples: int
+) -> None:
+    """Raise MaskError, on every rank alike, if fp32 would round coefficients or weights coarsely.
+
+    Below its smallest normal number, fp32 has less than 24 bits. The least coefficient there can be
+    is the bound, so that all ranks decide the same from the counts of the step.
+
+    Args:
+        across: what divides the weights besides ``M_within`` and the divisor.
+        tokens, active_tokens, samples: as in `StepCounts`.
+    """
+    if not across or not tokens:
+        return
+    least = agg.scale / across / (1.0 if agg.within is None else tokens)
+    weight = least
+    if agg.within is None and active_tokens:
+        weight *= tokens / active_tokens  # on average
+    if min(least, weight) < torch.finfo(torch.float32).tiny:
+        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+        raise MaskError(
+            f"weights of a step of {samples} samples, whose loss_mask{over} sums to "
+            f"{tokens * agg.scale:g}, can be {min(least, weight):g}, which fp32 rounds "
+            f"coarsely; expected {'a smaller divisor' if over else 'smaller values'}"
+        )
