@@ -5,7 +5,14 @@ Token ``t`` of sample ``s``, with loss mask ``m``, gets the weight
     w_t = m_t / (D * M_within(s) * N_across)
 
 ``M_within`` is the mask sum of the group that contains ``s``, ``N_across`` the number of groups in
-the whole optimizer step, and ``D`` the divisor.
+the whole optimizer step, and ``D`` the divisor. A sample's own weight ``v_s`` multiplies it; if
+such weights count, ``V_across`` takes the place of ``N_across``:
+
+    w_t = v_s m_t / (D * M_within(s) * V_across)      V_across = sum over groups g of V_g
+    V_g = (sum over samples s of g of v_s M_s) / M_g, the mean weight of the group's tokens
+
+``V_g`` of a group without tokens is the mean of ``v_s`` over its samples. ``token_mean`` has no
+outer mean: its ``V_across`` is the mean weight of the step's tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +67,8 @@ class LossAggregation:
     contributes 0.
 
     Raises:
-        ModeError: unknown ``mode``, ``empty`` or ``rejected``, or a ``count`` that the mode does
-            not support.
+        ModeError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or a ``count``
+            that the mode does not support.
         DivisorError: ``divisor`` is missing, not supported by the mode, not a finite positive
             number, or its reciprocal is not a normal fp32 number.
         FunctionError: ``function`` is missing for ``custom``, or given for another mode.
@@ -78,6 +85,9 @@ class LossAggregation:
     # Whether rejected samples (weight 0) are included in M_within and N_across: `count` or `skip`.
     # Must be set if the step has any.
     rejected: str | None = None
+    # Whether `Microbatch.sample_weights` are in the denominators: `count` (V_across instead of
+    # N_across) or `skip`. Must be set if the step has any.
+    sample_weights: str | None = None
     # For `custom`: (plan, i) -> weights of microbatch i, in the shape of its mask.
     function: Callable[..., Any] | None = None
     # What `label` shows, if not the mode; `preset` sets it to the preset's name.
@@ -88,8 +98,10 @@ class LossAggregation:
             raise ModeError(f"unknown mode {self.mode!r}; expected one of {', '.join(MODES)}")
         if not _is_one_of(self.empty, ("count", "skip")):
             raise ModeError(f"empty={self.empty!r}; expected 'count' or 'skip'")
-        if self.rejected is not None and not _is_one_of(self.rejected, ("count", "skip")):
-            raise ModeError(f"rejected={self.rejected!r}; expected 'count' or 'skip'")
+        for name in ("rejected", "sample_weights"):
+            given = getattr(self, name)
+            if given is not None and not _is_one_of(given, ("count", "skip")):
+                raise ModeError(f"{name}={given!r}; expected 'count' or 'skip'")
         self._check_count()
         self._check_divisor()
         if self.mode != "custom" and self.function is not None:
@@ -105,6 +117,7 @@ class LossAggregation:
         divisor: float | None = None,
         empty: str = "count",
         rejected: str | None = None,
+        sample_weights: str | None = None,
     ) -> LossAggregation:
         """The aggregation that another system calls ``name``, such as ``verl/token-mean``.
 
@@ -125,6 +138,7 @@ class LossAggregation:
             empty=empty,
             count=preset.count,
             rejected=preset.rejected if rejected is None else rejected,
+            sample_weights=sample_weights,
             name=name,
         )
 
@@ -142,6 +156,11 @@ class LossAggregation:
     def across(self) -> Unit | None:
         """The unit whose number of groups divides a token's weight."""
         return self.count or MODES[self.mode].across  # type: ignore[return-value]
+
+    @property
+    def weighted(self) -> Unit | None:
+        """The unit of ``V_across``; None where `sample_weights` are in no denominator."""
+        return self.across or self.within if self.sample_weights == "count" else None
 
     @property
     def scale(self) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,13 @@ from megatron_loss_agg.collectives import (
     tag_of,
 )
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
-from megatron_loss_agg.groups import GroupSums, exchange_groups
-from megatron_loss_agg.ranges import check_fits_fp32, check_normal_in_fp32
+from megatron_loss_agg.groups import GroupSums, exchange_groups, mean_weights
+from megatron_loss_agg.ranges import (
+    check_fits_fp32,
+    check_normal_in_fp32,
+    check_sample_weights,
+    largest_factor,
+)
 from megatron_loss_agg.samples import Samples
 
 CROSS_RANK_UNITS: tuple[Unit, ...] = (*BY_ID, "sample", "microbatch")
@@ -35,6 +41,10 @@ TERMS_CAPACITY = 8
 UNDECIDED = (
     "some samples are rejected, and the aggregation does not say whether rejected samples count; "
     "expected LossAggregation(rejected='count') or rejected='skip'"
+)
+UNWEIGHED = (
+    "samples have weights, and the aggregation does not say whether they count; expected "
+    "LossAggregation(sample_weights='count') or sample_weights='skip'"
 )
 
 
@@ -50,9 +60,17 @@ class Totals(NamedTuple):
     active_samples: float
     routed_tokens: float
     routed_microbatches: float  # that say their routed tokens
+    weighted: float  # of `step`, v_s M_s; of groups that lie on one rank, V_g
 
 
-_WIDTH = len(Totals._fields) + 2 + len(CROSS_RANK_UNITS)
+class Extremes(NamedTuple):
+    """Of one rank's sample weights; the step's are the largest over ranks."""
+
+    inverse_least: float  # 1 / v_s
+    largest_factor: float  # see `ranges`
+
+
+_WIDTH = len(Totals._fields) + len(Extremes._fields) + 2 + len(CROSS_RANK_UNITS)
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,7 @@ class StepCounts:
     prompts: int | None
     datasets: int | None
     nonempty: Mapping[Unit, int]  # number of groups with tokens
+    across: float  # N_across or V_across; 1 without an outer mean
 
     def number(self, unit: Unit, empty: str) -> int:
         """Number of groups; without empty ones if ``empty`` is ``skip``."""
@@ -90,7 +109,8 @@ class LocalCounts:
 
     Raises:
         MaskError: mask sums that overflow fp32 weights.
-        GroupError: missing ids, or rejected samples without `LossAggregation.rejected`.
+        GroupError: missing ids; or rejected samples or sample weights, about which the aggregation
+            does not say whether they count.
     """
 
     def __init__(
@@ -98,12 +118,14 @@ class LocalCounts:
         agg: LossAggregation,
         samples: Samples,
         sharded_over: dist.ProcessGroup | None,
-        group_by: Sequence[Unit] = (),
+        group_by: tuple[Unit, ...] = (),
     ) -> None:
         if not isinstance(agg, LossAggregation):
             raise ModeError(f"a {type(agg).__name__} for agg; expected a LossAggregation")
         if agg.rejected is None and samples.rejected_S is not None:
             raise GroupError(UNDECIDED)
+        if agg.sample_weights is None and samples.weights_S is not None:
+            raise GroupError(UNWEIGHED)
         self.agg = agg
         self.group_by = group_by
         self.samples = samples
@@ -116,6 +138,7 @@ class LocalCounts:
         self._by_microbatch = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         )
+        self._columns = self._summed_columns()
         check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
@@ -131,16 +154,16 @@ class LocalCounts:
         self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
 
     def record(self) -> list[float]:
-        """What this rank sends: totals; owner and number of samples; number of groups by unit.
+        """What this rank sends: totals and extremes; owner and number of samples; groups by unit.
 
-        -1 stands for no owner, and for a unit without ids.
+        Groups are numbers of them. -1 stands for no owner, and for a unit without ids.
         """
         numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
         owner = -1 if self._owner is None else self._owner
-        return [*self._totals(), owner, self.sums_S.numel(), *numbers]
+        return [*self._totals(), *self._extremes(), owner, self.sums_S.numel(), *numbers]
 
     def of_step(
-        self, totals: Totals, groups: Mapping[Unit, GroupSums]
+        self, totals: Totals, extremes: Extremes, groups: Mapping[Unit, GroupSums]
     ) -> tuple[StepCounts, dict[Unit, Tensor]]:
         """Counts of the whole step, and by unit the mask sum of each sample's group, fp64."""
         sums: dict[Unit, Tensor] = {
@@ -156,22 +179,78 @@ class LocalCounts:
             nonempty[unit] = int((of_unit.sums[:, 0] > 0).sum())
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
+        microbatches = round(totals.microbatches)
         numbers = {unit: of_unit.ids.numel() for unit, of_unit in groups.items()}
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
             active_tokens=None if math.isnan(totals.active_tokens) else round(totals.active_tokens),
             routed_tokens=_routed_tokens(totals),
-            microbatches=round(totals.microbatches),
+            microbatches=microbatches,
             samples=round(totals.samples),
             rollouts=numbers.get("rollout"),
             prompts=numbers.get("prompt"),
             datasets=numbers.get("dataset"),
             nonempty=nonempty,
+            across=1.0,
         )
-        across = 1 if self.agg.across is None else counts.number(self.agg.across, self.agg.empty)
-        check_normal_in_fp32(self.agg, across, counts.tokens, counts.active_tokens, counts.samples)
+        across = self._across(counts, totals, groups)
+        least = 1.0 / (extremes.inverse_least or 1.0)
+        check_normal_in_fp32(
+            self.agg, across, counts.tokens, counts.active_tokens, counts.samples, least
+        )
+        check_sample_weights(self.agg, across, extremes.largest_factor)
+        counts = replace(counts, across=across)
         return counts, sums
+
+    def _across(
+        self, counts: StepCounts, totals: Totals, groups: Mapping[Unit, GroupSums]
+    ) -> float:
+        """N_across, or V_across."""
+        agg, unit = self.agg, self.agg.weighted
+        if unit is None:
+            return 1 if agg.across is None else counts.number(agg.across, agg.empty)
+        if unit == "step":
+            return totals.weighted / totals.tokens if totals.tokens else 0.0
+        if unit not in groups:
+            return totals.weighted
+        weights = mean_weights(groups[unit].sums, agg.empty)
+        total = float(weights.sum())
+        if unit == "microbatch" and agg.empty == "count":
+            total += counts.microbatches - weights.numel()  # those without samples
+        return total
+
+    def _summed_columns(self) -> Tensor:
+        """fp64 [samples, columns]: what is summed by group; see `GroupSums`."""
+        if self.agg.weighted is None:
+            return self.sums_S.unsqueeze(1)
+        one_S = torch.ones_like(self.sums_S)
+        if self._counted_S is not None:
+            one_S = one_S.where(self._counted_S, 0.0)
+        v_S = one_S if self.samples.weights_S is None else self.samples.weights_S
+        return torch.stack([self.sums_S, v_S * self.sums_S, v_S * one_S, one_S], dim=1)
+
+    def _weighted(self) -> float:
+        """See `Totals.weighted`."""
+        unit, columns = self.agg.weighted, self._columns
+        if unit is None or unit in self.groups:
+            return 0.0
+        if unit == "step":
+            return float(columns[:, 1].sum())
+        if unit == "microbatch":
+            columns = torch.segment_reduce(columns, "sum", lengths=self._sizes, unsafe=True)
+        elif self._counted_S is not None:
+            columns = columns[self._counted_S]
+        return float(mean_weights(columns, self.agg.empty).sum())
+
+    def _extremes(self) -> Extremes:
+        if self.agg.sample_weights is None or self.agg.mode == "custom":
+            return Extremes(1.0, 0.0)
+        v_S = self.samples.weights_S
+        v_S = torch.ones_like(self.sums_S) if v_S is None else v_S
+        positive = v_S[(v_S > 0) & (self.sums_S > 0)]
+        inverse = 1.0 / float(positive.min()) if positive.numel() else 0.0
+        return Extremes(inverse, largest_factor(self.agg, v_S, self.sums_S))
 
     def _totals(self) -> Totals:
         counts_samples = self._owner is None or self._owner == dist.get_rank()
@@ -190,12 +269,13 @@ class LocalCounts:
             active_samples=int((self.sums_S > 0).sum()) * counts_samples,
             routed_tokens=sum(self.samples.routed_tokens) * counts_samples,
             routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
+            weighted=self._weighted(),
         )
 
     def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:
         """Mask sums of the groups that count."""
-        sums = self.sums_S.new_zeros(distinct.numel(), 1)
-        sums.index_add_(0, inverse, self.sums_S.unsqueeze(1))
+        sums = self._columns.new_zeros(distinct.numel(), self._columns.shape[1])
+        sums.index_add_(0, inverse, self._columns)
         if self._counted_S is None:
             return GroupSums(distinct, sums)
         counted = torch.zeros_like(distinct, dtype=torch.bool)
@@ -244,14 +324,13 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
         TERMS_CAPACITY,
         group,
         tag=tag_of(
-            (name, a.mode, a.within, a.across, a.empty, a.rejected, a.scale, *counts.group_by)
-            for name, a, counts in zip(terms, (c.agg for c in local), local, strict=True)
+            (name, *_defining(counts.agg), counts.group_by) for name, counts in terms.items()
         ),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
     )
-    width = len(Totals._fields)
-    totals, shared, numbers = records.tensor_split([width, width + 2], dim=2)
+    ends = [*accumulate(map(len, (Totals._fields, Extremes._fields, ("owner", "samples"))))]
+    totals, extremes, shared, numbers = records.tensor_split(ends, dim=2)
     for of_ranks in shared.long().unbind(dim=1):
         _check_sharded_samples(of_ranks.tolist())
     # The groups of a unit are exchanged only if every rank has ids for it.
@@ -263,8 +342,10 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
     for (t, unit), sums in zip(places, merged, strict=True):
         groups[t][unit] = sums
     return [
-        StepSums(*counts.of_step(Totals(*of_term), of_units), of_units)
-        for counts, of_term, of_units in zip(local, totals.sum(dim=0).tolist(), groups, strict=True)
+        StepSums(*counts.of_step(Totals(*summed), Extremes(*largest), of_units), of_units)
+        for counts, summed, largest, of_units in zip(
+            local, totals.sum(dim=0).tolist(), extremes.amax(dim=0).tolist(), groups, strict=True
+        )
     ]
 
 
@@ -276,6 +357,12 @@ def abandon(group: dist.ProcessGroup | None) -> None:
 def abandoning_on_error(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """Call `abandon` if the body fails."""
     return collectives.abandoning_on_error(TERMS_CAPACITY, _WIDTH, group)
+
+
+def _defining(agg: LossAggregation) -> tuple[object, ...]:
+    """What must be the same on every rank."""
+    options = agg.empty, agg.rejected, agg.sample_weights
+    return agg.mode, agg.within, agg.across, agg.scale, *options
 
 
 def _different_terms(headers: Sequence[Header]) -> ModeError:

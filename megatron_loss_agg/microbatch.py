@@ -41,6 +41,9 @@ class Microbatch:
         dataset_ids: likewise for samples of one data set.
         rejected: bool [samples]; True for samples of weight 0. `LossAggregation.rejected` says
             whether they count in the denominators.
+        sample_weights: floating-point [samples], finite and >= 0; multiplied into the weights of
+            each sample's tokens. `LossAggregation.sample_weights` says whether they count in the
+            denominators. A function of mode ``custom`` applies them itself.
         token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
             positions; a tensor with as many elements as the mask, or several. The hook recognises
             by them how the script splits the microbatch over context-parallel ranks.
@@ -62,6 +65,7 @@ class Microbatch:
     cu_seqlens_padded: Tensor | None = None
     dataset_ids: Any = None
     rejected: Tensor | None = None
+    sample_weights: Tensor | None = None
     token_ids: Any = ()  # a tuple of tensors in the mask's shape once constructed
     routed_tokens: Any = None  # int
 
@@ -84,6 +88,8 @@ class Microbatch:
                 object.__setattr__(self, name, checked_ids(name, given, self.num_samples))
         if self.rejected is not None:
             check_by_sample("rejected", self.rejected, torch.bool, self.num_samples)
+        if self.sample_weights is not None:
+            check_by_sample("sample_weights", self.sample_weights, None, self.num_samples)
         given = (self.token_ids,) if isinstance(self.token_ids, Tensor) else (*self.token_ids,)
         for ids in given:
             if not holds_integers(ids) or ids.numel() != mask.numel():
@@ -203,10 +209,11 @@ def _hash(string: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def check_by_sample(name: str, given: Any, dtype: torch.dtype, number: int) -> None:
-    """Raise GroupError unless ``given`` is a ``dtype`` tensor [number]."""
-    if not is_plain(given) or given.dtype != dtype:
-        expected = "an int64" if dtype == torch.int64 else "a bool"
+def check_by_sample(name: str, given: Any, dtype: torch.dtype | None, number: int) -> None:
+    """Raise GroupError unless ``given`` is a ``dtype`` tensor [number]; None: floating-point."""
+    if not is_plain(given) or (given.dtype != dtype if dtype else not given.is_floating_point()):
+        expected = "an int64" if dtype else "a floating-point"
+        expected = "a bool" if dtype == torch.bool else expected
         raise GroupError(f"{name} is {described(given)}; expected {expected} tensor [samples]")
     if given.shape != (number,):
         raise GroupError(

@@ -67,8 +67,9 @@ class StepPlan:
         self._mask_sums_S = samples.sums_S
         sums_S = self._group_sums["sample"]
         within_S = torch.ones_like(sums_S) if agg.within is None else self._group_sums[agg.within]
-        across = 1 if agg.across is None else self.counts.number(agg.across, agg.empty)
-        coefficient_S = sample_coefficients(within_S, across, agg.scale)
+        coefficient_S = sample_coefficients(within_S, self.counts.across, agg.scale)
+        if samples.weights_S is not None:
+            coefficient_S *= samples.weights_S
         zero_S = samples.sums_S == 0
         if samples.rejected_S is not None:
             zero_S |= samples.rejected_S
@@ -149,6 +150,7 @@ class StepPlan:
         rollout_ids: Ids | Sequence[Ids] | None = None,
         dataset_ids: Ids | Sequence[Ids] | None = None,
         rejected: Tensor | Sequence[Tensor] | None = None,
+        sample_weights: Tensor | Sequence[Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StepPlan:
         """A plan from mask sums alone, for loops that apply the `coefficients` themselves.
@@ -160,8 +162,8 @@ class StepPlan:
             agg: any mode but ``custom``, whose function needs masks.
             mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
                 tensor; or a list of such vectors, one for each microbatch.
-            prompt_ids, rollout_ids, dataset_ids, rejected: as in `Microbatch`, for all samples in
-                order; or a list, one entry for each microbatch.
+            prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights: as in `Microbatch`,
+                for all samples in order; or a list, one entry for each microbatch.
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
@@ -175,7 +177,7 @@ class StepPlan:
                 "rollout": rollout_ids,
                 "dataset": dataset_ids,
             }
-            samples = Samples.of_sums(mask_sums, ids, rejected)
+            samples = Samples.of_sums(mask_sums, ids, rejected, sample_weights)
             local = LocalCounts(agg, samples, None)
             if agg.mode == "custom":
                 raise FunctionError(
@@ -200,7 +202,7 @@ class StepPlan:
     def coefficients(self, i: int) -> Tensor:
         """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
 
-        0 for rejected samples and for samples whose mask sum is 0.
+        With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
         return self._of_microbatch(i, self._coefficient_S).clone()
 
@@ -378,6 +380,7 @@ def token_weights(
     *,
     cu_seqlens_padded: Tensor | None = None,
     dataset_ids: Ids | None = None,
+    sample_weights: Tensor | None = None,
 ) -> Tensor:
     """Weights of a step that is one microbatch on one rank.
 
@@ -400,6 +403,7 @@ def token_weights(
         rollout_ids,
         cu_seqlens_padded=cu_seqlens_padded,
         dataset_ids=dataset_ids,
+        sample_weights=sample_weights,
     )
     return StepPlan.build(agg, [microbatch]).weights(0, dtype)
 
@@ -409,7 +413,7 @@ def _build(
     by_term: Sequence[Any],
     group: dist.ProcessGroup | None,
     sharded_over: dist.ProcessGroup | None,
-    group_by: Sequence[Unit],
+    group_by: tuple[Unit, ...],
 ) -> list[StepPlan]:
     """A plan for each aggregation, in the collectives of one.
 

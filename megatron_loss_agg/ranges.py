@@ -34,7 +34,12 @@ def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor)
 
 
 def check_normal_in_fp32(
-    agg: LossAggregation, across: float, tokens: float, active_tokens: int | None, samples: int
+    agg: LossAggregation,
+    across: float,
+    tokens: float,
+    active_tokens: int | None,
+    samples: int,
+    least_weight: float,
 ) -> None:
     """Raise MaskError, on every rank alike, if fp32 would round coefficients or weights coarsely.
 
@@ -42,12 +47,12 @@ def check_normal_in_fp32(
     is the bound, so that all ranks decide the same from the counts of the step.
 
     Args:
-        across: what divides the weights besides ``M_within`` and the divisor.
-        tokens, active_tokens, samples: as in `StepCounts`.
+        across, tokens, active_tokens, samples: as in `StepCounts`.
+        least_weight: the least positive sample weight of the step.
     """
     if not across or not tokens:
         return
-    least = agg.scale / across / (1.0 if agg.within is None else tokens)
+    least = agg.scale / across * least_weight / (1.0 if agg.within is None else tokens)
     weight = least
     if agg.within is None and active_tokens:
         weight *= tokens / active_tokens  # on average
@@ -58,3 +63,25 @@ def check_normal_in_fp32(
             f"{tokens * agg.scale:g}, can be {min(least, weight):g}, which fp32 rounds "
             f"coarsely; expected {'a smaller divisor' if over else 'smaller values'}"
         )
+
+
+def check_sample_weights(agg: LossAggregation, across: float, largest: float) -> None:
+    """Raise MaskError, on every rank alike, if coefficients can overflow fp32.
+
+    Args:
+        largest: see `largest_factor`, over all ranks.
+    """
+    if across and agg.scale / across * largest > _LARGEST:
+        raise MaskError(
+            f"weights of tokens can be {agg.scale / across * largest:g}, beyond fp32; expected "
+            "smaller sample_weights, or masks that are not as small"
+        )
+
+
+def largest_factor(agg: LossAggregation, weights_S: Tensor, sums_S: Tensor) -> float:
+    """A bound of ``v_s m_t / M_within`` and ``v_s / M_within`` over samples with tokens."""
+    active_S = sums_S > 0
+    bound_S = weights_S * sums_S.clamp(min=1)
+    if agg.within is not None:
+        bound_S /= sums_S
+    return max(bound_S[active_S].tolist(), default=0.0)

@@ -28,6 +28,7 @@ class Samples:
     sizes: list[int]  # samples of each microbatch
     ids: Mapping[Unit, Tensor]  # int64 [samples], by `BY_ID`, where given
     rejected_S: Tensor | None  # bool
+    weights_S: Tensor | None  # fp64
     active_tokens: list[int] | None  # of each microbatch; None where masks are unknown
     routed_tokens: list[int]  # of the microbatches that say it
 
@@ -48,12 +49,22 @@ class Samples:
                 for m in microbatches
             ]
             rejected_S = on_cpu(flags, torch.bool)
+        weights_S = None
+        if any(m.sample_weights is not None for m in microbatches):
+            ones = (torch.ones(m.num_samples, dtype=torch.float64) for m in microbatches)
+            given = [
+                one if m.sample_weights is None else m.sample_weights.detach()
+                for m, one in zip(microbatches, ones, strict=True)
+            ]
+            weights_S = _checked_weights(given)
         sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
-        return cls(masks.by_sample, sizes, ids, rejected_S, masks.active_tokens, routed)
+        return cls(masks.by_sample, sizes, ids, rejected_S, weights_S, masks.active_tokens, routed)
 
     @classmethod
-    def of_sums(cls, mask_sums: Any, ids: Mapping[Unit, Any], rejected: Any) -> Samples:
+    def of_sums(
+        cls, mask_sums: Any, ids: Mapping[Unit, Any], rejected: Any, sample_weights: Any
+    ) -> Samples:
         """See `StepPlan.from_mask_sums`.
 
         Raises:
@@ -67,11 +78,11 @@ class Samples:
         by_unit = {u: _joined_ids(f"{u}_ids", x, sizes) for u, x in ids.items() if x is not None}
         rejected_S = None
         if rejected is not None:
-            parts = _by_microbatch("rejected", rejected, sizes)
-            for part, size in parts:
-                check_by_sample("rejected", part, torch.bool, size)
-            rejected_S = on_cpu([part for part, _ in parts], torch.bool)
-        return cls(on_cpu(sums, torch.float64), sizes, by_unit, rejected_S, None, [])
+            rejected_S = on_cpu(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
+        weights_S = None
+        if sample_weights is not None:
+            weights_S = _checked_weights(_tensors("sample_weights", sample_weights, None, sizes))
+        return cls(on_cpu(sums, torch.float64), sizes, by_unit, rejected_S, weights_S, None, [])
 
 
 def checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
@@ -94,6 +105,29 @@ def listed(microbatches: Any) -> list[Any]:
     if not sequence or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
+
+
+def _tensors(
+    name: str, given: Any, dtype: torch.dtype | None, sizes: Sequence[int]
+) -> list[Tensor]:
+    parts = _by_microbatch(name, given, sizes)
+    for part, size in parts:
+        check_by_sample(name, part, dtype, size)
+    return [part.detach() for part, _ in parts]
+
+
+def _checked_weights(parts: Sequence[Tensor]) -> Tensor:
+    """fp64 [samples]; raises MaskError if fp32 cannot hold a weight, or its reciprocal."""
+    weights_S = on_cpu(parts, torch.float64)
+    largest = torch.finfo(torch.float32).max
+    held = (weights_S >= 1 / largest) & (weights_S <= largest)
+    if not bool((held | (weights_S == 0)).all()):
+        bad = weights_S[~(held | (weights_S == 0))][0].item()
+        raise MaskError(
+            f"sample_weights has the value {bad:g}; expected finite numbers >= 0 that fp32 holds, "
+            f"0 or from {1 / largest:.3g} to {largest:.3g}"
+        )
+    return weights_S
 
 
 def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:

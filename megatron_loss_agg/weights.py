@@ -1,8 +1,9 @@
 """The weight of a token, and the weighted sum of losses: the only place with these formulas.
 
-In every mode (see `aggregation`) the weight is the mask times a coefficient of the sample:
+In every mode (see `aggregation`) the weight is the mask times a coefficient of the sample, with its
+own weight ``v_s``, or 1:
 
-    w_t = m_t * c_s        c_s = 1 / (D * M_within(s) * N_across)        L = sum_t w_t * loss_t
+    w_t = m_t * c_s        c_s = v_s / (D * M_within(s) * N_across)      L = sum_t w_t * loss_t
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
@@ -63,11 +64,11 @@ def check_tensors(
 
 
 def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor:
-    """``c_s = scale / (M_within(s) * N_across)``; 0 for a group without tokens.
+    """``scale / (M_within(s) * N_across)``; 0 for a group without tokens.
 
     Args:
         within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
-        across: number of groups in the whole step.
+        across: number of groups in the whole step, or their weight ``V_across``.
         scale: ``1 / D``.
 
     Returns:

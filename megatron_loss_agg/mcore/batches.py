@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
-from megatron_loss_agg.counts import UNDECIDED
+from megatron_loss_agg.counts import UNDECIDED, UNWEIGHED
 from megatron_loss_agg.errors import (
     AggregationError,
     FunctionError,
@@ -42,7 +42,8 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-_BY_SAMPLE = (*(f"{unit}_ids" for unit in BY_ID), "rejected")
+_TENSORS = ("rejected", "sample_weights")
+_BY_SAMPLE = (*(f"{unit}_ids" for unit in BY_ID), *_TENSORS)
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 
@@ -50,9 +51,10 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
-    ``prompt_ids``, ``rollout_ids``, ``dataset_ids`` and ``rejected``; all may have a leading axis
-    from the data loader's collation. ``labels``, ``tokens``, ``input_ids`` and ``position_ids``
-    become the ``token_ids``. Offsets of packed samples, real and padded, are read from these keys:
+    ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
+    have a leading axis from the data loader's collation. ``labels``, ``tokens``, ``input_ids`` and
+    ``position_ids`` become the ``token_ids``. Offsets of packed samples, real and padded, are read
+    from these keys:
 
     - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
     - ``cu_seqlens_q`` and ``cu_seqlens_q_padded``, if padded: Megatron-Bridge 0.6;
@@ -79,9 +81,10 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
             f"that key to the batch, or {HOW_TO_READ}"
         )
     given = {name: batch[name] for name in _BY_SAMPLE if batch.get(name) is not None}
-    if "rejected" in given and not isinstance(given["rejected"], Tensor):
-        kind = type(given["rejected"]).__name__
-        raise GroupError(f"batch key 'rejected' is a {kind}; expected a tensor")
+    for name in _TENSORS:
+        if name in given and not isinstance(given[name], Tensor):
+            kind = type(given[name]).__name__
+            raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
     ids = {
         name: x.reshape(-1) if isinstance(x := given[name], Tensor) else hashed(name, x)
         for name in _BY_SAMPLE
@@ -246,7 +249,8 @@ def checked_microbatches(
 
     Raises:
         FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
-        MaskError, GroupError: a term, ids or `LossAggregation.rejected` are missing.
+        MaskError, GroupError: a term, ids, `LossAggregation.rejected` or
+            `LossAggregation.sample_weights` are missing.
     """
     found = listed(microbatches)
     if len(found) != number:
@@ -275,3 +279,5 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
             )
     if microbatch.rejected is not None and aggregation.rejected is None:
         raise GroupError(f"{UNDECIDED} (--loss-aggregation-rejected)")
+    if microbatch.sample_weights is not None and aggregation.sample_weights is None:
+        raise GroupError(f"{UNWEIGHED} (--loss-aggregation-sample-weights)")

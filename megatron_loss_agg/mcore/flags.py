@@ -31,6 +31,11 @@ _OPTIONS = {
         "whether samples that the batch key 'rejected' marks (weight 0) count in the denominators; "
         "required if there are any, unless the preset says it",
     ),
+    "sample_weights": (
+        "{count,skip}",
+        "whether the batch key 'sample_weights', which multiplies the weights of tokens, counts in "
+        "the denominators; required if there is any",
+    ),
     "function": ("MODULE:NAME", "for 'custom': a function (plan, i) -> weights of microbatch i"),
     "batch": (
         "MODULE:NAME",
@@ -54,7 +59,7 @@ _OPTIONS = {
     ),
 }
 """Value and help of each further flag; None: it takes no value."""
-_OF_AGGREGATION = ("divisor", "empty", "rejected", "function")
+_OF_AGGREGATION = ("divisor", "empty", "rejected", "sample_weights", "function")
 """Those that say what is computed; the others are the hook's."""
 
 
@@ -138,7 +143,8 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     options: dict[str, Any] = {"divisor": None if divisor is None else _number(divisor)}
     if empty is not None:
         options["empty"] = empty
-    options["rejected"] = getattr(args, "loss_aggregation_rejected", None)
+    for name in ("rejected", "sample_weights"):
+        options[name] = getattr(args, f"loss_aggregation_{name}", None)
     if function is not None:
         options["function"] = _load(f"{FLAG}-function", function)
     elif mode == "custom":
