@@ -15,12 +15,13 @@ from math import fsum
 
 @dataclass(frozen=True)
 class Sample:
-    """One trained sequence: its loss mask, and the ids of its prompt, rollout and data set."""
+    """One trained sequence: its loss mask, the ids of its groups, and its own weight."""
 
     mask: tuple[float, ...]
     prompt: int = 0
     rollout: int = 0
     dataset: int = 0
+    weight: float = 1.0
 
 
 Step = list[list[list[Sample]]]
@@ -61,21 +62,41 @@ def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
     }[unit]
 
 
-def mask_sums(step: Step, unit: str) -> dict[Hashable, float]:
-    """Sum of the mask over every unit of a kind; units without active tokens are listed with 0."""
-    values: dict[Hashable, list[float]] = defaultdict(list)
+def members(step: Step, unit: str) -> dict[Hashable, list[Sample]]:
+    """The samples of every unit of a kind."""
+    found: dict[Hashable, list[Sample]] = defaultdict(list)
     if unit == "microbatch":  # a microbatch exists even when it holds no sample
         for r, rank in enumerate(step):
             for k in range(len(rank)):
-                values[(r, k)] = []
+                found[(r, k)] = []
     for place, sample in samples_of(step):
-        values[key_of(unit, place, sample)].extend(sample.mask)
-    return {key: fsum(masks) for key, masks in values.items()}
+        found[key_of(unit, place, sample)].append(sample)
+    return found
+
+
+def mask_sums(step: Step, unit: str) -> dict[Hashable, float]:
+    """Sum of the mask over every unit of a kind; units without active tokens are listed with 0."""
+    return {
+        key: fsum(m for sample in group for m in sample.mask)
+        for key, group in members(step, unit).items()
+    }
 
 
 def number_of(step: Step, unit: str, empty: str = "count") -> int:
     sums = mask_sums(step, unit).values()
     return len(sums) if empty == "count" else sum(1 for total in sums if total > 0)
+
+
+def weight_of(step: Step, unit: str, empty: str = "count") -> float:
+    """Sum over units of the mean weight of their tokens; without tokens, of their samples."""
+    means = []
+    for group in members(step, unit).values():
+        tokens = fsum(m for sample in group for m in sample.mask)
+        if tokens:
+            means.append(fsum(s.weight * m for s in group for m in s.mask) / tokens)
+        elif empty == "count":
+            means.append(fsum(s.weight for s in group) / len(group) if group else 1.0)
+    return fsum(means)
 
 
 def step_weights(
@@ -85,17 +106,20 @@ def step_weights(
     divisor: float | None = None,
     empty: str = "count",
     count: str | None = None,
+    sample_weights: str | None = None,
 ) -> list[list[list[list[float]]]]:
     """Weight of every token: nested as the step (rank, microbatch, sample, token)."""
     inner, outer = INNER[mode], count or OUTER[mode]
     sums = mask_sums(step, inner) if inner else {}
-    units = number_of(step, outer, empty) if outer else 1
+    units: float = number_of(step, outer, empty) if outer else 1
+    if sample_weights == "count" and (outer or inner):
+        units = weight_of(step, outer or inner, empty)
 
     def weight(place: Place, sample: Sample, m: float) -> float:
-        if m == 0:
+        if m == 0 or sample.weight == 0:
             return 0.0
         denominator = sums[key_of(inner, place, sample)] if inner else 1.0
-        return m / denominator / units / (divisor or 1.0)
+        return sample.weight * m / denominator / units / (divisor or 1.0)
 
     return [
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ def lay(
         "rollout_ids": torch.tensor([s.rollout for s in samples], dtype=torch.int64),
         "dataset_ids": torch.tensor([s.dataset for s in samples], dtype=torch.int64),
     }
+    if any(s.weight != 1 for s in samples):
+        ids["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=dtype)
     lengths = [len(s.mask) for s in samples]
     if layout == "bshd":
         width = padded_length(max(lengths, default=0) + 1, multiple)
@@ -157,6 +159,15 @@ def steps(draw: st.DrawFn, max_ranks: int = 3) -> Step:
     for sample in draw(samples()):
         draw(st.sampled_from(places)).append(sample)
     return step
+
+
+def weighted(step: Step, seed: int = 0) -> Step:
+    """``step`` with weights of its samples, and some 0."""
+    rng = random.Random(seed)
+    return [
+        [[replace(s, weight=rng.choice((0.0, 0.3, 1.0, 2.5))) for s in mb] for mb in rank]
+        for rank in step
+    ]
 
 
 def random_step(seed: int, ranks: int) -> Step:

@@ -35,7 +35,12 @@ def ids(draw: Draw, number: int) -> Any:
     return [f"p{i}" for i in found] if draw.flag(0.2) else torch.tensor(found, dtype=torch.int64)
 
 
-def microbatch(draw: Draw, rejected: bool = False) -> dict[str, Any]:
+def weights(draw: Draw, number: int) -> torch.Tensor:
+    found = [draw.choice((0.0, 0.25, 1.0, 3.0)) for _ in range(number)]
+    return torch.tensor(found, dtype=draw.choice(FLOATS))
+
+
+def microbatch(draw: Draw, rejected: bool = False, weighted: bool = False) -> dict[str, Any]:
     """Keyword arguments of a `Microbatch`."""
     lengths = [draw.randrange(6) for _ in range(draw.randrange(5))]
     given: dict[str, Any] = {}
@@ -59,6 +64,8 @@ def microbatch(draw: Draw, rejected: bool = False) -> dict[str, Any]:
     given |= {name: ids(draw, len(lengths)) for name in ID_NAMES}
     if rejected:
         given["rejected"] = torch.tensor([draw.flag(0.3) for _ in lengths], dtype=torch.bool)
+    if weighted:
+        given["sample_weights"] = weights(draw, len(lengths))
     return {name: draw.maybe(x) for name, x in given.items()}
 
 
@@ -67,12 +74,15 @@ def aggregation(draw: Draw) -> LossAggregation:
     divisors = FAR_DIVISORS if draw.far else DIVISORS
     empty = draw.option(draw.choice(("count", "skip")))
     rejected = draw.option(draw.choice(("count", "skip")))
+    weighs = draw.option(draw.choice(("count", "skip")))
     if draw.flag(0.2):
         name = draw.choice([*PRESETS])
         divisor = draw.choice(divisors) if PRESETS[name].needs_divisor else None
         name, divisor = draw.option(name), draw.option(divisor, *FAR_DIVISORS)
         return called(
-            lambda: LossAggregation.preset(name, divisor=divisor, empty=empty, rejected=rejected),
+            lambda: LossAggregation.preset(
+                name, divisor=divisor, empty=empty, rejected=rejected, sample_weights=weighs
+            ),
             strange=draw.strange,
         )
     mode = draw.choice(MODES)
@@ -82,6 +92,7 @@ def aggregation(draw: Draw) -> LossAggregation:
         "divisor": draw.option(draw.choice(divisors) if needs else None, *FAR_DIVISORS),
         "empty": empty,
         "rejected": rejected,
+        "sample_weights": weighs,
         "count": draw.option(None, "sample", *UNITS),
     }
     return called(lambda: LossAggregation(**options), strange=draw.strange)

@@ -35,7 +35,9 @@ class Step:
         self.aggs = [self.agg] * world
         counts = [draw.randrange(4) for _ in range(world)]
         rejected = draw.flag(0.3)
-        self.given = [[inputs.microbatch(draw, rejected) for _ in range(n)] for n in counts]
+        self.given = [
+            [inputs.microbatch(draw, rejected, draw.flag(0.3)) for _ in range(n)] for n in counts
+        ]
         self.sums = [[inputs.mask_values(draw, n) for n in range(number)] for number in counts]
         self.ids = [[torch.randint(-2, 3, x.shape) for x in sums] for sums in self.sums]
         self.values = [[torch.randn(3, dtype=F64) for _ in range(max(counts))] for _ in counts]

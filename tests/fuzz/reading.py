@@ -45,7 +45,10 @@ class Read:
             _by_sample(given.get(f"{unit}_ids"), number, 0)
             for unit in ("prompt", "rollout", "dataset")
         ]
+        ids.append(_by_sample(given.get("sample_weights"), number, 1.0))
         samples = [Sample(*of_sample) for of_sample in zip(masks, *ids, strict=True)]
+        if not all(s.weight == 0 or 1 / LARGEST <= s.weight <= LARGEST for s in samples):
+            raise Unreadable("sample weights")
         return cls(samples, places, _by_sample(given.get("rejected"), number, False), values)
 
     @classmethod
@@ -103,6 +106,7 @@ def expected_weights(agg: LossAggregation, ranks: Sequence[Sequence[Read]]) -> l
         divisor=None if agg.divisor is None else float(agg.divisor),
         empty=agg.empty,
         count=agg.count,
+        sample_weights=agg.sample_weights,
     )
     return [
         [_laid(m, of_microbatch, skips) for m, of_microbatch in zip(rank, of_rank, strict=True)]

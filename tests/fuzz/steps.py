@@ -21,7 +21,8 @@ INDEX_ERRORS = (IndexError, TypeError)
 
 def one_microbatch(draw: Draw) -> None:
     """`token_weights`."""
-    agg, given = draw.option(inputs.aggregation(draw)), inputs.microbatch(draw)
+    agg = draw.option(inputs.aggregation(draw))
+    given = inputs.microbatch(draw, weighted=draw.flag(0.3))
     dtype = draw.option(draw.choice(DTYPES), torch.float16, torch.int64)
     w = called(lambda: token_weights(agg, dtype=dtype, **given), strange=draw.strange)
     require(w.dtype == dtype and w.shape == given["loss_mask"].shape, "another shape or dtype")
@@ -31,7 +32,10 @@ def one_microbatch(draw: Draw) -> None:
 def plan(draw: Draw) -> None:
     """`StepPlan.build`, and everything that a plan says."""
     agg = inputs.aggregation(draw)
-    given = [inputs.microbatch(draw, rejected=draw.flag()) for _ in range(draw.randrange(4))]
+    given = [
+        inputs.microbatch(draw, rejected=draw.flag(), weighted=draw.flag(0.3))
+        for _ in range(draw.randrange(4))
+    ]
     microbatches = [called(lambda g=g: Microbatch(**g), strange=draw.strange) for g in given]
     listing = draw.option(microbatches, [*microbatches, None], iter(microbatches))
     built = called(lambda: StepPlan.build(agg, listing), strange=draw.strange)
@@ -147,7 +151,7 @@ def _ids(given: Any, number: int) -> list[Any]:
 
 def terms(draw: Draw) -> None:
     """`StepPlan.build_terms` and the loss of all terms, with its gradient."""
-    first, given = inputs.microbatch(draw), inputs.microbatch(draw)
+    first, given = (inputs.microbatch(draw, weighted=draw.flag(0.3)) for _ in range(2))
     names = ["policy", "kl", "value"][: draw.randrange(1, 4)]
     coefficients = [draw.option(draw.choice((1.0, 0.0, -0.5, 2)), -1e3) for _ in names]
     wanted_terms = {
