@@ -75,6 +75,7 @@ def _check_samples(
     built: StepPlan, agg: LossAggregation, step: list[Read], draw: Draw, i: int
 ) -> None:
     """Coefficients and sums, which are by sample."""
+    i = range(len(step))[i]  # also from the end
     of_sample = [sum(s.mask) for s in step[i].samples]
     same("mask sums", [(built.mask_sums(i), of_sample)], 1e-13, 0)
     weights = expected_weights(agg, [step])[0][i]
