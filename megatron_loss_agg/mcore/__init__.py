@@ -2,6 +2,7 @@
 
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.host_loss import TokenLoss
+from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.prefetch import Prefetch
 
-__all__ = ["LossHook", "Prefetch", "TokenLoss"]
+__all__ = ["LateMicrobatch", "LossHook", "Prefetch", "TokenLoss"]

@@ -21,6 +21,7 @@ from megatron_loss_agg.errors import (
     MaskError,
     StepError,
 )
+from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
     Microbatch,
@@ -32,7 +33,7 @@ from megatron_loss_agg.microbatch import (
 from megatron_loss_agg.samples import listed
 from megatron_loss_agg.weights import described
 
-ReadBatch = Callable[[Any], MicrobatchOfTerms]
+ReadBatch = Callable[[Any], MicrobatchOfTerms | LateMicrobatch]
 """One batch -> its microbatch."""
 ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
 """The schedule's data iterator and number of microbatches -> all microbatches of the call."""

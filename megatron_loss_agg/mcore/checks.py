@@ -37,6 +37,7 @@ class Checks:
 
     Attributes:
         inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
+        packed_sequences: their number in the last model call; None: rows.
         outputs: of it, if kept. GradientEdges, not tensors: an in-place edit by the script would
             move a tensor's edge.
 
@@ -51,7 +52,7 @@ class Checks:
         self._groups_samples = any(map(_groups_samples, terms))
         self._seen = False  # whether the model was called since the last loss
         self.inputs: list[Tensor] = []
-        self._packed_sequences: int | None = None  # of the last model call; None: rows
+        self.packed_sequences: int | None = None
         self._checksums: list[Tensor] = []
         self._expected: list[Tensor] = []
 
@@ -97,9 +98,9 @@ class Checks:
             LayoutError: it is of all tokens and should not be, or the other way round.
             GroupError: samples are packed, but were planned as rows.
         """
-        one_sequence = self._packed_sequences == planned.shape[0] == 1
+        one_sequence = self.packed_sequences == planned.shape[0] == 1
         rows = not planned.packed and not one_sequence
-        lacks_offsets = self._packed_sequences is not None and rows
+        lacks_offsets = self.packed_sequences is not None and rows
         if lacks_offsets and (self._groups_samples or not planned.fits(mask)):
             raise GroupError(
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
@@ -143,10 +144,10 @@ class Checks:
         given = (*args, *kwargs.values())
         self._seen, self.inputs = True, [x for x in given if holds_integers(x)]
         packing = next((x for x in given if hasattr(x, "qkv_format")), None)
-        self._packed_sequences = None
+        self.packed_sequences = None
         if getattr(packing, "qkv_format", None) == "thd":
             starts = getattr(packing, "cu_seqlens_q", None)
-            self._packed_sequences = 0 if starts is None else starts.numel() - 1
+            self.packed_sequences = 0 if starts is None else starts.numel() - 1
         self.release()
         own_size = getattr(packing, "local_cp_size", None)
         cp = self._call.scale.context_parallel_size
@@ -181,7 +182,8 @@ def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:
         raise MaskError(
             f"{mask.numel()} local losses for {math.prod(expected)} local weights; "
             "expected a batch that is whole, and the losses of this rank's part of every sequence; "
-            f"where the model makes its own mask, {HOW_TO_READ}"
+            "where the model makes its own mask, give --loss-aggregation-mask model "
+            f"(LossHook(mask='model')), or {HOW_TO_READ}"
         )
     long = [[n for n in shape if n > 1] for shape in (mask.shape, expected)]
     if long[0] != long[1] and min(map(len, long)) > 1:

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_loss_agg.aggregation import MODES, LossAggregation
+from megatron_loss_agg.aggregation import MODES, LossAggregation, Term
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.audit import UNMEASURED
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.hook import EMPTY_STEPS
+from megatron_loss_agg.mcore.late_masks import MASKS, check_terms
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -41,6 +42,11 @@ _OPTIONS = {
         "MODULE:NAME",
         "a function batch -> Microbatch, for batches that lack the keys loss_mask, cu_seqlens, "
         "prompt_ids, rollout_ids or dataset_ids",
+    ),
+    "mask": (
+        "{batch,model}",
+        "who makes the loss mask: the batch brings it, or the model makes it in its forward pass, "
+        "as in pretrain_vlm.py (default: batch)",
     ),
     "empty_step": (
         "{error,skip,step}",
@@ -102,6 +108,7 @@ class Settings(NamedTuple):
     empty_step: str
     audit: bool
     unmeasured: str
+    mask: str
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
@@ -113,12 +120,17 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
     aggregation = aggregation_from(args)
     if aggregation is None:
         return None
+    empty_step = _choice(args, "empty_step", EMPTY_STEPS, "step")
+    mask = _choice(args, "mask", MASKS, "batch")
+    if mask == "model":
+        check_terms({aggregation.label: Term(aggregation)}, empty_step, False)
     return Settings(
         aggregation,
         read_batch_from(args),
-        _choice(args, "empty_step", EMPTY_STEPS, "step"),
+        empty_step,
         bool(getattr(args, "loss_aggregation_audit", False)),
         _choice(args, "unmeasured", UNMEASURED, "refuse"),
+        mask,
     )
 
 

@@ -28,6 +28,8 @@ from megatron_loss_agg.mcore.batches import (
     reading,
 )
 from megatron_loss_agg.mcore.host import Call, stock
+from megatron_loss_agg.mcore.late_batches import LateMicrobatch
+from megatron_loss_agg.mcore.late_masks import MASKS, check_terms, plan_late, reader
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
@@ -95,6 +97,10 @@ class LossHook:
             drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
             In a custom loop, a call with ``forward_only=True`` is left alone if its loss functions
             carry no mask.
+        mask: who makes the loss mask: the ``batch`` brings it, or the ``model`` makes it in its
+            forward pass, as vision-language models do. With ``model`` the loss functions' masks are
+            the true ones, and batches are read for their number of samples alone: readers return
+            `LateMicrobatch`, by default of the batch's rows.
 
     Attributes:
         terms: `Term` by name.
@@ -102,7 +108,8 @@ class LossHook:
             False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step`` or ``unmeasured``, bad terms, or a ``total`` that names
+        ModeError: an unknown ``empty_step``, ``unmeasured`` or ``mask``, bad terms, terms or
+            settings that need masks which the model makes too late, or a ``total`` that names
             another report.
     """
 
@@ -119,7 +126,10 @@ class LossHook:
         total: str = "loss",
         patience: float = 60.0,
         in_training_loop: bool = False,
+        mask: str = "batch",
     ) -> None:
+        if mask not in MASKS:
+            raise ModeError(f"mask={mask!r}; expected one of {', '.join(MASKS)}")
         if empty_step not in EMPTY_STEPS:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
         self._reports_total = not isinstance(aggregation, LossAggregation)
@@ -128,6 +138,10 @@ class LossHook:
         self.terms = named_terms(aggregation)
         _check_names(self.terms, total)
         self._total = total
+        self._late = mask == "model"
+        if self._late:
+            check_terms(self.terms, empty_step, evaluates_by_microbatch)
+            read_batch = reader(read_batch)
         self.read_batch = reading(read_batch, self.terms)
         self.read_step = read_step
         self.empty_step = empty_step
@@ -144,6 +158,7 @@ class LossHook:
             "empty_step": empty_step,
             "total": total,
             "in_training_loop": in_training_loop,
+            "mask": mask,
         }
         self._agreed = False
         self._patience = timedelta(seconds=patience)
@@ -202,7 +217,7 @@ class LossHook:
         return wrapped
 
     @contextlib.contextmanager
-    def step(self, microbatches: Sequence[MicrobatchOfTerms]) -> Iterator[None]:
+    def step(self, microbatches: Sequence[MicrobatchOfTerms | LateMicrobatch]) -> Iterator[None]:
         """Make several forward-backward calls one optimizer step::
 
             with hook.step(microbatches):
@@ -348,9 +363,12 @@ class LossHook:
         def checked() -> list[MicrobatchOfTerms]:
             return checked_microbatches(read(), number, self.terms)
 
-        weights = StepWeights.plan(
-            checked, self.terms, call.groups, self._splits, keeps_masks=not self._verified
-        )
+        if self._late:
+            weights: StepWeights = plan_late(read, number, self.terms, call)
+        else:
+            weights = StepWeights.plan(
+                checked, self.terms, call.groups, self._splits, keeps_masks=not self._verified
+            )
         reads = call.groups.reads_data and not call.forward_only and self._open_step is None
         if reads and self.read_step is None:
             prefetch = prefetch_of(call.data_iterator, insert=self._in_training_loop)

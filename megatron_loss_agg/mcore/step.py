@@ -152,7 +152,7 @@ class Step:
         """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
         self.checks.check_call()
         all_tokens = gather is not None or self._call.scale.context_parallel_size == 1
-        local = self._weights().choose(i, masks, self.checks.inputs, self._splits, all_tokens)
+        local = self._weights().choose(i, masks, self.checks, self._splits, all_tokens)
         checked = {(id(local[name]), id(mask)): name for name, mask in masks.items()}
         for name in checked.values():
             self.checks.check(masks[name], local[name].mask, all_tokens)
@@ -201,6 +201,8 @@ class Step:
 
         def summed(part: Tensor) -> Tensor:
             """A report that the host's mean over all reports turns into the sum."""
+            if weights.divided_by_host:
+                return _pair(part / copies, local.total / copies)
             return _pair(part * number, 1.0)
 
         report = tokens.report

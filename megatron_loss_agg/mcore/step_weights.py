@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,17 @@ from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
 
+_T = TypeVar("_T")
+
 WeightsBySplit = dict[str, LocalWeights]
 """The weights of a microbatch under each split that the script may use; one where it is known."""
+
+
+class ModelCall(Protocol):
+    """How the script called the model for a microbatch."""
+
+    inputs: list[Tensor]  # the integer tensors
+    packed_sequences: int | None  # None: rows
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,7 @@ class StepWeights:
             plans = StepPlan.build_terms(terms, microbatches, groups.dp)
             return cls.of(plans, groups, splits, keeps_masks, splits.shared(error, groups))
 
-        if dist.get_world_size(groups.tp) == 1:
-            return plan_here()
-        return _broadcast(plan_here if groups.reads_data else None, groups.tp)
+        return on_group(plan_here, groups)
 
     @classmethod
     def of(
@@ -102,6 +109,11 @@ class StepWeights:
         assert counted is not None
         return counted
 
+    @property
+    def divided_by_host(self) -> bool:
+        """Whether the host divides the loss by its count of the tokens: see `late_masks`."""
+        return False
+
     def local_mask(self, i: int) -> LocalMask:
         """What is known about the first term's mask of microbatch ``i``, whose split is chosen."""
         (chosen,) = next(iter(self.terms.values()))[i].values()
@@ -111,7 +123,7 @@ class StepWeights:
         self,
         i: int,
         masks: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
+        model_call: ModelCall,
         splits: Splits,
         all_tokens: bool,
     ) -> dict[str, LocalWeights]:
@@ -119,7 +131,6 @@ class StepWeights:
 
         Args:
             masks: the loss function's.
-            inputs: the integer tensors that the model was called with.
             all_tokens: whether the loss function's losses are of all tokens.
 
         Raises:
@@ -148,7 +159,7 @@ class StepWeights:
                 continue
             told = len(fitting) == 1 < len(by_split)  # by the mask alone
             shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
-            splits.narrow(known.packed, shards, inputs)
+            splits.narrow(known.packed, shards, model_call.inputs)
         chosen = {}
         for name, mask in masks.items():
             by_split = possible[name]
@@ -204,8 +215,21 @@ def _equal_weights(plan: StepPlan, other: StepPlan, i: int) -> bool:
     return not custom and same_mask and torch.equal(plan.coefficients(i), other.coefficients(i))
 
 
-def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGroup) -> StepWeights:
-    """The weights from the first rank of the tensor-parallel group; every rank must call.
+def on_group(plan_here: Callable[[], _T], groups: ParallelGroups) -> _T:
+    """What ``plan_here`` returns where the data is read, on all ranks of the tensor-parallel group.
+
+    Every rank must call.
+
+    Raises:
+        PeerError: the rank that reads the data failed.
+    """
+    if dist.get_world_size(groups.tp) == 1:
+        return plan_here()
+    return _broadcast(plan_here if groups.reads_data else None, groups.tp)
+
+
+def _broadcast(plan_here: Callable[[], _T] | None, tp: dist.ProcessGroup) -> _T:
+    """The result from the first rank of the tensor-parallel group; every rank must call.
 
     Raises:
         PeerError: that rank failed; it raises its own error.
@@ -221,4 +245,5 @@ def _broadcast(plan_here: Callable[[], StepWeights] | None, tp: dist.ProcessGrou
             "the rank that reads the data of this tensor-parallel group failed; "
             "expected it to succeed: see its error"
         )
-    return answer[0]
+    found: _T = answer[0]
+    return found

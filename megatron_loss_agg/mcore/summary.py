@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron_loss_agg.aggregation import Term
@@ -40,13 +41,16 @@ def summary(
     elif scale.context_parallel_size > 1:
         found = {splits.recognised(kind) or "any (all give the same weights)" for kind in packed}
         split = f"; context-parallel split: {', '.join(sorted(found))}"
+    tokens = f"{counts.tokens:.10g} tokens"
+    if math.isnan(counts.tokens):
+        tokens, split = "masks that the model makes", ""
     factor = "gradients not measured"
     if measured is not None:
         factor = f"measured gradients: {measured:.6f} times the planned ones"
     return (
         f"loss aggregation: {' + '.join(modes)}; a step of {counts.microbatches} microbatches on "
         f"{ranks} data-parallel rank{'s' if ranks > 1 else ''}, {', '.join(counted)}, "
-        f"{counts.tokens:.10g} tokens{split}; {factor}"
+        f"{tokens}{split}; {factor}"
     )
 
 
