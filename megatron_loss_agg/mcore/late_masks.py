@@ -63,12 +63,11 @@ def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool)
         ModeError: names the mode or the setting.
     """
     what = "with a mask that the model makes (--loss-aggregation-mask model)"
-    for name, term in terms.items():
-        agg = term.aggregation
+    for agg in (term.aggregation for term in terms.values()):
         known = (None, "sample", "microbatch")
         possible = agg.function is None and agg.across in known and agg.within in (*known, "step")
         if not possible or (agg.within == "step" and len(terms) > 1):
-            raise ModeError(f"{agg.label!r} as the aggregation of {name!r} {what}; {_POSSIBLE}")
+            raise ModeError(f"{agg.label!r} {what}; {_POSSIBLE}")
         if agg.empty == "skip" and agg.across is not None:
             raise ModeError(
                 f"empty='skip' {what}, so that the number of {agg.across}s with tokens is not "

@@ -37,7 +37,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
     found = {tuple(a.option_strings): (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ("", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step")
-    values += ("-unmeasured",)
+    values += ("-mask", "-unmeasured")
     expected = {(FLAG + x,): ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
 
@@ -99,6 +99,8 @@ BAD_FLAGS = {
     "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
     "@ sum @-empty-step=": "ModeError|expected one of error, skip, step",
     "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
+    "@ sum @-mask maybe": "ModeError|@-mask maybe|expected one of batch, model",
+    "@ prompt_mean @-mask model": "ModeError|'prompt_mean' with a mask that the model|mode sum, ",
     "@-unmeasured trust": "ModeError|@-unmeasured trust without @|give a mode",
     "@-rejected skip": "ModeError|@-rejected skip without @|give a mode",
     "@-divisor=": f"ModeError|-divisor  {NO_MODE}",
