@@ -111,7 +111,7 @@ def plan_late(
             sizes = checked_samples(read(), number)
             samples = Samples.of_sums([torch.ones(n) for n in sizes], None, None, None)
             local = {n: LocalCounts(term.aggregation, samples, None) for n, term in terms.items()}
-        return sizes, [counts for counts, _ in count_step(local, groups.dp)]
+        return sizes, [step.counts for step in count_step(local, groups.dp)]
 
     sizes, counted = on_group(count_here, groups)
     across = {
