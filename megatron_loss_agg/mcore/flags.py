@@ -16,6 +16,7 @@ from megatron_loss_agg.mcore.audit import UNMEASURED
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.hook import EMPTY_STEPS
 from megatron_loss_agg.mcore.late_masks import MASKS, check_terms
+from megatron_loss_agg.mcore.mtp import MTP
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -63,6 +64,11 @@ _OPTIONS = {
         "a model whose averaging cannot be measured ends the run, or is taken to average as "
         "Megatron's DDP does (default: refuse)",
     ),
+    "mtp": (
+        "{host,same}",
+        "losses of multi-token prediction are averaged by the host, or aggregated as the loss is "
+        "(default: host)",
+    ),
 }
 """Value and help of each further flag; None: it takes no value."""
 _OF_AGGREGATION = ("divisor", "empty", "rejected", "sample_weights", "function")
@@ -109,6 +115,7 @@ class Settings(NamedTuple):
     audit: bool
     unmeasured: str
     mask: str
+    mtp: str
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
@@ -131,6 +138,7 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
         bool(getattr(args, "loss_aggregation_audit", False)),
         _choice(args, "unmeasured", UNMEASURED, "refuse"),
         mask,
+        _choice(args, "mtp", MTP, "host"),
     )
 
 

@@ -30,6 +30,7 @@ from megatron_loss_agg.mcore.batches import (
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.late_masks import MASKS, check_terms, plan_late, reader
+from megatron_loss_agg.mcore.mtp import MTP, Depths, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
@@ -92,6 +93,10 @@ class LossHook:
             (``skip``); or nothing, so that momentum and weight decay still move the model
             (``step``).
         total: the name under which a loss of several terms reports their sum.
+        mtp: what becomes of the losses of multi-token prediction: what the host makes of them
+            (``host``), or they are aggregated as the loss is (``same``; see `docs/flags.md`), with
+            reports ``"mtp_1 <name> loss"`` and so on, without Megatron's factor. Of a loss of
+            several terms, they get the weights and the coefficient of the first one.
         patience: seconds that ranks wait for each other's hook before the first step.
         in_training_loop: called by Megatron's own training loop. Batches of the next step are then
             drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
@@ -108,8 +113,8 @@ class LossHook:
             False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step``, ``unmeasured`` or ``mask``, bad terms, terms or
-            settings that need masks which the model makes too late, or a ``total`` that names
+        ModeError: an unknown ``empty_step``, ``unmeasured``, ``mtp`` or ``mask``, bad terms, terms
+            or settings that need masks which the model makes too late, or a ``total`` that names
             another report.
     """
 
@@ -124,6 +129,7 @@ class LossHook:
         evaluates_by_microbatch: bool = False,
         empty_step: str = "step",
         total: str = "loss",
+        mtp: str = "host",
         patience: float = 60.0,
         in_training_loop: bool = False,
         mask: str = "batch",
@@ -132,12 +138,15 @@ class LossHook:
             raise ModeError(f"mask={mask!r}; expected one of {', '.join(MASKS)}")
         if empty_step not in EMPTY_STEPS:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
+        if mtp not in MTP:
+            raise ModeError(f"mtp={mtp!r}; expected {' or '.join(MTP)}")
         self._reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
         _check_names(self.terms, total)
         self._total = total
+        self._mtp = mtp
         self._late = mask == "model"
         if self._late:
             check_terms(self.terms, empty_step, evaluates_by_microbatch)
@@ -157,6 +166,7 @@ class LossHook:
             "evaluates_by_microbatch": evaluates_by_microbatch,
             "empty_step": empty_step,
             "total": total,
+            "mtp": mtp,
             "in_training_loop": in_training_loop,
             "mask": mask,
         }
@@ -287,7 +297,7 @@ class LossHook:
                 stack.enter_context(call.accumulating())
             if call.groups.last_stage:
                 hooked = self._step(call, step, first, lazily)
-                stack.enter_context(hooked.checks.watch())
+                stack.enter_context(hooked.watch())
                 result = call.run(forward_backward, hooked.forward_step(), iterator)
                 hooked.finish()
                 if isinstance(iterator, LookAhead):
@@ -311,6 +321,12 @@ class LossHook:
                 "a LossHook trains a second model; expected a hook for each: it measures the "
                 "host's averaging, and checks losses and splits, in the first step of one model"
             )
+        self._depths(call)
+
+    def _depths(self, call: Call) -> int:
+        """Of MTP, whose losses this call aggregates."""
+        aggregates = self._mtp == "same" and not call.forward_only
+        return number_of_depths(call.config) if aggregates else 0
 
     def _report_first(self, call: Call, weights: StepWeights) -> None:
         """Say on one rank what was understood of the first training step."""
@@ -326,6 +342,7 @@ class LossHook:
             total=self._total if self._reports_total else None,
             reports_quotients=self.evaluates_by_microbatch and call.forward_only,
             passes_unmasked=lazily,
+            depths=Depths(call, not self._verified) if self._depths(call) else None,
         )
 
         @functools.cache
@@ -366,8 +383,9 @@ class LossHook:
         if self._late:
             weights: StepWeights = plan_late(read, number, self.terms, call)
         else:
+            keeps_masks, depths = not self._verified, self._depths(call)
             weights = StepWeights.plan(
-                checked, self.terms, call.groups, self._splits, keeps_masks=not self._verified
+                checked, self.terms, call.groups, self._splits, keeps_masks, depths
             )
         reads = call.groups.reads_data and not call.forward_only and self._open_step is None
         if reads and self.read_step is None:

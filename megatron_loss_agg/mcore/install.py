@@ -49,6 +49,7 @@ def hook_from_args(
         unmeasured=settings.unmeasured,
         evaluates_by_microbatch=in_training_loop and getattr(args, "sft", False),
         empty_step=settings.empty_step,
+        mtp=settings.mtp,
         in_training_loop=in_training_loop,
         mask=settings.mask,
     )

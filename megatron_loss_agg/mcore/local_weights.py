@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import active_tokens
+from megatron_loss_agg.mcore.mtp import DepthWeights
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.weights import dot, token_weights_of
 
@@ -84,18 +85,25 @@ class LocalWeights:
     weight_T: Tensor | None  # for packs, short rows and custom functions; on the CPU
     signed: bool  # some weights may be negative
     checksum: Tensor  # fp64, of the planned mask: sums of its rows, or its product with the weights
+    of_depths: DepthWeights | None = None  # for MTP's losses
 
     @classmethod
-    def of(cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask) -> LocalWeights:
+    def of(
+        cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask, depths: int = 0
+    ) -> LocalWeights:
         custom = plan.aggregation.function is not None
-        if not mask.packed and not custom and mask.shape[-1] >= _SHORT_ROW:
+        if not (mask.packed or custom or depths) and mask.shape[-1] >= _SHORT_ROW:
             return cls(mask, plan.coefficients(i), None, False, mask.sums)
         weights = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
         planned = plan.microbatches[i].loss_mask
+        of_depths = None
+        if depths:
+            keeps = mask.values is not None
+            of_depths = DepthWeights.of(plan.microbatches[i], weights, depths, layout, keeps)
         if layout is not None:
             weights, planned = layout.shard(weights), layout.shard(planned)
         checksum = _product(planned.double(), weights.double(), custom)
-        return cls(mask, None, weights.cpu(), custom, checksum.cpu())
+        return cls(mask, None, weights.cpu(), custom, checksum.cpu(), of_depths)
 
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], on the device of ``mask``, which is this rank's shard."""
@@ -104,6 +112,13 @@ class LocalWeights:
         assert self.coefficient_S is not None
         rows = mask.reshape(self.mask.shape)
         return token_weights_of(self.coefficient_S, rows, None, dtype).reshape(-1)
+
+    def compared_for(self, mask: Tensor) -> Tensor:
+        """All weights that are made for ``mask``, in fp64."""
+        made = self.made_for(mask, torch.float64)
+        if self.of_depths is None:
+            return made
+        return torch.cat([made, self.of_depths.weights.to(made).reshape(-1)])
 
     def checksum_of(self, mask: Tensor, weights: Tensor) -> Tensor:
         """The checksum of a loss function's mask, whose weights were made; on its device.

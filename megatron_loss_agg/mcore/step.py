@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from megatron_loss_agg.mcore.host_loss import (
     token_masks,
 )
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.mtp import Depths
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
@@ -37,6 +39,7 @@ class Options(NamedTuple):
     total: str | None  # under which the total loss is reported besides each term
     reports_quotients: bool  # the host averages quotients of reports instead of summing pairs
     passes_unmasked: bool  # leave loss functions without a mask alone
+    depths: Depths | None = None  # whose losses are aggregated, too
 
 
 class Step:
@@ -72,6 +75,15 @@ class Step:
         self.checks = Checks(call, terms.values(), keeps_outputs)
         self._next = 0
 
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe how the script calls the model."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.checks.watch())
+            if self._options.depths is not None:
+                stack.enter_context(self._options.depths.watch())
+            yield
+
     def forward_step(self) -> Callable[..., Any]:
         """The script's forward step, with its loss function replaced by ours."""
         forward_step = self._call.forward_step
@@ -104,6 +116,8 @@ class Step:
                 "microbatches; expected one each"
             )
         self.checks.finish()
+        if self._options.depths is not None:
+            self._options.depths.finish()
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
         if self._options.passes_unmasked and not carries_mask(loss_func):
@@ -139,6 +153,12 @@ class Step:
             for name, part in parts.items()
         ]
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
+        if self._options.depths is not None:
+            name, term = next(iter(self._terms.items()))
+            of_depths = local()[name].of_depths
+            mtp = self._options.depths.losses(of_depths, term.coefficient, gather)
+            loss = loss + mtp.loss
+            parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
         weights = self._weights()
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():

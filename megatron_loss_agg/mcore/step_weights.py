@@ -51,6 +51,7 @@ class StepWeights:
         groups: ParallelGroups,
         splits: Splits,
         keeps_masks: bool,
+        depths: int = 0,
     ) -> StepWeights:
         """Plan a step on every rank of the last pipeline stage; all of them must call.
 
@@ -59,6 +60,7 @@ class StepWeights:
             splits: those that the script may use.
             keeps_masks: keep mask values, to compare the loss functions' masks with, even where the
                 split is recognised.
+            depths: of MTP, whose losses get the first term's weights; 0 if they are the host's.
 
         Raises:
             AggregationError: this rank's own error.
@@ -72,7 +74,8 @@ class StepWeights:
                     [of_term(name, m) for m in microbatches for name in terms], groups
                 )
             plans = StepPlan.build_terms(terms, microbatches, groups.dp)
-            return cls.of(plans, groups, splits, keeps_masks, splits.shared(error, groups))
+            unsplit = splits.shared(error, groups)
+            return cls.of(plans, groups, splits, keeps_masks, unsplit, depths)
 
         return on_group(plan_here, groups)
 
@@ -84,6 +87,7 @@ class StepWeights:
         splits: Splits,
         keeps_masks: bool,
         unsplit: AggregationError | None = None,
+        depths: int = 0,
     ) -> StepWeights:
         """From this rank's plans; called on every rank that reads data."""
         # A custom function may fail on one data-parallel rank alone; the others must learn of it.
@@ -93,7 +97,7 @@ class StepWeights:
             "expected it to succeed on every rank: see the error of that rank"
         )
         with failing_together([groups.dp] if custom else [], elsewhere):
-            weights = _by_term(plans, groups, splits, keeps_masks)
+            weights = _by_term(plans, groups, splits, keeps_masks, depths)
         counts = next(iter(plans.values())).counts
         return cls(weights, counts, plans.is_empty, unsplit)
 
@@ -167,7 +171,7 @@ class StepWeights:
             fitting = [split for split in splits.left(packed) if split in by_split] or [*by_split]
             local = chosen[name] = by_split[fitting[0]]
             if local.mask.values is not None and local.mask.fits(mask) and len(fitting) > 1:
-                made = [by_split[split].made_for(mask, torch.float64) for split in fitting]
+                made = [by_split[split].compared_for(mask) for split in fitting]
                 if not all(torch.equal(other, made[0]) for other in made):
                     raise ambiguous(fitting)
             self.terms[name][i] = {fitting[0]: local}
@@ -175,7 +179,7 @@ class StepWeights:
 
 
 def _by_term(
-    plans: StepTerms, groups: ParallelGroups, splits: Splits, keeps_masks: bool
+    plans: StepTerms, groups: ParallelGroups, splits: Splits, keeps_masks: bool, depths: int
 ) -> dict[str, list[WeightsBySplit]]:
     """By term and microbatch; terms with equal weights for a microbatch share them."""
     weights: dict[str, list[WeightsBySplit]] = {name: [] for name in plans}
@@ -196,7 +200,7 @@ def _by_term(
                         for split, layout in layouts.items()
                     }
                 found = {
-                    split: LocalWeights.of(plan, i, *of_split)
+                    split: LocalWeights.of(plan, i, *of_split, 0 if made else depths)
                     for split, of_split in masks[id(microbatch)].items()
                 }
                 made.append((plan, found))
