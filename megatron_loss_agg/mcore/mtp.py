@@ -39,7 +39,7 @@ class DepthWeights(NamedTuple):
     """Of one microbatch's tokens on this rank, on the CPU."""
 
     weights: Tensor  # [depths, tokens]
-    active: Tensor | None  # bool [depths, tokens]: the mask, moved; if masks are compared by value
+    active: Tensor | None  # bool [1 + depths, tokens]: masks, from depth 0; if compared by value
 
     @classmethod
     def of(
@@ -52,13 +52,13 @@ class DepthWeights(NamedTuple):
     ) -> DepthWeights:
         """From the weights of the whole microbatch, before context parallelism."""
 
-        def of_depths(whole: Tensor) -> Tensor:
-            by_depth = (moved(whole, microbatch, depth) for depth in range(1, depths + 1))
+        def from_depth(first: int, whole: Tensor) -> Tensor:
+            by_depth = (moved(whole, microbatch, depth) for depth in range(first, depths + 1))
             parts = (x if layout is None else layout.shard(x) for x in by_depth)
             return torch.stack([part.reshape(-1) for part in parts]).cpu()
 
-        active = of_depths(microbatch.loss_mask != 0) if keeps_mask else None
-        return cls(of_depths(weights), active)
+        active = from_depth(0, microbatch.loss_mask != 0) if keeps_mask else None
+        return cls(from_depth(1, weights), active)
 
 
 def moved(values: Tensor, microbatch: Microbatch, depth: int) -> Tensor:
@@ -123,7 +123,7 @@ class Depths:
         self._compute = getattr(self._module, _METHOD)
         self._calls = 0  # of the host's method, in this forward pass
         self._kept: list[Tensor] = []
-        self._expected: list[Tensor] = []  # of this forward pass: `DepthWeights.active`, once known
+        self._expected: list[Tensor] = []  # of it: `DepthWeights.active`, once that is known
         self._different: list[Tensor] = []  # bool, of every microbatch and depth
 
     @contextlib.contextmanager
@@ -238,11 +238,12 @@ class Depths:
     def _compare(self, expected: list[Tensor], depth: int, gradient: Tensor) -> None:
         """Compare the host's mask with the planned one: the gradient is a multiple of it.
 
-        NaN is a mask of 0 times a division by 0.
+        NaN is a mask of 0 times a division by 0. Under calculate_per_token_loss the multiple is
+        that of this rank's tokens at depth 0, so it can be 0 if there are none.
         """
-        active = (gradient != 0) & ~gradient.isnan()
-        planned = expected[0][depth].to(gradient.device)
-        self._different.append((active.reshape(-1) != planned).any())
+        active = ((gradient != 0) & ~gradient.isnan()).reshape(-1)
+        here, planned = expected[0][[0, depth + 1]].to(gradient.device)
+        self._different.append((active != planned).any() & (active.any() | here.any()))
 
 
 def _language_module(chunk: Any) -> Any:

@@ -71,6 +71,7 @@ OPTIONS: dict[str, Any] = {
     "empty_step": "error",
     "evaluates_by_microbatch": True,
     "in_training_loop": True,
+    "mtp": "same",
     "unmeasured": "trust",
 }
 for option, value in OPTIONS.items():

@@ -4,25 +4,77 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from itertools import product
-from typing import Any
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook
-from tests.host.harness import TOPOLOGIES, Topology, build_chunks, data_for, run_host_ranks
+from megatron_loss_agg import CPLayout, Microbatch, Term
+from megatron_loss_agg.errors import ModeError
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+from tests.host import whole
+from tests.host.harness import (
+    EXACT,
+    TOPOLOGIES,
+    Topology,
+    build_chunks,
+    data_for,
+    error_of,
+    run_host_ranks,
+)
 from tests.host.reference import Gradient
-from tests.host.steps import N_MB, PLACES, Weights, aggregation, sequences, weights_of
+from tests.host.steps import (
+    N_MB,
+    PLACES,
+    VOCAB,
+    Weights,
+    aggregation,
+    batches,
+    sequences,
+    weights_of,
+)
 from tests.host.test_auxiliary_losses import forward_step
+from tests.host.test_calls import microbatches
 
 pytestmark = pytest.mark.host
 
 DEPTHS, FACTOR = 2, 0.5
 CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
-LABELS = {"token_mean": "token_mean", "prompt_mean": "prompt_mean"}
+METHOD = "compute_language_model_loss"
+
+
+class Case(NamedTuple):
+    layout: str
+    per_token: bool
+    mode: str
+    masks: str = "01"
+    kind: str = ""  # what is not as in one step of a loss of one term
+
+
+CASES = {
+    # With "single" masks most context-parallel ranks have no token of most depths.
+    "cp2": [
+        Case("thd", False, "token_mean"),
+        Case("thd", True, "prompt_mean", "single"),
+        Case("bshd", True, "token_mean", "fractional"),
+        Case("bshd", False, "prompt_mean", "single"),
+        Case("bshd", True, "prompt_mean", kind="second step"),
+    ],
+    "dp2": [
+        Case("thd", True, "token_mean"),
+        Case("bshd", False, "prompt_mean"),
+        Case("bshd", True, "prompt_mean", kind="several calls"),
+        Case("bshd", False, "token_mean", kind="coefficient"),
+        Case("bshd", False, "token_mean", kind="host"),
+    ],
+    "pp2": [Case("thd", True, "prompt_mean"), Case("bshd", False, "token_mean")],
+    "tp2": [Case("thd", False, "prompt_mean"), Case("bshd", True, "token_mean")],
+}
 
 
 def with_mtp(name: str) -> Topology:
@@ -30,7 +82,7 @@ def with_mtp(name: str) -> Topology:
     return dataclasses.replace(topology, config={**topology.config, **CONFIG})
 
 
-def oracle(cases: list[tuple[str, Weights]]) -> list[tuple[Gradient, list[float]]]:
+def oracle(step: list[tuple[str, Weights]]) -> list[tuple[Gradient, list[float]]]:
     """One process that runs every sample alone: gradient, and the weighted sum at each depth.
 
     At depth d, the logits of position t predict label t + d, with the weight of that label.
@@ -41,7 +93,7 @@ def oracle(cases: list[tuple[str, Weights]]) -> list[tuple[Gradient, list[float]
     model = gpt.build(**CONFIG)
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = []
-    for masks, weights in cases:
+    for masks, weights in step:
         sums = [torch.zeros((), dtype=torch.float64) for _ in range(DEPTHS + 1)]
         for i, of_sample in weights:
             sequence, w = sequences(masks)[i], torch.tensor(of_sample, dtype=torch.float64)
@@ -56,7 +108,7 @@ def oracle(cases: list[tuple[str, Weights]]) -> list[tuple[Gradient, list[float]
 
 
 def logits_of(model: Any, sequence: Any) -> list[Tensor]:
-    """[tokens, vocabulary] of the main head, then of each depth; nothing else is the host's."""
+    """[tokens, vocabulary] of the main head, then of each depth; no loss of the host's is used."""
     from tests.host import gpt
 
     seen: list[Tensor] = []
@@ -65,58 +117,219 @@ def logits_of(model: Any, sequence: Any) -> list[Tensor]:
         seen.append(logits.squeeze(1))
         return torch.zeros_like(labels, dtype=torch.float64)
 
-    model.compute_language_model_loss = see
+    setattr(model, METHOD, see)
     tokens = sequence.tokens.unsqueeze(0)
     arguments = {"labels": tokens, "loss_mask": torch.ones_like(tokens)}
     with gpt.precision(model.config):
         model(tokens, gpt.positions_like(tokens), None, **arguments)
-    del model.compute_language_model_loss
+    delattr(model, METHOD)
     return [seen[-1], *seen[:-1]]
 
 
-Case = tuple[str, bool, str, str]  # layout, per-token flag, mode, masks
+@functools.cache
+def references() -> dict[tuple[str, str], Any]:
+    wanted = sorted({(case.mode, case.masks) for cases in CASES.values() for case in cases})
+    step = [(masks, weights_of(mode, PLACES[1], masks)) for mode, masks in wanted]
+    return dict(zip(wanted, run_host_ranks(oracle, 1, step, timeout=200)[0], strict=True))
 
 
-def run(topology: Topology, cases: dict[Case, Any], mtp: str) -> list[Any]:
-    """Every rank: for each case, the gradient's error, and the reports of MTP."""
+def run(topology: Topology, cases: dict[Case, Any]) -> list[tuple[float, list[float]]]:
+    """Every rank, of each case: the gradient's error, and the reports of depths 0 to `DEPTHS`."""
     from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
-    chunks = {flag: build_chunks(topology, flag) for flag in (False, True)}
+    chunks = {flag: build_chunks(topology, flag) for flag in {case.per_token for case in cases}}
     found = []
-    for (layout, per_token, mode, masks), (expected, _) in cases.items():
-        model, hook = chunks[per_token], LossHook(aggregation(mode), mtp=mtp)
-        data = data_for(topology, PLACES[topology.data_parallel_size], layout, masks)
-        reports = gpt.run_step(hook, model, data, N_MB, forward_step_func=forward_step)
-        names = [f"{part}{mode} loss" for part in ("", "mtp_1 ", "mtp_2 ")]
+    for case, (expected, _) in cases.items():
+        model = chunks[case.per_token]
+        reports = train(topology, model, case)
+        names = [f"{part}{case.mode} loss" for part in ("", "mtp_1 ", "mtp_2 ")]
         sums = [gpt.reported(reports, name) for name in names if reports and name in reports[0]]
-        found.append((gradients.error(model, expected), sums))
+        factor = 0.25 if case.kind == "coefficient" else 1.0
+        wanted = {name: factor * gradient for name, gradient in expected.items()}
+        found.append((gradients.error(model, wanted), sums))
     return found
 
 
-@functools.cache
-def references(ranks: int) -> dict[tuple[str, str], Any]:
-    wanted = list(product(("token_mean", "prompt_mean"), ("01", "single")))
-    weights = [(masks, weights_of(mode, PLACES[ranks], masks)) for mode, masks in wanted]
-    return dict(zip(wanted, run_host_ranks(oracle, 1, weights, timeout=200)[0], strict=True))
+def train(topology: Topology, model: Any, case: Case) -> Any:
+    """The step, or the last of two; its reports."""
+    from tests.host import gpt
+
+    terms: Any = aggregation(case.mode)
+    if case.kind == "coefficient":
+        terms = {case.mode: Term(terms, coefficient=0.25)}
+    options = {} if case.kind == "host" else {"mtp": "same"}  # the host's is the default
+    hook = LossHook(terms, **options)
+    places = PLACES[topology.data_parallel_size]
+    data = [data_for(topology, places, case.layout, case.masks) for _ in range(3)]
+    step = partial(gpt.run_step, hook, model, forward_step_func=watched(case.kind != "host"))
+    if case.kind == "several calls":
+        with hook.step(microbatches(places, case.layout)):
+            return step(data[0], 1) + step(data[0], N_MB - 1, zero_grad=False)
+    reports = step(data[0], N_MB)
+    assert METHOD not in vars(model[0].module)
+    if case.kind != "second step":
+        return reports
+    reports = step(data[1], N_MB)
+    evaluated = gpt.run_step(
+        hook,
+        model,
+        data[2],
+        N_MB,
+        zero_grad=False,
+        forward_step_func=forward_step,
+        forward_only=True,
+    )
+    assert sorted(evaluated[0]) == sorted({"lm loss", f"{case.mode} loss"})
+    return reports
 
 
-CASES: list[Case] = [
-    ("thd", False, "token_mean", "01"),
-    ("thd", True, "prompt_mean", "01"),
-    ("bshd", True, "token_mean", "01"),
-    ("bshd", False, "prompt_mean", "01"),
-    ("thd", False, "token_mean", "single"),
-    ("bshd", True, "prompt_mean", "single"),
-]
+def watched(aggregates: bool) -> Callable[..., Any]:
+    """The forward step; looks whether the host's method is its own."""
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        module = model.module
+        assert (METHOD in vars(module)) == (aggregates and module.post_process)
+        return forward_step(data_iterator, model)
+
+    return step
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "pp2", "tp2"])
+def packs() -> bool:
+    """Whether this release moves labels inside the sequences of a pack; others refuse packs."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    return "packed_seq_params" in inspect.signature(roll_tensor).parameters
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
-    topology = with_mtp(name)
-    known = references(topology.data_parallel_size)
-    cases = {case: known[case[2], case[3]] for case in CASES}
-    ranks = run_host_ranks(run, topology.world_size, topology, cases, "same", timeout=300)
-    for rank in ranks:
+    topology, known = with_mtp(name), references()
+    chosen = [case for case in CASES[name] if case.layout == "bshd" or packs()]
+    cases = {case: known[case.mode, case.masks] for case in chosen}
+    for rank in run_host_ranks(run, topology.world_size, topology, cases, timeout=300):
         for case, (error, sums) in zip(cases, rank, strict=True):
-            print(name, case, error, sums, cases[case][1])
+            print(name, *case, error, sums)
+            if case.kind == "host":  # it averages microbatches' means
+                assert error > 0.01
+                assert len(sums) == 1
+                continue
+            assert error <= EXACT, case
+            if sums:  # on the last pipeline stage
+                assert sums == pytest.approx(cases[case][1], rel=1e-13), case
+    assert sums  # the last rank is on the last pipeline stage
+
+
+def without_mask(data_iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    tokens, labels, mask, _ = gpt.local_batch(data_iterator)
+    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
+def twice(data_iterator: Any, model: Any) -> Any:
+    losses, loss_func = forward_step(data_iterator, model)
+    tokens = torch.zeros_like(loss_func.args[0], dtype=torch.int64)
+    model(tokens, tokens, None, labels=tokens)
+    return losses, loss_func
+
+
+def shorter(data_iterator: Any, model: Any) -> Any:
+    """As reinforcement learning's scripts: no loss of the last position."""
+    losses, loss_func = forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda x: (x[:, :-1], {}), loss_func.args[0][:, :-1])
+
+
+def gathered(data_iterator: Any, model: Any) -> Any:
+    batch = next(data_iterator)
+    losses, loss_func = forward_step(iter([batch]), model)
+    layout = whole.layout_of(batch)
+    losses, mask = (
+        layout.unshard(whole.parts(x, "local_grad")) for x in (losses, loss_func.args[0])
+    )
+    return losses, TokenLoss(lambda x: (x, {}), mask, whole="local_grad")
+
+
+def contiguous(data_iterator: Any, model: Any) -> Any:
+    """Splits rows over context-parallel ranks in another way than the host moves labels."""
+    from tests.host import gpt
+
+    _, size, rank = whole.context_parallel()
+    batch = next(data_iterator)
+    layout = CPLayout.contiguous(batch["tokens"].shape[1], size, rank)
+    tokens, labels, mask = (layout.shard(batch[k]) for k in ("tokens", "labels", "loss_mask"))
+    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels, loss_mask=mask)
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
+def third_loss(data_iterator: Any, model: Any) -> Any:
+    """The model computes a loss of its own, besides those of MTP and the main one."""
+    module = model.module
+    compute = getattr(module, METHOD)
+    logits = torch.zeros(1, 1, VOCAB, requires_grad=True)
+    handle = module.register_forward_pre_hook(
+        lambda *_: compute(torch.zeros(1, 1, dtype=torch.int64), logits) and None
+    )
+    try:
+        return forward_step(data_iterator, model)
+    finally:
+        handle.remove()
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "no layers": ("dp1", {"mtp_num_layers": None}, "a model with mtp_num_layers=None"),
+    "no factor": (
+        "dp1",
+        {"mtp_loss_scaling_factor": None},
+        "and a model with mtp_num_layers=2, mtp_loss_scaling_factor=None",
+    ),
+    "scale": ("dp1", {"mtp_grad_scale_func": torch.ones}, "a model with a mtp_grad_scale_func"),
+    "no mask": ("dp1", without_mask, "are not the loss mask moved by the depth"),
+    "two calls": ("dp1", twice, "two forward passes of the model in one microbatch"),
+    "shorter": ("dp1", shorter, "and a loss mask of 23; expected 2 of as many tokens"),
+    "gathered": ("cp2", gathered, "TokenLoss(whole='local_grad'); expected losses of this"),
+    "contiguous": ("cp2", contiguous, "are not the loss mask moved by the depth"),
+    "third loss": ("dp1", third_loss, "the model computed 4 losses in a forward pass; expected 2"),
+}
+
+
+def refusals(name: str) -> dict[str, str | None]:
+    """Every rank: what became of each case of this topology."""
+    from tests.host import gpt
+
+    topology = with_mtp(name)
+    gpt.initialize(**topology.sizes)
+    found = {}
+    for case, (of, change, _) in REFUSED.items():
+        if of != name:
+            continue
+        config = change if isinstance(change, dict) else {}
+        model = build_chunks(topology, False)
+        vars(model[0].config).update(config)
+        data = batches((((0,),) if name == "dp1" else ((0, 2),)), "bshd")
+        end = -1 if change is shorter else None
+        hook = LossHook(
+            aggregation("token_mean"),
+            lambda batch, end=end: Microbatch(batch["loss_mask"][:, :end]),
+            mtp="same",
+        )
+        step = forward_step if config else change
+        found[case] = error_of(gpt.run_step, hook, model, data, 1, forward_step_func=step)
+    return found
+
+
+@pytest.mark.parametrize("name", ["dp1", "cp2"])
+def test_what_cannot_be_exact_is_refused(name: str) -> None:
+    for rank in run_host_ranks(refusals, TOPOLOGIES[name].world_size, name):
+        assert len(rank) == sum(of == name for of, _, _ in REFUSED.values())
+        for case, error in rank.items():
+            print(case, error)
+            assert error is not None and error.startswith("HostError: "), case
+            assert REFUSED[case][2] in error, error
+            assert "--loss-aggregation-mtp same (LossHook(mtp='same'))" in error
+
+
+def test_an_unknown_value_is_refused() -> None:
+    with pytest.raises(ModeError, match="mtp='all'; expected host or same"):
+        LossHook(aggregation("sum"), mtp="all")

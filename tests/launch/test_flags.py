@@ -101,6 +101,8 @@ BAD_FLAGS = {
     "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
     "@ sum @-mask maybe": "ModeError|@-mask maybe|expected one of batch, model",
     "@ prompt_mean @-mask model": "ModeError|'prompt_mean' with a mask that the model|mode sum, ",
+    "@ sum @-mtp all": "ModeError|@-mtp all|expected one of host, same",
+    "@-mtp same": "ModeError|@-mtp same without @|give a mode",
     "@-unmeasured trust": "ModeError|@-unmeasured trust without @|give a mode",
     "@-rejected skip": "ModeError|@-rejected skip without @|give a mode",
     "@-divisor=": f"ModeError|-divisor  {NO_MODE}",
