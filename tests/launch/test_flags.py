@@ -72,6 +72,13 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     assert given(FLAG, preset, f"{FLAG}-rejected", "count") == replace(skips, rejected="count")
 
 
+@pytest.mark.parametrize("name, default, other", [("mtp", "host", "same")])
+def test_a_choice_is_read(name: str, default: str, other: str) -> None:
+    for given, value in ([], default), ([f"{FLAG}-{name}", other], other):
+        settings = flags.settings_from(parsed(FLAG, "token_mean", *given))
+        assert getattr(settings, name) == value
+
+
 def test_what_to_do_about_an_empty_step() -> None:
     def found(*extra: str) -> str:
         settings = flags.settings_from(parsed(FLAG, "token_mean", *extra))
