@@ -16,6 +16,7 @@ from megatron_loss_agg.mcore.audit import UNMEASURED
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.hook import EMPTY_STEPS
 from megatron_loss_agg.mcore.late_masks import MASKS, check_terms
+from megatron_loss_agg.mcore.moe import CHOICES as MOE
 from megatron_loss_agg.mcore.mtp import MTP
 
 FLAG = "--loss-aggregation"
@@ -69,6 +70,11 @@ _OPTIONS = {
         "losses of multi-token prediction are averaged by the host, or aggregated as the loss is "
         "(default: host)",
     ),
+    "moe": (
+        "{host,step}",
+        "the auxiliary losses of routers (MoE) keep Megatron's own weights, or are averaged over "
+        "the whole step by tokens, on any layout (default: host)",
+    ),
 }
 """Value and help of each further flag; None: it takes no value."""
 _OF_AGGREGATION = ("divisor", "empty", "rejected", "sample_weights", "function")
@@ -116,6 +122,7 @@ class Settings(NamedTuple):
     unmeasured: str
     mask: str
     mtp: str
+    moe: str
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
@@ -139,6 +146,7 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
         _choice(args, "unmeasured", UNMEASURED, "refuse"),
         mask,
         _choice(args, "mtp", MTP, "host"),
+        _choice(args, "moe", MOE, "host"),
     )
 
 

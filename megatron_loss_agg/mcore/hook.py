@@ -30,6 +30,7 @@ from megatron_loss_agg.mcore.batches import (
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.late_masks import MASKS, check_terms, plan_late, reader
+from megatron_loss_agg.mcore.moe import RouterLosses
 from megatron_loss_agg.mcore.mtp import MTP, Depths, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
@@ -97,6 +98,8 @@ class LossHook:
             (``host``), or they are aggregated as the loss is (``same``; see `docs/flags.md`), with
             reports ``"mtp_1 <name> loss"`` and so on, without Megatron's factor. Of a loss of
             several terms, they get the weights and the coefficient of the first one.
+        moe: who weighs the auxiliary losses of routers (MoE): Megatron, by its own rules
+            (``host``), or the hook, by tokens over the whole step (``step``); see docs/flags.md.
         patience: seconds that ranks wait for each other's hook before the first step.
         in_training_loop: called by Megatron's own training loop. Batches of the next step are then
             drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
@@ -113,9 +116,9 @@ class LossHook:
             False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step``, ``unmeasured``, ``mtp`` or ``mask``, bad terms, terms
-            or settings that need masks which the model makes too late, or a ``total`` that names
-            another report.
+        ModeError: an unknown ``empty_step``, ``unmeasured``, ``mtp``, ``moe`` or ``mask``, bad
+            terms, terms or settings that need masks which the model makes too late, or a ``total``
+            that names another report.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class LossHook:
         empty_step: str = "step",
         total: str = "loss",
         mtp: str = "host",
+        moe: str = "host",
         patience: float = 60.0,
         in_training_loop: bool = False,
         mask: str = "batch",
@@ -158,6 +162,7 @@ class LossHook:
         self.evaluates_by_microbatch = evaluates_by_microbatch
         self._in_training_loop = in_training_loop
         self._auditor = Auditor(audit, unmeasured)
+        self._router_losses = RouterLosses(moe)
         self._settings = {
             **{f"term {name!r}": described(term) for name, term in self.terms.items()},
             "order of terms": [*self.terms],
@@ -167,6 +172,7 @@ class LossHook:
             "empty_step": empty_step,
             "total": total,
             "mtp": mtp,
+            "moe": moe,
             "in_training_loop": in_training_loop,
             "mask": mask,
         }
@@ -213,6 +219,7 @@ class LossHook:
                 self._agreed = True
             if not call.forward_only:
                 self._check_model(call)
+                self._router_losses.check(call)
             # Once a step: data-parallel ranks may differ in how many calls a step has.
             if not call.forward_only and (self._open_step is None or self._open_step.is_whole):
                 self._auditor.check(call)
@@ -295,6 +302,8 @@ class LossHook:
         with contextlib.ExitStack() as stack:
             if step.left:
                 stack.enter_context(call.accumulating())
+            if not call.forward_only:
+                stack.enter_context(self._router_losses.scaled(call, first, not step.left))
             if call.groups.last_stage:
                 hooked = self._step(call, step, first, lazily)
                 stack.enter_context(hooked.watch())
@@ -361,16 +370,23 @@ class LossHook:
         """
         trains, groups = not call.forward_only, call.groups
         # Exchanging failures makes ranks wait: only where one is likely, in a step's first call.
-        likely = trains not in self._planned or (trains and self.empty_step == "error")
+        likely = trains not in self._planned or (
+            trains and (self.empty_step == "error" or self._router_losses.waits(call))
+        )
         is_empty = False
         with failing_together([groups.cp, groups.pp] if likely and not first else [], _FAILED):
             if groups.last_stage:
-                is_empty = step.weights(functools.partial(self._plan, call)).is_empty
+                weights = step.weights(functools.partial(self._plan, call))
+                is_empty = weights.is_empty
                 if is_empty and trains and self.empty_step == "error":
                     raise MaskError(
                         "every token of the step is masked or rejected; expected an active token: "
                         "fix the data, or choose --loss-aggregation-empty-step skip or step"
                     )
+                if trains and not first:
+                    self._router_losses.plan(call, weights)
+        if trains and not first:
+            self._router_losses.share(call, step.number)
         self._planned.add(trains)
         return is_empty
 

@@ -50,6 +50,7 @@ def hook_from_args(
         evaluates_by_microbatch=in_training_loop and getattr(args, "sft", False),
         empty_step=settings.empty_step,
         mtp=settings.mtp,
+        moe=settings.moe,
         in_training_loop=in_training_loop,
         mask=settings.mask,
     )

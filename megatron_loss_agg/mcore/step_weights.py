@@ -42,6 +42,7 @@ class StepWeights:
     counts: StepCounts  # of the first term, whose tokens the host counts
     is_empty: bool  # every token of the whole step is masked or rejected
     unsplit: AggregationError | None  # what to raise for losses of a part of the tokens
+    routed_tokens: Sequence[int]  # of each microbatch: what the model's routers see
 
     @classmethod
     def plan(
@@ -98,8 +99,12 @@ class StepWeights:
         )
         with failing_together([groups.dp] if custom else [], elsewhere):
             weights = _by_term(plans, groups, splits, keeps_masks, depths)
-        counts = next(iter(plans.values())).counts
-        return cls(weights, counts, plans.is_empty, unsplit)
+        first = next(iter(plans.values()))
+        routed = [
+            m.loss_mask.numel() if m.routed_tokens is None else m.routed_tokens
+            for m in first.microbatches
+        ]
+        return cls(weights, first.counts, plans.is_empty, unsplit, routed)
 
     def __len__(self) -> int:
         """Number of this rank's microbatches."""

@@ -37,7 +37,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
     found = {tuple(a.option_strings): (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ("", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step")
-    values += ("-mask", "-unmeasured", "-mtp")
+    values += ("-mask", "-unmeasured", "-mtp", "-moe")
     expected = {(FLAG + x,): ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
 
