@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from megatron_loss_agg.mcore import effect, flags
 from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
+from megatron_loss_agg.mcore.distillation import terms_from
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.host import STOCK, chunks_of
 from megatron_loss_agg.mcore.host_flags import check_host_flags
@@ -43,7 +44,7 @@ def hook_from_args(
         return None
     check_host_flags(args)
     return _HookOfFlags(
-        settings.aggregation,
+        terms_from(args, settings.aggregation),
         settings.read_batch or read_batch,
         audit=settings.audit,
         unmeasured=settings.unmeasured,

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
+from megatron_loss_agg.mcore.distillation import names_computed, with_teacher
 from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.host_loss import (
@@ -125,7 +126,11 @@ class Step:
         i, self._next = self._next, self._next + 1
         if i >= self._call.scale.num_microbatches:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        masks = token_masks(loss_func, list(self._terms))
+        names = names_computed(loss_func, self._terms, not self._call.forward_only)
+        loss_func = with_teacher(
+            loss_func, self._terms, not self._call.forward_only, self._options.verify
+        )
+        masks = token_masks(loss_func, names)
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
         trains = torch.is_grad_enabled() and not self._call.forward_only
         if self._call.scale.context_parallel_size == 1:
@@ -227,7 +232,7 @@ class Step:
 
         report = tokens.report
         ours = {f"{name} loss": summed(part) for name, part in parts.items()}
-        if self._options.total is not None:
+        if self._options.total is not None and len(parts) == len(self._terms):
             ours[self._options.total] = summed(loss)
         taken = sorted(ours.keys() & report.keys())
         if taken:

@@ -1,0 +1,216 @@
+"""Megatron's distillation losses as a second term, beside the language loss.
+
+The script's loss function masks, sums and mixes the two losses by itself. It is called as it is,
+and the token losses of the teacher are taken on their way into its sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.host_loss import (
+    TokenLoss,
+    TokenLosses,
+    check_is_masked_sum,
+    token_masks,
+)
+
+KD = "kd"
+"""The name of the term of the teacher; the language loss has any other name, and comes first."""
+
+_CACHED = "megatron.training.distillation.cached_logits_loss"
+_MODELOPT = "modelopt.torch.distill.distillation_model"
+
+
+class _Found(NamedTuple):
+    """What a distillation loss computed for one microbatch, before its reduction."""
+
+    losses: Any  # [samples, seq]
+    is_part: bool  # of this rank's part of the vocabulary: to be summed over tensor-parallel ranks
+
+
+def terms_from(
+    args: Any, aggregation: LossAggregation
+) -> LossAggregation | dict[str, Term | LossAggregation]:
+    """``aggregation`` of both losses, where Megatron's flags ask for a teacher.
+
+    ``--logits-load-dir``: ``(1 - alpha) * language + alpha * kd`` with the alpha of
+    ``--logits-load-kd-loss-alpha``. ``--export-kd-teacher-load``: ``kd`` alone, ModelOpt's default.
+
+    Args:
+        args: Megatron's parsed flags; absent ones are off.
+    """
+    if getattr(args, "logits_load_dir", None) is not None:
+        alpha = args.logits_load_kd_loss_alpha
+    elif getattr(args, "export_kd_teacher_load", None) is not None:
+        alpha = 1.0
+    else:
+        return aggregation
+    return {aggregation.label: Term(aggregation, 1 - alpha), KD: Term(aggregation, alpha)}
+
+
+def names_computed(loss_func: Any, terms: Mapping[str, Term], trains: bool) -> list[str]:
+    """The terms that ``loss_func`` computes: in evaluation the host has no teacher."""
+    names = [*terms]
+    return names if trains or not _is_hosts(loss_func, names) else names[:1]
+
+
+def with_teacher(
+    loss_func: Callable[..., Any], terms: Mapping[str, Term], trains: bool, verify: bool
+) -> Callable[..., Any]:
+    """``loss_func`` as a `TokenLoss` of both terms, if it is a stock one and these are `KD`'s.
+
+    Args:
+        verify: check that it returned the sum of both, each times its coefficient; waits for the
+            device.
+
+    Raises (the result, when called):
+        HostError: its loss cannot be taken apart; says why.
+    """
+    names = [*terms]
+    if not trains or not _is_hosts(loss_func, names):
+        return loss_func
+    mask = token_masks(loss_func, names[:1])[names[0]]
+
+    def compute(output: Tensor) -> tuple[dict[str, Tensor], Any]:
+        with torch.no_grad(), _recorded() as found:
+            returned = loss_func(output)
+        losses = {names[0]: output, KD: _per_token(found, returned, names)}
+        if verify:
+            _check_mixture(losses, mask, terms, returned)
+        return losses, returned[-1]
+
+    return TokenLoss(compute, mask)
+
+
+def _is_hosts(loss_func: Any, names: Sequence[str]) -> bool:
+    return len(names) == 2 and names[1] == KD and not isinstance(loss_func, TokenLoss)
+
+
+def _per_token(found: list[_Found], returned: Any, names: Sequence[str]) -> Tensor:
+    """The teacher's token losses [samples, seq]; the whole vocabulary's on every rank.
+
+    A part's gradient is right as it is: its softmax sums over ranks in the backward pass, too.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    if not found:
+        raise HostError(
+            f"the loss function computed no distillation loss for the terms {[*names]}; expected "
+            "Megatron's LossFuncCallable (--logits-load-dir) or ModelOpt's compute_kd_loss "
+            "(--export-kd-teacher-load), with the model in training mode: otherwise return a "
+            "TokenLoss with the losses of both"
+        )
+    if len(found) > 1:
+        raise HostError(
+            f"the loss function computed {len(found)} distillation losses, and ModelOpt balances "
+            "them by their values in each microbatch, which is no weighted sum of tokens; expected "
+            "the logits' alone: drop intermediate_layer_pairs, or return a TokenLoss"
+        )
+    if len(returned) != 3:
+        raise HostError(
+            f"the distillation loss function returned {len(returned)} values: it divides by tokens "
+            "and reports the means of ranks; expected (loss, number of tokens, report), as of "
+            "Megatron-LM 0.19: update the script, or return a TokenLoss with the losses of both"
+        )
+    losses, is_part = found[0]
+    if is_part:
+        return reduce_from_tensor_model_parallel_region(losses)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        raise HostError(
+            "ModelOpt's top-k distillation loss (logit_kl_topk) over tensor-parallel ranks: its "
+            "gather adds up the equal gradients of all ranks; expected one rank, or "
+            "logit_kl_topk left out"
+        )
+    return losses
+
+
+def _check_mixture(
+    losses: Mapping[str, Tensor], mask: Tensor, terms: Mapping[str, Term], returned: Any
+) -> None:
+    """Raise HostError unless the host's loss is the sum of both, each times its coefficient."""
+    flat = [x.detach().reshape(-1).float() * terms[name].coefficient for name, x in losses.items()]
+    mixed = torch.stack(flat).sum(dim=0)
+    try:
+        check_is_masked_sum(TokenLosses({KD: mixed}, {KD: mask}, {}, tuple(returned)), True)
+    except HostError as error:
+        said = " + ".join(f"{term.coefficient:g} * {name}" for name, term in terms.items())
+        raise HostError(
+            f"{error}. The losses here are {said}: give the host's mixture as coefficients, for "
+            "--logits-load-kd-loss-alpha its 1 - alpha and alpha; ModelOpt's with skip_lm_loss "
+            "off weighs the teacher by the losses' values, which is no weighted sum of tokens"
+        ) from None
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[_Found]]:
+    """The token losses of every distillation loss that is computed inside, with gradients."""
+    found: list[_Found] = []
+    with contextlib.ExitStack() as stack:
+        if _CACHED in sys.modules:
+            cls = sys.modules[_CACHED].CachedLogitsKDLoss
+            stack.enter_context(_replaced(cls, "__call__", _recording_cached(cls.__call__, found)))
+        if _MODELOPT in sys.modules:
+            cls, name = sys.modules[_MODELOPT].DistillationModel, "compute_kd_loss"
+            recording = _recording_modelopt(cls.compute_kd_loss, found)
+            stack.enter_context(_replaced(cls, name, recording))
+        yield found
+
+
+def _recording_cached(stock: Callable[..., Any], found: list[_Found]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(self: Any, student_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # The host shifts fp32 logits in place itself; what came before it is of interest.
+        if student_logits.float() is student_logits and student_logits._version:
+            raise HostError(
+                f"logits in {student_logits.dtype}, changed in place before the distillation loss: "
+                "Megatron's cross entropy leaves probabilities there; expected a model in half "
+                "precision: add --bf16"
+            )
+        with torch.enable_grad():
+            losses = stock(self, student_logits, *args, **kwargs)
+        found.append(_Found(losses, True))
+        return losses.detach()
+
+    return call
+
+
+def _recording_modelopt(stock: Callable[..., Any], found: list[_Found]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def compute_kd_loss(
+        self: Any,
+        student_loss: Any = None,
+        loss_reduction_fn: Callable[[Any], Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def reduce(given: Any) -> Any:
+            losses, is_part = given[:2] if isinstance(given, tuple) else (given, False)
+            found.append(_Found(losses, is_part))
+            with torch.no_grad():
+                return given if loss_reduction_fn is None else loss_reduction_fn(given)
+
+        with torch.enable_grad():
+            return stock(self, student_loss, reduce, *args, **kwargs)
+
+    return compute_kd_loss
+
+
+@contextlib.contextmanager
+def _replaced(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    stock = vars(cls)[name]
+    setattr(cls, name, function)
+    try:
+        yield
+    finally:
+        setattr(cls, name, stock)
