@@ -143,12 +143,14 @@ def _check_mixture(
     mixed = torch.stack(flat).sum(dim=0)
     try:
         check_is_masked_sum(TokenLosses({KD: mixed}, {KD: mask}, {}, tuple(returned)), True)
-    except HostError as error:
+    except HostError:
         said = " + ".join(f"{term.coefficient:g} * {name}" for name, term in terms.items())
         raise HostError(
-            f"{error}. The losses here are {said}: give the host's mixture as coefficients, for "
-            "--logits-load-kd-loss-alpha its 1 - alpha and alpha; ModelOpt's with skip_lm_loss "
-            "off weighs the teacher by the losses' values, which is no weighted sum of tokens"
+            f"the distillation loss function returned {returned[0].item():.6g}, which is not the "
+            f"masked sum of {said}; expected its own mixture as coefficients: for "
+            "--logits-load-dir 1 - alpha and alpha. With skip_lm_loss off, ModelOpt weighs the "
+            "teacher by the values of both losses, which no coefficients do: turn it on, or "
+            "return a TokenLoss"
         ) from None
 
 

@@ -58,4 +58,4 @@ def _mode(name: str, term: Term) -> str:
     label, mode = term.aggregation.label, term.aggregation.mode
     shown = mode if label == mode else f"{mode} ({label})"
     coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
-    return shown if name in (mode, label) else f"{coefficient}{name}: {shown}"
+    return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.training import arguments, training
 from megatron.training.distillation import LogitsSaverHooks, LossFuncCallable, StudentLogitsCapture
@@ -24,7 +23,7 @@ from torch import Tensor
 from megatron_loss_agg.mcore.install import install
 from tests.host import gpt
 from tests.host.harness import Topology, build_chunks
-from tests.host.steps import N_MB, Places, Weights, batches, sequences
+from tests.host.steps import Places, Weights, batches, sequences
 
 TOP_K = 5
 ALPHA = 0.3
@@ -132,26 +131,37 @@ def sparse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return (q * (q.log() - p.log())).sum(-1)
 
 
+def full_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher | student) over the whole vocabulary; [tokens]."""
+    q, p = teacher.log_softmax(-1), student.log_softmax(-1)
+    return (q.exp() * (q - p)).sum(-1)
+
+
 def by_hand(
-    weights: Weights, dtype: torch.dtype = torch.float64
+    language: Weights,
+    kd: Weights,
+    dtype: torch.dtype = torch.float64,
+    alpha: float = ALPHA,
+    kl: Callable[[Tensor, Tensor], Tensor] = sparse_kl,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One process, every sample alone: the gradient, and the step's losses by name."""
     gpt.initialize()
     models = gpt.build(dtype), teacher(dtype)
     chosen = sequences()
-    losses: dict[str, list[Tensor]] = {"language": [], "kd": []}
-    for i, _ in weights:
-        tokens = chosen[i].tokens.unsqueeze(0)
-        logits, of_teacher = (m(tokens, gpt.positions_like(tokens), None)[0] for m in models)
-        losses["language"].append(F.cross_entropy(logits, chosen[i].labels, reduction="none"))
-        losses["kd"].append(sparse_kl(logits, of_teacher.detach()))
-    w = torch.cat([torch.tensor(of_sample, dtype=dtype) for _, of_sample in weights])
-    mask = torch.cat([torch.tensor(chosen[i].sample.mask, dtype=dtype) for i, _ in weights])
-    language, kd = (torch.cat(losses[name]) for name in ("language", "kd"))
-    sums = {"language": (w * language).sum(), "kd": (w * kd).sum()}
-    sums["loss"] = (1 - ALPHA) * sums["language"] + ALPHA * sums["kd"]
+    sums = dict.fromkeys(("language", "kd", "lm", "kd mean"), torch.zeros(()))
+    tokens = sum(sum(chosen[i].sample.mask) for i, _ in language)
+    for (i, w), (j, v) in zip(language, kd, strict=True):
+        assert i == j
+        text = chosen[i].tokens.unsqueeze(0)
+        logits, of_teacher = (m(text, gpt.positions_like(text), None)[0] for m in models)
+        losses = F.cross_entropy(logits, chosen[i].labels, reduction="none")
+        divergence = kl(logits, of_teacher.detach())
+        mean = [m / tokens for m in chosen[i].sample.mask]
+        parts = ((w, losses), (v, divergence), (mean, losses), (mean, divergence))
+        for name, (weights, values) in zip(sums, parts, strict=True):
+            sums[name] = sums[name] + torch.tensor(weights, dtype=dtype) @ values
+    sums["loss"] = (1 - alpha) * sums["language"] + alpha * sums["kd"]
     names, parameters = zip(*models[0].named_parameters(), strict=True)
     gradient = torch.autograd.grad(sums["loss"], parameters)
-    means = {"lm": (mask * language).sum() / mask.sum(), "kd mean": (mask * kd).sum() / mask.sum()}
-    numbers = {name: float(value) for name, value in {**sums, **means}.items()}
+    numbers = {name: float(value) for name, value in sums.items()}
     return dict(zip(names, gradient, strict=True)), numbers

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
 import torch
 
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, run_host_ranks
+from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
 from tests.host.reference import relative_error
 from tests.host.steps import Places, Weights, weights_of
 
@@ -24,16 +23,21 @@ MODE = "sample_mean"
 LAYOUTS = ("bshd", "thd")
 
 
-def by_hand(weights: Weights) -> list[Any]:
+def by_hand(language: Weights, kd: Weights) -> list[Any]:
     from tests.host import distillation
 
-    return [distillation.by_hand(weights, dtype) for dtype in (torch.float64, torch.float32)]
+    return [distillation.by_hand(language, kd, dtype) for dtype in (torch.float64, torch.float32)]
 
 
 @functools.cache
-def expected(ranks: int) -> Any:
-    """Gradient and losses in fp64, and the error of the gradient in fp32."""
-    (exact, naive), = run_host_ranks(by_hand, 1, weights_of(MODE, PLACES[ranks]))
+def expected(ranks: int, mode: str = MODE) -> Any:
+    """Gradient and losses in fp64, and the error of the gradient in fp32.
+
+    Args:
+        mode: of the language loss; the teacher's is `MODE`.
+    """
+    weights = (weights_of(name, PLACES[ranks]) for name in (mode, MODE))
+    ((exact, naive),) = run_host_ranks(by_hand, 1, *weights)
     return *exact, relative_error(naive[0], exact[0])
 
 
@@ -75,3 +79,81 @@ def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> N
             got = {ours: reported[key] for key, ours in names.items()}
             want = {key: numbers[key] for key in got}
             assert got == pytest.approx(want, rel=EXACT if exact else 1e-5), case
+
+
+REFUSED = {
+    "another alpha": "not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its own mixture",
+    "no teacher": "computed no distillation loss|--logits-load-dir|return a TokenLoss",
+    "ignored errors": "--logits-load-ignore-errors with --loss-aggregation|drop it",
+    "fp32": "logits in torch.float32, changed in place before|add --bf16",
+}
+
+
+def other_steps(folder: str) -> dict[str, Any]:
+    """One rank: what is reported in evaluation and in a custom loop, and the errors of bad runs."""
+    from functools import partial
+
+    from megatron.training.distillation import LossFuncCallable
+
+    from megatron_loss_agg import Term
+    from megatron_loss_agg.mcore import LossHook
+    from tests.host import distillation, gpt, gradients
+    from tests.host.steps import aggregation
+
+    topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
+    gpt.initialize()
+    distillation.save_teacher(topology, places, layout, folder)
+    flags = ("--loss-aggregation", MODE, "--logits-load-dir", folder)
+    chunks, _ = distillation.student(topology, False, torch.float64)
+    step = partial(distillation.step, chunks, places, layout)
+    found: dict[str, Any] = {}
+
+    def script(alpha: float) -> Any:
+        return distillation.script(LossFuncCallable(folder, kd_loss_alpha=alpha))
+
+    half = (*flags, "--logits-load-kd-loss-alpha", "0.5")
+    found["another alpha"] = error_of(step, *half, forward_step=script(0.4))
+    found["no teacher"] = error_of(step, *flags, forward_step=gpt.forward_step)
+    found["ignored errors"] = error_of(step, *flags, "--logits-load-ignore-errors")
+    chunks[0].eval()
+    reports = step(*half, forward_only=True)
+    found["evaluation"] = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
+    chunks[0].train()
+
+    distillation.with_args("--logits-load-dir", folder)
+    hook = LossHook(
+        {
+            "language": Term(aggregation("token_mean"), 1 - distillation.ALPHA),
+            "kd": Term(aggregation("sample_mean"), distillation.ALPHA),
+        }
+    )
+    with gpt.KeepDouble():
+        data = distillation.data_of(places, layout)
+        options = {"forward_step_func": script(distillation.ALPHA)}
+        gpt.run_step(hook, chunks, data, len(places[0]), **options)
+    found["custom loop"] = gradients.of(chunks)
+
+    single, _ = distillation.student(topology, False, torch.float32)
+
+    def megatrons_own(data_iterator: Any, model: Any) -> Any:
+        tokens, labels, mask, _ = gpt.local_batch(data_iterator)
+        losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
+        loss = LossFuncCallable(folder)
+        return losses, partial(lambda loss_mask, x: loss(loss_mask, x, model), mask.float())
+
+    options = {"forward_step": megatrons_own}
+    found["fp32"] = error_of(distillation.step, single, places, layout, *flags, **options)
+    return found
+
+
+def test_evaluation_custom_loops_and_refusals(tmp_path: Any) -> None:
+    gradient, numbers, _ = expected(1, "token_mean")
+    (found,) = run_host_ranks(other_steps, 1, str(tmp_path))
+    assert relative_error(found["custom loop"], gradient) <= EXACT
+    _, numbers, _ = expected(1)
+    wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
+    assert found["evaluation"] == pytest.approx(wanted, rel=EXACT)
+    for name, texts in REFUSED.items():
+        assert found[name].startswith("HostError: "), found[name]
+        for text in texts.split("|"):
+            assert text in found[name], found[name]
