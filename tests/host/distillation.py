@@ -32,6 +32,7 @@ ALPHA = 0.3
 def with_args(*flags: str) -> Any:
     """The host's parsed flags, set for the process."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    parser.add_argument("--export-kd-teacher-load")  # as the scripts do
     args = parser.parse_known_args(["--seq-length", "72", "--train-iters", "1", *flags])[0]
     args.curr_iteration, args.data_path = 0, None
     set_args(args)
