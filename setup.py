@@ -46,6 +46,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
+            "zstandard>=0.23",
         ],
         "docs": ["mkdocs>=1.6"],
     },

@@ -138,6 +138,12 @@ def full_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return (q.exp() * (q - p)).sum(-1)
 
 
+def top_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher | student), both of the teacher's top entries alone; [tokens]."""
+    kept = teacher.topk(TOP_K, dim=-1)
+    return full_kl(student.gather(-1, kept.indices), kept.values)
+
+
 def by_hand(
     language: Weights,
     kd: Weights,
