@@ -238,7 +238,8 @@ def check_is_masked_sum(tokens: TokenLosses, whole_samples: bool) -> None:
         raise HostError(
             f"the loss function returned {loss.item():.6g}, and the masked sum of the model's "
             f"losses is {total.item():.6g}; expected a masked sum, since its reduction is "
-            "replaced: return a TokenLoss with the full per-token loss instead"
+            "replaced: return a TokenLoss with the full per-token loss instead, or, if it is "
+            "Megatron's for distillation, give the hook a second term named 'kd'"
         )
 
 

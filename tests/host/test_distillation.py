@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,25 +22,28 @@ PLACES: dict[int, Places] = {
     2: (((0, 5), (3,)), ((1,), (2, 4))),
 }
 MODE = "sample_mean"
+GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
 LAYOUTS = ("bshd", "thd")
 
 
 def by_hand(language: Weights, kd: Weights) -> list[Any]:
-    from tests.host import distillation
+    """In fp64 and fp32, and in fp64 with the teacher's whole vocabulary."""
+    from tests.host import distillation as made
 
-    return [distillation.by_hand(language, kd, dtype) for dtype in (torch.float64, torch.float32)]
+    whole = made.by_hand(language, kd, kl=made.full_kl)
+    return [*(made.by_hand(language, kd, x) for x in (torch.float64, torch.float32)), whole]
 
 
 @functools.cache
 def expected(ranks: int, mode: str = MODE) -> Any:
-    """Gradient and losses in fp64, and the error of the gradient in fp32.
+    """Gradient and losses in fp64, the error of the gradient in fp32, and `by_hand`'s last.
 
     Args:
         mode: of the language loss; the teacher's is `MODE`.
     """
     weights = (weights_of(name, PLACES[ranks]) for name in (mode, MODE))
-    ((exact, naive),) = run_host_ranks(by_hand, 1, *weights)
-    return *exact, relative_error(naive[0], exact[0])
+    ((exact, naive, whole),) = run_host_ranks(by_hand, 1, *weights)
+    return *exact, relative_error(naive[0], exact[0]), whole[0]
 
 
 def on_host(topology: Topology, folder: str, gradient: Any) -> dict[Any, Any]:
@@ -68,10 +73,9 @@ def on_host(topology: Topology, folder: str, gradient: Any) -> dict[Any, Any]:
 @pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
 def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> None:
     topology = TOPOLOGIES[name]
-    gradient, numbers, fp32_error = expected(topology.data_parallel_size)
+    gradient, numbers, fp32_error, _ = expected(topology.data_parallel_size)
     for rank in run_host_ranks(on_host, 2, topology, str(tmp_path), gradient):
         for (dtype, *case), (error, reported) in rank.items():
-            print(name, dtype, case, error, fp32_error)
             exact = dtype == torch.float64
             assert error <= (EXACT if exact else 2 * fp32_error), case
             names = {f"{MODE} loss": "language", "kd loss": "kd", "loss": "loss", "lm loss": "lm"}
@@ -95,10 +99,7 @@ def other_steps(folder: str) -> dict[str, Any]:
 
     from megatron.training.distillation import LossFuncCallable
 
-    from megatron_loss_agg import Term
-    from megatron_loss_agg.mcore import LossHook
     from tests.host import distillation, gpt, gradients
-    from tests.host.steps import aggregation
 
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
@@ -121,17 +122,22 @@ def other_steps(folder: str) -> dict[str, Any]:
     chunks[0].train()
 
     distillation.with_args("--logits-load-dir", folder)
-    hook = LossHook(
-        {
-            "language": Term(aggregation("token_mean"), 1 - distillation.ALPHA),
-            "kd": Term(aggregation("sample_mean"), distillation.ALPHA),
-        }
-    )
-    with gpt.KeepDouble():
-        data = distillation.data_of(places, layout)
-        options = {"forward_step_func": script(distillation.ALPHA)}
-        gpt.run_step(hook, chunks, data, len(places[0]), **options)
-    found["custom loop"] = gradients.of(chunks)
+    guide: dict[str, Any] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        exec(snippet, guide)
+    teacher = distillation.teacher()
+
+    def own_loss(data_iterator: Any, model: Any) -> Any:
+        tokens, labels, mask, _ = gpt.local_batch(data_iterator)
+        given = tokens, gpt.positions_like(tokens), None
+        return guide["distilled"](model(*given), teacher(*given).detach(), labels, mask)
+
+    for name, forward_step in (("stock", script(distillation.ALPHA)), ("own", own_loss)):
+        with gpt.KeepDouble():
+            data = distillation.data_of(places, layout)
+            options = {"forward_step_func": forward_step}
+            gpt.run_step(guide["hook"], chunks, data, len(places[0]), **options)
+        found[name] = gradients.of(chunks)
 
     single, _ = distillation.student(topology, False, torch.float32)
 
@@ -147,10 +153,11 @@ def other_steps(folder: str) -> dict[str, Any]:
 
 
 def test_evaluation_custom_loops_and_refusals(tmp_path: Any) -> None:
-    gradient, numbers, _ = expected(1, "token_mean")
+    gradient, _, _, whole = expected(1, "token_mean")
     (found,) = run_host_ranks(other_steps, 1, str(tmp_path))
-    assert relative_error(found["custom loop"], gradient) <= EXACT
-    _, numbers, _ = expected(1)
+    assert relative_error(found["stock"], gradient) <= EXACT
+    assert relative_error(found["own"], whole) <= EXACT
+    _, numbers, _, _ = expected(1)
     wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
     assert found["evaluation"] == pytest.approx(wanted, rel=EXACT)
     for name, texts in REFUSED.items():
