@@ -19,7 +19,7 @@ from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
-from megatron_loss_agg.mcore.step_weights import StepWeights
+from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.report import Mean
 
 Work = Callable[[], object]
@@ -68,7 +68,7 @@ def local_weights_of(
     aggregation: object, whole: Microbatch, groups: ParallelGroups
 ) -> LocalWeights:
     plans = StepPlan.build_terms({"loss": aggregation}, [whole])  # type: ignore[dict-item]
-    step = StepWeights.of(plans, groups, recognised(groups), keeps_masks=False)
+    step = StepWeights.of(plans, groups, recognised(groups), Wanted(masks=False))
     (weights,) = step.terms["loss"][0].values()
     return weights
 
@@ -127,7 +127,7 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
     losses = torch.randn(whole.loss_mask.shape, requires_grad=True)
     plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, [whole])
     splits, model = recognised(groups), torch.nn.Identity()
-    weights = StepWeights.of(plans, groups, splits, keeps_masks=False)
+    weights = StepWeights.of(plans, groups, splits, Wanted(masks=False))
     call = Call(
         arguments={},
         pg_collection=None,

@@ -26,7 +26,7 @@ from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step_weights import StepWeights
+from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.samples import Samples
 
 
@@ -102,7 +102,7 @@ def _memory(results: Results, layout: str, alone: ParallelGroups) -> None:
     vector = 4 * sum(m.loss_mask.numel() for m in step)
     for name, aggregations in terms.items():
         plans = StepPlan.build_terms(aggregations, step)
-        make = functools.partial(StepWeights.of, plans, alone, Splits(), keeps_masks=False)
+        make = functools.partial(StepWeights.of, plans, alone, Splits(), Wanted(masks=False))
         weights = make()
         where = f"{samples} x {length} {layout}, {name}"
         (made,) = least_seconds([make], 5)

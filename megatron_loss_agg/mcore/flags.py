@@ -55,6 +55,11 @@ _OPTIONS = {
         "a step without any token ends the run, leaves model and optimizer as they are, or moves "
         "the model by momentum and weight decay, as without the plugin (default: step)",
     ),
+    "report_datasets": (
+        None,
+        "report the mean over tokens and the aggregated loss of each data set of the step (batch "
+        "key dataset_id, as Megatron's blended data sets have it, or dataset_ids)",
+    ),
     "audit": (
         None,
         "measure the host's averaging before the first step of each number of microbatches, and "
@@ -123,6 +128,7 @@ class Settings(NamedTuple):
     mask: str
     mtp: str
     moe: str
+    report_datasets: bool
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
@@ -147,6 +153,7 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
         mask,
         _choice(args, "mtp", MTP, "host"),
         _choice(args, "moe", MOE, "host"),
+        bool(getattr(args, "loss_aggregation_report_datasets", False)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,16 +28,18 @@ from megatron_loss_agg.mcore.batches import (
     read_batch,
     reading,
 )
+from megatron_loss_agg.mcore.datasets import SeenDatasets, have_dataset_ids
+from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
-from megatron_loss_agg.mcore.late_masks import MASKS, check_terms, plan_late, reader
+from megatron_loss_agg.mcore.late_masks import MASKS, check_others, check_terms, plan_late, reader
 from megatron_loss_agg.mcore.moe import RouterLosses
 from megatron_loss_agg.mcore.mtp import MTP, Depths, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
-from megatron_loss_agg.mcore.step_weights import StepWeights
+from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.mcore.summary import summary
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.samples import listed
@@ -88,7 +91,8 @@ class LossHook:
             data-parallel wrapper or the loop itself reduces gradients: raise HostError
             (``refuse``), or go on as if it was as planned (``trust``).
         evaluates_by_microbatch: the host's evaluation divides every microbatch's report before it
-            averages (Megatron's training loop under ``--sft``); reports stay exact.
+            averages (Megatron's training loop under ``--sft``); reports stay exact: in Megatron's
+            loop those of the whole evaluation, in a custom loop those of each call.
         empty_step: what to do about a step in which every token is masked or rejected: raise
             MaskError (``error``); set `step_is_empty`, so that the caller can skip the optimizer
             (``skip``); or nothing, so that momentum and weight decay still move the model
@@ -109,6 +113,9 @@ class LossHook:
             forward pass, as vision-language models do. With ``model`` the loss functions' masks are
             the true ones, and batches are read for their number of samples alone: readers return
             `LateMicrobatch`, by default of the batch's rows.
+        report_datasets: report ``"lm loss of dataset <id>"`` and ``"<name> loss of dataset <id>"``
+            for every data set of the step, whose ids the batches or microbatches hold
+            (``dataset_ids``, or Megatron's own key ``dataset_id``).
 
     Attributes:
         terms: `Term` by name.
@@ -137,6 +144,7 @@ class LossHook:
         patience: float = 60.0,
         in_training_loop: bool = False,
         mask: str = "batch",
+        report_datasets: bool = False,
     ) -> None:
         if mask not in MASKS:
             raise ModeError(f"mask={mask!r}; expected one of {', '.join(MASKS)}")
@@ -154,8 +162,10 @@ class LossHook:
         self._late = mask == "model"
         if self._late:
             check_terms(self.terms, empty_step, evaluates_by_microbatch)
+            others = {"mtp='same'": mtp == "same", "moe='step'": moe == "step"}
+            check_others({**others, "report_datasets": report_datasets})
             read_batch = reader(read_batch)
-        self.read_batch = reading(read_batch, self.terms)
+        self.read_batch = reading(read_batch, self.terms, report_datasets)
         self.read_step = read_step
         self.empty_step = empty_step
         self.step_is_empty = False
@@ -175,7 +185,9 @@ class LossHook:
             "moe": moe,
             "in_training_loop": in_training_loop,
             "mask": mask,
+            "report_datasets": report_datasets,
         }
+        self._datasets = SeenDatasets() if report_datasets else None
         self._agreed = False
         self._patience = timedelta(seconds=patience)
         self._verified = False
@@ -184,6 +196,7 @@ class LossHook:
         self._splits = Splits()
         self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
         self._open_step: OptimizerStep | None = None
+        self._evaluation: defaultdict[str, RunningMean] = defaultdict(RunningMean)
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_backward`` with its loss aggregated.
@@ -210,6 +223,7 @@ class LossHook:
                 "a forward-backward function that a LossHook has wrapped already; expected "
                 "Megatron's own: wrap it once"
             )
+        self._evaluation = defaultdict(RunningMean)  # for each, Megatron asks for the schedule anew
 
         @functools.wraps(forward_backward)
         def wrapped(**arguments: Any) -> Any:
@@ -349,7 +363,7 @@ class LossHook:
             verify=not self._verified,
             checked_losses=self._checked_losses,
             total=self._total if self._reports_total else None,
-            reports_quotients=self.evaluates_by_microbatch and call.forward_only,
+            running_means=self._running_means(call),
             passes_unmasked=lazily,
             depths=Depths(call, not self._verified) if self._depths(call) else None,
         )
@@ -361,6 +375,12 @@ class LossHook:
 
         carried = step.carried_tokens(first)
         return Step(call, self.terms, weights, self._splits, options, first, carried)
+
+    def _running_means(self, call: Call) -> defaultdict[str, RunningMean] | None:
+        """Of the evaluation that the call is a part of; in a custom loop, of the call."""
+        if not (self.evaluates_by_microbatch and call.forward_only):
+            return None
+        return self._evaluation if self._in_training_loop else defaultdict(RunningMean)
 
     def _plan_together(self, step: OptimizerStep, call: Call, first: int) -> bool:
         """Plan the step on the last pipeline stage; return whether it is known to be empty.
@@ -390,6 +410,14 @@ class LossHook:
         self._planned.add(trains)
         return is_empty
 
+    def _wanted(self, call: Call) -> Wanted:
+        wanted = Wanted(masks=not self._verified, depths=self._depths(call))
+        # Under --sft, an evaluation averages quotients: none by data set would be exact.
+        if self._datasets is None or self._running_means(call) is not None:
+            return wanted
+        by_dataset = functools.partial(have_dataset_ids, not call.forward_only, self.terms)
+        return wanted._replace(by_dataset=by_dataset)
+
     def _plan(self, call: Call, read: Callable[[], Any], number: int) -> StepWeights:
         """The weights of ``number`` microbatches; on every rank of the last stage."""
 
@@ -399,10 +427,11 @@ class LossHook:
         if self._late:
             weights: StepWeights = plan_late(read, number, self.terms, call)
         else:
-            keeps_masks, depths = not self._verified, self._depths(call)
             weights = StepWeights.plan(
-                checked, self.terms, call.groups, self._splits, keeps_masks, depths
+                checked, self.terms, call.groups, self._splits, self._wanted(call)
             )
+        if self._datasets is not None and weights.datasets is not None:
+            self._datasets.note(weights.datasets, not call.forward_only)
         reads = call.groups.reads_data and not call.forward_only and self._open_step is None
         if reads and self.read_step is None:
             prefetch = prefetch_of(call.data_iterator, insert=self._in_training_loop)

@@ -54,6 +54,7 @@ def hook_from_args(
         moe=settings.moe,
         in_training_loop=in_training_loop,
         mask=settings.mask,
+        report_datasets=settings.report_datasets,
     )
 
 

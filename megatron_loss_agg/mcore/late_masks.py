@@ -85,6 +85,23 @@ def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool)
         )
 
 
+def check_others(settings: Mapping[str, bool]) -> None:
+    """Refuse what else needs the masks, or the tokens, of the step in advance.
+
+    Args:
+        settings: by their text, whether they are on.
+
+    Raises:
+        ModeError: names the first one that is.
+    """
+    for setting, on in settings.items():
+        if on:
+            raise ModeError(
+                f"{setting} with a mask that the model makes (--loss-aggregation-mask model), "
+                "whose tokens are not known before the step; expected one of the two: drop it"
+            )
+
+
 def reader(given: ReadBatch) -> ReadBatch:
     """``given``, if it is not the one that reads masks from batches."""
     return read_samples if given is read_batch else given
@@ -109,24 +126,22 @@ def plan_late(
     def count_here() -> tuple[list[int], list[StepCounts]]:
         with abandoning_on_error(groups.dp):
             sizes = checked_samples(read(), number)
-            samples = Samples.of_sums([torch.ones(n) for n in sizes], None, None, None)
+            samples = Samples.of_sums([torch.ones(n) for n in sizes], {}, None, None)
             local = {n: LocalCounts(term.aggregation, samples, None) for n, term in terms.items()}
         return sizes, [step.counts for step in count_step(local, groups.dp)]
 
     sizes, counted = on_group(count_here, groups)
-    across = {
-        name: counts.number(term.aggregation.across, "count") if term.aggregation.across else 1
-        for (name, term), counts in zip(terms.items(), counted, strict=True)
-    }
     return LateWeights(
         terms={name: [{} for _ in sizes] for name in terms},
         # Of masks, nothing is known.
         counts=replace(counted[0], tokens=math.nan, kept_tokens=math.nan),
         is_empty=False,
         unsplit=None,
+        routed_tokens=[],
+        denominators={name: c.across for name, c in zip(terms, counted, strict=True)},
+        datasets=None,
         samples=sizes,
         aggregations={name: term.aggregation for name, term in terms.items()},
-        across=across,
         cp=groups.cp,
     )
 
@@ -137,7 +152,6 @@ class LateWeights(StepWeights):
 
     samples: Sequence[int]  # of each microbatch
     aggregations: Mapping[str, LossAggregation]
-    across: Mapping[str, int]  # N_across of each term
     cp: dist.ProcessGroup
 
     @property
@@ -191,7 +205,7 @@ class LateWeights(StepWeights):
             within_S = torch.ones_like(sums_S)
             if agg.within in ("sample", "microbatch"):
                 within_S = sums_S if agg.within == "sample" else sums_S.sum().expand_as(sums_S)
-            coefficient_S = sample_coefficients(within_S, self.across[name], agg.scale)
+            coefficient_S = sample_coefficients(within_S, self.denominators[name], agg.scale)
             # A pack's samples have equal coefficients: see `_read`.
             coefficient_S = coefficient_S[:1] if local.packed else coefficient_S
             weights = LocalWeights(local, coefficient_S, None, False, local.sums)

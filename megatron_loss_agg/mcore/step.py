@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
 from megatron_loss_agg.mcore.distillation import names_computed, with_teacher
+from megatron_loss_agg.mcore.evaluation import RunningMean, share
 from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.host_loss import (
@@ -38,7 +40,8 @@ class Options(NamedTuple):
     verify: bool  # check that stock loss functions return masked sums; waits for the device
     checked_losses: set[Any]  # kinds of loss functions that were checked; the others are, too
     total: str | None  # under which the total loss is reported besides each term
-    reports_quotients: bool  # the host averages quotients of reports instead of summing pairs
+    # By report, if the host averages quotients instead of summing pairs.
+    running_means: defaultdict[str, RunningMean] | None
     passes_unmasked: bool  # leave loss functions without a mask alone
     depths: Depths | None = None  # whose losses are aggregated, too
 
@@ -167,7 +170,7 @@ class Step:
         weights = self._weights()
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():
-            report = self._report(tokens, parts, loss, mask, weights, gather)
+            report = self._report(tokens, made, parts, loss, mask, weights, gather)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, weights.total_tokens, report, gather)
 
@@ -213,6 +216,7 @@ class Step:
     def _report(
         self,
         tokens: TokenLosses,
+        made: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         loss: Tensor,
         local: LocalMask,
@@ -222,18 +226,35 @@ class Step:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
         copies = self._call.scale.loss_copies(gather)
         # All reports of the step, over microbatches and ranks, by how many have the same loss.
-        number = weights.counts.microbatches * self._call.scale.context_parallel_size // copies
+        reports = weights.counts.microbatches * self._call.scale.context_parallel_size
+        number = reports // copies
+        running_means = self._options.running_means
 
-        def summed(part: Tensor) -> Tensor:
-            """A report that the host's mean over all reports turns into the sum."""
+        def summed(key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
+            """A report that the host's division by all counts turns into the sum of the parts.
+
+            In an evaluation of several calls, a call weighs as much as the denominator.
+            """
             if weights.divided_by_host:
                 return _pair(part / copies, local.total / copies)
-            return _pair(part * number, 1.0)
+            if running_means is not None:
+                value = running_means[key].add(part, denominator, first=self._next == 1)
+                return _pair((value * number).to(part.dtype), 1.0)
+            count = share(denominator, reports) if self._call.forward_only else 1.0
+            return _pair(part * (number * count), count)
 
         report = tokens.report
-        ours = {f"{name} loss": summed(part) for name, part in parts.items()}
+        ours = {
+            (key := f"{name} loss"): summed(key, part, weights.denominators.get(name, 1.0))
+            for name, part in parts.items()
+        }
         if self._options.total is not None and len(parts) == len(self._terms):
-            ours[self._options.total] = summed(loss)
+            ours[self._options.total] = summed(self._options.total, loss)
+        if weights.datasets is not None:
+            places = {name: weights.places(name, self._first + self._next - 1) for name in made}
+            ours |= weights.datasets.reports(
+                self._terms, weights.denominators, tokens, made, places, summed
+            )
         taken = sorted(ours.keys() & report.keys())
         if taken:
             raise ReportError(
@@ -245,8 +266,9 @@ class Step:
             losses, mask = tokens.first
             mask = mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
             total = weighted_sum(mask, losses)
-            if self._options.reports_quotients:
-                mean = summed(total / (weights.counts.tokens or 1.0))
+            if running_means is not None:
+                all_tokens = weights.counts.tokens
+                mean = summed("lm loss", total / (all_tokens or 1.0), all_tokens)
             else:
                 mean = _pair(total / copies, local.total / copies)
             report["lm loss"] = mean.to(loss.dtype)

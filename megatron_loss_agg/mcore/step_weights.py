@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.aggregation import Term, Unit
 from megatron_loss_agg.collectives import failing_together
 from megatron_loss_agg.counts import StepCounts, abandoning_on_error
 from megatron_loss_agg.errors import AggregationError, PeerError
 from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.mcore.datasets import StepDatasets
+from megatron_loss_agg.mcore.evaluation import denominator
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
@@ -34,6 +36,16 @@ class ModelCall(Protocol):
     packed_sequences: int | None  # None: rows
 
 
+class Wanted(NamedTuple):
+    """What a plan is to know besides the weights."""
+
+    # Mask values, to compare the loss functions' masks with, even where the split is recognised.
+    masks: bool
+    depths: int = 0  # of MTP, whose losses get the first term's weights; 0: they are the host's
+    # Of the microbatches: whether to know their data sets; all ranks must agree.
+    by_dataset: Callable[[Sequence[MicrobatchOfTerms]], bool] = lambda _: False
+
+
 @dataclass(frozen=True)
 class StepWeights:
     """The weights of all microbatches that were planned together."""
@@ -43,6 +55,8 @@ class StepWeights:
     is_empty: bool  # every token of the whole step is masked or rejected
     unsplit: AggregationError | None  # what to raise for losses of a part of the tokens
     routed_tokens: Sequence[int]  # of each microbatch: what the model's routers see
+    denominators: Mapping[str, float]  # of each term's aggregated loss
+    datasets: StepDatasets | None  # if they are reported
 
     @classmethod
     def plan(
@@ -51,17 +65,14 @@ class StepWeights:
         terms: Mapping[str, Term],
         groups: ParallelGroups,
         splits: Splits,
-        keeps_masks: bool,
-        depths: int = 0,
+        wanted: Wanted,
     ) -> StepWeights:
         """Plan a step on every rank of the last pipeline stage; all of them must call.
 
         Args:
             read: this data-parallel rank's microbatches; called on the ranks that read data.
             splits: those that the script may use.
-            keeps_masks: keep mask values, to compare the loss functions' masks with, even where the
-                split is recognised.
-            depths: of MTP, whose losses get the first term's weights; 0 if they are the host's.
+            wanted: what to know besides the weights.
 
         Raises:
             AggregationError: this rank's own error.
@@ -74,9 +85,11 @@ class StepWeights:
                 error = splits.check(
                     [of_term(name, m) for m in microbatches for name in terms], groups
                 )
-            plans = StepPlan.build_terms(terms, microbatches, groups.dp)
+                by_dataset = wanted.by_dataset(microbatches)
+            group_by: tuple[Unit, ...] = ("dataset",) if by_dataset else ()
+            plans = StepPlan.build_terms(terms, microbatches, groups.dp, group_by=group_by)
             unsplit = splits.shared(error, groups)
-            return cls.of(plans, groups, splits, keeps_masks, unsplit, depths)
+            return cls.of(plans, groups, splits, wanted, unsplit, by_dataset)
 
         return on_group(plan_here, groups)
 
@@ -86,9 +99,9 @@ class StepWeights:
         plans: StepTerms,
         groups: ParallelGroups,
         splits: Splits,
-        keeps_masks: bool,
+        wanted: Wanted,
         unsplit: AggregationError | None = None,
-        depths: int = 0,
+        by_dataset: bool = False,
     ) -> StepWeights:
         """From this rank's plans; called on every rank that reads data."""
         # A custom function may fail on one data-parallel rank alone; the others must learn of it.
@@ -98,13 +111,20 @@ class StepWeights:
             "expected it to succeed on every rank: see the error of that rank"
         )
         with failing_together([groups.dp] if custom else [], elsewhere):
-            weights = _by_term(plans, groups, splits, keeps_masks, depths)
+            weights = _by_term(plans, groups, splits, wanted)
         first = next(iter(plans.values()))
-        routed = [
-            m.loss_mask.numel() if m.routed_tokens is None else m.routed_tokens
-            for m in first.microbatches
-        ]
-        return cls(weights, first.counts, plans.is_empty, unsplit, routed)
+        return cls(
+            weights,
+            first.counts,
+            plans.is_empty,
+            unsplit,
+            routed_tokens=[
+                m.loss_mask.numel() if m.routed_tokens is None else m.routed_tokens
+                for m in first.microbatches
+            ],
+            denominators={name: denominator(plan) for name, plan in plans.items()},
+            datasets=StepDatasets.of(plans, groups, splits) if by_dataset else None,
+        )
 
     def __len__(self) -> int:
         """Number of this rank's microbatches."""
@@ -127,6 +147,12 @@ class StepWeights:
         """What is known about the first term's mask of microbatch ``i``, whose split is chosen."""
         (chosen,) = next(iter(self.terms.values()))[i].values()
         return chosen.mask
+
+    def places(self, name: str, i: int) -> Tensor:
+        """Where a term's tokens of microbatch ``i`` are in `datasets`, whose split is chosen."""
+        assert self.datasets is not None
+        (split,) = self.terms[name][i]
+        return self.datasets.places[name][i][split]
 
     def choose(
         self,
@@ -184,7 +210,7 @@ class StepWeights:
 
 
 def _by_term(
-    plans: StepTerms, groups: ParallelGroups, splits: Splits, keeps_masks: bool, depths: int
+    plans: StepTerms, groups: ParallelGroups, splits: Splits, wanted: Wanted
 ) -> dict[str, list[WeightsBySplit]]:
     """By term and microbatch; terms with equal weights for a microbatch share them."""
     weights: dict[str, list[WeightsBySplit]] = {name: [] for name in plans}
@@ -199,13 +225,13 @@ def _by_term(
                 if id(microbatch) not in masks:
                     layouts = splits.layouts(microbatch, groups)
                     packed = microbatch.cu_seqlens is not None
-                    keeps = keeps_masks or splits.undecided(packed, layouts)
+                    keeps = wanted.masks or splits.undecided(packed, layouts)
                     masks[id(microbatch)] = {
                         split: (layout, LocalMask.of(plan, i, layout, keeps, groups.cp))
                         for split, layout in layouts.items()
                     }
                 found = {
-                    split: LocalWeights.of(plan, i, *of_split, 0 if made else depths)
+                    split: LocalWeights.of(plan, i, *of_split, 0 if made else wanted.depths)
                     for split, of_split in masks[id(microbatch)].items()
                 }
                 made.append((plan, found))

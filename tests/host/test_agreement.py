@@ -72,6 +72,7 @@ OPTIONS: dict[str, Any] = {
     "evaluates_by_microbatch": True,
     "in_training_loop": True,
     "mtp": "same",
+    "report_datasets": True,
     "unmeasured": "trust",
 }
 for option, value in OPTIONS.items():

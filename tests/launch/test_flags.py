@@ -39,7 +39,11 @@ def test_the_flag_set_is_frozen() -> None:
     values = ("", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step")
     values += ("-mask", "-unmeasured", "-mtp", "-moe")
     expected = {(FLAG + x,): ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
-    assert found == expected | {(f"{FLAG}-audit",): ("loss_aggregation_audit", 0, False)}
+    switches = ("audit", "report-datasets")
+    expected |= {
+        (f"{FLAG}-{x}",): (f"loss_aggregation_{x}".replace("-", "_"), 0, False) for x in switches
+    }
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", [*sorted(MODES.keys() - {"constant", "custom"}), *PRESETS])
@@ -118,6 +122,7 @@ BAD_FLAGS = {
     "@-function json:dumps": f"ModeError|{NO_MODE}",
     "@-batch json:dumps": f"ModeError|-batch json:dumps {NO_MODE}",
     "@-audit": f"ModeError|@-audit {NO_MODE}",
+    "@-report-datasets": f"ModeError|@-report-datasets {NO_MODE}",
     "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
     "@ trl/dr_grpo": "DivisorError|'trl/dr_grpo' needs a divisor|give one > 0",
     "@ constant @-divisor many": f"DivisorError|'many'|{NOT_FINITE}",

@@ -1,0 +1,173 @@
+"""Reports by data set, reduced as Megatron's training loop and its evaluation do it.
+
+The oracle reduces the losses of the fp64 reference over each data set's samples alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_loss_agg.mcore import LossHook
+from tests.host.harness import CP2, EXACT, Topology, error_of, run_host_ranks
+from tests.host.reference import reference
+from tests.host.steps import (
+    EMPTY,
+    PROMPTS,
+    Places,
+    Weights,
+    aggregation,
+    batch_of,
+    sequences,
+    weights_of,
+)
+
+pytestmark = pytest.mark.host
+
+DATASETS = (3, 3, 0, 12, 3, 0, 12, 3, 3, 0)  # of each sample; a prompt's samples are of one
+TOPOLOGIES = {"dp2": Topology(2), "cp2": Topology(2, CP2)}
+LAYOUTS = ("thd", "bshd")
+MEANS: dict[str, dict[str, Any]] = {"token_mean": {}, "sample_mean": {}, "prompt_mean": {}}
+SUMS: dict[str, dict[str, Any]] = {"constant": {"divisor": 7.0}, "sum": {}, "custom": {}}
+MODES = MEANS | SUMS
+# Data set 12 comes in the second step, and 0 is missing in the third.
+WITHOUT = (12, None, 0, None)
+Values = dict[str, float]
+
+
+def places_of(ranks: int, without: int | None) -> Places:
+    """Two microbatches on each rank; samples 1 and 4 are never left out."""
+    dealt = (((1, 2, 3), (5, 0)), ((4, 6, 7), (8, 9)))
+    if ranks == 1:
+        dealt = ((dealt[0][0] + dealt[1][0], dealt[0][1] + dealt[1][1]),)  # type: ignore[assignment]
+    return tuple(
+        tuple(tuple(i for i in of_mb if DATASETS[i] != without) for of_mb in rank) for rank in dealt
+    )
+
+
+def data(places: Places, layout: str) -> Any:
+    from tests.host import gpt
+
+    key = "dataset_ids" if layout == "thd" else "dataset_id"
+    for of_mb in places[gpt.data_rank()]:
+        batch = batch_of([sequences()[i] for i in of_mb], layout)
+        yield {**batch, key: torch.tensor([DATASETS[i] for i in of_mb])}
+
+
+def reduced(calls: list[list[dict[str, Any]]]) -> Values:
+    """Of one step, or of the calls of an evaluation."""
+    sums: dict[str, Any] = {}
+    for reports in calls:
+        for key in reports[0]:
+            pair = torch.stack([report[key] for report in reports]).sum(dim=0)
+            dist.all_reduce(pair)
+            sums[key] = sums.get(key, 0) + pair
+    return {key: float(total / count) for key, (total, count) in sums.items()}
+
+
+def reported(topology: Topology) -> dict[Any, Any]:
+    """Every rank: what is reported by each step, and by an evaluation of the first two steps."""
+    from tests.host import gpt
+
+    gpt.initialize(**topology.sizes)
+    ddp, facts = gpt.ddp_model(), {}
+    steps = [places_of(topology.data_parallel_size, without) for without in WITHOUT]
+
+    def run(hook: LossHook, places: Places, layout: str, **options: Any) -> Any:
+        return gpt.run_step(hook, ddp, data(places, layout), 2, **options)
+
+    for layout in LAYOUTS:
+        for mode, options in MODES.items():
+            hook = LossHook(aggregation(mode, **options), report_datasets=True)
+            trained = [reduced([run(hook, places, layout)]) for places in steps]
+            with torch.no_grad():
+                calls = [run(hook, places, layout, forward_only=True) for places in steps[:2]]
+            facts[layout, mode] = trained, reduced(calls)
+    hook = LossHook(aggregation("sum"), report_datasets=True)
+    without_ids = iter([batch_of([sequences()[1]], "thd")] * 2)
+    facts["error"] = error_of(gpt.run_step, hook, ddp, without_ids, 2)
+    return facts
+
+
+@functools.cache
+def facts(topology: str) -> dict[Any, Any]:
+    of_rank, other = run_host_ranks(reported, 2, TOPOLOGIES[topology])
+    assert repr(of_rank) == repr(other)
+    return of_rank
+
+
+def alone(places: Places, dataset: int) -> Places:
+    """The samples of one data set."""
+    return tuple(
+        tuple(tuple(i for i in of_mb if DATASETS[i] == dataset) for of_mb in rank)
+        for rank in places
+    )
+
+
+def expected(mode: str, calls: list[Places]) -> Values:
+    """Means of each data set's samples alone; parts of sums, averaged as the loss is,
+    over the calls that have the data set.
+    """
+    whole: Places = tuple(sum(ranks, ()) for ranks in zip(*calls, strict=True))
+    found = {}
+    for d in {DATASETS[i] for i in samples(whole)}:
+        key = f"loss of dataset {d}"
+        found[f"lm {key}"] = loss(weights_of("token_mean", alone(whole, d)))
+        if mode in ("token_mean", "sample_mean"):
+            found[f"{mode} {key}"] = loss(weights_of(mode, alone(whole, d), empty="skip"))
+            continue
+        if mode == "prompt_mean":  # a prompt counts in each call
+            losses = [loss(weights_of(mode, alone(c, d), empty="skip")) for c in calls]
+            counts = [len({PROMPTS[i] for i in samples(alone(c, d)) if i != EMPTY}) for c in calls]
+        else:
+            having = [c for c in calls if samples(alone(c, d))]
+            of_calls = [weights_of(mode, c, **MODES[mode]) for c in having]
+            losses = [loss([(i, w) for i, w in of_c if DATASETS[i] == d]) for of_c in of_calls]
+            counts = [len(samples(c)) if mode == "constant" else 1 for c in having]
+        total = sum(n * x for n, x in zip(counts, losses, strict=True))
+        found[f"{mode} {key}"] = total / sum(counts)
+    return found
+
+
+def loss(weights: Weights) -> float:
+    return reference().loss(weights) if weights else 0.0
+
+
+def samples(places: Places) -> list[int]:
+    return [i for rank in places for of_mb in rank for i in of_mb]
+
+
+def by_dataset(values: Values) -> Values:
+    return {key: value for key, value in values.items() if " of dataset " in key}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_each_data_set_is_reduced_alone(topology: str, layout: str, mode: str) -> None:
+    trained, evaluated = facts(topology)[layout, mode]
+    ranks = TOPOLOGIES[topology].data_parallel_size
+    steps = [places_of(ranks, without) for without in WITHOUT]
+    for number, (values, places) in enumerate(zip(trained, steps, strict=True)):
+        wanted = expected(mode, [places])
+        for key in wanted:
+            if number == 1 and key.endswith(" 12") and not key.startswith(tuple(SUMS)):
+                wanted[key] = math.nan  # new
+        if number == 2:
+            missing = math.nan if mode in MEANS else 0.0
+            wanted |= {"lm loss of dataset 0": math.nan, f"{mode} loss of dataset 0": missing}
+        assert by_dataset(values) == pytest.approx(wanted, rel=EXACT, abs=0, nan_ok=True)
+        if mode in SUMS:
+            parts = [x for key, x in by_dataset(values).items() if key.startswith(mode)]
+            assert sum(parts) == pytest.approx(values[f"{mode} loss"], rel=EXACT, abs=0)
+    wanted = expected(mode, steps[:2])
+    assert by_dataset(evaluated) == pytest.approx(wanted, rel=EXACT, abs=0)
+
+
+def test_batches_without_data_sets_are_refused() -> None:
+    assert "neither 'dataset_id' nor 'dataset_ids'; expected the data" in facts("dp2")["error"]
