@@ -18,12 +18,14 @@ pytestmark = pytest.mark.host
 SIZES = (6, 10)  # rows of each set; one row of the first has no active token
 SCRIPT = Path(__file__).with_name("sets_script.py")
 LENGTH = 32
-FLAGS = f"""
+SHARED = f"""
     --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
     --seq-length {LENGTH} --max-position-embeddings {LENGTH}
-    --micro-batch-size 1 --global-batch-size 2
-    --train-iters 1 --lr 0.1 --logging-level 40 --num-workers 0 --init-method-std 0.5
+    --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
+"""
+FLAGS = f"""
+    {SHARED} --global-batch-size 2 --train-iters 1 --lr 0.1
     --skip-train --multiple-validation-sets --full-validation
 """.split()
 
@@ -40,7 +42,7 @@ def evaluated(folder: Path, mode: str, *flags: str) -> list[tuple[float, float, 
     parts = {
         (number, row, rank): (mask.double(), losses.double())
         for rank in range(2)
-        for number, row, mask, losses in torch.load(folder / f"seen.{rank}")
+        for _, number, row, mask, losses in torch.load(folder / f"seen.{rank}")
     }
     facts = []
     for number, size in enumerate(SIZES):
