@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.plan import listed
+from megatron_loss_agg.samples import listed
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (
