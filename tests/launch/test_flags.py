@@ -37,7 +37,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
     found = {tuple(a.option_strings): (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ("", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step")
-    values += ("-mask", "-unmeasured", "-mtp", "-moe")
+    values += ("-mask", "-unmeasured", "-mtp", "-moe", "-sample-weights")
     expected = {(FLAG + x,): ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     switches = ("audit", "report-datasets")
     expected |= {
@@ -74,6 +74,10 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     assert given(FLAG, preset) == skips
     assert given(FLAG, preset, f"{FLAG}-empty", "skip") == replace(skips, empty="skip")
     assert given(FLAG, preset, f"{FLAG}-rejected", "count") == replace(skips, rejected="count")
+    weighed = given(FLAG, preset, f"{FLAG}-sample-weights", "count")
+    assert weighed == replace(skips, sample_weights="count")
+    weighed = given(FLAG, "token_mean", f"{FLAG}-sample-weights", "skip")
+    assert weighed == LossAggregation(mode="token_mean", sample_weights="skip")
 
 
 @pytest.mark.parametrize("name, default, other", [("mtp", "host", "same")])
@@ -108,6 +112,8 @@ BAD_FLAGS = {
     "@ verl/bogus": "ModeError|unknown preset 'verl/bogus'|verl/token-mean",
     "@ sample_mean @-empty maybe": f"ModeError|empty='maybe'|{CHOICE}",
     "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
+    "@ sum @-sample-weights maybe": f"ModeError|sample_weights='maybe'|{CHOICE}",
+    "@-sample-weights skip": "ModeError|@-sample-weights skip without @|give a mode",
     "@ sum @-empty-step=": "ModeError|expected one of error, skip, step",
     "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
     "@ sum @-mask maybe": "ModeError|@-mask maybe|expected one of batch, model",
