@@ -13,6 +13,8 @@ def test_an_unknown_policy_and_a_term_with_the_name_of_the_token_mean_are_refuse
     text = "^empty_step='ignore'; expected one of error, skip, step$"
     with pytest.raises(AggregationError, match=text):
         LossHook(LossAggregation(mode="sum"), empty_step="ignore")
+    with pytest.raises(AggregationError, match=r"^moe='router'; expected host or step$"):
+        LossHook(LossAggregation(mode="sum"), moe="router")
     with pytest.raises(AggregationError, match="a term named 'lm'; expected another name"):
         LossHook({"lm": LossAggregation(mode="sum")})
 

@@ -73,6 +73,7 @@ OPTIONS: dict[str, Any] = {
     "in_training_loop": True,
     "mtp": "same",
     "report_datasets": True,
+    "moe": "step",
     "unmeasured": "trust",
 }
 for option, value in OPTIONS.items():

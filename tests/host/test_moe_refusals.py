@@ -59,8 +59,8 @@ def run(
     gpt.run_step(hook, chunks, data, len(places[0]), **options)
 
 
-def hook(moe: str = "step", read: Any = read_batch) -> LossHook:
-    return LossHook(aggregation("token_mean"), read, moe=moe)
+def hook(read: Any = read_batch) -> LossHook:
+    return LossHook(aggregation("token_mean"), read, moe="step")
 
 
 def routed(batch: dict[str, Tensor]) -> Microbatch:
@@ -93,8 +93,6 @@ def set_own_function(config: Any) -> None:
 
 def errors(topology: Topology, name: str) -> dict[str, str | None]:
     """A rank: what each step raises."""
-    from megatron.core import parallel_state
-
     from tests.host import gpt
 
     dense = dataclasses.replace(topology, model="dense")
@@ -110,8 +108,6 @@ def errors(topology: Topology, name: str) -> dict[str, str | None]:
         note("dense", dense, {}, hook())
         note("no losses", topology, {}, hook())
         note("own function", topology, BALANCE, hook(), change=set_own_function)
-        moe = "step" if parallel_state.get_data_parallel_rank() else "host"
-        note("other settings", topology, BALANCE, hook(moe))
         note("other tokens", topology, BALANCE, hook(read=routed))
         note("not asked", topology, BALANCE, hook(), schedule=without_the_function)
     if name == "pp2-dp2":
@@ -126,7 +122,6 @@ TEXTS = {
     "dense": "a model that has no auxiliary loss of routers; expected num_moe_experts",
     "no losses": "a model that has no auxiliary loss of routers; expected num_moe_experts",
     "own function": "moe_grad_scale_func of the script's own; expected None: remove it, or .*host",
-    "other settings": r"moe=host on rank\(s\) \[0\]; moe=step on rank\(s\) \[1\]",
     "other tokens": r"routers saw microbatches of \[\d+\] tokens, planned are .*routed_tokens=|"
     "routers of another rank saw other tokens",
     "not asked": "called config.moe_grad_scale_func 0 times for 2 forward passes; expected once",

@@ -180,6 +180,15 @@ def test_the_gradient_is_that_of_the_formula(name: str) -> None:
         assert max(of_run.values()) <= EXACT
 
 
+def test_means_over_tokens_and_rows_do_not_depend_on_the_microbatches() -> None:
+    one = tuple(sum(EQUAL, ()))
+    cases: list[Case] = [("bshd", EQUAL, False), ("bshd", (one,), False)]
+    many, single = run_host_ranks(gradients_of, 1, cases, MODELS["moe"])[0].values()
+    for kind in ALL:
+        error = relative_error(many[kind], single[kind])
+        assert (error <= EXACT) is (kind in ("seq_aux_loss", "z_loss")), (kind, error)
+
+
 def test_the_hosts_own_weights_are_others() -> None:
     """``T / N`` times the formula's under the flag; without it, each microbatch weighs as much."""
     runs = [Run("thd", True), Run("bshd", True), Run("thd", False), Run("bshd", False)]

@@ -120,6 +120,8 @@ BAD_FLAGS = {
     "@ prompt_mean @-mask model": "ModeError|'prompt_mean' with a mask that the model|mode sum, ",
     "@ sum @-mtp all": "ModeError|@-mtp all|expected one of host, same",
     "@-mtp same": "ModeError|@-mtp same without @|give a mode",
+    "@ sum @-moe maybe": "ModeError|@-moe maybe|expected one of host, step",
+    "@-moe step": "ModeError|@-moe step without @|give a mode",
     "@-unmeasured trust": "ModeError|@-unmeasured trust without @|give a mode",
     "@-rejected skip": "ModeError|@-rejected skip without @|give a mode",
     "@-divisor=": f"ModeError|-divisor  {NO_MODE}",
