@@ -180,8 +180,9 @@ def _reason_against(call: Call) -> str | None:
     from megatron.core import __version__
 
     config = call.config
-    # Snapshots between releases (0.19.0rc0) ask for the weights and apply others.
-    known = re.fullmatch(r"0\.19\.\d+", __version__)
+    # Snapshots between releases (0.19.0rc0) ask for the weights and apply others. In a git checkout
+    # a release is 0.19.2+commit.
+    known = re.fullmatch(r"0\.19\.\d+(\+.*)?", __version__)
     if not known or not hasattr(config, "moe_grad_scale_func"):
         return (
             f"with Megatron-Core {__version__}, whose weights of these losses are not known; "
