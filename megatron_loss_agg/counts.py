@@ -25,12 +25,17 @@ from megatron_loss_agg.collectives import (
     tag_of,
 )
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
-from megatron_loss_agg.groups import GroupSums, exchange_groups, mean_weights
+from megatron_loss_agg.groups import GroupSums, exchange_groups
 from megatron_loss_agg.ranges import (
     check_fits_fp32,
     check_normal_in_fp32,
     check_sample_weights,
-    largest_factor,
+)
+from megatron_loss_agg.sample_weights import (
+    Extremes,
+    summed_columns,
+    weight_of_step,
+    weight_on_rank,
 )
 from megatron_loss_agg.samples import Samples
 
@@ -60,14 +65,7 @@ class Totals(NamedTuple):
     active_samples: float
     routed_tokens: float
     routed_microbatches: float  # that say their routed tokens
-    weighted: float  # of `step`, v_s M_s; of groups that lie on one rank, V_g
-
-
-class Extremes(NamedTuple):
-    """Of one rank's sample weights; the step's are the largest over ranks."""
-
-    inverse_least: float  # 1 / v_s
-    largest_factor: float  # see `ranges`
+    weighted: float  # see `weight_on_rank`
 
 
 _WIDTH = len(Totals._fields) + len(Extremes._fields) + 2 + len(CROSS_RANK_UNITS)
@@ -138,7 +136,7 @@ class LocalCounts:
         self._by_microbatch = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         )
-        self._columns = self._summed_columns()
+        self._columns = summed_columns(agg, self.sums_S, samples.weights_S, self._counted_S)
         check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
@@ -160,7 +158,8 @@ class LocalCounts:
         """
         numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
         owner = -1 if self._owner is None else self._owner
-        return [*self._totals(), *self._extremes(), owner, self.sums_S.numel(), *numbers]
+        extremes = Extremes.of(self.agg, self.sums_S, self.samples.weights_S)
+        return [*self._totals(), *extremes, owner, self.sums_S.numel(), *numbers]
 
     def of_step(
         self, totals: Totals, extremes: Extremes, groups: Mapping[Unit, GroupSums]
@@ -179,14 +178,13 @@ class LocalCounts:
             nonempty[unit] = int((of_unit.sums[:, 0] > 0).sum())
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
-        microbatches = round(totals.microbatches)
         numbers = {unit: of_unit.ids.numel() for unit, of_unit in groups.items()}
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
             active_tokens=None if math.isnan(totals.active_tokens) else round(totals.active_tokens),
             routed_tokens=_routed_tokens(totals),
-            microbatches=microbatches,
+            microbatches=round(totals.microbatches),
             samples=round(totals.samples),
             rollouts=numbers.get("rollout"),
             prompts=numbers.get("prompt"),
@@ -200,8 +198,7 @@ class LocalCounts:
             self.agg, across, counts.tokens, counts.active_tokens, counts.samples, least
         )
         check_sample_weights(self.agg, across, extremes.largest_factor)
-        counts = replace(counts, across=across)
-        return counts, sums
+        return replace(counts, across=across), sums
 
     def _across(
         self, counts: StepCounts, totals: Totals, groups: Mapping[Unit, GroupSums]
@@ -210,47 +207,9 @@ class LocalCounts:
         agg, unit = self.agg, self.agg.weighted
         if unit is None:
             return 1 if agg.across is None else counts.number(agg.across, agg.empty)
-        if unit == "step":
-            return totals.weighted / totals.tokens if totals.tokens else 0.0
-        if unit not in groups:
-            return totals.weighted
-        weights = mean_weights(groups[unit].sums, agg.empty)
-        total = float(weights.sum())
-        if unit == "microbatch" and agg.empty == "count":
-            total += counts.microbatches - weights.numel()  # those without samples
-        return total
-
-    def _summed_columns(self) -> Tensor:
-        """fp64 [samples, columns]: what is summed by group; see `GroupSums`."""
-        if self.agg.weighted is None:
-            return self.sums_S.unsqueeze(1)
-        one_S = torch.ones_like(self.sums_S)
-        if self._counted_S is not None:
-            one_S = one_S.where(self._counted_S, 0.0)
-        v_S = one_S if self.samples.weights_S is None else self.samples.weights_S
-        return torch.stack([self.sums_S, v_S * self.sums_S, v_S * one_S, one_S], dim=1)
-
-    def _weighted(self) -> float:
-        """See `Totals.weighted`."""
-        unit, columns = self.agg.weighted, self._columns
-        if unit is None or unit in self.groups:
-            return 0.0
-        if unit == "step":
-            return float(columns[:, 1].sum())
-        if unit == "microbatch":
-            columns = torch.segment_reduce(columns, "sum", lengths=self._sizes, unsafe=True)
-        elif self._counted_S is not None:
-            columns = columns[self._counted_S]
-        return float(mean_weights(columns, self.agg.empty).sum())
-
-    def _extremes(self) -> Extremes:
-        if self.agg.sample_weights is None or self.agg.mode == "custom":
-            return Extremes(1.0, 0.0)
-        v_S = self.samples.weights_S
-        v_S = torch.ones_like(self.sums_S) if v_S is None else v_S
-        positive = v_S[(v_S > 0) & (self.sums_S > 0)]
-        inverse = 1.0 / float(positive.min()) if positive.numel() else 0.0
-        return Extremes(inverse, largest_factor(self.agg, v_S, self.sums_S))
+        return weight_of_step(
+            agg, totals.weighted, totals.tokens, groups.get(unit), counts.microbatches
+        )
 
     def _totals(self) -> Totals:
         counts_samples = self._owner is None or self._owner == dist.get_rank()
@@ -259,6 +218,9 @@ class LocalCounts:
             kept_S = kept_S.where(~rejected_S, 0.0)
         samples = self.sums_S.numel() if self._counted_S is None else int(self._counted_S.sum())
         active = self.samples.active_tokens
+        weighted = 0.0
+        if self.agg.weighted is not None and self.agg.weighted not in self.groups:
+            weighted = weight_on_rank(self.agg, self._columns, self._sizes, self._counted_S)
         return Totals(
             tokens=float(self.sums_S.sum()),
             kept_tokens=float(kept_S.sum()),
@@ -269,7 +231,7 @@ class LocalCounts:
             active_samples=int((self.sums_S > 0).sum()) * counts_samples,
             routed_tokens=sum(self.samples.routed_tokens) * counts_samples,
             routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
-            weighted=self._weighted(),
+            weighted=weighted,
         )
 
     def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:

@@ -12,28 +12,11 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather
 
 
-def mean_weights(sums: Tensor, empty: str) -> Tensor:
-    """``V_g``, see `aggregation`: fp64 [groups].
-
-    ``sum of v_s M_s / M_g``. For a group without tokens, the mean of ``v_s`` over its samples (1
-    if it has none); 0 if ``empty`` is ``skip``.
-
-    Args:
-        sums: fp64 [groups, 4], over the group's samples that count: of ``M_s``, of ``v_s M_s``, of
-            ``v_s``, and their number.
-    """
-    mask, weighted, plain, number = sums.unbind(1)
-    of_empty = (plain / number).where(number > 0, 1.0)
-    if empty == "skip":
-        of_empty = torch.zeros_like(mask)
-    return (weighted / mask).where(mask > 0, of_empty)
-
-
 class GroupSums(NamedTuple):
     """Sums by group."""
 
     ids: Tensor  # int64 [groups], sorted and distinct
-    sums: Tensor  # fp64 [groups, columns]: of the mask, or as in `mean_weights`
+    sums: Tensor  # fp64 [groups, columns]: of the mask; or see `sample_weights`
 
     @classmethod
     def merge(cls, ids: Tensor, sums: Tensor) -> GroupSums:

@@ -19,14 +19,12 @@ from megatron_loss_agg.counts import (
     count_step,
 )
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
-from megatron_loss_agg.samples import Samples, checked_microbatches, copied, listed
+from megatron_loss_agg.samples import Samples, listed, read_terms
 from megatron_loss_agg.weights import (
+    check_losses,
     check_tensors,
     custom_weights,
-    described,
-    is_plain,
     sample_coefficients,
     times_coefficient,
     token_weights_of,
@@ -172,11 +170,7 @@ class StepPlan:
             GroupError, ModeError, PeerError: as `build`.
         """
         with abandoning_on_error(group):
-            ids: dict[Unit, Any] = {
-                "prompt": prompt_ids,
-                "rollout": rollout_ids,
-                "dataset": dataset_ids,
-            }
+            ids = dict(zip(BY_ID, (prompt_ids, rollout_ids, dataset_ids), strict=True))
             samples = Samples.of_sums(mask_sums, ids, rejected, sample_weights)
             local = LocalCounts(agg, samples, None)
             if agg.mode == "custom":
@@ -361,7 +355,7 @@ class StepTerms(Mapping[str, StepPlan]):
             MaskError: not exactly the terms' names, or losses of another shape.
             FunctionError: as `StepPlan.weights`.
         """
-        _check_losses(losses, self.terms)
+        check_losses(losses, self.terms)
         parts = []
         for name, plan in self._plans.items():
             w = plan.weights(i, torch.promote_types(losses[name].dtype, torch.float32))
@@ -425,24 +419,11 @@ def _build(
             "sharded_over without group; expected the combined data-and-context-parallel group"
         )
     with abandoning_on_error(group):
-        checked = copied([checked_microbatches(microbatches) for microbatches in by_term])
-        # Terms with the same microbatches share one reading of them.
-        samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
+        read = read_terms(by_term)
         local = {
-            name: LocalCounts(agg, samples[m], sharded_over, group_by)
-            for (name, agg), m in zip(aggregations.items(), checked, strict=True)
+            name: LocalCounts(agg, samples, sharded_over, group_by)
+            for (name, agg), (_, samples) in zip(aggregations.items(), read, strict=True)
         }
     steps = count_step(local, group)
-    return [StepPlan(*parts) for parts in zip(checked, local.values(), steps, strict=True)]
-
-
-def _check_losses(losses: Mapping[str, Tensor], terms: Mapping[str, Term]) -> None:
-    """Raise MaskError unless ``losses`` has one tensor for each of ``terms``."""
-    if not isinstance(losses, Mapping) or losses.keys() != terms.keys():
-        got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
-        raise MaskError(f"losses {got} for the terms {sorted(terms)}; expected one for each term")
-    for name, loss in losses.items():
-        if not is_plain(loss):
-            raise MaskError(
-                f"losses of {name!r} are {described(loss)}; expected a real, dense tensor"
-            )
+    parts = zip(read, local.values(), steps, strict=True)
+    return [StepPlan(m, counts, of_step) for (m, _), counts, of_step in parts]

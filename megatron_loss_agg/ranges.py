@@ -69,19 +69,10 @@ def check_sample_weights(agg: LossAggregation, across: float, largest: float) ->
     """Raise MaskError, on every rank alike, if coefficients can overflow fp32.
 
     Args:
-        largest: see `largest_factor`, over all ranks.
+        largest: of ``v_s / M_within`` and ``v_s m_t / M_within``, a bound over all ranks.
     """
     if across and agg.scale / across * largest > _LARGEST:
         raise MaskError(
             f"weights of tokens can be {agg.scale / across * largest:g}, beyond fp32; expected "
             "smaller sample_weights, or masks that are not as small"
         )
-
-
-def largest_factor(agg: LossAggregation, weights_S: Tensor, sums_S: Tensor) -> float:
-    """A bound of ``v_s m_t / M_within`` and ``v_s / M_within`` over samples with tokens."""
-    active_S = sums_S > 0
-    bound_S = weights_S * sums_S.clamp(min=1)
-    if agg.within is not None:
-        bound_S /= sums_S
-    return max(bound_S[active_S].tolist(), default=0.0)

@@ -63,7 +63,11 @@ class Samples:
 
     @classmethod
     def of_sums(
-        cls, mask_sums: Any, ids: Mapping[Unit, Any], rejected: Any, sample_weights: Any
+        cls,
+        mask_sums: Any,
+        ids: Mapping[Unit, Any] | None = None,
+        rejected: Any = None,
+        sample_weights: Any = None,
     ) -> Samples:
         """See `StepPlan.from_mask_sums`.
 
@@ -75,7 +79,9 @@ class Samples:
         )  # an empty list is a rank without microbatches
         sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
         sizes = [x.numel() for x in sums]
-        by_unit = {u: _joined_ids(f"{u}_ids", x, sizes) for u, x in ids.items() if x is not None}
+        by_unit = {
+            u: _joined_ids(f"{u}_ids", x, sizes) for u, x in (ids or {}).items() if x is not None
+        }
         rejected_S = None
         if rejected is not None:
             rejected_S = on_cpu(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
@@ -85,7 +91,18 @@ class Samples:
         return cls(on_cpu(sums, torch.float64), sizes, by_unit, rejected_S, weights_S, None, [])
 
 
-def checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
+def read_terms(by_term: Iterable[Any]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
+    """Copies of each term's microbatches, and their samples.
+
+    Args:
+        by_term: the microbatches of each term, unchecked. Terms with the same ones share them.
+    """
+    checked = _copied([_checked_microbatches(microbatches) for microbatches in by_term])
+    samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
+    return [(microbatches, samples[microbatches]) for microbatches in checked]
+
+
+def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
     found = listed(microbatches)
     for microbatch in found:
         if not isinstance(microbatch, Microbatch):
@@ -93,7 +110,7 @@ def checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
     return tuple(found)
 
 
-def copied(by_term: Sequence[tuple[Microbatch, ...]]) -> list[tuple[Microbatch, ...]]:
+def _copied(by_term: Sequence[tuple[Microbatch, ...]]) -> list[tuple[Microbatch, ...]]:
     """Microbatches with tensors of their own; terms that share one share its copy."""
     copies = {microbatch: microbatch.copied() for microbatch in dict.fromkeys(chain(*by_term))}
     return [tuple(copies[microbatch] for microbatch in term) for term in by_term]

@@ -11,6 +11,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Literal, TypeGuard
 
 import torch
@@ -60,6 +61,18 @@ def check_tensors(
             raise error(
                 f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
                 "expected the same shape (nothing is broadcast)"
+            )
+
+
+def check_losses(losses: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Raise MaskError unless ``losses`` has one tensor for each of ``names``."""
+    if not isinstance(losses, Mapping) or losses.keys() != {*names}:
+        got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
+        raise MaskError(f"losses {got} for the terms {sorted(names)}; expected one for each term")
+    for name, loss in losses.items():
+        if not is_plain(loss):
+            raise MaskError(
+                f"losses of {name!r} are {described(loss)}; expected a real, dense tensor"
             )
 
 
