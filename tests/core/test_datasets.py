@@ -80,17 +80,25 @@ PACKS = {
     "cu_seqlens": torch.tensor([[0, 3, 4, 4], [0, 1, 4, 4]]),
     "dataset_id": torch.tensor([5, 6]),
 }
-# The middle sample's place ends with padding.
+# The last sample is empty and starts where the pack ends.
+ENDING = {
+    "loss_mask": torch.ones(1, 4),
+    "cu_seqlens": torch.tensor([0, 2, 4, 4]),
+    "prompt_ids": torch.tensor([0, 0, 1]),
+    "dataset_id": torch.tensor([8]),
+}
+# Padded inside the first pack, so that the second one starts at 4 and not at 2.
 PADDED = {
-    "loss_mask": torch.tensor([[1.0, 1, 1, 0]]),
-    "cu_seqlens": torch.tensor([0, 1, 2, 3]),
-    "cu_seqlens_padded": torch.tensor([0, 1, 2, 4]),
-    "dataset_id": torch.tensor([[9]]),
+    "loss_mask": torch.tensor([[1.0, 0, 1, 0], [1, 1, 1, 1]]),
+    "cu_seqlens": torch.tensor([0, 1, 2, 5, 6]),
+    "cu_seqlens_padded": torch.tensor([0, 2, 4, 7, 8]),
+    "dataset_id": torch.tensor([[9], [1]]),
 }
 
 
 @pytest.mark.parametrize(
-    ("batch", "ids"), [(ROWS, [1, 0, 1]), (PACKS, [5, 5, 6, 6]), (PADDED, [9, 9, 9])]
+    ("batch", "ids"),
+    [(ROWS, [1, 0, 1]), (PACKS, [5, 5, 6, 6]), (ENDING, [8, 8, 8]), (PADDED, [9, 9, 1, 1])],
 )
 def test_the_key_of_blended_data_sets_is_one_id_for_each_row_or_pack(batch, ids):
     read = read_batch(batch, dataset_id=True)
