@@ -134,21 +134,23 @@ def references() -> dict[tuple[str, str], Any]:
     return dict(zip(wanted, run_host_ranks(oracle, 1, step, timeout=200)[0], strict=True))
 
 
-def run(topology: Topology, cases: dict[Case, Any]) -> list[tuple[float, list[float]]]:
+def run(topology: Topology, cases: dict[Case, Any]) -> dict[Case, tuple[float, list[float]]]:
     """Every rank, of each case: the gradient's error, and the reports of depths 0 to `DEPTHS`."""
     from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
     chunks = {flag: build_chunks(topology, flag) for flag in {case.per_token for case in cases}}
-    found = []
+    found = {}
     for case, (expected, _) in cases.items():
+        if case.layout == "thd" and not packs():
+            continue
         model = chunks[case.per_token]
         reports = train(topology, model, case)
         names = [f"{part}{case.mode} loss" for part in ("", "mtp_1 ", "mtp_2 ")]
         sums = [gpt.reported(reports, name) for name in names if reports and name in reports[0]]
         factor = 0.25 if case.kind == "coefficient" else 1.0
         wanted = {name: factor * gradient for name, gradient in expected.items()}
-        found.append((gradients.error(model, wanted), sums))
+        found[case] = gradients.error(model, wanted), sums
     return found
 
 
@@ -206,13 +208,13 @@ def packs() -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
     topology, known = with_mtp(name), references()
-    chosen = [case for case in CASES[name] if case.layout == "bshd" or packs()]
-    cases = {case: known[case.mode, case.masks] for case in chosen}
+    cases = {case: known[case.mode, case.masks] for case in CASES[name]}
     for rank in run_host_ranks(run, topology.world_size, topology, cases, timeout=300):
-        for case, (error, sums) in zip(cases, rank, strict=True):
-            print(name, *case, error, sums)
-            if case.kind == "host":  # it averages microbatches' means
-                assert error > 0.01
+        for case, (error, sums) in rank.items():
+            if (
+                case.kind == "host"
+            ):  # means of microbatches; NaN before 0.17, since one has no token
+                assert not error <= 0.2
                 assert len(sums) == 1
                 continue
             assert error <= EXACT, case
@@ -329,7 +331,6 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
     for rank in run_host_ranks(refusals, TOPOLOGIES[name].world_size, name):
         assert len(rank) == sum(of == name for of, _, _ in REFUSED.values())
         for case, error in rank.items():
-            print(case, error)
             assert error is not None and REFUSED[case][2] in error, (case, error)
             if case != "ambiguous":
                 assert error.startswith("HostError: ")
