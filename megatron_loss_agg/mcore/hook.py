@@ -74,7 +74,8 @@ class LossHook:
 
     Its forward step returns a `TokenLoss` with losses by name. Reports get ``"<name> loss"`` for
     each, without its coefficient, and ``"loss"`` (see ``total``), the weighted sum that is
-    differentiated.
+    differentiated. If there are two terms, and the second is named ``kd``, it may also return a
+    loss function of Megatron's for distillation.
 
     Args:
         aggregation: what to compute; or several terms, by name. The host's token count and ``lm
