@@ -17,7 +17,7 @@ from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.reference import reference
-from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, batches, weights_of
+from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, batches, sequences, weights_of
 from tests.host.test_reports import mean_of_means
 
 pytestmark = pytest.mark.host
@@ -37,6 +37,8 @@ OF_SET = {
     "microbatch_mean": {"empty": "skip"},
 }
 MODES: dict[str, dict[str, Any]] = {**OF_SET, "prompt_mean": {}, "sum": {}, "custom": {}}
+V = (2.0, 0.5, 1.0, 3.0, 0.25, 1.0, 0.0, 4.0, 1.5, 1.0)  # weights of the samples
+WEIGHTED = {"weighted tokens": "token_mean", "weighted samples": "sample_mean"}
 TERMS = {"nll": LossAggregation(mode="token_mean"), "rows": LossAggregation(mode="sample_sum")}
 
 
@@ -49,7 +51,13 @@ def means(hook: LossHook, ddp: Any, calls: list[Places], by_call: bool, **option
     schedule = hook.wrap(get_forward_backward_func())
     values: dict[str, list[Any]] = {}
     for places in calls:
-        data = batches(places[dist.get_rank()], "thd")
+        place = places[dist.get_rank()]
+        data = batches(place, "thd")
+        if hook.terms.keys() <= {*WEIGHTED}:
+            data = (
+                {**batch, "sample_weights": torch.tensor([V[i] for i in of_mb])}
+                for batch, of_mb in zip(data, place, strict=True)
+            )
         with torch.no_grad():
             reports = gpt.run_step(
                 None, ddp, data, 2, schedule=schedule, forward_only=True, **options
@@ -88,6 +96,9 @@ def evaluated() -> dict[Any, Any]:
             for _ in range(2):  # a second evaluation begins anew
                 facts[mode, by_call] = means(hook, ddp, CALLS, by_call)
             facts[mode, by_call, "empty"] = means(hook, ddp, [NO_TOKENS], by_call)
+    for name, mode in WEIGHTED.items():
+        terms = {name: aggregation(mode, sample_weights="count")}
+        facts[name] = means(LossHook(terms), ddp, CALLS, False)
     facts["terms"] = means(LossHook(TERMS), ddp, CALLS, False, forward_step_func=two_terms)
     return facts
 
@@ -129,6 +140,19 @@ def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> N
 @pytest.mark.parametrize("mode", MODES)
 def test_a_set_without_tokens_has_the_loss_0(mode: str, by_call: bool) -> None:
     assert facts()[mode, by_call, "empty"][f"{mode} loss"] == 0.0
+
+
+def test_sample_weights_that_count_weigh_calls() -> None:
+    everywhere = [i for rank in SET for of_mb in rank for i in of_mb]
+    sums = [torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64)]
+    for i in everywhere:
+        mask = torch.tensor(sequences()[i].sample.mask, dtype=torch.float64)
+        total = (mask * reference().losses[i]).sum()
+        mean = total / mask.sum() if mask.any() else 0 * total
+        sums.append(V[i] * torch.stack([total, mask.sum(), mean, torch.ones_like(mean)]))
+    a, b, c, d = torch.stack(sums).sum(dim=0).tolist()
+    for name, value in (("weighted tokens", a / b), ("weighted samples", c / d)):
+        assert facts()[name][f"{name} loss"] == pytest.approx(value, rel=EXACT, abs=0)
 
 
 def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls() -> None:
