@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import any_rank
-from megatron_loss_agg.errors import HostError, ModeError
+from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.host import Call, HostScale
 from megatron_loss_agg.mcore.probe import (
     WRAPPERS,
@@ -22,8 +22,6 @@ from megatron_loss_agg.mcore.probe import (
     probe_tokens,
     wrapper_of,
 )
-
-UNMEASURED = ("refuse", "trust")  # what can be done about a host that cannot be measured
 
 TOLERANCE = 1e-4
 """Relative tolerance of the measured factor, which is measured in fp32."""
@@ -36,20 +34,14 @@ class Auditor:
 
     Args:
         repeat: again before the first step of every new `HostScale`, and print the results.
-        unmeasured: what to do about a host that cannot be measured, one of `UNMEASURED`.
+        unmeasured: what to do about a host that cannot be measured, ``refuse`` or ``trust``.
 
     Attributes:
         measured: gradients as a multiple of the planned ones, when last measured; None if they
             never were.
-
-    Raises:
-        ModeError: an unknown ``unmeasured``.
     """
 
     def __init__(self, repeat: bool, unmeasured: str = "refuse") -> None:
-        if unmeasured not in UNMEASURED:
-            expected = " or ".join(UNMEASURED)
-            raise ModeError(f"unmeasured={unmeasured!r}; expected {expected}")
         self.measured: float | None = None
         self._repeat = repeat
         self._trusts = unmeasured == "trust"

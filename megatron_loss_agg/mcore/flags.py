@@ -12,12 +12,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation, Term
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
-from megatron_loss_agg.mcore.audit import UNMEASURED
 from megatron_loss_agg.mcore.batches import ReadBatch
-from megatron_loss_agg.mcore.hook import EMPTY_STEPS
-from megatron_loss_agg.mcore.late_masks import MASKS, check_terms
-from megatron_loss_agg.mcore.moe import CHOICES as MOE
-from megatron_loss_agg.mcore.mtp import MTP
+from megatron_loss_agg.mcore.choices import CHOICES
+from megatron_loss_agg.mcore.late_masks import check_terms
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -122,13 +119,9 @@ class Settings(NamedTuple):
 
     aggregation: LossAggregation
     read_batch: ReadBatch | None
-    empty_step: str
     audit: bool
-    unmeasured: str
-    mask: str
-    mtp: str
-    moe: str
     report_datasets: bool
+    choices: dict[str, Any]  # one of `CHOICES` for each
 
 
 def settings_from(args: argparse.Namespace) -> Settings | None:
@@ -140,20 +133,15 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
     aggregation = aggregation_from(args)
     if aggregation is None:
         return None
-    empty_step = _choice(args, "empty_step", EMPTY_STEPS, "step")
-    mask = _choice(args, "mask", MASKS, "batch")
-    if mask == "model":
-        check_terms({aggregation.label: Term(aggregation)}, empty_step, False)
+    choices = {name: _choice(args, name) for name in CHOICES}
+    if choices["mask"] == "model":
+        check_terms({aggregation.label: Term(aggregation)}, choices["empty_step"], False)
     return Settings(
         aggregation,
         read_batch_from(args),
-        empty_step,
         bool(getattr(args, "loss_aggregation_audit", False)),
-        _choice(args, "unmeasured", UNMEASURED, "refuse"),
-        mask,
-        _choice(args, "mtp", MTP, "host"),
-        _choice(args, "moe", MOE, "host"),
         bool(getattr(args, "loss_aggregation_report_datasets", False)),
+        choices,
     )
 
 
@@ -257,14 +245,14 @@ def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:
     return None if path is None else _load(f"{FLAG}-batch", path)
 
 
-def _choice(args: argparse.Namespace, name: str, choices: Sequence[str], default: str) -> str:
-    """The value of the further flag ``name``; ``default`` without it."""
+def _choice(args: argparse.Namespace, name: str) -> str:
+    """The value of the further flag ``name``, one of its `CHOICES`."""
     value = getattr(args, f"loss_aggregation_{name}", None)
     if value is None:
-        return default
-    if value not in choices:
+        return CHOICES[name][0]
+    if value not in CHOICES[name]:
         flag = flag_of(f"loss_aggregation_{name}")
-        raise ModeError(f"{flag} {value}; expected one of {', '.join(choices)}")
+        raise ModeError(f"{flag} {value}; expected one of {', '.join(CHOICES[name])}")
     return str(value)
 
 

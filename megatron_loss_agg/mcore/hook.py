@@ -28,13 +28,14 @@ from megatron_loss_agg.mcore.batches import (
     read_batch,
     reading,
 )
+from megatron_loss_agg.mcore.choices import checked_choices
 from megatron_loss_agg.mcore.datasets import SeenDatasets, have_dataset_ids
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
-from megatron_loss_agg.mcore.late_masks import MASKS, check_others, check_terms, plan_late, reader
+from megatron_loss_agg.mcore.late_masks import check_others, check_terms, plan_late, reader
 from megatron_loss_agg.mcore.moe import RouterLosses
-from megatron_loss_agg.mcore.mtp import MTP, Depths, number_of_depths
+from megatron_loss_agg.mcore.mtp import Depths, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
@@ -43,8 +44,6 @@ from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.mcore.summary import summary
 from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.samples import listed
-
-EMPTY_STEPS = ("error", "skip", "step")  # what can be done about a step without any token
 
 _MARK = "wrapped_by_loss_hook"
 _FAILED = (
@@ -147,12 +146,9 @@ class LossHook:
         mask: str = "batch",
         report_datasets: bool = False,
     ) -> None:
-        if mask not in MASKS:
-            raise ModeError(f"mask={mask!r}; expected one of {', '.join(MASKS)}")
-        if empty_step not in EMPTY_STEPS:
-            raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(EMPTY_STEPS)}")
-        if mtp not in MTP:
-            raise ModeError(f"mtp={mtp!r}; expected {' or '.join(MTP)}")
+        choices = checked_choices(
+            empty_step=empty_step, unmeasured=unmeasured, mask=mask, mtp=mtp, moe=moe
+        )
         self._reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
@@ -177,15 +173,11 @@ class LossHook:
         self._settings = {
             **{f"term {name!r}": described(term) for name, term in self.terms.items()},
             "order of terms": [*self.terms],
+            **choices,
             "audit": audit,
-            "unmeasured": unmeasured,
             "evaluates_by_microbatch": evaluates_by_microbatch,
-            "empty_step": empty_step,
             "total": total,
-            "mtp": mtp,
-            "moe": moe,
             "in_training_loop": in_training_loop,
-            "mask": mask,
             "report_datasets": report_datasets,
         }
         self._datasets = SeenDatasets() if report_datasets else None

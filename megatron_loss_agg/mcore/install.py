@@ -47,14 +47,10 @@ def hook_from_args(
         terms_from(args, settings.aggregation),
         settings.read_batch or read_batch,
         audit=settings.audit,
-        unmeasured=settings.unmeasured,
         evaluates_by_microbatch=in_training_loop and getattr(args, "sft", False),
-        empty_step=settings.empty_step,
-        mtp=settings.mtp,
-        moe=settings.moe,
         in_training_loop=in_training_loop,
-        mask=settings.mask,
         report_datasets=settings.report_datasets,
+        **settings.choices,
     )
 
 

@@ -43,8 +43,6 @@ from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights, on_grou
 from megatron_loss_agg.samples import Samples
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
 
-MASKS = ("batch", "model")  # who makes the loss mask
-
 _POSSIBLE = (
     "expected mode sum, constant, sample_sum, sample_mean or microbatch_mean, which count samples "
     "or microbatches with empty='count'; or token_mean as the only term, under "

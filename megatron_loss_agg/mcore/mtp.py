@@ -28,9 +28,6 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
 
-MTP = ("host", "same")
-"""MTP's losses: as the host averages them, or aggregated as the main loss is."""
-
 _METHOD = "compute_language_model_loss"
 _FLAG = "--loss-aggregation-mtp same (LossHook(mtp='same'))"
 

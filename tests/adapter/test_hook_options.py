@@ -7,14 +7,14 @@ import torch
 
 from megatron_loss_agg import AggregationError, LossAggregation
 from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.mcore.choices import CHOICES
 
 
-def test_an_unknown_policy_and_a_term_with_the_name_of_the_token_mean_are_refused() -> None:
-    text = "^empty_step='ignore'; expected one of error, skip, step$"
-    with pytest.raises(AggregationError, match=text):
-        LossHook(LossAggregation(mode="sum"), empty_step="ignore")
-    with pytest.raises(AggregationError, match=r"^moe='router'; expected host or step$"):
-        LossHook(LossAggregation(mode="sum"), moe="router")
+def test_an_unknown_choice_and_a_term_with_the_name_of_the_token_mean_are_refused() -> None:
+    for name, values in CHOICES.items():
+        text = f"^{name}='ignore'; expected one of {', '.join(values)}$"
+        with pytest.raises(AggregationError, match=text):
+            LossHook(LossAggregation(mode="sum"), **{name: "ignore"})  # type: ignore[arg-type]
     with pytest.raises(AggregationError, match="a term named 'lm'; expected another name"):
         LossHook({"lm": LossAggregation(mode="sum")})
 

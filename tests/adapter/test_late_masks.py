@@ -55,11 +55,6 @@ def test_what_needs_the_masks_of_the_whole_step_is_refused(text: str) -> None:
         LossHook(aggregation, mask="model", **options)
 
 
-def test_an_unknown_maker_of_masks_is_refused() -> None:
-    with pytest.raises(AggregationError, match=r"^mask='late'; expected one of batch, model$"):
-        LossHook(SUM, mask="late")
-
-
 @pytest.mark.parametrize("key", ["tokens", "input_ids", "text", "labels"])
 def test_rows_are_samples(key: str) -> None:
     assert read_samples({"image": torch.ones(4, 3), key: torch.ones(5, 7)}) == LateMicrobatch(5)

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import LossHook, audit
 from megatron_loss_agg.mcore.audit import Auditor
 from megatron_loss_agg.mcore.host import Call
@@ -369,8 +368,3 @@ def test_the_probe_logs_nothing() -> None:
     ((during, afterwards),) = run_host_ranks(log_of_a_check, 1)
     assert during == []
     assert any(name.startswith("megatron.core.distributed") for name in afterwards)
-
-
-def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ModeError, match="unmeasured='ask'; expected refuse or trust"):
-        LossHook(aggregation("sum"), unmeasured="ask")

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.batches import read_batch
 from tests.host import whole
@@ -335,8 +334,3 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
             if case != "ambiguous":
                 assert error.startswith("HostError: ")
                 assert "--loss-aggregation-mtp same (LossHook(mtp='same'))" in error
-
-
-def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(ModeError, match="mtp='all'; expected host or same"):
-        LossHook(aggregation("sum"), mtp="all")

@@ -96,7 +96,7 @@ def test_what_to_do_about_an_empty_step() -> None:
     assert found() == "step"
     for choice in ("skip", "error"):
         assert found(f"{FLAG}-empty-step", choice) == choice
-    with pytest.raises(ModeError, match="-empty-step stop; expected one of error, skip, step"):
+    with pytest.raises(ModeError, match="-empty-step stop; expected one of step, error, skip"):
         found(f"{FLAG}-empty-step", "stop")
     with pytest.raises(ModeError, match="--loss-aggregation-empty-step skip without"):
         given(f"{FLAG}-empty-step", "skip")
@@ -114,7 +114,7 @@ BAD_FLAGS = {
     "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
     "@ sum @-sample-weights maybe": f"ModeError|sample_weights='maybe'|{CHOICE}",
     "@-sample-weights skip": "ModeError|@-sample-weights skip without @|give a mode",
-    "@ sum @-empty-step=": "ModeError|expected one of error, skip, step",
+    "@ sum @-empty-step=": "ModeError|expected one of step, error, skip",
     "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
     "@ sum @-mask maybe": "ModeError|@-mask maybe|expected one of batch, model",
     "@ prompt_mean @-mask model": "ModeError|'prompt_mean' with a mask that the model|mode sum, ",
