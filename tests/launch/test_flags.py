@@ -18,6 +18,7 @@ from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.aggregation import MODES
 from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import flags
+from megatron_loss_agg.mcore.choices import CHOICES
 from megatron_loss_agg.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -80,26 +81,30 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     assert weighed == LossAggregation(mode="token_mean", sample_weights="skip")
 
 
-@pytest.mark.parametrize("name, default, other", [("mtp", "host", "same")])
-def test_a_choice_is_read(name: str, default: str, other: str) -> None:
-    for given, value in ([], default), ([f"{FLAG}-{name}", other], other):
-        settings = flags.settings_from(parsed(FLAG, "token_mean", *given))
-        assert getattr(settings, name) == value
+DEFAULTS = {
+    "empty_step": "step",
+    "unmeasured": "refuse",
+    "mask": "batch",
+    "mtp": "host",
+    "moe": "host",
+}
 
 
-def test_what_to_do_about_an_empty_step() -> None:
-    def found(*extra: str) -> str:
-        settings = flags.settings_from(parsed(FLAG, "token_mean", *extra))
-        assert settings is not None
-        return settings.empty_step
+def test_the_defaults_leave_a_run_as_it_was() -> None:
+    assert {name: values[0] for name, values in CHOICES.items()} == DEFAULTS
 
-    assert found() == "step"
-    for choice in ("skip", "error"):
-        assert found(f"{FLAG}-empty-step", choice) == choice
-    with pytest.raises(ModeError, match="-empty-step stop; expected one of step, error, skip"):
-        found(f"{FLAG}-empty-step", "stop")
-    with pytest.raises(ModeError, match="--loss-aggregation-empty-step skip without"):
-        given(f"{FLAG}-empty-step", "skip")
+
+@pytest.mark.parametrize("name, value", [(n, v) for n, values in CHOICES.items() for v in values])
+def test_a_choice_is_read(name: str, value: str) -> None:
+    flag = f"{FLAG}-{name.replace('_', '-')}"
+    found, default = (
+        flags.settings_from(parsed(FLAG, "sum", *more)) for more in ((flag, value), ())
+    )
+    assert found is not None and default is not None
+    assert found.choices == {**DEFAULTS, name: value}
+    assert default.choices == DEFAULTS
+    with pytest.raises(ModeError, match=f"{flag} {value} without"):
+        given(flag, value)
 
 
 # Arguments after the script, with @ for --loss-aggregation; and what is said of them: the error's
