@@ -69,13 +69,12 @@ def batch(number: int) -> Batch:
     return {"tokens": tokens, "labels": labels, "decoder_tokens": decoder, "loss_mask": mask}
 
 
-def _hybrid(config: TransformerConfig) -> Any:
-    # From 0.18 on; its own spec needs Transformer Engine.
+def hybrid_stack() -> ModuleSpec:
+    """Layers of attention and MLP, from 0.18 on: Megatron's own spec needs Transformer Engine."""
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     local = LocalSpecProvider()
-    stack = ModuleSpec(
+    return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(
@@ -109,7 +108,12 @@ def _hybrid(config: TransformerConfig) -> Any:
             ),
         ),
     )
-    return HybridModel(config, stack, VOCAB, LENGTH, hybrid_layer_pattern="*-")
+
+
+def _hybrid(config: TransformerConfig) -> Any:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(config, hybrid_stack(), VOCAB, LENGTH, hybrid_layer_pattern="*-")
 
 
 def _decoded(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
