@@ -14,17 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.mcore import LossHook, TokenLoss
-from megatron_loss_agg.mcore.batches import read_batch
-from tests.host import whole
+from megatron_loss_agg import Term
+from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import (
     EXACT,
     TOPOLOGIES,
     Topology,
     build_chunks,
     data_for,
-    error_of,
     run_host_ranks,
 )
 from tests.host.reference import Gradient, relative_error
@@ -34,7 +31,6 @@ from tests.host.steps import (
     VOCAB,
     Weights,
     aggregation,
-    batches,
     sequences,
     weights_of,
 )
@@ -271,117 +267,3 @@ def test_the_hybrid_model_is_exact() -> None:
         if error is None:
             pytest.skip("this release has no hybrid model")
         assert error <= EXACT
-
-
-def without_mask(data_iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
-    tokens, labels, mask, _ = gpt.local_batch(data_iterator)
-    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
-    return losses, partial(gpt.stock_loss_func, mask)
-
-
-def twice(data_iterator: Any, model: Any) -> Any:
-    losses, loss_func = forward_step(data_iterator, model)
-    tokens = torch.zeros_like(loss_func.args[0], dtype=torch.int64)
-    model(tokens, tokens, None, labels=tokens)
-    return losses, loss_func
-
-
-def shorter(data_iterator: Any, model: Any) -> Any:
-    """As reinforcement learning's scripts: no loss of the last position."""
-    losses, loss_func = forward_step(data_iterator, model)
-    return losses, TokenLoss(lambda x: (x[:, :-1], {}), loss_func.args[0][:, :-1])
-
-
-def shorter_mask(batch: Any) -> Microbatch:
-    return Microbatch(batch["loss_mask"][:, :-1])
-
-
-def gathered(data_iterator: Any, model: Any) -> Any:
-    batch = next(data_iterator)
-    losses, loss_func = forward_step(iter([batch]), model)
-    layout = whole.layout_of(batch)
-    losses, mask = (
-        layout.unshard(whole.parts(x, "local_grad")) for x in (losses, loss_func.args[0])
-    )
-    return losses, TokenLoss(lambda x: (x, {}), mask, whole="local_grad")
-
-
-def contiguous(data_iterator: Any, model: Any) -> Any:
-    """Splits rows over context-parallel ranks in another way than the host moves labels."""
-    from tests.host import gpt
-
-    _, size, rank = whole.context_parallel()
-    batch = next(data_iterator)
-    layout = CPLayout.contiguous(batch["tokens"].shape[1], size, rank)
-    tokens, labels, mask = (layout.shard(batch[k]) for k in ("tokens", "labels", "loss_mask"))
-    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels, loss_mask=mask)
-    return losses, partial(gpt.stock_loss_func, mask)
-
-
-def third_loss(data_iterator: Any, model: Any) -> Any:
-    """The model computes a loss of its own, besides those of MTP and the main one."""
-    module = model.module
-    compute = getattr(module, METHOD)
-    logits = torch.zeros(1, 1, VOCAB, requires_grad=True)
-    handle = module.register_forward_pre_hook(
-        lambda *_: compute(torch.zeros(1, 1, dtype=torch.int64), logits) and None
-    )
-    try:
-        return forward_step(data_iterator, model)
-    finally:
-        handle.remove()
-
-
-REFUSED: dict[str, tuple[str, Any, str]] = {
-    "no layers": ("dp1", {"mtp_num_layers": None}, "a model with mtp_num_layers=None"),
-    "no factor": (
-        "dp1",
-        {"mtp_loss_scaling_factor": None},
-        "and a model with mtp_num_layers=2, mtp_loss_scaling_factor=None",
-    ),
-    "scale": ("dp1", {"mtp_grad_scale_func": torch.ones}, "a model with a mtp_grad_scale_func"),
-    "no mask": ("dp1", without_mask, "are not the loss mask moved by the depth"),
-    "two calls": ("dp1", twice, "two forward passes of the model in one microbatch"),
-    "shorter": ("dp1", shorter, "and a loss mask of 23; expected 2 of as many tokens"),
-    "gathered": ("cp2", gathered, "TokenLoss(whole='local_grad'); expected losses of this"),
-    "contiguous": ("cp2", contiguous, "are not the loss mask moved by the depth"),
-    # The same weights under two splits, at depth 0 alone.
-    "ambiguous": ("cp2", forward_step, "this rank's mask and tokens fit the splits"),
-    "third loss": ("dp1", third_loss, "the model computed 4 losses in a forward pass; expected 2"),
-}
-
-
-def refusals(name: str) -> dict[str, str | None]:
-    """Every rank: what became of each case of this topology."""
-    from tests.host import gpt
-
-    topology = with_mtp(name)
-    gpt.initialize(**topology.sizes)
-    found = {}
-    for case, (of, change, _) in REFUSED.items():
-        if of != name:
-            continue
-        config = change if isinstance(change, dict) else {}
-        model = build_chunks(topology, False)
-        vars(model[0].config).update(config)
-        (batch,) = batches((((0,),) if name == "dp1" else ((0, 2),)), "bshd")
-        if case == "ambiguous":
-            batch = {name: torch.ones_like(x) for name, x in batch.items()}
-        reads = shorter_mask if change is shorter else read_batch
-        hook = LossHook(aggregation("token_mean"), reads, mtp="same")
-        step = forward_step if config else change
-        found[case] = error_of(gpt.run_step, hook, model, iter([batch]), 1, forward_step_func=step)
-    return found
-
-
-@pytest.mark.parametrize("name", ["dp1", "cp2"])
-def test_what_cannot_be_exact_is_refused(name: str) -> None:
-    for rank in run_host_ranks(refusals, TOPOLOGIES[name].world_size, name):
-        assert len(rank) == sum(of == name for of, _, _ in REFUSED.values())
-        for case, error in rank.items():
-            assert error is not None and REFUSED[case][2] in error, (case, error)
-            if case != "ambiguous":
-                assert error.startswith("HostError: ")
-                assert "--loss-aggregation-mtp same (LossHook(mtp='same'))" in error
