@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.batches import read_batch
 from tests.host import whole
@@ -133,8 +132,3 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
             if case != "ambiguous":
                 assert error.startswith("HostError: ")
                 assert "--loss-aggregation-mtp same (LossHook(mtp='same'))" in error
-
-
-def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(ModeError, match="mtp='all'; expected host or same"):
-        LossHook(aggregation("sum"), mtp="all")
