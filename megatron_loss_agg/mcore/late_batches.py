@@ -43,7 +43,7 @@ def read_samples(batch: Any) -> LateMicrobatch:
 
     Raises:
         MaskError: there is none, or it is no tensor [samples, seq].
-        GroupError: the batch has offsets of packed samples, or rejected samples.
+        GroupError: the batch has offsets of packed samples, rejected samples or sample weights.
     """
     keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
     found = [batch[key] for key in _ROWS if key in batch] if isinstance(batch, Mapping) else []
@@ -55,12 +55,13 @@ def read_samples(batch: Any) -> LateMicrobatch:
     refused = [
         key
         for key in batch
-        if batch[key] is not None and (key == "rejected" or str(key).startswith("cu_seqlens"))
+        if batch[key] is not None
+        and (key in ("rejected", "sample_weights") or str(key).startswith("cu_seqlens"))
     ]
     if refused:
         raise GroupError(
             f"the batch has the keys {refused} beside a mask that the model makes; expected one "
-            f"sample in each row, and none rejected: otherwise {_READER}"
+            f"sample in each row, none rejected and none weighted: otherwise {_READER}"
         )
     return LateMicrobatch(found[0].shape[0])
 

@@ -3,16 +3,16 @@
 ``w_t = m_t * c_s`` then comes from what is known earlier, the numbers N of samples and K of
 microbatches of the step, and from sums over one microbatch:
 
-================= =============== ==============================================================
-mode              ``c_s``
-================= =============== ==============================================================
-``sum``           1 / D
-``constant``      1 / (N D)
-``sample_sum``    1 / N
-``sample_mean``   1 / (N M_s)     M_s: summed over context-parallel ranks
+=================== ============= ==============================================================
+mode                ``c_s``
+=================== ============= ==============================================================
+``sum``             1 / D
+``constant``        1 / (N D)
+``sample_sum``      1 / N
+``sample_mean``     1 / (N M_s)   M_s: summed over context-parallel ranks
 ``microbatch_mean`` 1 / (K M_k)   M_k: likewise
-``token_mean``    1               the host divides by its token count, after the last microbatch
-================= =============== ==============================================================
+``token_mean``      1             the host divides by its token count, after the last microbatch
+=================== ============= ==============================================================
 
 The last one needs ``calculate_per_token_loss``. Under it, the loss of the other modes must be
 multiplied by the host's token count, so that count must be known, too: each rank then reports one
