@@ -67,6 +67,10 @@ UNREADABLE: dict[str, Any] = {
     r"the data iterator gave \['tokens'\]": {"tokens": TOKENS[0]},
     r"the batch has the keys \['cu_seqlens'\] beside": {"tokens": TOKENS, "cu_seqlens": TOKENS[0]},
     r"the batch has the keys \['rejected'\] beside": {"tokens": TOKENS, "rejected": TOKENS[0]},
+    r"the batch has the keys \['sample_weights'\] beside": {
+        "tokens": TOKENS,
+        "sample_weights": TOKENS[0],
+    },
 }
 
 
