@@ -24,6 +24,8 @@ PLACES: dict[int, Places] = {
 MODE = "sample_mean"
 GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
 LAYOUTS = ("bshd", "thd")
+# Dtypes, without and with the per-token flag.
+ROUTES = ((torch.float64, False), (torch.float64, True), (torch.float32, True))
 
 
 def by_hand(language: Weights, kd: Weights) -> list[Any]:
@@ -58,15 +60,12 @@ def on_host(topology: Topology, folder: str, gradient: Any) -> dict[Any, Any]:
         distillation.save_teacher(topology, places, layout, where)
         flags = ("--loss-aggregation", MODE, "--logits-load-dir", where)
         flags += ("--logits-load-kd-loss-alpha", str(distillation.ALPHA))
-        for dtype in (torch.float64, torch.float32):
-            for per_token in (False, True):
-                chunks, capture = distillation.student(topology, per_token, dtype)
-                reports = distillation.step(chunks, places, layout, *flags)
-                error = gradients.error(chunks, gradient)
-                names = sorted(reports[0])
-                numbers = {name: gpt.reported(reports, name) for name in names}
-                found[dtype, layout, per_token] = (error, numbers)
-                capture.remove_hooks()
+        for dtype, per_token in ROUTES:
+            chunks, capture = distillation.student(topology, per_token, dtype)
+            reports = distillation.step(chunks, places, layout, *flags)
+            numbers = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
+            found[dtype, layout, per_token] = (gradients.error(chunks, gradient), numbers)
+            capture.remove_hooks()
     return found
 
 
