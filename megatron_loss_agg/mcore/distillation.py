@@ -121,7 +121,7 @@ def _per_token(found: list[_Found], returned: Any, names: Sequence[str]) -> Tens
         raise HostError(
             f"the distillation loss function returned {len(returned)} values: it divides by tokens "
             "and reports the means of ranks; expected (loss, number of tokens, report), as of "
-            "Megatron-LM from 0.15 on: update the script, or return a TokenLoss with the losses of both"
+            "Megatron-LM from 0.15 on: update the script, or return a TokenLoss with both losses"
         )
     losses, is_part = found[0]
     if is_part:
