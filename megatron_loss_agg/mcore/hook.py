@@ -99,11 +99,11 @@ class LossHook:
             (``step``).
         total: the name under which a loss of several terms reports their sum.
         mtp: what becomes of the losses of multi-token prediction: what the host makes of them
-            (``host``), or they are aggregated as the loss is (``same``; see `docs/flags.md`), with
+            (``host``), or they are aggregated as the loss is (``same``; see docs/losses.md), with
             reports ``"mtp_1 <name> loss"`` and so on, without Megatron's factor. Of a loss of
             several terms, they get the weights and the coefficient of the first one.
         moe: who weighs the auxiliary losses of routers (MoE): Megatron, by its own rules
-            (``host``), or the hook, by tokens over the whole step (``step``); see docs/flags.md.
+            (``host``), or the hook, by tokens over the whole step (``step``); see docs/losses.md.
         patience: seconds that ranks wait for each other's hook before the first step.
         in_training_loop: called by Megatron's own training loop. Batches of the next step are then
             drawn while this one computes (`Prefetch`), and evaluation is aggregated as training is.
