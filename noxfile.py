@@ -24,7 +24,10 @@ REPORTS = CI.parent / "build" / "verified"
 TESTS = (
     *(
         f"tests/host/test_{name}.py"
-        for name in ("gradients", "parallelism", "terms", "audit", "reports")
+        for name in (
+            *("gradients", "parallelism", "terms", "audit", "reports"),
+            *("mtp", "moe_releases", "late_masks", "evaluations", "by_sample"),
+        )
     ),
     "tests/launch/test_any_loop.py",
 )
