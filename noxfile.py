@@ -25,8 +25,8 @@ TESTS = (
     *(
         f"tests/host/test_{name}.py"
         for name in (
-            *("gradients", "parallelism", "terms", "audit", "reports"),
-            *("mtp", "moe_releases", "late_masks", "evaluations", "by_sample"),
+            *("gradients", "parallelism", "terms", "audit", "reports", "evaluations"),
+            *("mtp", "moe_releases", "late_masks", "by_sample", "dataset_reports"),
         )
     ),
     "tests/launch/test_any_loop.py",
