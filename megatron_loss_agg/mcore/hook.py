@@ -154,6 +154,11 @@ class LossHook:
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
         _check_names(self.terms, total)
+        if mtp == "same" and any(name.startswith("mtp_") for name in (*self.terms, total)):
+            raise ModeError(
+                f"mtp='same' and reports of {[*self.terms, total]}; expected other names than "
+                "mtp_..., which are those of multi-token prediction"
+            )
         self._total = total
         self._mtp = mtp
         self._late = mask == "model"

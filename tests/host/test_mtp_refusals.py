@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_loss_agg import CPLayout, Microbatch
+from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.batches import read_batch
 from tests.host import whole
@@ -132,3 +133,8 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
             if case != "ambiguous":
                 assert error.startswith("HostError: ")
                 assert "--loss-aggregation-mtp same (LossHook(mtp='same'))" in error
+
+
+def test_a_term_named_as_a_depth_is_refused() -> None:
+    with pytest.raises(ModeError, match="expected other names than mtp_"):
+        LossHook({"mtp_1 a": aggregation("sum"), "a": aggregation("sum")}, mtp="same")
