@@ -38,7 +38,7 @@ def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
     worst: dict[str, float] = defaultdict(float)
     for case in cases:
         found = properties(case)
-        dtype = found["dtype"].removeprefix("torch.")
+        dtype = found["dtype"]
         worst[dtype] = max(worst[dtype], float(found["error"]))
     good = sum(map(passed, cases))
     cells = [version, f"{good} of {len(cases)}", *(f"{worst[dtype]:.1e}" for dtype in TITLES)]

@@ -101,10 +101,10 @@ def test_gradient_is_that_of_the_whole_step(
     dp: int, cp: int, run: Case, record_property: Callable[[str, object], None]
 ) -> None:
     error = errors(dp, cp)[run]
-    record_property("dtype", run.dtype)
+    record_property("dtype", str(run.dtype).removeprefix("torch."))
     record_property("layout", run.layout)
     record_property("ranks", f"DP {dp}, CP {cp}")
-    record_property("error", error)
+    record_property("error", float(error))
     if run.dtype == torch.float64:
         assert error <= EXACT
     else:
