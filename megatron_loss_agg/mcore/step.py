@@ -15,7 +15,7 @@ from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
 from megatron_loss_agg.mcore.distillation import names_computed, with_teacher
-from megatron_loss_agg.mcore.evaluation import RunningMean, share
+from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.host_loss import (
@@ -27,8 +27,9 @@ from megatron_loss_agg.mcore.host_loss import (
     token_losses,
     token_masks,
 )
-from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.mtp import Depths
+from megatron_loss_agg.mcore.pairs import Pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
@@ -170,7 +171,8 @@ class Step:
         weights = self._weights()
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():
-            report = self._report(tokens, made, parts, loss, mask, weights, gather)
+            pairs = Pairs(self._call, weights, mask, gather, self._options.running_means, i == 0)
+            report = self._report(tokens, made, parts, loss, pairs)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, weights.total_tokens, report, gather)
 
@@ -219,41 +221,21 @@ class Step:
         made: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         loss: Tensor,
-        local: LocalMask,
-        weights: StepWeights,
-        gather: str | None,
+        pairs: Pairs,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
-        copies = self._call.scale.loss_copies(gather)
-        # All reports of the step, over microbatches and ranks, by how many have the same loss.
-        reports = weights.counts.microbatches * self._call.scale.context_parallel_size
-        number = reports // copies
-        running_means = self._options.running_means
-
-        def summed(key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
-            """A report that the host's division by all counts turns into the sum of the parts.
-
-            In an evaluation of several calls, a call weighs as much as the denominator.
-            """
-            if weights.divided_by_host:
-                return _pair(part / copies, local.total / copies)
-            if running_means is not None:
-                value = running_means[key].add(part, denominator, first=self._next == 1)
-                return _pair((value * number).to(part.dtype), 1.0)
-            count = share(denominator, reports) if self._call.forward_only else 1.0
-            return _pair(part * (number * count), count)
-
-        report = tokens.report
+        weights, report = self._weights(), tokens.report
+        denominators = weights.denominators
         ours = {
-            (key := f"{name} loss"): summed(key, part, weights.denominators.get(name, 1.0))
+            (key := f"{name} loss"): pairs.summed(key, part, denominators.get(name, 1.0))
             for name, part in parts.items()
         }
-        if self._options.total is not None and len(parts) == len(self._terms):
-            ours[self._options.total] = summed(self._options.total, loss)
+        if self._options.total is not None and made.keys() == self._terms.keys():
+            ours[self._options.total] = pairs.summed(self._options.total, loss)
         if weights.datasets is not None:
             places = {name: weights.places(name, self._first + self._next - 1) for name in made}
             ours |= weights.datasets.reports(
-                self._terms, weights.denominators, tokens, made, places, summed
+                self._terms, denominators, tokens, made, places, pairs.summed
             )
         taken = sorted(ours.keys() & report.keys())
         if taken:
@@ -263,18 +245,5 @@ class Step:
             )
         report.update(ours)
         if "lm loss" in report:
-            losses, mask = tokens.first
-            mask = mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
-            total = weighted_sum(mask, losses)
-            if running_means is not None:
-                all_tokens = weights.counts.tokens
-                mean = summed("lm loss", total / (all_tokens or 1.0), all_tokens)
-            else:
-                mean = _pair(total / copies, local.total / copies)
-            report["lm loss"] = mean.to(loss.dtype)
+            report["lm loss"] = pairs.token_mean("lm loss", *tokens.first).to(loss.dtype)
         return report
-
-
-def _pair(total: Tensor, count: float) -> Tensor:
-    """[total, count], the form of a report in Megatron's training loop."""
-    return torch.stack([total, total.new_full((), count)])

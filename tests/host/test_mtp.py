@@ -136,7 +136,9 @@ def references() -> dict[tuple[str, str], Any]:
 
 
 def run(topology: Topology, cases: dict[Case, Any]) -> dict[Case, tuple[float, list[float]]]:
-    """Every rank, of each case: the gradient's error, and the reports of depths 0 to `DEPTHS`."""
+    """Every rank, of each case: the gradient's error, and the reports of depths 0 to `DEPTHS` and of the total, if
+    there is one.
+    """
     from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
@@ -147,7 +149,7 @@ def run(topology: Topology, cases: dict[Case, Any]) -> dict[Case, tuple[float, l
             continue
         model = chunks[case.per_token]
         reports = train(topology, model, case)
-        names = [f"{part}{case.mode} loss" for part in ("", "mtp_1 ", "mtp_2 ")]
+        names = [*(f"{part}{case.mode} loss" for part in ("", "mtp_1 ", "mtp_2 ")), "loss"]
         sums = [gpt.reported(reports, name) for name in names if reports and name in reports[0]]
         factor = 0.25 if case.kind == "coefficient" else 1.0
         wanted = {name: factor * gradient for name, gradient in expected.items()}
@@ -212,15 +214,18 @@ def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
     cases = {case: known[case.mode, case.masks] for case in CASES[name]}
     for rank in run_host_ranks(run, topology.world_size, topology, cases, timeout=300):
         for case, (error, sums) in rank.items():
-            if (
-                case.kind == "host"
-            ):  # means of microbatches; NaN before 0.17, since one has no token
+            if case.kind == "host":
+                # Means of microbatches; NaN before 0.17, since one has no token.
                 assert not error <= 0.2
                 assert len(sums) == 1
                 continue
             assert error <= EXACT, case
-            if sums:  # on the last pipeline stage
-                assert sums == pytest.approx(cases[case][1], rel=1e-13), case
+            if not sums:  # not on the last pipeline stage
+                continue
+            main, *depths = wanted = cases[case][1]
+            if case.kind == "coefficient":
+                wanted = [*wanted, 0.25 * (main + FACTOR / DEPTHS * sum(depths))]
+            assert sums == pytest.approx(wanted, rel=1e-13), case
     assert sums  # the last rank is on the last pipeline stage
 
 

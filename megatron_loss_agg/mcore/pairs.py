@@ -1,0 +1,72 @@
+"""Reports of one microbatch on one rank: pairs, as Megatron's training loop reduces them.
+
+The loop adds up both elements over microbatches and ranks, in an evaluation over its calls, too,
+and then divides the first by the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.mcore.evaluation import RunningMean, share
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.local_weights import LocalMask
+from megatron_loss_agg.mcore.step_weights import StepWeights
+from megatron_loss_agg.weights import weighted_sum
+
+
+class Pairs:
+    """Makes pairs of this rank's parts of sums over the step.
+
+    Args:
+        mask: the first term's, of this rank's tokens.
+        gather: `TokenLoss.whole`.
+        running_means: by report, if the host averages quotients instead of summing pairs.
+        first: whether this is the call's first microbatch.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        weights: StepWeights,
+        mask: LocalMask,
+        gather: str | None,
+        running_means: MutableMapping[str, RunningMean] | None,
+        first: bool,
+    ) -> None:
+        self._weights, self._mask = weights, mask
+        self._running_means, self._first = running_means, first
+        self._evaluates = call.forward_only
+        self._copies = call.scale.loss_copies(gather)
+        # Of the step, over microbatches and ranks.
+        self._reports = weights.counts.microbatches * call.scale.context_parallel_size
+
+    def summed(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
+        """The pair for a part of a sum over the step, whose quotient becomes the sum.
+
+        In an evaluation of several calls, a call weighs as much as the denominator.
+        """
+        if self._weights.divided_by_host:
+            return _pair(part / self._copies, self._mask.total / self._copies)
+        number = self._reports // self._copies
+        if self._running_means is not None:
+            value = self._running_means[key].add(part, denominator, self._first)
+            return _pair((value * number).to(part.dtype), 1.0)
+        count = share(denominator, self._reports) if self._evaluates else 1.0
+        return _pair(part * (number * count), count)
+
+    def token_mean(self, key: str, losses: Tensor, mask: Tensor) -> Tensor:
+        """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
+        mask = mask.reshape(-1).to(torch.promote_types(mask.dtype, torch.float32))
+        total = weighted_sum(mask, losses)
+        if self._running_means is None:
+            return _pair(total / self._copies, self._mask.total / self._copies)
+        tokens = self._weights.counts.tokens
+        return self.summed(key, total / (tokens or 1.0), tokens)
+
+
+def _pair(total: Tensor, count: float) -> Tensor:
+    return torch.stack([total, total.new_full((), count)])
