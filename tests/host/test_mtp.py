@@ -136,8 +136,8 @@ def references() -> dict[tuple[str, str], Any]:
 
 
 def run(topology: Topology, cases: dict[Case, Any]) -> dict[Case, tuple[float, list[float]]]:
-    """Every rank, of each case: the gradient's error, and the reports of depths 0 to `DEPTHS` and of the total, if
-    there is one.
+    """Every rank, of each case: the gradient's error; reports of depths 0 to `DEPTHS`, and of the
+    total, if there is one.
     """
     from tests.host import gpt, gradients
 
