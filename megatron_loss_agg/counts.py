@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -58,6 +57,7 @@ class Totals(NamedTuple):
 
     tokens: float
     kept_tokens: float
+    all_tokens: float
     active_tokens: float  # NaN where masks are unknown
     microbatches: float
     active_microbatches: float
@@ -68,15 +68,18 @@ class Totals(NamedTuple):
     weighted: float  # see `weight_on_rank`
 
 
-_WIDTH = len(Totals._fields) + len(Extremes._fields) + 2 + len(CROSS_RANK_UNITS)
+# Of a record: totals, extremes, owner and number of samples, number of groups by unit.
+_PARTS = [len(Totals._fields), len(Extremes._fields), 2, len(CROSS_RANK_UNITS)]
+_WIDTH = sum(_PARTS)
 
 
 @dataclass(frozen=True)
 class StepCounts:
     """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
 
-    tokens: float  # sum of the masks
+    tokens: float  # sum of the masks that count
     kept_tokens: float  # without those of rejected samples
+    all_tokens: float  # with them
     active_tokens: int | None  # positions with a nonzero mask; None where masks are unknown
     routed_tokens: int | None  # None: the microbatches do not say it
     microbatches: int
@@ -175,13 +178,14 @@ class LocalCounts:
             "microbatch": round(totals.active_microbatches),
         }
         for unit, of_unit in groups.items():
-            nonempty[unit] = int((of_unit.sums[:, 0] > 0).sum())
+            nonempty[unit] = int((of_unit.mask_sums > 0).sum())
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
         numbers = {unit: of_unit.ids.numel() for unit, of_unit in groups.items()}
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
+            all_tokens=totals.all_tokens,
             active_tokens=None if math.isnan(totals.active_tokens) else round(totals.active_tokens),
             routed_tokens=_routed_tokens(totals),
             microbatches=round(totals.microbatches),
@@ -224,6 +228,7 @@ class LocalCounts:
         return Totals(
             tokens=float(self.sums_S.sum()),
             kept_tokens=float(kept_S.sum()),
+            all_tokens=float(self.samples.sums_S.sum()),
             active_tokens=math.nan if active is None else sum(active),
             microbatches=len(self._sizes) * counts_samples,
             active_microbatches=int((self._by_microbatch > 0).sum()) * counts_samples,
@@ -291,8 +296,7 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
     )
-    ends = [*accumulate(map(len, (Totals._fields, Extremes._fields, ("owner", "samples"))))]
-    totals, extremes, shared, numbers = records.tensor_split(ends, dim=2)
+    totals, extremes, shared, numbers = records.split(_PARTS, dim=2)
     for of_ranks in shared.long().unbind(dim=1):
         _check_sharded_samples(of_ranks.tolist())
     # The groups of a unit are exchanged only if every rank has ids for it.

@@ -18,6 +18,11 @@ class GroupSums(NamedTuple):
     ids: Tensor  # int64 [groups], sorted and distinct
     sums: Tensor  # fp64 [groups, columns]: of the mask; or see `sample_weights`
 
+    @property
+    def mask_sums(self) -> Tensor:
+        """fp64 [groups]."""
+        return self.sums[:, 0]
+
     @classmethod
     def merge(cls, ids: Tensor, sums: Tensor) -> GroupSums:
         """Sum over equal ``ids``."""
@@ -30,7 +35,7 @@ class GroupSums(NamedTuple):
         padded = torch.cat([self.ids, self.ids.new_zeros(1)])
         place = torch.searchsorted(self.ids, ids)
         found = (place < self.ids.numel()) & (padded[place] == ids)
-        return torch.cat([self.sums[:, 0], self.sums.new_zeros(1)])[place].where(found, 0.0)
+        return torch.cat([self.mask_sums, self.sums.new_zeros(1)])[place].where(found, 0.0)
 
 
 def exchange_groups(

@@ -85,16 +85,23 @@ def predicting_mask(
     error = MaskSums.read([microbatch]).error
     if error is not None:
         raise error
-    moved = torch.zeros_like(loss_mask)
-    moved[..., :-1] = loss_mask[..., 1:]
-    sample_T = microbatch.sample_index()
-    if sample_T is None:
-        return moved
-    # Keep only moves inside one sample; padding may lie between two.
-    same_sample = torch.zeros_like(sample_T, dtype=torch.bool)
-    same_sample[:-1] = sample_T[1:] == sample_T[:-1]
+    return shifted(loss_mask, microbatch, 1)
+
+
+def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
+    """``values[..., t + by]`` at ``t``; 0 where that is outside of the sequence of ``t``."""
+    length = values.shape[-1]
+    result = torch.zeros_like(values)
+    result[..., : max(length - by, 0)] = values[..., by:]
+    starts = microbatch.sample_starts
+    if starts is None:
+        return result
+    position = torch.arange(length, device=values.device)
+    ends = starts[1:].to(position).contiguous()
+    sequence = torch.searchsorted(ends, position, right=True)
+    stays = torch.searchsorted(ends, position + by, right=True) == sequence
     # torch has no `masked_fill` of uint16 to uint64.
-    return torch.where(same_sample.view(moved.shape), moved, torch.zeros_like(moved))
+    return torch.where(stays, result, torch.zeros_like(result))
 
 
 def _devices(microbatch: Microbatch) -> tuple[object, ...]:

@@ -230,8 +230,8 @@ class StepPlan:
                 f"no groups by {unit!r} in this plan; expected one of {', '.join(BY_ID)}, that the "
                 "mode uses or that group_by names"
             )
-        ids, sums = self._groups[unit]
-        return ids.clone(), sums[:, 0].clone()
+        groups = self._groups[unit]
+        return groups.ids.clone(), groups.mask_sums.clone()
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import GroupError
-from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.host_loss import TokenLosses
-from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepTerms
 from megatron_loss_agg.weights import where_weighted
@@ -53,26 +51,33 @@ def have_dataset_ids(
 
 
 class SeenDatasets:
-    """The data sets of earlier training steps; the same on every rank."""
+    """The data sets of earlier training steps; the same on every rank.
 
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-        self._trained = False
+    Args:
+        log_interval: over how many steps the host's log averages.
+    """
+
+    def __init__(self, log_interval: int) -> None:
+        self._log_interval = log_interval
+        self._since: dict[int, int] = {}  # by id, the step that had it first
+        self._steps = 0
 
     def note(self, step: StepDatasets, trains: bool) -> None:
         """Decide what a newly planned step reports.
 
-        Megatron's log adds up a name's values over steps and divides by the number of all steps. So
-        a mean of a data set that was seen before, or is seen in a later step than the first one, is
-        0/0 in a step where it is missing or new, and no number is logged for it in that interval.
+        Megatron's log adds up a name's values over the steps that the optimizer does not skip, and
+        divides by the number of all of them. So a mean of a data set is 0/0 in a step where it is
+        missing, and for as many steps as the log averages where it comes later than in the first
+        step: no number is logged for it in that interval.
         """
         if not trains:
             return
-        found = set(step.ids)
-        step.missing = sorted(self._ids - found)
-        step.new = found - self._ids if self._trained else set()
-        self._ids |= found
-        self._trained = True
+        for d in step.ids:
+            self._since.setdefault(d, self._steps)
+        step.missing = sorted(self._since.keys() - {*step.ids})
+        recent = max(0, self._steps - self._log_interval)
+        step.new = {d for d in step.ids if self._since[d] > recent}
+        self._steps += 1
 
 
 @dataclass
@@ -80,31 +85,30 @@ class StepDatasets:
     """The data sets of the microbatches that were planned together."""
 
     ids: list[int]  # with tokens in the whole step, sorted
-    # By term, microbatch and split: int64 [tokens], index in `ids`, beyond them for other tokens.
-    places: Mapping[str, list[dict[str, Tensor]]]
     missing: list[int] = field(default_factory=list)  # reported, without tokens in this step
     new: set[int] = field(default_factory=set)  # in later steps than the first, see `SeenDatasets`
 
     @classmethod
-    def of(cls, plans: StepTerms, groups: ParallelGroups, splits: Splits) -> StepDatasets:
+    def of(cls, plans: StepTerms) -> StepDatasets:
         """From this rank's plans, which group by data set."""
-        found = []
-        for plan in plans.values():
-            ids, sums = plan.groups("dataset")
-            found.append(ids[sums > 0])
-        distinct = torch.cat(found).unique()
-        made: dict[int, dict[str, Tensor]] = {}
-        places: dict[str, list[dict[str, Tensor]]] = {}
-        for name, plan in plans.items():
-            for microbatch in plan.microbatches:
-                if id(microbatch) not in made:
-                    place_T = _places(microbatch, distinct)
-                    made[id(microbatch)] = {
-                        split: (place_T if layout is None else layout.shard(place_T)).reshape(-1)
-                        for split, layout in splits.layouts(microbatch, groups).items()
-                    }
-                places.setdefault(name, []).append(made[id(microbatch)])
-        return cls(distinct.tolist(), places)
+        groups = (plan.groups("dataset") for plan in plans.values())
+        return cls(torch.cat([ids[sums > 0] for ids, sums in groups]).unique().tolist())
+
+    def index_of(self, microbatch: Microbatch) -> Tensor:
+        """int64 in the shape of the mask: the index in `ids` of each token's data set.
+
+        ``len(ids)`` for tokens of no sample, or of a data set without active tokens.
+        """
+        assert microbatch.dataset_ids is not None
+        known = torch.tensor([*self.ids, 0])  # 0: no index beyond the last
+        given_S = microbatch.dataset_ids.cpu()
+        index_S = torch.searchsorted(known[:-1], given_S)
+        index_S = index_S.where(known[index_S] == given_S, len(self.ids))
+        sample_T = microbatch.sample_index()
+        if sample_T is None:
+            return index_S.unsqueeze(-1).expand(microbatch.loss_mask.shape)
+        padded = torch.cat([index_S, index_S.new_full((1,), len(self.ids))])
+        return padded[sample_T.cpu()].view(microbatch.loss_mask.shape)
 
     def reports(
         self,
@@ -112,22 +116,21 @@ class StepDatasets:
         denominators: Mapping[str, float],
         tokens: TokenLosses,
         made: Mapping[str, Tensor],
-        places: Mapping[str, Tensor],
+        indices: Mapping[str, Tensor | None],
         summed: Callable[[str, Tensor, float], Tensor],
     ) -> dict[str, Tensor]:
         """Pairs of one microbatch by name, of the same names in each microbatch and rank.
 
         Args:
             denominators: of the terms; means weigh a call of an evaluation by them.
-            tokens, made: losses and weights of this rank's tokens.
-            places: of the terms, from `places`.
+            tokens, made, indices: losses, weights and data sets of this rank's tokens, by term.
             summed: (name, part, denominator) -> the pair for a part of a sum.
         """
         first = next(iter(tokens.losses))
         losses, mask = tokens.first
-        found = self._means("lm loss", places[first], mask.reshape(-1), losses)
+        found = self._means("lm loss", indices[first], mask.reshape(-1), losses)
         for name, losses in tokens.losses.items():
-            what, w, place_T = f"{name} loss", made[name].double(), places[name]
+            what, w, place_T = f"{name} loss", made[name].double(), indices[name]
             if terms[name].aggregation.within is not None:
                 found |= self._means(what, place_T, w * denominators[name], losses)
                 continue
@@ -138,7 +141,9 @@ class StepDatasets:
         dtype = torch.promote_types(losses.dtype, torch.float32)
         return {key: pair.to(dtype) for key, pair in found.items()}
 
-    def _means(self, what: str, place_T: Tensor, w: Tensor, losses: Tensor) -> dict[str, Tensor]:
+    def _means(
+        self, what: str, place_T: Tensor | None, w: Tensor, losses: Tensor
+    ) -> dict[str, Tensor]:
         """Pairs of ``sum w * loss`` and ``sum w`` of each data set; both 0 for a missing one."""
         w = w.double()
         sums = [self._sums(place_T, w, x) for x in (losses, torch.ones_like(w))]
@@ -148,22 +153,9 @@ class StepDatasets:
             found[d] = none if d in self.new else pair
         return {f"{what} of dataset {d}": pair for d, pair in found.items()}
 
-    def _sums(self, place_T: Tensor, w: Tensor, x: Tensor) -> Tensor:
+    def _sums(self, place_T: Tensor | None, w: Tensor, x: Tensor) -> Tensor:
         """fp64 [data sets]: sums of ``w * x``, where ``w``, fp64, is not 0."""
+        assert place_T is not None
         sums = w.new_zeros(len(self.ids) + 1)
         place_T = place_T.to(w.device, non_blocking=True)
         return sums.index_add_(0, place_T, where_weighted(w, x.to(w)) * w)[:-1]
-
-
-def _places(microbatch: Microbatch, ids: Tensor) -> Tensor:
-    """int64 in the shape of the mask: the index in ``ids`` of each token's data set."""
-    assert microbatch.dataset_ids is not None
-    own_S = microbatch.dataset_ids.cpu()
-    place_S = torch.searchsorted(ids, own_S)
-    known = torch.cat([ids, ids.new_zeros(1)])[place_S] == own_S
-    place_S = place_S.where(known & (place_S < len(ids)), len(ids))
-    sample_T = microbatch.sample_index()
-    if sample_T is None:
-        return place_S.unsqueeze(-1).expand(microbatch.loss_mask.shape)
-    padded = torch.cat([place_S, place_S.new_full((1,), len(ids))])
-    return padded[sample_T.cpu()].view(microbatch.loss_mask.shape)

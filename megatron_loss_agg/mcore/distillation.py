@@ -58,16 +58,12 @@ def terms_from(
     return {aggregation.label: Term(aggregation, 1 - alpha), KD: Term(aggregation, alpha)}
 
 
-def names_computed(loss_func: Any, terms: Mapping[str, Term], trains: bool) -> list[str]:
-    """The terms that ``loss_func`` computes: in evaluation the host has no teacher."""
-    names = [*terms]
-    return names if trains or not _is_hosts(loss_func, names) else names[:1]
-
-
 def with_teacher(
     loss_func: Callable[..., Any], terms: Mapping[str, Term], trains: bool, verify: bool
-) -> Callable[..., Any]:
-    """``loss_func`` as a `TokenLoss` of both terms, if it is a stock one and these are `KD`'s.
+) -> tuple[Callable[..., Any], list[str]]:
+    """``loss_func``, as a `TokenLoss` of both terms if it is stock; and what it computes.
+
+    In evaluation the host has no teacher, and computes the first term alone.
 
     Args:
         verify: check that it returned the sum of both, each times its coefficient; waits for the
@@ -77,8 +73,10 @@ def with_teacher(
         HostError: its loss cannot be taken apart; says why.
     """
     names = [*terms]
-    if not trains or not _is_hosts(loss_func, names):
-        return loss_func
+    if names[1:] != [KD] or isinstance(loss_func, TokenLoss):
+        return loss_func, names
+    if not trains:
+        return loss_func, names[:1]
     mask = token_masks(loss_func, names[:1])[names[0]]
 
     def compute(output: Tensor) -> tuple[dict[str, Tensor], Any]:
@@ -89,11 +87,7 @@ def with_teacher(
             _check_mixture(losses, mask, terms, returned)
         return losses, returned[-1]
 
-    return TokenLoss(compute, mask)
-
-
-def _is_hosts(loss_func: Any, names: Sequence[str]) -> bool:
-    return len(names) == 2 and names[1] == KD and not isinstance(loss_func, TokenLoss)
+    return TokenLoss(compute, mask), names
 
 
 def _per_token(found: list[_Found], returned: Any, names: Sequence[str]) -> Tensor:

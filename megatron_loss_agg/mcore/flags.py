@@ -14,7 +14,7 @@ from megatron_loss_agg.aggregation import MODES, LossAggregation, Term
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.choices import CHOICES
-from megatron_loss_agg.mcore.late_masks import check_terms
+from megatron_loss_agg.mcore.late_masks import check_others, check_terms
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -133,14 +133,16 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
     aggregation = aggregation_from(args)
     if aggregation is None:
         return None
+    report_datasets = bool(getattr(args, "loss_aggregation_report_datasets", False))
     choices = {name: _choice(args, name) for name in CHOICES}
     if choices["mask"] == "model":
         check_terms({aggregation.label: Term(aggregation)}, choices["empty_step"], False)
+        check_others(choices, report_datasets)
     return Settings(
         aggregation,
         read_batch_from(args),
         bool(getattr(args, "loss_aggregation_audit", False)),
-        bool(getattr(args, "loss_aggregation_report_datasets", False)),
+        report_datasets,
         choices,
     )
 

@@ -36,6 +36,9 @@ from megatron_loss_agg.mcore.host import GATHERS, ParallelGroups
 _TOLERANCE = 0.1
 """Of norms, relative: half precision is coarse, and the two kinds differ by 1 or more."""
 
+_SAME = 1e-6
+"""Relative difference up to which two ranks' sums are of the same losses."""
+
 _UNREACHED = -1.0
 """Instead of a norm, where the losses do not depend on what the model returned."""
 
@@ -63,11 +66,13 @@ class Gathers:
     Attributes:
         all_tokens: whether losses are of all tokens on every rank; None: not known yet.
         measured: one of `GATHERS` for each term whose losses had a gradient that is not 0.
+        compared: whether `compare` has told whole losses from parts.
     """
 
     def __init__(self) -> None:
         self.all_tokens: bool | None = None
         self.measured: dict[str, str] = {}
+        self.compared = False
 
     def settle(self, all_tokens: bool) -> None:
         """Losses are, or are not, of all tokens on every rank.
@@ -86,6 +91,45 @@ class Gathers:
     def is_open(self, terms: Iterable[str]) -> bool:
         """Whether the gather of some of ``terms`` is still to be measured."""
         return bool(self.all_tokens) and not self.measured.keys() >= {*terms}
+
+    def compare(
+        self, losses: Tensor, mask: Tensor, all_tokens: bool, cp: dist.ProcessGroup
+    ) -> None:
+        """Check by the values that losses are of all tokens on every rank of ``cp``, or are not.
+
+        For masks whose whole shape is not known. All ranks must call; if one raises, all do. Where
+        losses are all equal, as those of an output layer of zeros, nothing is decided.
+
+        Args:
+            losses, mask: [tokens] of one microbatch.
+            all_tokens: what the script says.
+
+        Raises:
+            LayoutError: it is the other way round.
+        """
+        if self.compared:
+            return
+        x = losses.detach().reshape(-1)[mask.reshape(-1) != 0].double()
+        place = torch.arange(len(x), device=x.device) / max(len(x), 1)
+        spread = x.max() - x.min() if len(x) else x.sum()
+        facts = [x.new_tensor(mask.numel()), x.new_tensor(len(x)), x.sum(), (x * place).sum()]
+        *rows, spreads = all_gather(torch.stack([*facts, spread]), cp).T
+        if not bool((spreads > 0).any()):
+            return
+        equal = all(torch.allclose(row, row[:1], rtol=_SAME, atol=0) for row in rows)
+        if equal and not all_tokens:
+            raise LayoutError(
+                "losses and masks are the same on all context-parallel ranks; expected those of "
+                "each rank's own tokens, or TokenLoss(whole='local_grad') or 'reduced_grad' where "
+                "every rank gathers the losses of all tokens"
+            )
+        if all_tokens and not equal:
+            raise LayoutError(
+                "TokenLoss(whole=...) with losses and masks that differ between the "
+                "context-parallel ranks; expected those of all tokens on each: gather both, or "
+                "leave out whole="
+            )
+        self.compared = True
 
     def check(
         self,

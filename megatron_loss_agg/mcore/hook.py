@@ -29,13 +29,13 @@ from megatron_loss_agg.mcore.batches import (
     reading,
 )
 from megatron_loss_agg.mcore.choices import checked_choices
-from megatron_loss_agg.mcore.datasets import SeenDatasets, have_dataset_ids
+from megatron_loss_agg.mcore.datasets import SeenDatasets
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.late_masks import check_others, check_terms, plan_late, reader
 from megatron_loss_agg.mcore.moe import RouterLosses
-from megatron_loss_agg.mcore.mtp import Depths, number_of_depths
+from megatron_loss_agg.mcore.mtp import Depths, check_first_term, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.splits import Splits
@@ -115,7 +115,8 @@ class LossHook:
             `LateMicrobatch`, by default of the batch's rows.
         report_datasets: report ``"lm loss of dataset <id>"`` and ``"<name> loss of dataset <id>"``
             for every data set of the step, whose ids the batches or microbatches hold
-            (``dataset_ids``, or Megatron's own key ``dataset_id``).
+            (``dataset_ids``, or Megatron's own key ``dataset_id``). As a number, it says over how
+            many steps the host's log averages.
 
     Attributes:
         terms: `Term` by name.
@@ -144,7 +145,7 @@ class LossHook:
         patience: float = 60.0,
         in_training_loop: bool = False,
         mask: str = "batch",
-        report_datasets: bool = False,
+        report_datasets: int = False,
     ) -> None:
         choices = checked_choices(
             empty_step=empty_step, unmeasured=unmeasured, mask=mask, mtp=mtp, moe=moe
@@ -153,6 +154,8 @@ class LossHook:
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
+        if mtp == "same":
+            check_first_term(self.terms)
         _check_names(self.terms, total)
         if mtp == "same" and any(name.startswith("mtp_") for name in (*self.terms, total)):
             raise ModeError(
@@ -164,10 +167,9 @@ class LossHook:
         self._late = mask == "model"
         if self._late:
             check_terms(self.terms, empty_step, evaluates_by_microbatch)
-            others = {"mtp='same'": mtp == "same", "moe='step'": moe == "step"}
-            check_others({**others, "report_datasets": report_datasets})
+            check_others(choices, bool(report_datasets))
             read_batch = reader(read_batch)
-        self.read_batch = reading(read_batch, self.terms, report_datasets)
+        self.read_batch = reading(read_batch, self.terms, bool(report_datasets))
         self.read_step = read_step
         self.empty_step = empty_step
         self.step_is_empty = False
@@ -185,7 +187,7 @@ class LossHook:
             "in_training_loop": in_training_loop,
             "report_datasets": report_datasets,
         }
-        self._datasets = SeenDatasets() if report_datasets else None
+        self._datasets = SeenDatasets(int(report_datasets)) if report_datasets else None
         self._agreed = False
         self._patience = timedelta(seconds=patience)
         self._verified = False
@@ -324,8 +326,10 @@ class LossHook:
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
                 if not (self._verified or call.forward_only or step.left):
-                    self._report_first(call, step.weights(functools.partial(self._plan, call)))
-                    self._verified = True
+                    weights = step.weights(functools.partial(self._plan, call))
+                    if not weights.is_empty:  # of masked tokens nothing can be compared
+                        self._report_first(call, weights)
+                        self._verified = True
             else:
                 result = call.run(forward_backward, call.forward_step, iterator)
         if self.empty_step == "skip" and not call.forward_only:
@@ -363,7 +367,7 @@ class LossHook:
             total=self._total if self._reports_total else None,
             running_means=self._running_means(call),
             passes_unmasked=lazily,
-            depths=Depths(call, not self._verified) if self._depths(call) else None,
+            depths=Depths(call) if self._depths(call) else None,
         )
 
         @functools.cache
@@ -409,12 +413,11 @@ class LossHook:
         return is_empty
 
     def _wanted(self, call: Call) -> Wanted:
-        wanted = Wanted(masks=not self._verified, depths=self._depths(call))
         # Under --sft, an evaluation averages quotients: none by data set would be exact.
-        if self._datasets is None or self._running_means(call) is not None:
-            return wanted
-        by_dataset = functools.partial(have_dataset_ids, not call.forward_only, self.terms)
-        return wanted._replace(by_dataset=by_dataset)
+        datasets = self._datasets is not None and self._running_means(call) is None
+        return Wanted(
+            not self._verified, self._depths(call), datasets, trains=not call.forward_only
+        )
 
     def _plan(self, call: Call, read: Callable[[], Any], number: int) -> StepWeights:
         """The weights of ``number`` microbatches; on every rank of the last stage."""

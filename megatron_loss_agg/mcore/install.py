@@ -49,7 +49,7 @@ def hook_from_args(
         audit=settings.audit,
         evaluates_by_microbatch=in_training_loop and getattr(args, "sft", False),
         in_training_loop=in_training_loop,
-        report_datasets=settings.report_datasets,
+        report_datasets=settings.report_datasets * (args.log_interval if in_training_loop else 1),
         **settings.choices,
     )
 

@@ -34,12 +34,14 @@ from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.counts import LocalCounts, StepCounts, abandoning_on_error, count_step
 from megatron_loss_agg.errors import GroupError, HostError, MaskError, ModeError, PeerError
+from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.late_batches import checked_samples, read_samples
-from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights, rank_part
 from megatron_loss_agg.mcore.splits import WHOLE, Splits
 from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights, on_group
+from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.samples import Samples
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
 
@@ -66,6 +68,14 @@ def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool)
         possible = agg.function is None and agg.across in known and agg.within in (*known, "step")
         if not possible or (agg.within == "step" and len(terms) > 1):
             raise ModeError(f"{agg.label!r} {what}; {_POSSIBLE}")
+        own_rejected = agg.rejected is not None and agg.name is None
+        if agg.sample_weights is not None or own_rejected:
+            option = "rejected" if own_rejected else "sample_weights"
+            raise ModeError(
+                f"{option}={getattr(agg, option)!r} {what}, whose batches are read for their "
+                f"number of samples alone; expected none: drop --loss-aggregation-"
+                f"{option.replace('_', '-')}"
+            )
         if agg.empty == "skip" and agg.across is not None:
             raise ModeError(
                 f"empty='skip' {what}, so that the number of {agg.across}s with tokens is not "
@@ -83,21 +93,23 @@ def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool)
         )
 
 
-def check_others(settings: Mapping[str, bool]) -> None:
+def check_others(choices: Mapping[str, str], report_datasets: bool) -> None:
     """Refuse what else needs the masks, or the tokens, of the step in advance.
 
     Args:
-        settings: by their text, whether they are on.
+        choices: values of `CHOICES`.
 
     Raises:
-        ModeError: names the first one that is.
+        ModeError: names the setting.
     """
-    for setting, on in settings.items():
-        if on:
-            raise ModeError(
-                f"{setting} with a mask that the model makes (--loss-aggregation-mask model), "
-                "whose tokens are not known before the step; expected one of the two: drop it"
-            )
+    found = [f"{name}={choices[name]!r}" for name in ("mtp", "moe") if choices[name] != "host"]
+    found += ["report_datasets"] if report_datasets else []
+    if found:
+        flag = "--loss-aggregation-" + found[0].partition("=")[0].replace("_", "-")
+        raise ModeError(
+            f"{found[0]} ({flag}) with a mask that the model makes (--loss-aggregation-mask "
+            "model), whose tokens are not known before the step; expected one of the two: drop it"
+        )
 
 
 def reader(given: ReadBatch) -> ReadBatch:
@@ -124,7 +136,7 @@ def plan_late(
     def count_here() -> tuple[list[int], list[StepCounts]]:
         with abandoning_on_error(groups.dp):
             sizes = checked_samples(read(), number)
-            samples = Samples.of_sums([torch.ones(n) for n in sizes], {}, None, None)
+            samples = Samples.of_sums([torch.ones(n) for n in sizes])
             local = {n: LocalCounts(term.aggregation, samples, None) for n, term in terms.items()}
         return sizes, [step.counts for step in count_step(local, groups.dp)]
 
@@ -132,7 +144,7 @@ def plan_late(
     return LateWeights(
         terms={name: [{} for _ in sizes] for name in terms},
         # Of masks, nothing is known.
-        counts=replace(counted[0], tokens=math.nan, kept_tokens=math.nan),
+        counts=replace(counted[0], tokens=math.nan, kept_tokens=math.nan, all_tokens=math.nan),
         is_empty=False,
         unsplit=None,
         routed_tokens=[],
@@ -211,30 +223,31 @@ class LateWeights(StepWeights):
             self.terms[name][i] = {WHOLE: weights}
         return chosen
 
+    def check_parts(self, losses: Tensor, mask: Tensor, all_tokens: bool, splits: Splits) -> None:
+        """See `Gathers.compare`."""
+        splits.gathers.compare(losses, mask, all_tokens, self.cp)
+
     def _read(
         self, i: int, name: str, mask: Tensor, model_call: ModelCall, all_tokens: bool
     ) -> LocalMask:
         packed = self._check_samples(i, name, mask, model_call)
-        values = mask.detach().reshape((1, -1) if packed else mask.shape).double()
-        active = values != 0
-        facts = [active.sum(), (active & (values != 1)).sum(), (values < 0).sum()]
-        # Read at once, since that waits for the device.
-        *row_sums, tokens, others, negative = (
-            torch.cat([values.sum(dim=-1), torch.stack(facts).double()]).cpu().tolist()
-        )
-        sums = torch.tensor(row_sums, dtype=torch.float64)
-        if negative or not bool(sums.isfinite().all()):
+        rows = mask.detach().reshape((1, -1) if packed else mask.shape)
+        read = MaskSums.read([Microbatch(rows)])  # waits for the device once
+        if read.error is not None:
             raise MaskError(
                 f"the model's mask of microbatch {i} has negative, infinite or NaN values; "
                 "expected non-negative, finite ones"
             )
-        if self.divided_by_host and others:
+        (active,), total = read.active_tokens, float(read.by_sample.sum())
+        if self.divided_by_host and total != active:
             raise MaskError(
                 f"{self.aggregations[name].label!r} with a model's mask that is not 0 or 1 "
                 "everywhere, by whose sum the host cannot divide; expected 0 and 1, or another mode"
             )
-        own = self._own_tokens(int(tokens), all_tokens)
-        return LocalMask(tuple(values.shape), packed, own, sums, float(sums.sum()), None, ())
+        own = active if self.divided_by_host else 1
+        if self.divided_by_host and all_tokens:
+            own = rank_part(active, self.cp)
+        return LocalMask(tuple(rows.shape), packed, own, read.by_sample, total, None, ())
 
     def _check_samples(self, i: int, name: str, mask: Tensor, model_call: ModelCall) -> bool:
         """Whether the model was called with packed sequences; raises if it cannot be planned so."""
@@ -257,14 +270,6 @@ class LateWeights(StepWeights):
                 "sample_sum or microbatch_mean"
             )
         return packed
-
-    def _own_tokens(self, active: int, all_tokens: bool) -> int:
-        """This rank's part of what the host counts."""
-        if not self.divided_by_host:
-            return 1
-        if not all_tokens:
-            return active
-        return (active + dist.get_rank(self.cp)) // dist.get_world_size(self.cp)
 
 
 def _check_host(terms: Mapping[str, Term], call: Call) -> None:

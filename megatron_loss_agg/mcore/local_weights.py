@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import active_tokens
+from megatron_loss_agg.mcore.datasets import StepDatasets
 from megatron_loss_agg.mcore.mtp import DepthWeights
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.weights import dot, token_weights_of
@@ -36,6 +37,7 @@ class LocalMask:
     total: float
     values: Tensor | None  # if the loss function's mask is compared by value
     token_ids: tuple[Tensor, ...]  # vectors; if the split is not recognised yet
+    dataset_T: Tensor | None = None  # index in `StepDatasets.ids`; if they are reported
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class LocalMask:
         layout: CPLayout | None,
         keeps_values: bool,
         cp: dist.ProcessGroup,
+        datasets: StepDatasets | None = None,
     ) -> LocalMask:
         microbatch = plan.microbatches[i]
         mask, sums, active = microbatch.loss_mask, plan.mask_sums(i), plan.active_tokens[i]
@@ -57,13 +60,16 @@ class LocalMask:
                 token_ids = tuple(layout.shard(x).cpu().reshape(-1) for x in microbatch.token_ids)
         routed = microbatch.routed_tokens
         if layout is None or routed is not None:
-            # Of all context-parallel ranks' tokens: parts that differ by 1 at most, and add up.
-            counted = active if routed is None else routed
-            active = (counted + dist.get_rank(cp)) // dist.get_world_size(cp)
+            active = rank_part(active if routed is None else routed, cp)
         total = sums.sum()
         values = mask.cpu() if keeps_values else None
         sums = total.view(1) if packed else sums
-        return cls(tuple(mask.shape), packed, active, sums, float(total), values, token_ids)
+        dataset_T = None
+        if datasets is not None:
+            dataset_T = datasets.index_of(microbatch)
+            dataset_T = (dataset_T if layout is None else layout.shard(dataset_T)).reshape(-1)
+        shape = tuple(mask.shape)
+        return cls(shape, packed, active, sums, float(total), values, token_ids, dataset_T)
 
     def fits(self, mask: Tensor) -> bool:
         """Whether a loss function's mask has the planned values, or these were not kept."""
@@ -98,8 +104,7 @@ class LocalWeights:
         planned = plan.microbatches[i].loss_mask
         of_depths = None
         if depths:
-            keeps = mask.values is not None
-            of_depths = DepthWeights.of(plan.microbatches[i], weights, depths, layout, keeps)
+            of_depths = DepthWeights.of(plan.microbatches[i], weights, depths, layout)
         if layout is not None:
             weights, planned = layout.shard(weights), layout.shard(planned)
         checksum = _product(planned.double(), weights.double(), custom)
@@ -133,3 +138,8 @@ class LocalWeights:
 def _product(mask: Tensor, weights: Tensor, signed: bool) -> Tensor:
     """[1]: the sum of a mask's products with its weights' absolute values."""
     return dot(mask.reshape(-1), (weights.abs() if signed else weights).reshape(-1)).view(1)
+
+
+def rank_part(tokens: int, cp: dist.ProcessGroup) -> int:
+    """This context-parallel rank's part of ``tokens``; parts differ by 1 at most, and add up."""
+    return (tokens + dist.get_rank(cp)) // dist.get_world_size(cp)

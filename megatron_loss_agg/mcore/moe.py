@@ -52,7 +52,9 @@ class RouterLosses:
     def __init__(self, choice: str) -> None:
         self._on = choice == "step"
         self._step = _Tokens([], 0, 0)
-        self._seen: set[int] | None = set()  # tokens that routers saw; None: compared already
+        # Tokens that routers saw in this step, once for each call of one; -1: unknown.
+        self._seen: list[Tensor | int] = []
+        self._compared = False  # in some step
 
     def check(self, call: Call) -> None:
         """Raise HostError, on every rank alike, if the losses of ``call`` cannot be weighed."""
@@ -124,10 +126,9 @@ class RouterLosses:
             return base() * factors[(asked - 1) % len(factors)]
 
         with contextlib.ExitStack() as stack:
-            if self._seen is not None:
-                if not first:  # an earlier step has failed
-                    self._seen.clear()
-                stack.enter_context(_watching(call, self._seen))
+            if not first:
+                self._seen.clear()
+            stack.enter_context(_watching(call, self._seen))
             call.config.moe_grad_scale_func = scale
             stack.callback(setattr, call.config, "moe_grad_scale_func", None)
             yield
@@ -137,11 +138,12 @@ class RouterLosses:
                 f"the schedule called config.moe_grad_scale_func {asked} times for {expected} "
                 f"forward passes; expected once each, as in Megatron-Core 0.19: choose {_FLAG} host"
             )
-        if is_last and self._seen is not None:
-            groups = call.groups
-            with failing_together([groups.tp, groups.cp, groups.dp, groups.pp], _ELSEWHERE):
-                self._compare(self._seen)
-            self._seen = None
+        if is_last:
+            groups = [call.groups.tp, call.groups.cp, call.groups.dp, call.groups.pp]
+            # Exchanging failures makes ranks wait: only where one is likely.
+            with failing_together([] if self._compared else groups, _ELSEWHERE):
+                self._compare()
+            self._compared = True
 
     def _factors(self, call: Call, first: int) -> list[float]:
         """What the host multiplies each microbatch's losses by, besides its own averaging."""
@@ -151,8 +153,10 @@ class RouterLosses:
             return [unit] * number
         return [unit * tokens for tokens in self._step.routed[first : first + number]]
 
-    def _compare(self, seen: set[int]) -> None:
-        planned = set(self._step.routed)
+    def _compare(self) -> None:
+        planned, seen = set(self._step.routed), {x for x in self._seen if isinstance(x, int)}
+        counted = [x for x in self._seen if isinstance(x, Tensor)]
+        seen |= {*torch.stack(counted).tolist()} if counted else set()  # waits for the device once
         if -1 in seen:
             raise HostError(
                 f"moe='step' ({_FLAG} step) with a padding_mask over tensor- or context-parallel "
@@ -228,7 +232,7 @@ def _loss_scale(call: Call) -> Callable[[], Tensor]:
 
 
 @contextlib.contextmanager
-def _watching(call: Call, seen: set[int]) -> Iterator[None]:
+def _watching(call: Call, seen: list[Tensor | int]) -> Iterator[None]:
     """Add to ``seen`` how many tokens routers see in a microbatch, over all ranks; -1: unknown."""
     from megatron.core.transformer.moe.router import Router
 
@@ -238,9 +242,9 @@ def _watching(call: Call, seen: set[int]) -> Iterator[None]:
         given = dict(zip(("input", "padding_mask"), args, strict=False)) | kwargs
         padding = given.get("padding_mask")
         if padding is None:
-            seen.add(given["input"].shape[:-1].numel() * ranks)
+            seen.append(given["input"].shape[:-1].numel() * ranks)
         else:
-            seen.add(int((~padding).sum()) if ranks == 1 else -1)
+            seen.append((~padding).sum() if ranks == 1 else -1)
 
     with contextlib.ExitStack() as stack:
         for chunk in call.chunks:

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
@@ -36,41 +39,20 @@ class DepthWeights(NamedTuple):
     """Of one microbatch's tokens on this rank, on the CPU."""
 
     weights: Tensor  # [depths, tokens]
-    active: Tensor | None  # bool [1 + depths, tokens]: masks, from depth 0; if compared by value
+    active: Tensor  # bool [1 + depths, tokens]: masks, from depth 0
 
     @classmethod
     def of(
-        cls,
-        microbatch: Microbatch,
-        weights: Tensor,
-        depths: int,
-        layout: CPLayout | None,
-        keeps_mask: bool,
+        cls, microbatch: Microbatch, weights: Tensor, depths: int, layout: CPLayout | None
     ) -> DepthWeights:
         """From the weights of the whole microbatch, before context parallelism."""
 
         def from_depth(first: int, whole: Tensor) -> Tensor:
-            by_depth = (moved(whole, microbatch, depth) for depth in range(first, depths + 1))
+            by_depth = (shifted(whole, microbatch, depth) for depth in range(first, depths + 1))
             parts = (x if layout is None else layout.shard(x) for x in by_depth)
             return torch.stack([part.reshape(-1) for part in parts]).cpu()
 
-        active = from_depth(0, microbatch.loss_mask != 0) if keeps_mask else None
-        return cls(from_depth(1, weights), active)
-
-
-def moved(values: Tensor, microbatch: Microbatch, depth: int) -> Tensor:
-    """``values[..., t + depth]`` at ``t``; 0 where that is outside of the sequence of ``t``."""
-    length = values.shape[-1]
-    result = torch.zeros_like(values)
-    result[..., : max(length - depth, 0)] = values[..., depth:]
-    starts = microbatch.sample_starts
-    if starts is not None:
-        position = torch.arange(length, device=values.device)
-        ends = starts[1:].to(position).contiguous()
-        sequence = torch.searchsorted(ends, position, right=True)
-        leaves = torch.searchsorted(ends, position + depth, right=True) != sequence
-        result = result.masked_fill(leaves, 0)
-    return result
+        return cls(from_depth(1, weights), from_depth(0, microbatch.loss_mask != 0))
 
 
 def number_of_depths(config: Any) -> int:
@@ -96,6 +78,17 @@ def number_of_depths(config: Any) -> int:
     return int(depths)
 
 
+def check_first_term(terms: Mapping[str, Term]) -> None:
+    """Raise ModeError if losses with the first term's coefficient would be 0."""
+    name, term = next(iter(terms.items()))
+    if term.coefficient == 0:
+        raise ModeError(
+            f"{_FLAG} with the coefficient 0 of {name!r}, by which MTP's losses are multiplied, "
+            "too, so that MTP would not be trained; expected another one (of a teacher's loss, "
+            "--logits-load-kd-loss-alpha below 1): or drop the flag"
+        )
+
+
 class DepthLosses(NamedTuple):
     """One microbatch's losses on this rank."""
 
@@ -106,16 +99,14 @@ class DepthLosses(NamedTuple):
 class Depths:
     """Keeps MTP's losses of a training call from the host, on the last pipeline stage.
 
-    Args:
-        verify: measure by the gradients that the host would have given the losses that its mask,
-            and so its labels, are moved as the weights are.
+    Measures by the gradients that the host would have given the losses that its mask, and so its
+    labels, are moved as the weights are.
     """
 
-    def __init__(self, call: Call, verify: bool) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
         self._number = number_of_depths(call.config)
         self._scale = call.config.mtp_loss_scaling_factor / self._number
-        self._verify = verify and self._scale != 0
         self._module = _language_module(call.chunks[-1])
         self._compute = getattr(self._module, _METHOD)
         self._calls = 0  # of the host's method, in this forward pass
@@ -128,7 +119,7 @@ class Depths:
         """Stand in for the method by which the host computes losses."""
         module, own = self._module, vars(self._module).get(_METHOD)
         handles = [
-            module.register_forward_pre_hook(self._begin),
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
             module.register_forward_hook(self._end),
         ]
         setattr(module, _METHOD, self._keep)
@@ -168,9 +159,7 @@ class Depths:
                 f"expected {self._number} of as many tokens as the mask: call the model that the "
                 f"schedule was given, once, with a mask of the labels' shape, or drop {_FLAG}"
             )
-        if self._verify:
-            assert weights.active is not None
-            self._expected.append(weights.active)
+        self._expected.append(weights.active)
         parts, scaled = {}, []
         for depth, (w, losses) in enumerate(zip(weights.weights, kept, strict=True), start=1):
             losses = losses.reshape(-1)
@@ -186,7 +175,7 @@ class Depths:
         Raises:
             HostError: the host moves its mask, and so its labels, in another way than the weights.
         """
-        if not self._verify:
+        if self._scale == 0:  # no gradient tells anything
             return
         expected = self._number * self._call.scale.num_microbatches
         seen = torch.stack(self._different).tolist() if self._different else []
@@ -199,8 +188,16 @@ class Depths:
                 f"otherwise drop {_FLAG}"
             )
 
-    def _begin(self, module: Any, args: Any) -> None:
-        if torch.is_grad_enabled() and self._kept:
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        if given.get("labels") is None:
+            raise HostError(
+                f"{_FLAG} and a model called without labels; expected labels=, from which Megatron "
+                "makes those of each depth: of the inputs it lacks the last one. Or drop the flag"
+            )
+        if self._kept:
             raise HostError(
                 "two forward passes of the model in one microbatch, both with gradients; expected "
                 f"one, whose MTP losses belong to the microbatch: otherwise drop {_FLAG}"
@@ -227,9 +224,8 @@ class Depths:
             return losses
         self._kept.append(losses)
         detached = losses.detach()
-        if self._verify:
-            detached.requires_grad_()
-            detached.register_hook(functools.partial(self._compare, self._expected, depth))
+        detached.requires_grad_()
+        detached.register_hook(functools.partial(self._compare, self._expected, depth))
         return detached
 
     def _compare(self, expected: list[Tensor], depth: int, gradient: Tensor) -> None:

@@ -64,7 +64,7 @@ class Pairs:
         total = weighted_sum(mask, losses)
         if self._running_means is None:
             return _pair(total / self._copies, self._mask.total / self._copies)
-        tokens = self._weights.counts.tokens
+        tokens = self._weights.counts.all_tokens
         return self.summed(key, total / (tokens or 1.0), tokens)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
-from megatron_loss_agg.mcore.distillation import names_computed, with_teacher
+from megatron_loss_agg.mcore.distillation import with_teacher
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
@@ -27,7 +27,7 @@ from megatron_loss_agg.mcore.host_loss import (
     token_losses,
     token_masks,
 )
-from megatron_loss_agg.mcore.local_weights import LocalWeights
+from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.mtp import Depths
 from megatron_loss_agg.mcore.pairs import Pairs
 from megatron_loss_agg.mcore.splits import Splits
@@ -130,10 +130,8 @@ class Step:
         i, self._next = self._next, self._next + 1
         if i >= self._call.scale.num_microbatches:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        names = names_computed(loss_func, self._terms, not self._call.forward_only)
-        loss_func = with_teacher(
-            loss_func, self._terms, not self._call.forward_only, self._options.verify
-        )
+        training = not self._call.forward_only
+        loss_func, names = with_teacher(loss_func, self._terms, training, self._options.verify)
         masks = token_masks(loss_func, names)
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
         trains = torch.is_grad_enabled() and not self._call.forward_only
@@ -147,6 +145,8 @@ class Step:
             return self._local_weights(self._first + i, masks, gather)
 
         tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local(), gather))
+        if trains and self._call.scale.context_parallel_size > 1:
+            self._weights().check_parts(*tokens.first, gather is not None, self._splits)
         made = self._made(tokens, local())
         if gather is not None and trains:
             outputs, groups = self.checks.outputs, self._call.groups
@@ -171,8 +171,9 @@ class Step:
         weights = self._weights()
         mask = weights.local_mask(self._first + i)
         with torch.no_grad():
+            known = {name: of_term.mask for name, of_term in local().items()}
             pairs = Pairs(self._call, weights, mask, gather, self._options.running_means, i == 0)
-            report = self._report(tokens, made, parts, loss, pairs)
+            report = self._report(tokens, made, parts, loss, known, pairs)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, weights.total_tokens, report, gather)
 
@@ -221,6 +222,7 @@ class Step:
         made: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         loss: Tensor,
+        masks: Mapping[str, LocalMask],
         pairs: Pairs,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
@@ -233,9 +235,9 @@ class Step:
         if self._options.total is not None and made.keys() == self._terms.keys():
             ours[self._options.total] = pairs.summed(self._options.total, loss)
         if weights.datasets is not None:
-            places = {name: weights.places(name, self._first + self._next - 1) for name in made}
+            indices = {name: mask.dataset_T for name, mask in masks.items()}
             ours |= weights.datasets.reports(
-                self._terms, denominators, tokens, made, places, pairs.summed
+                self._terms, denominators, tokens, made, indices, pairs.summed
             )
         taken = sorted(ours.keys() & report.keys())
         if taken:

@@ -15,7 +15,7 @@ from megatron_loss_agg.collectives import failing_together
 from megatron_loss_agg.counts import StepCounts, abandoning_on_error
 from megatron_loss_agg.errors import AggregationError, PeerError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.mcore.datasets import StepDatasets
+from megatron_loss_agg.mcore.datasets import StepDatasets, have_dataset_ids
 from megatron_loss_agg.mcore.evaluation import denominator
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
@@ -42,8 +42,8 @@ class Wanted(NamedTuple):
     # Mask values, to compare the loss functions' masks with, even where the split is recognised.
     masks: bool
     depths: int = 0  # of MTP, whose losses get the first term's weights; 0: they are the host's
-    # Of the microbatches: whether to know their data sets; all ranks must agree.
-    by_dataset: Callable[[Sequence[MicrobatchOfTerms]], bool] = lambda _: False
+    datasets: bool = False  # the data set of each token
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,14 @@ class StepWeights:
                 error = splits.check(
                     [of_term(name, m) for m in microbatches for name in terms], groups
                 )
-                by_dataset = wanted.by_dataset(microbatches)
+                by_dataset = wanted.datasets and have_dataset_ids(
+                    wanted.trains, terms, microbatches
+                )
             group_by: tuple[Unit, ...] = ("dataset",) if by_dataset else ()
             plans = StepPlan.build_terms(terms, microbatches, groups.dp, group_by=group_by)
             unsplit = splits.shared(error, groups)
-            return cls.of(plans, groups, splits, wanted, unsplit, by_dataset)
+            wanted_here = wanted._replace(datasets=by_dataset)
+            return cls.of(plans, groups, splits, wanted_here, unsplit)
 
         return on_group(plan_here, groups)
 
@@ -101,7 +104,6 @@ class StepWeights:
         splits: Splits,
         wanted: Wanted,
         unsplit: AggregationError | None = None,
-        by_dataset: bool = False,
     ) -> StepWeights:
         """From this rank's plans; called on every rank that reads data."""
         # A custom function may fail on one data-parallel rank alone; the others must learn of it.
@@ -110,8 +112,9 @@ class StepWeights:
             "the aggregation function failed on another rank of the data-parallel group; "
             "expected it to succeed on every rank: see the error of that rank"
         )
+        datasets = StepDatasets.of(plans) if wanted.datasets else None
         with failing_together([groups.dp] if custom else [], elsewhere):
-            weights = _by_term(plans, groups, splits, wanted)
+            weights = _by_term(plans, groups, splits, wanted, datasets)
         first = next(iter(plans.values()))
         return cls(
             weights,
@@ -123,7 +126,7 @@ class StepWeights:
                 for m in first.microbatches
             ],
             denominators={name: denominator(plan) for name, plan in plans.items()},
-            datasets=StepDatasets.of(plans, groups, splits) if by_dataset else None,
+            datasets=datasets,
         )
 
     def __len__(self) -> int:
@@ -143,16 +146,16 @@ class StepWeights:
         """Whether the host divides the loss by its count of the tokens: see `late_masks`."""
         return False
 
+    def check_parts(self, losses: Tensor, mask: Tensor, all_tokens: bool, splits: Splits) -> None:
+        """Check that losses are of all tokens on every context-parallel rank, or are not.
+
+        Masks of planned shapes tell by these; see `LateWeights.check_parts`.
+        """
+
     def local_mask(self, i: int) -> LocalMask:
         """What is known about the first term's mask of microbatch ``i``, whose split is chosen."""
         (chosen,) = next(iter(self.terms.values()))[i].values()
         return chosen.mask
-
-    def places(self, name: str, i: int) -> Tensor:
-        """Where a term's tokens of microbatch ``i`` are in `datasets`, whose split is chosen."""
-        assert self.datasets is not None
-        (split,) = self.terms[name][i]
-        return self.datasets.places[name][i][split]
 
     def choose(
         self,
@@ -210,7 +213,11 @@ class StepWeights:
 
 
 def _by_term(
-    plans: StepTerms, groups: ParallelGroups, splits: Splits, wanted: Wanted
+    plans: StepTerms,
+    groups: ParallelGroups,
+    splits: Splits,
+    wanted: Wanted,
+    datasets: StepDatasets | None,
 ) -> dict[str, list[WeightsBySplit]]:
     """By term and microbatch; terms with equal weights for a microbatch share them."""
     weights: dict[str, list[WeightsBySplit]] = {name: [] for name in plans}
@@ -227,7 +234,7 @@ def _by_term(
                     packed = microbatch.cu_seqlens is not None
                     keeps = wanted.masks or splits.undecided(packed, layouts)
                     masks[id(microbatch)] = {
-                        split: (layout, LocalMask.of(plan, i, layout, keeps, groups.cp))
+                        split: (layout, LocalMask.of(plan, i, layout, keeps, groups.cp, datasets))
                         for split, layout in layouts.items()
                     }
                 found = {
