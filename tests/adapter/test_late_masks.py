@@ -47,6 +47,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def test_options_of_samples_and_tokens_are_refused() -> None:
+    for option in ("sample_weights", "rejected"):
+        agg = LossAggregation(mode="sum", **{option: "skip"})
+        with pytest.raises(AggregationError, match=f"^{option}='skip' with a mask that the model"):
+            LossHook(agg, mask="model")
+    for option, value in (("mtp", "same"), ("moe", "step"), ("report_datasets", True)):
+        with pytest.raises(AggregationError, match=f"^{option}.* with a mask that the model makes"):
+            LossHook(SUM, mask="model", **{option: value})
+
+
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_needs_the_masks_of_the_whole_step_is_refused(text: str) -> None:
     aggregation, options = REFUSED[text]

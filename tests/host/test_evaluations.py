@@ -58,6 +58,11 @@ def means(hook: LossHook, ddp: Any, calls: list[Places], by_call: bool, **option
                 {**batch, "sample_weights": torch.tensor([V[i] for i in of_mb])}
                 for batch, of_mb in zip(data, place, strict=True)
             )
+        if hook.terms.keys() == {"rejected"}:
+            data = (
+                {**batch, "rejected": torch.tensor([i % 3 == 0 for i in of_mb])}
+                for batch, of_mb in zip(data, place, strict=True)
+            )
         with torch.no_grad():
             reports = gpt.run_step(
                 None, ddp, data, 2, schedule=schedule, forward_only=True, **options
@@ -99,6 +104,10 @@ def evaluated() -> dict[Any, Any]:
     for name, mode in WEIGHTED.items():
         terms = {name: aggregation(mode, sample_weights="count")}
         facts[name] = means(LossHook(terms), ddp, CALLS, False)
+    for by_call in (False, True):
+        rejects = {"rejected": aggregation("sample_mean", rejected="skip")}
+        hook = LossHook(rejects, evaluates_by_microbatch=by_call, in_training_loop=True)
+        facts["rejected", by_call] = means(hook, ddp, CALLS, by_call)
     facts["terms"] = means(LossHook(TERMS), ddp, CALLS, False, forward_step_func=two_terms)
     return facts
 
@@ -140,6 +149,13 @@ def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> N
 @pytest.mark.parametrize("mode", MODES)
 def test_a_set_without_tokens_has_the_loss_0(mode: str, by_call: bool) -> None:
     assert facts()[mode, by_call, "empty"][f"{mode} loss"] == 0.0
+
+
+def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
+    tokens = reference().loss(weights_of("token_mean", SET))
+    for by_call in (False, True):
+        values = facts()["rejected", by_call]
+        assert values["lm loss"] == pytest.approx(tokens, rel=EXACT, abs=0)
 
 
 def test_sample_weights_that_count_weigh_calls() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.mcore import LossHook, TokenLoss
-from tests.host.harness import EXACT, run_host_ranks
+from tests.host.harness import EXACT, error_of, run_host_ranks
 from tests.host.reference import relative_error
-from tests.host.steps import Counted, aggregation
+from tests.host.steps import EMPTY, Counted, aggregation, batches
 
 pytestmark = pytest.mark.host
 
@@ -195,3 +195,28 @@ def test_the_gradient_is_that_of_a_contiguous_fp64_mask() -> None:
     (errors,) = run_host_ranks(errors_of_masks, 1)
     assert len(errors) == len(MASKS) * 2 * 2
     assert {case: error for case, error in errors.items() if not error <= EXACT} == {}
+
+
+def twofold(loss_mask: Tensor, output: Tensor) -> Any:
+    from tests.host import gpt
+
+    loss, *others = gpt.stock_loss_func(loss_mask, output)
+    return (2 * loss, *others)
+
+
+def after_an_empty_step() -> list[str | None]:
+    from tests.host import gpt
+
+    gpt.initialize()
+    ddp, hook = gpt.ddp_model(), LossHook(aggregation("sum"))
+    script = gpt.forward_step_with(lambda _, mask: functools.partial(twofold, mask))
+    return [
+        error_of(gpt.run_step, hook, ddp, batches(place, "bshd"), 1, forward_step_func=script)
+        for place in (((EMPTY,),), ((0,),))
+    ]
+
+
+def test_a_step_without_tokens_verifies_nothing() -> None:
+    ((empty, full),) = run_host_ranks(after_an_empty_step, 1)
+    assert empty is None
+    assert full is not None and "HostError: the loss function returned" in full

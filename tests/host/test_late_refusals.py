@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LateMicrobatch, LossHook
+from megatron_loss_agg.mcore import LateMicrobatch, LossHook, TokenLoss
+from tests.host import whole as gathered
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation
 from tests.host.test_late_masks import SUMMED, count
@@ -162,6 +163,46 @@ def test_a_context_parallel_rank_hears_of_anothers_mask() -> None:
     for mode in SHARDED:
         assert first[mode].startswith("PeerError: another context-parallel rank cannot use")
         assert second[mode].startswith("MaskError: the model's mask of microbatch 0 has negative")
+
+
+def undeclared(data_iterator: Any, model: Any) -> Any:
+    """Whole losses, of which the script says nothing."""
+    from tests.host import gpt
+
+    batch = next(data_iterator)
+    losses, loss_func = gpt.forward_step(iter([batch]), model)
+    layout = gathered.layout_of(batch)
+    losses, mask = (
+        layout.unshard(gathered.parts(x, "local_grad")) for x in (losses, *loss_func.args)
+    )
+    return losses, TokenLoss(lambda x: (x, {}), mask)
+
+
+def declared(data_iterator: Any, model: Any) -> Any:
+    """This rank's losses, of which the script says that they are whole."""
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda x: (x, {}), *loss_func.args, whole="local_grad")
+
+
+def parts_and_wholes() -> list[str | None]:
+    from tests.host import gpt
+
+    gpt.initialize(2)
+    model = gpt.ddp_model()
+
+    def step(forward_step: Any) -> None:
+        hook = LossHook(aggregation("sample_sum"), mask="model")
+        gpt.run_step(hook, model, Counted(0, "bshd"), 2, 2, forward_step_func=forward_step)
+
+    return [error_of(step, forward_step) for forward_step in (undeclared, declared)]
+
+
+def test_losses_of_all_tokens_are_told_from_those_of_a_part() -> None:
+    for whole_losses, own_losses in run_host_ranks(parts_and_wholes, 2):
+        assert "LayoutError: losses and masks are the same on all context-par" in whole_losses
+        assert "LayoutError: TokenLoss(whole=...) with losses and masks that differ" in own_losses
 
 
 def setting_of_one_rank() -> str | None:

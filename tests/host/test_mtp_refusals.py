@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg import CPLayout, Microbatch
+from megatron_loss_agg import CPLayout, Microbatch, Term
 from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.batches import read_batch
@@ -27,6 +27,23 @@ def without_mask(data_iterator: Any, model: Any) -> Any:
     tokens, labels, mask, _ = gpt.local_batch(data_iterator)
     losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
     return losses, partial(gpt.stock_loss_func, mask)
+
+
+def without_labels(data_iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    tokens, _, mask, _ = gpt.local_batch(data_iterator)
+    logits = model(tokens, gpt.positions_like(tokens), None, loss_mask=mask)
+    return logits.sum(dim=-1), partial(gpt.stock_loss_func, mask)
+
+
+def and_again(data_iterator: Any, model: Any) -> Any:
+    """As loops that take log-probabilities in the forward step, too."""
+    losses, loss_func = forward_step(data_iterator, model)
+    tokens = torch.zeros_like(loss_func.args[0], dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens, tokens, None)
+    return losses, loss_func
 
 
 def twice(data_iterator: Any, model: Any) -> Any:
@@ -91,6 +108,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "scale": ("dp1", {"mtp_grad_scale_func": torch.ones}, "a model with a mtp_grad_scale_func"),
     "no mask": ("dp1", without_mask, "are not the loss mask moved by the depth"),
+    "no labels": ("dp1", without_labels, "a model called without labels; expected labels="),
     "two calls": ("dp1", twice, "two forward passes of the model in one microbatch"),
     "shorter": ("dp1", shorter, "and a loss mask of 23; expected 2 of as many tokens"),
     "gathered": ("cp2", gathered, "TokenLoss(whole='local_grad'); expected losses of this"),
@@ -122,6 +140,32 @@ def refusals(name: str) -> dict[str, str | None]:
         step = forward_step if config else change
         found[case] = error_of(gpt.run_step, hook, model, iter([batch]), 1, forward_step_func=step)
     return found
+
+
+def later_steps() -> list[str | None]:
+    """What becomes of a good step, of one more forward pass, and of a mask not moved at last."""
+    from tests.host import gpt
+
+    topology = with_mtp("dp1")
+    gpt.initialize(**topology.sizes)
+    model, hook = build_chunks(topology, False), LossHook(aggregation("token_mean"), mtp="same")
+    return [
+        error_of(gpt.run_step, hook, model, batches(((0,),), "bshd"), 1, forward_step_func=step)
+        for step in (forward_step, and_again, without_mask)
+    ]
+
+
+def test_every_step_is_compared() -> None:
+    ((good, again, bad),) = run_host_ranks(later_steps, 1)
+    assert (good, again) == (None, None)
+    assert bad is not None and "are not the loss mask moved by the depth" in bad
+
+
+def test_a_first_term_that_weighs_nothing_is_refused() -> None:
+    terms = {"language": Term(aggregation("sum"), 0.0), "kd": Term(aggregation("sum"), 1.0)}
+    LossHook(terms)
+    with pytest.raises(ModeError, match="the coefficient 0 of 'language', by which MTP's losses"):
+        LossHook(terms, mtp="same")
 
 
 @pytest.mark.parametrize("name", ["dp1", "cp2"])
