@@ -14,12 +14,13 @@ from megatron_loss_agg import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_loss_agg"
+_FEW = 20
 HEAD = """\
 # Errors
 
 Every error that the package raises is an `AggregationError`, a `ValueError`. Its message says what
-was got, what was expected, and what to change. These are all messages, from the source; `…` stands
-for what your run puts there. Search the page for the fixed part of yours.
+was got, what was expected, and what to change. Here they are by their fixed parts, from the source;
+`…` stands for what your run puts there.
 """
 
 
@@ -32,13 +33,18 @@ def text_of(message: ast.expr) -> str | None:
     return None
 
 
+def fixed(text: str) -> int:
+    """The letters that are always there: with few, a line tells a reader nothing."""
+    return sum(map(str.isalpha, text))
+
+
 def messages(source: Path) -> Iterator[tuple[str, str]]:
     """(class, message) of every error that ``source`` makes with a message of its own."""
     for node in ast.walk(ast.parse(source.read_text())):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
             continue
         text = text_of(node.args[0])
-        if node.func.id in vars(errors) and text is not None:
+        if node.func.id in vars(errors) and text is not None and fixed(text) > _FEW:
             yield node.func.id, " ".join(text.split())
 
 

@@ -150,6 +150,7 @@ class LossHook:
         choices = checked_choices(
             empty_step=empty_step, unmeasured=unmeasured, mask=mask, mtp=mtp, moe=moe
         )
+        self._choices = choices
         self._reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
@@ -358,7 +359,8 @@ class LossHook:
         groups = (call.groups.dp, call.groups.cp, call.groups.tp)
         if not any(map(dist.get_rank, groups)):
             measured = self._auditor.measured
-            print(summary(self.terms, call, weights, self._splits, measured), flush=True)
+            line = summary(self.terms, call, weights, self._splits, measured, self._choices)
+            print(line, flush=True)
 
     def _step(self, call: Call, step: OptimizerStep, first: int, lazily: bool) -> Step:
         options = Options(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.mcore.choices import CHOICES
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
@@ -19,10 +20,12 @@ def summary(
     weights: StepWeights,
     splits: Splits,
     measured: float | None,
+    choices: Mapping[str, str],
 ) -> str:
     """One line for the log.
 
     Args:
+        choices: values of `CHOICES`.
         call: of the step, on a rank of the last pipeline stage.
         measured: see `Auditor.measured`.
     """
@@ -44,18 +47,21 @@ def summary(
     tokens = f"{counts.tokens:.10g} tokens"
     if math.isnan(counts.tokens):
         tokens, split = "masks that the model makes", ""
+    others = [f"; {n}: {choices[n]}" for n in ("mtp", "moe") if choices[n] != CHOICES[n][0]]
     factor = "gradients not measured"
     if measured is not None:
         factor = f"measured gradients: {measured:.6f} times the planned ones"
     return (
         f"loss aggregation: {' + '.join(modes)}; a step of {counts.microbatches} microbatches on "
         f"{ranks} data-parallel rank{'s' if ranks > 1 else ''}, {', '.join(counted)}, "
-        f"{tokens}{split}; {factor}"
+        f"{tokens}{split}{''.join(others)}; {factor}"
     )
 
 
 def _mode(name: str, term: Term) -> str:
     label, mode = term.aggregation.label, term.aggregation.mode
     shown = mode if label == mode else f"{mode} ({label})"
+    if term.aggregation.sample_weights is not None:
+        shown += f" (sample weights: {term.aggregation.sample_weights})"
     coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
     return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from functools import partial
 from typing import Any
 
@@ -142,21 +144,26 @@ def refusals(name: str) -> dict[str, str | None]:
     return found
 
 
-def later_steps() -> list[str | None]:
-    """What becomes of a good step, of one more forward pass, and of a mask not moved at last."""
+def later_steps() -> tuple[list[str | None], str]:
+    """What becomes of a good step, of one more forward pass, and of a mask not moved at last; and
+    what is printed.
+    """
     from tests.host import gpt
 
     topology = with_mtp("dp1")
     gpt.initialize(**topology.sizes)
     model, hook = build_chunks(topology, False), LossHook(aggregation("token_mean"), mtp="same")
-    return [
-        error_of(gpt.run_step, hook, model, batches(((0,),), "bshd"), 1, forward_step_func=step)
-        for step in (forward_step, and_again, without_mask)
-    ]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        errors = [
+            error_of(gpt.run_step, hook, model, batches(((0,),), "bshd"), 1, forward_step_func=step)
+            for step in (forward_step, and_again, without_mask)
+        ]
+    return errors, output.getvalue()
 
 
 def test_every_step_is_compared() -> None:
-    ((good, again, bad),) = run_host_ranks(later_steps, 1)
+    (((good, again, bad), printed),) = run_host_ranks(later_steps, 1)
+    assert "; mtp: same; measured gradients" in printed
     assert (good, again) == (None, None)
     assert bad is not None and "are not the loss mask moved by the depth" in bad
 
