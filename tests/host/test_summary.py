@@ -33,7 +33,8 @@ SAID = {
     ),
     ("pp2", "thd", True): (
         "policy: prompt_mean (skyrl/prompt_mean) + 0.5 * kl: token_mean (sample weights: skip); "
-        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (packed sequences), 4 prompts",
+        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (packed sequences), "
+        "4 prompts",
         "",
     ),
 }
