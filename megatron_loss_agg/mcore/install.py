@@ -43,13 +43,14 @@ def hook_from_args(
     if settings is None:
         return None
     check_host_flags(args)
+    log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
     return _HookOfFlags(
         terms_from(args, settings.aggregation),
         settings.read_batch or read_batch,
         audit=settings.audit,
         evaluates_by_microbatch=in_training_loop and getattr(args, "sft", False),
         in_training_loop=in_training_loop,
-        report_datasets=settings.report_datasets * (args.log_interval if in_training_loop else 1),
+        report_datasets=settings.report_datasets and log_interval,
         **settings.choices,
     )
 
