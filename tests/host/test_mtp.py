@@ -24,11 +24,10 @@ from tests.host.harness import (
     data_for,
     run_host_ranks,
 )
-from tests.host.reference import Gradient, relative_error
+from tests.host.reference import Gradient
 from tests.host.steps import (
     N_MB,
     PLACES,
-    VOCAB,
     Weights,
     aggregation,
     sequences,
@@ -227,48 +226,3 @@ def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
                 wanted = [*wanted, 0.25 * (main + FACTOR / DEPTHS * sum(depths))]
             assert sums == pytest.approx(wanted, rel=1e-13), case
     assert sums  # the last rank is on the last pipeline stage
-
-
-def hybrid() -> float | None:
-    """Every rank: the gradient's error of Megatron's hybrid model; None before 0.18."""
-    from megatron.core.transformer import multi_token_prediction as mtp
-
-    from tests.host import gpt, gradients
-
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:
-        return None
-    from tests.launch.script_models import (
-        ColumnParallelLinear,
-        LocalSpecProvider,
-        ModuleSpec,
-        hybrid_stack,
-    )
-
-    gpt.initialize()
-    norm, stack = LocalSpecProvider().layer_norm(), hybrid_stack()
-    parts = mtp.MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=ColumnParallelLinear
-    )
-    layers = [ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)]
-    block = mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers)
-    stack.submodules.mtp_block_spec = ModuleSpec(
-        module=mtp.MultiTokenPredictionBlock, submodules=block
-    )
-    config = gpt.build(**CONFIG).config
-    pattern = {"hybrid_layer_pattern": "*-/*-/*-", "position_embedding_type": "rope"}
-    model = HybridModel(config, stack, VOCAB, 256, **pattern)
-    for name, parameter in model.named_parameters():
-        parameter.data = gradients.initial_value(name, parameter).double()
-    ((expected, _),) = alone(model, [("01", weights_of("prompt_mean", PLACES[2]))])
-    chunks = [gpt.data_parallel(model)]
-    train(TOPOLOGIES["dp2"], chunks, Case("bshd", False, "prompt_mean"))
-    return relative_error(gradients.of(chunks), expected)
-
-
-def test_the_hybrid_model_is_exact() -> None:
-    for error in run_host_ranks(hybrid, 2, timeout=200):
-        if error is None:
-            pytest.skip("this release has no hybrid model")
-        assert error <= EXACT
