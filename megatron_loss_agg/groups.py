@@ -32,10 +32,17 @@ class GroupSums(NamedTuple):
 
     def lookup(self, ids: Tensor) -> Tensor:
         """The mask sum of each of ``ids``; 0 for an unknown id."""
-        padded = torch.cat([self.ids, self.ids.new_zeros(1)])
-        place = torch.searchsorted(self.ids, ids)
-        found = (place < self.ids.numel()) & (padded[place] == ids)
-        return torch.cat([self.mask_sums, self.sums.new_zeros(1)])[place].where(found, 0.0)
+        return torch.cat([self.mask_sums, self.sums.new_zeros(1)])[places_in(self.ids, ids)]
+
+
+def places_in(known: Tensor, ids: Tensor) -> Tensor:
+    """int64: the place of each of ``ids`` in ``known``, which is sorted and distinct.
+
+    ``len(known)`` for an unknown id.
+    """
+    place = torch.searchsorted(known, ids)
+    padded = torch.cat([known, known.new_zeros(1)])  # so that a place beyond the last has an entry
+    return place.where(padded[place] == ids, len(known))
 
 
 def exchange_groups(

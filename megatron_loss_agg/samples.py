@@ -44,19 +44,10 @@ class Samples:
                 ids[unit] = on_cpu(given, torch.int64)
         rejected_S = None
         if any(m.rejected is not None for m in microbatches):
-            flags = [
-                torch.zeros(m.num_samples, dtype=torch.bool) if m.rejected is None else m.rejected
-                for m in microbatches
-            ]
-            rejected_S = on_cpu(flags, torch.bool)
+            rejected_S = on_cpu(_filled(microbatches, "rejected", False), torch.bool)
         weights_S = None
         if any(m.sample_weights is not None for m in microbatches):
-            ones = (torch.ones(m.num_samples, dtype=torch.float64) for m in microbatches)
-            given = [
-                one if m.sample_weights is None else m.sample_weights.detach()
-                for m, one in zip(microbatches, ones, strict=True)
-            ]
-            weights_S = _checked_weights(given)
+            weights_S = _checked_weights(_filled(microbatches, "sample_weights", 1.0))
         sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
         return cls(masks.by_sample, sizes, ids, rejected_S, weights_S, masks.active_tokens, routed)
@@ -122,6 +113,16 @@ def listed(microbatches: Any) -> list[Any]:
     if not sequence or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
+
+
+def _filled(microbatches: Sequence[Microbatch], name: str, default: float) -> list[Tensor]:
+    """The field ``name`` of each, [samples]; ``default`` of all samples where it is None."""
+    given = [(m, getattr(m, name)) for m in microbatches]
+    dtype = torch.bool if isinstance(default, bool) else torch.float64
+    return [
+        torch.full((m.num_samples,), default, dtype=dtype) if x is None else x.detach()
+        for m, x in given
+    ]
 
 
 def _tensors(

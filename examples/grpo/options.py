@@ -11,8 +11,9 @@ from examples.grpo import task
 from megatron_loss_agg import aggregation
 
 # Those that need no more than the prompts' ids and a divisor.
-NOT_HERE = ("rollout_mean", "dataset_mean", "custom")  # its batches have prompts alone
-MODES = [mode for mode in aggregation.MODES if mode not in NOT_HERE]
+MODES = [
+    mode for mode in aggregation.MODES if mode not in ("rollout_mean", "dataset_mean", "custom")
+]
 
 _LEAST = {
     "steps": 1,

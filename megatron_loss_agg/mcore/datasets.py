@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import GroupError
+from megatron_loss_agg.groups import places_in
 from megatron_loss_agg.mcore.host_loss import TokenLosses
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepTerms
@@ -100,10 +101,8 @@ class StepDatasets:
         ``len(ids)`` for tokens of no sample, or of a data set without active tokens.
         """
         assert microbatch.dataset_ids is not None
-        known = torch.tensor([*self.ids, 0])  # 0: no index beyond the last
-        given_S = microbatch.dataset_ids.cpu()
-        index_S = torch.searchsorted(known[:-1], given_S)
-        index_S = index_S.where(known[index_S] == given_S, len(self.ids))
+        known = torch.tensor(self.ids, dtype=torch.int64)
+        index_S = places_in(known, microbatch.dataset_ids.cpu())
         sample_T = microbatch.sample_index()
         if sample_T is None:
             return index_S.unsqueeze(-1).expand(microbatch.loss_mask.shape)

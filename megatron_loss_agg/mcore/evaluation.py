@@ -27,7 +27,7 @@ def denominator(plan: StepPlan) -> float:
     return plan.counts.across * (plan.counts.tokens if within_step else 1.0)
 
 
-def share(denominator: float, reports: int) -> float:
+def report_weight(denominator: float, reports: int) -> float:
     """The part of ``denominator`` that each of a call's ``reports`` carries."""
     return max(denominator / reports, _LEAST)
 

@@ -14,11 +14,18 @@ from megatron_loss_agg.aggregation import MODES, LossAggregation, Term
 from megatron_loss_agg.errors import AggregationError, DivisorError, FunctionError, ModeError
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.choices import CHOICES
-from megatron_loss_agg.mcore.late_masks import check_others, check_terms
+from megatron_loss_agg.mcore.late_masks import check_possible
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
 """The environment variable that holds flags where another program owns the command line."""
+
+
+def _either(name: str) -> str:
+    """The `CHOICES` of a setting, as a parser shows them."""
+    return "{" + ",".join(CHOICES[name]) + "}"
+
+
 _OPTIONS = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number from 1e-37 to 1e37"),
     "empty": (
@@ -43,14 +50,14 @@ _OPTIONS = {
         "prompt_ids, rollout_ids or dataset_ids",
     ),
     "mask": (
-        "{batch,model}",
+        _either("mask"),
         "who makes the loss mask: the batch brings it, or the model makes it in its forward pass, "
         "as in pretrain_vlm.py (default: batch)",
     ),
     "empty_step": (
-        "{error,skip,step}",
-        "a step without any token ends the run, leaves model and optimizer as they are, or moves "
-        "the model by momentum and weight decay, as without the plugin (default: step)",
+        _either("empty_step"),
+        "a step without any token moves the model by momentum and weight decay, as without the "
+        "plugin, ends the run, or leaves model and optimizer as they are (default: step)",
     ),
     "report_datasets": (
         None,
@@ -63,17 +70,17 @@ _OPTIONS = {
         "print it (without it: once, before the first step)",
     ),
     "unmeasured": (
-        "{refuse,trust}",
+        _either("unmeasured"),
         "a model whose averaging cannot be measured ends the run, or is taken to average as "
         "Megatron's DDP does (default: refuse)",
     ),
     "mtp": (
-        "{host,same}",
+        _either("mtp"),
         "losses of multi-token prediction are averaged by the host, or aggregated as the loss is "
         "(default: host)",
     ),
     "moe": (
-        "{host,step}",
+        _either("moe"),
         "the auxiliary losses of routers (MoE) keep Megatron's own weights, or are averaged over "
         "the whole step by tokens, on any layout (default: host)",
     ),
@@ -136,8 +143,7 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
     report_datasets = bool(getattr(args, "loss_aggregation_report_datasets", False))
     choices = {name: _choice(args, name) for name in CHOICES}
     if choices["mask"] == "model":
-        check_terms({aggregation.label: Term(aggregation)}, choices["empty_step"], False)
-        check_others(choices, report_datasets)
+        check_possible({aggregation.label: Term(aggregation)}, choices, report_datasets)
     return Settings(
         aggregation,
         read_batch_from(args),

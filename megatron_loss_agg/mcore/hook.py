@@ -33,7 +33,7 @@ from megatron_loss_agg.mcore.datasets import SeenDatasets
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.host import Call, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
-from megatron_loss_agg.mcore.late_masks import check_others, check_terms, plan_late, reader
+from megatron_loss_agg.mcore.late_masks import check_possible, plan_late, reader
 from megatron_loss_agg.mcore.moe import RouterLosses
 from megatron_loss_agg.mcore.mtp import Depths, check_first_term, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
@@ -167,8 +167,7 @@ class LossHook:
         self._mtp = mtp
         self._late = mask == "model"
         if self._late:
-            check_terms(self.terms, empty_step, evaluates_by_microbatch)
-            check_others(choices, bool(report_datasets))
+            check_possible(self.terms, choices, bool(report_datasets), evaluates_by_microbatch)
             read_batch = reader(read_batch)
         self.read_batch = reading(read_batch, self.terms, bool(report_datasets))
         self.read_step = read_step
@@ -410,7 +409,7 @@ class LossHook:
                 if trains and not first:
                     self._router_losses.plan(call, weights)
         if trains and not first:
-            self._router_losses.share(call, step.number)
+            self._router_losses.tell_stages(call, step.number)
         self._planned.add(trains)
         return is_empty
 

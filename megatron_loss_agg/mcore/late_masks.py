@@ -53,10 +53,16 @@ _POSSIBLE = (
 _SCALED_BY_TOKENS = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
 
-def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool) -> None:
-    """Refuse what needs the masks of the whole step before the first forward pass.
+def check_possible(
+    terms: Mapping[str, Term],
+    choices: Mapping[str, str],
+    report_datasets: bool,
+    by_microbatch: bool = False,
+) -> None:
+    """Refuse what needs the masks, or the tokens, of the whole step before the first forward pass.
 
     Args:
+        choices: values of `CHOICES`.
         by_microbatch: see `LossHook`'s ``evaluates_by_microbatch``.
 
     Raises:
@@ -81,6 +87,7 @@ def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool)
                 f"empty='skip' {what}, so that the number of {agg.across}s with tokens is not "
                 "known in time; expected empty='count'"
             )
+    empty_step = choices["empty_step"]
     if empty_step != "step":
         raise ModeError(
             f"empty_step={empty_step!r} {what}, so that an empty step is not known in time; "
@@ -91,24 +98,13 @@ def check_terms(terms: Mapping[str, Term], empty_step: str, by_microbatch: bool)
             f"evaluates_by_microbatch (Megatron's --sft) {what}; expected an evaluation that adds "
             "up sums and counts: drop one of the two"
         )
-
-
-def check_others(choices: Mapping[str, str], report_datasets: bool) -> None:
-    """Refuse what else needs the masks, or the tokens, of the step in advance.
-
-    Args:
-        choices: values of `CHOICES`.
-
-    Raises:
-        ModeError: names the setting.
-    """
     found = [f"{name}={choices[name]!r}" for name in ("mtp", "moe") if choices[name] != "host"]
     found += ["report_datasets"] if report_datasets else []
     if found:
         flag = "--loss-aggregation-" + found[0].partition("=")[0].replace("_", "-")
         raise ModeError(
-            f"{found[0]} ({flag}) with a mask that the model makes (--loss-aggregation-mask "
-            "model), whose tokens are not known before the step; expected one of the two: drop it"
+            f"{found[0]} ({flag}) {what}, whose tokens are not known before the step; "
+            "expected one of the two: drop it"
         )
 
 

@@ -90,7 +90,7 @@ class RouterLosses:
             )
         self._step = _Tokens(list(tokens), round(total), weights.total_tokens)
 
-    def share(self, call: Call, number: int) -> None:
+    def tell_stages(self, call: Call, number: int) -> None:
         """Tell all pipeline stages what the last one counted in ``number`` microbatches."""
         if not self.waits(call):
             return

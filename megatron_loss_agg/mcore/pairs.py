@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore.evaluation import RunningMean, share
+from megatron_loss_agg.mcore.evaluation import RunningMean, report_weight
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
 from megatron_loss_agg.mcore.step_weights import StepWeights
@@ -55,7 +55,7 @@ class Pairs:
         if self._running_means is not None:
             value = self._running_means[key].add(part, denominator, self._first)
             return _pair((value * number).to(part.dtype), 1.0)
-        count = share(denominator, self._reports) if self._evaluates else 1.0
+        count = report_weight(denominator, self._reports) if self._evaluates else 1.0
         return _pair(part * (number * count), count)
 
     def token_mean(self, key: str, losses: Tensor, mask: Tensor) -> Tensor:

@@ -139,15 +139,21 @@ def groups_of_rank(cp: int) -> tuple[Any, Any, int, int]:
     return dp_groups[rank % cp], cp_groups[rank // cp], rank // cp, rank % cp
 
 
+def laid_out(microbatches: Any, layout: str, cp: int, cp_rank: int) -> tuple[list[Any], ...]:
+    """This rank's microbatches: as laid out, their shards' maps, whole, and in shards."""
+    laid = [lay(mb, layout, multiple=2 * cp) for mb in microbatches]
+    maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
+    wholes = [Microbatch(**x.inputs) for x in laid]
+    parts = [sharded(x.inputs, m) for x, m in zip(laid, maps, strict=True)]
+    return laid, maps, wholes, parts
+
+
 def plan_over_cp(steps: list[Step], cp: int) -> list[Any]:
     """For every step and config: what the oracle is to be compared with."""
     dp_group, cp_group, dp_rank, cp_rank = groups_of_rank(cp)
     answers = []
     for n, step in enumerate(steps):
-        laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
-        maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
-        wholes = [Microbatch(**x.inputs) for x in laid]
-        parts = [sharded(x.inputs, m) for x, m in zip(laid, maps, strict=True)]
+        laid, maps, wholes, parts = laid_out(step[dp_rank], ("thd", "bshd")[n % 2], cp, cp_rank)
         answers.append([])
         for mode, empty in CONFIGS:
             agg = aggregation(mode, empty=empty)

@@ -23,14 +23,13 @@ from tests.core.steps import (
     MODES,
     aggregation,
     assert_weights,
-    cp_layout,
     expected_weights,
     lay,
     random_step,
     steps,
     weighted,
 )
-from tests.core.test_distributed import groups_of_rank, sharded
+from tests.core.test_distributed import groups_of_rank, laid_out
 from tests.distributed import run_ranks
 from tests.oracle import Sample, Step
 
@@ -154,10 +153,7 @@ def plan_on_ranks(plan_steps: list[Step], cp: int) -> list[Any]:
     dp_group, cp_group, dp_rank, cp_rank = groups_of_rank(cp)
     answers = []
     for n, step in enumerate(plan_steps):
-        laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[dp_rank]]
-        maps = [cp_layout(x.inputs, cp, cp_rank) for x in laid]
-        wholes = [Microbatch(**x.inputs) for x in laid]
-        parts = [sharded(x.inputs, m) for x, m in zip(laid, maps, strict=True)]
+        laid, maps, wholes, parts = laid_out(step[dp_rank], ("thd", "bshd")[n % 2], cp, cp_rank)
         terms = {
             f"{mode} {empty} {choice}": aggregation(mode, empty=empty, sample_weights=choice)
             for k, (mode, empty) in enumerate(CONFIGS)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LateMicrobatch, LossHook, TokenLoss
-from tests.host import whole as gathered
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation
 from tests.host.test_late_masks import SUMMED, count
+from tests.host.whole import of_all
 
 pytestmark = pytest.mark.host
 
@@ -171,10 +171,7 @@ def undeclared(data_iterator: Any, model: Any) -> Any:
 
     batch = next(data_iterator)
     losses, loss_func = gpt.forward_step(iter([batch]), model)
-    layout = gathered.layout_of(batch)
-    losses, mask = (
-        layout.unshard(gathered.parts(x, "local_grad")) for x in (losses, *loss_func.args)
-    )
+    losses, mask = of_all(batch, losses, *loss_func.args)
     return losses, TokenLoss(lambda x: (x, {}), mask)
 
 

@@ -68,10 +68,7 @@ def shorter_mask(batch: Any) -> Microbatch:
 def gathered(data_iterator: Any, model: Any) -> Any:
     batch = next(data_iterator)
     losses, loss_func = forward_step(iter([batch]), model)
-    layout = whole.layout_of(batch)
-    losses, mask = (
-        layout.unshard(whole.parts(x, "local_grad")) for x in (losses, loss_func.args[0])
-    )
+    losses, mask = whole.of_all(batch, losses, *loss_func.args)
     return losses, TokenLoss(lambda x: (x, {}), mask, whole="local_grad")
 
 
