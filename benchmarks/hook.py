@@ -76,7 +76,7 @@ def local_weights_of(
 def recognised(groups: ParallelGroups) -> Splits:
     """What a hook knows after its first step."""
     splits = Splits()
-    splits.settle(whole=dist.get_world_size(groups.cp) == 1)
+    splits.gathers.settle(dist.get_world_size(groups.cp) == 1)
     splits.narrow(False, {"zigzag": []}, [])
     splits.narrow(True, {"zigzag inside every sequence": []}, [])
     return splits
@@ -148,7 +148,7 @@ def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
 
     def hooked() -> None:
         losses.grad = None
-        options = Options(False, set(), None, False, False)
+        options = Options(False, set(), None, None, False)
         step = Step(call, plans.terms, lambda: weights, splits, options)
         with step.checks.watch():
             output, loss = step.forward_step()()
