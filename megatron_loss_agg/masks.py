@@ -1,15 +1,9 @@
-"""Reads the masks of a step once: sums by sample, active tokens, and defects.
-
-Consecutive microbatches of the same kind are read as one, so that many small ones take hardly more
-operations than one large one. They are read in chunks that fit in the CPU cache.
-"""
+"""Reads the masks of a step once: sums by sample, active tokens, and defects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,40 +13,59 @@ from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
 
 _CHUNK = 2**16
-"""Masks are copied into chunks of at most this many tokens; a longer mask is one chunk."""
+"""Rows are summed in chunks of at most this many tokens, whose fp64 copies fit in a CPU's cache."""
+
+# The first concerns the values alone; the others involve the offsets.
+_DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
+    (
+        MaskError,
+        "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
+        "values >= 0",
+    ),
+    (
+        GroupError,
+        "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths",
+    ),
+    (
+        GroupError,
+        "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
+        "padded lengths",
+    ),
+    (
+        GroupError,
+        "a sample is longer than its padded place, or ends beyond the mask; expected cu_seqlens "
+        "within cu_seqlens_padded within the tokens",
+    ),
+    (MaskError, "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"),
+)
 
 
 @dataclass(frozen=True)
 class MaskSums:
-    """What was read from the masks of some microbatches; tensors are on the CPU."""
+    """What was read from the masks of some microbatches."""
 
-    by_sample: Tensor  # fp64 [samples of all of them]
+    by_sample: Tensor  # fp64 [samples of all of them], on the CPU
     active_tokens: list[int]  # of each microbatch: positions with a nonzero mask
     error: AggregationError | None  # the first defect of the values
 
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """Waits for the device once if all masks are on one device and none has a defect."""
-        runs = [list(run) for _, run in groupby(microbatches, _devices)]
-        readings = [_read(run) for run in runs]
-        found = on_cpu(readings, torch.float64).split([reading.numel() for reading in readings])
-        sums: list[Tensor] = []
-        active: list[int] = []
-        error: AggregationError | None = None
-        for run, reading in zip(runs, found, strict=True):
-            entries, counts, defects = _unpacked(reading, run)
-            if error is None and bool(defects.any()):
-                error = _first_defect(run, len(active))
-            sums.append(_of_samples(run, entries))
-            active += counts.long().tolist() if error is None else [0] * len(run)
-        return cls(on_cpu(sums, torch.float64), active, error)
+        """Waits for the device once if all masks and offsets are on one device."""
+        readings = [_read(microbatch) for microbatch in microbatches]
+        sums, active, good = ([reading[part] for reading in readings] for part in range(3))
+        found = on_cpu([*sums, *active, *good], torch.float64)
+        by_sample, counts, valid = found.split(
+            [sum(map(len, sums)), len(readings), sum(map(len, good))]
+        )
+        error = None
+        if not bool(valid.all()):
+            error = _first_defect(microbatches, valid.split([*map(len, good)]))
+        return cls(by_sample, counts.long().tolist(), error)
 
 
 def active_tokens(mask: Tensor) -> int:
-    """Number of positions with a nonzero mask. Faster on CPU than `torch.count_nonzero`."""
-    # fp32 is several times faster than fp64, and exact up to 2**24.
-    computed = torch.float32 if mask.numel() <= 2**24 else torch.float64
-    return int(mask.detach().sign().sum(dtype=computed))
+    """Number of positions with a nonzero mask."""
+    return int(_active(mask.detach()))
 
 
 def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -104,178 +117,74 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     return torch.where(stays, result, torch.zeros_like(result))
 
 
-def _devices(microbatch: Microbatch) -> tuple[object, ...]:
-    """Of mask and offsets; consecutive microbatches where these are equal are read as one."""
-    starts = microbatch.sample_starts
-    if microbatch.cu_seqlens is None or starts is None:
-        return (microbatch.loss_mask.device,)
-    return microbatch.loss_mask.device, microbatch.cu_seqlens.device, starts.device
+def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads one mask on its device, without waiting for it.
 
-
-# The first concerns the values alone; the others involve the offsets.
-_DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
-    (
-        MaskError,
-        "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
-        "values >= 0",
-    ),
-    (
-        GroupError,
-        "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths",
-    ),
-    (
-        GroupError,
-        "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
-        "padded lengths",
-    ),
-    (
-        GroupError,
-        "a sample is longer than its padded place, or ends beyond the mask; expected cu_seqlens "
-        "within cu_seqlens_padded within the tokens",
-    ),
-    (MaskError, "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"),
-)
-
-
-def _first_defect(run: Sequence[Microbatch], place: int) -> AggregationError:
-    """The first defect of a run that has one.
-
-    Args:
-        place: index in the step of the run's first microbatch.
+    Returns:
+        fp64 [samples], mask sums; [1], active tokens; bool, whether each of `_DEFECTS` is absent,
+        or of the first alone for rows.
     """
-    defects = [_unpacked(_read([microbatch]), [microbatch])[2] for microbatch in run]
-    i, which = torch.stack(defects).nonzero()[0].tolist()
+    mask, good = microbatch.loss_mask.detach(), []
+    if microbatch.cu_seqlens is None:
+        sums = by_sample = _row_sums(mask)
+    else:
+        bounds, good = _bounds(microbatch.cu_seqlens, microbatch.cu_seqlens_padded, mask)
+        values = mask.reshape(-1).double()
+        sums = torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
+        by_sample, outside = sums[:-2:2], sums[1::2]
+        good.append((outside == 0).all())
+    valid = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.numel():
+        # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
+        valid = sums.max() <= torch.finfo(torch.float32).max
+        if mask.dtype.is_signed:
+            valid &= mask.min() >= 0
+    return by_sample, _active(mask).view(1), torch.stack([valid, *good])
+
+
+def _active(mask: Tensor) -> Tensor:
+    # Bytes, since CPUs compare, and count in int64, several times slower.
+    counted = torch.int32 if mask.numel() < 2**31 else torch.int64
+    return mask.bool().view(torch.uint8).sum(dtype=counted)
+
+
+def _row_sums(mask: Tensor) -> Tensor:
+    """fp64 [samples]."""
+    if not mask.is_cpu:
+        return mask.sum(dim=1, dtype=torch.float64)
+    rows = max(1, _CHUNK // max(1, mask.shape[1]))
+    return torch.cat([part.sum(dim=1, dtype=torch.float64) for part in mask.split(rows)])
+
+
+def _bounds(real: Tensor, padded: Tensor | None, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Cuts a pack into its samples, each followed by its padding; last, an empty one and the rest.
+
+    Returns:
+        int64 [2 * samples + 3], within the mask and never decreasing, even where offsets are bad;
+        bool, whether real offsets, padded ones, and both together are valid.
+    """
+    real = real.to(mask.device, torch.int64)
+    starts = real if padded is None else padded.to(real)
+    ends = starts + pad(real.diff(), (0, 1))
+    given = pad(torch.stack([starts, ends], dim=1).view(-1), (0, 1), value=mask.numel())
+    bounds = given.clamp(0, mask.numel()).cummax(0).values
+    good = _rises(real)
+    return bounds, [good, good if padded is None else _rises(starts), (given == bounds).all()]
+
+
+def _rises(offsets: Tensor) -> Tensor:
+    return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all()
+
+
+def _first_defect(microbatches: Sequence[Microbatch], valid: Sequence[Tensor]) -> AggregationError:
+    """The first of `_DEFECTS` of the first microbatch that has one."""
+    place = next(i for i, flags in enumerate(valid) if not bool(flags.all()))
+    microbatch, which = microbatches[place], valid[place].tolist().index(0)
     kind, text = _DEFECTS[which]
-    microbatch = run[i]
     offsets = {
         name: getattr(microbatch, name).tolist()
         for name in ("cu_seqlens", "cu_seqlens_padded")
         if which > 0 and getattr(microbatch, name) is not None
     }
     got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
-    return kind(f"microbatch {place + i}: {text}{got}")
-
-
-def _read(run: Sequence[Microbatch]) -> Tensor:
-    """fp64: sums (see `_of_samples`), active tokens by microbatch, and a flag for each defect."""
-    segments = None if run[0].cu_seqlens is None else _Segments.of(run)
-    sums: list[Tensor] = []
-    least: list[Tensor] = []
-    active: list[Tensor] = []
-    masks = [m.loss_mask.detach() for m in run]
-    pieces = [1] * len(masks)
-    if segments is None:
-        # Of at most `_CHUNK` tokens, or of one longer row.
-        of_masks = [m.split(max(1, _CHUNK // max(1, m.shape[1]))) for m in masks]
-        masks, pieces = [rows for of_mask in of_masks for rows in of_mask], [*map(len, of_masks)]
-    for chunk, values, parts in _chunks(masks):
-        if segments is None:
-            shapes = [masks[i].shape for i in chunk]
-            sums += [rows.view(n).sum(dim=1) for rows, n in zip(parts, shapes, strict=True)]
-        else:
-            sums.append(_segment_sums(values, segments.of_packs(chunk)))
-        if values.numel():
-            least.append(values.amin())
-        values.sign_()
-        active += [part.sum() for part in parts]
-    active_by_mask = torch.stack(active)
-    if len(masks) > len(run):
-        active_by_mask = torch.stack([x.sum() for x in active_by_mask.split(pieces)])
-    by_segment = torch.cat(sums)
-    good, entries = [by_segment.new_ones((), dtype=torch.bool)], by_segment
-    if least:
-        # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
-        finite = by_segment.amax() <= torch.finfo(torch.float32).max
-        good = [finite & (torch.stack(least).amin() >= 0)]
-    if segments is not None:
-        entries, outside = by_segment.view(-1, 2).unbind(1)
-        good += [*segments.good, (outside == 0).all()]
-    defects = pad(torch.stack(good).logical_not().double(), (0, len(_DEFECTS) - len(good)))
-    return torch.cat([entries, active_by_mask, defects])
-
-
-def _unpacked(reading: Tensor, run: Sequence[Microbatch]) -> tuple[Tensor, ...]:
-    """The three parts of a reading, which `_read` joins so that one copy to the CPU is enough."""
-    end = len(reading) - len(_DEFECTS)
-    return reading.tensor_split([end - len(run), end])
-
-
-def _chunks(masks: Sequence[Tensor]) -> Iterator[tuple[range, Tensor, Sequence[Tensor]]]:
-    """Yield each chunk: indices of its masks, their values in fp64, and these split by mask.
-
-    All chunks reuse one buffer: allocating one costs more than a sum over it.
-    """
-    sizes = [mask.numel() for mask in masks]
-    memory = masks[0].new_empty(max(min(_CHUNK, sum(sizes)), *sizes), dtype=torch.float64)
-    begin = 0
-    while begin < len(masks):
-        end, tokens = begin + 1, sizes[begin]
-        while end < len(masks) and tokens + sizes[end] <= _CHUNK:
-            tokens += sizes[end]
-            end += 1
-        parts = memory[:tokens].split(sizes[begin:end])
-        for part, mask in zip(parts, masks[begin:end], strict=True):
-            part.copy_(mask.reshape(-1))
-        yield range(begin, end), memory[:tokens], parts
-        begin = end
-
-
-class _Segments(NamedTuple):
-    """Packs joined to one and cut into two segments per offset: a sample and its padding.
-
-    At a pack's last offset the sample is empty, and the padding is the rest of the pack.
-    """
-
-    bounds: Tensor  # int64 [2 * offsets + 1], on the masks' device; not decreasing
-    good: list[Tensor]  # bool: whether real offsets, padded ones, and both together are valid
-    first: list[int]  # index of each pack's first offset; last, the number of offsets
-    tokens: list[int]  # number of tokens before each pack; last, the total
-
-    @classmethod
-    def of(cls, packs: Sequence[Microbatch]) -> _Segments:
-        device = packs[0].loss_mask.device
-        number_B = [m.num_samples + 1 for m in packs]
-        first, tokens = (
-            [0, *accumulate(n)] for n in (number_B, [m.loss_mask.numel() for m in packs])
-        )
-        base = torch.tensor(tokens[:-1]).repeat_interleave(torch.tensor(number_B)).to(device)
-        first_B = torch.tensor(first[:-1]).to(device)
-        last_B = torch.tensor(first[1:]).to(device) - 1
-
-        real = _joined(packs, "cu_seqlens").to(device, torch.int64)
-        length = pad(real.diff(), (0, 1)).index_fill_(0, last_B, 0)
-        # Differences of numbers >= 0 do not overflow.
-        good = good_padded = (real[first_B] == 0).all() & (torch.minimum(real, length) >= 0).all()
-        starts = real
-        if any(m.cu_seqlens_padded is not None for m in packs):
-            starts = _joined(packs, "sample_starts").to(real)
-        begin = starts + base
-        place = pad(begin, (0, 1), value=tokens[-1]).diff()
-        if starts is not real:
-            rises = torch.minimum(starts, place.index_fill(0, last_B, 0)) >= 0
-            good_padded = (starts[first_B] == 0).all() & rises.all()
-        good_places = (length <= place).all()
-        bounds = pad(torch.stack([begin, begin + length], dim=1).view(-1), (0, 1), value=tokens[-1])
-        return cls(bounds.cummax(0).values, [good, good_padded, good_places], first, tokens)
-
-    def of_packs(self, packs: range) -> Tensor:
-        """The bounds of ``packs``, relative to their first token and clamped to their tokens."""
-        first, last = self.first[packs.start], self.first[packs.stop]
-        before, end = self.tokens[packs.start], self.tokens[packs.stop]
-        return (self.bounds[2 * first : 2 * last + 1] - before).clamp_(0, end - before)
-
-
-def _joined(packs: Sequence[Microbatch], offsets: str) -> Tensor:
-    return torch.cat([getattr(m, offsets) for m in packs])
-
-
-def _segment_sums(values: Tensor, bounds: Tensor) -> Tensor:
-    """Sums of ``values`` [tokens] between ``bounds``."""
-    return torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
-
-
-def _of_samples(run: Sequence[Microbatch], sums: Tensor) -> Tensor:
-    """Drop the 0 that `_read` adds after the last sample of each pack."""
-    if run[0].cu_seqlens is None:
-        return sums
-    return torch.cat([of_pack[:-1] for of_pack in sums.split([m.num_samples + 1 for m in run])])
+    return kind(f"microbatch {place}: {text}{got}")
