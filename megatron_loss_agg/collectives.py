@@ -52,6 +52,8 @@ def gather_records(
         PeerError: some rank called `abandon_records`.
         AggregationError: from ``difference``.
     """
+    if ranks_of(group) == 1:
+        return mine.unsqueeze(0)
     header = Header(False, len(mine), tag)
     rows = all_gather(padded_row(header, mine[:capacity], capacity), group)
     headers = [Header(*row) for row in rows[:, : len(header)].tolist()]
@@ -102,12 +104,17 @@ def padded_row(header: Header, records: Tensor, capacity: int) -> Tensor:
 
 def all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[ranks, n] from each rank's [n], in rank order."""
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None or ranks_of(group) == 1:
         return row.unsqueeze(0)
     sent = row.to(communication_device(group))
-    rows = sent.new_empty(dist.get_world_size(group) * row.numel())
+    rows = sent.new_empty(ranks_of(group) * row.numel())
     dist.all_gather_into_tensor(rows, sent, group=group)
     return rows.view(-1, row.numel()).cpu()
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
 
 
 @contextlib.contextmanager

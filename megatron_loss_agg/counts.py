@@ -136,9 +136,9 @@ class LocalCounts:
             self._counted_S = ~samples.rejected_S
             self.sums_S = self.sums_S.where(self._counted_S, 0.0)
         self._sizes = torch.tensor(samples.sizes, dtype=torch.int64)
-        self._by_microbatch = torch.segment_reduce(
+        self._by_microbatch: list[float] = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
-        )
+        ).tolist()
         self._columns = summed_columns(agg, self.sums_S, samples.weights_S, self._counted_S)
         check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
@@ -166,13 +166,14 @@ class LocalCounts:
 
     def of_step(
         self, totals: Totals, extremes: Extremes, groups: Mapping[Unit, GroupSums]
-    ) -> tuple[StepCounts, dict[Unit, Tensor]]:
-        """Counts of the whole step, and by unit the mask sum of each sample's group, fp64."""
-        sums: dict[Unit, Tensor] = {
-            "step": self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S),
-            "microbatch": self._by_microbatch.repeat_interleave(self._sizes),
-            "sample": self.sums_S,
-        }
+    ) -> StepSums:
+        """Counts of the whole step, and by unit the mask sum of each sample's group."""
+        sums: dict[Unit, Tensor] = {"sample": self.sums_S}
+        if self.agg.within == "step":
+            sums["step"] = self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S)
+        if self.agg.within == "microbatch":
+            of_microbatches = self.sums_S.new_tensor(self._by_microbatch)
+            sums["microbatch"] = of_microbatches.repeat_interleave(self._sizes)
         nonempty: dict[Unit, int] = {
             "sample": round(totals.active_samples),
             "microbatch": round(totals.active_microbatches),
@@ -202,7 +203,7 @@ class LocalCounts:
             self.agg, across, counts.tokens, counts.active_tokens, counts.samples, least
         )
         check_sample_weights(self.agg, across, extremes.largest_factor)
-        return replace(counts, across=across), sums
+        return StepSums(replace(counts, across=across), sums, groups)
 
     def _across(
         self, counts: StepCounts, totals: Totals, groups: Mapping[Unit, GroupSums]
@@ -217,23 +218,24 @@ class LocalCounts:
 
     def _totals(self) -> Totals:
         counts_samples = self._owner is None or self._owner == dist.get_rank()
-        kept_S, rejected_S = self.samples.sums_S, self.samples.rejected_S
-        if rejected_S is not None:
-            kept_S = kept_S.where(~rejected_S, 0.0)
+        tokens = all_tokens = kept_tokens = math.fsum(self._by_microbatch)
+        if self.samples.rejected_S is not None:
+            all_tokens = float(self.samples.sums_S.sum())
+            kept_tokens = float(self.samples.sums_S.where(~self.samples.rejected_S, 0.0).sum())
         samples = self.sums_S.numel() if self._counted_S is None else int(self._counted_S.sum())
         active = self.samples.active_tokens
         weighted = 0.0
         if self.agg.weighted is not None and self.agg.weighted not in self.groups:
             weighted = weight_on_rank(self.agg, self._columns, self._sizes, self._counted_S)
         return Totals(
-            tokens=float(self.sums_S.sum()),
-            kept_tokens=float(kept_S.sum()),
-            all_tokens=float(self.samples.sums_S.sum()),
+            tokens=tokens,
+            kept_tokens=kept_tokens,
+            all_tokens=all_tokens,
             active_tokens=math.nan if active is None else sum(active),
             microbatches=len(self._sizes) * counts_samples,
-            active_microbatches=int((self._by_microbatch > 0).sum()) * counts_samples,
+            active_microbatches=sum(x > 0 for x in self._by_microbatch) * counts_samples,
             samples=samples * counts_samples,
-            active_samples=int((self.sums_S > 0).sum()) * counts_samples,
+            active_samples=int(self.sums_S.count_nonzero()) * counts_samples,
             routed_tokens=sum(self.samples.routed_tokens) * counts_samples,
             routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
             weighted=weighted,
@@ -297,18 +299,26 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
         difference=_different_terms,
     )
     totals, extremes, shared, numbers = records.split(_PARTS, dim=2)
-    for of_ranks in shared.long().unbind(dim=1):
-        _check_sharded_samples(of_ranks.tolist())
+    for of_ranks in shared.transpose(0, 1).tolist():
+        _check_sharded_samples(of_ranks)
+    of_ranks = numbers.tolist()
     # The groups of a unit are exchanged only if every rank has ids for it.
-    exchanged = (numbers >= 0).all(dim=0)  # [terms, units]
-    places = [(t, CROSS_RANK_UNITS[u]) for t, u in exchanged.nonzero().tolist()]
-    mine = [local[t].groups[unit] for t, unit in places]
-    merged = exchange_groups(mine, numbers[:, exchanged].long().tolist(), group)
+    places = [
+        (t, u)
+        for t in range(len(local))
+        for u in range(len(CROSS_RANK_UNITS))
+        if all(of_rank[t][u] >= 0 for of_rank in of_ranks)
+    ]
+    merged = exchange_groups(
+        [local[t].groups[CROSS_RANK_UNITS[u]] for t, u in places],
+        [[int(of_rank[t][u]) for t, u in places] for of_rank in of_ranks],
+        group,
+    )
     groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
-    for (t, unit), sums in zip(places, merged, strict=True):
-        groups[t][unit] = sums
+    for (t, u), sums in zip(places, merged, strict=True):
+        groups[t][CROSS_RANK_UNITS[u]] = sums
     return [
-        StepSums(*counts.of_step(Totals(*summed), Extremes(*largest), of_units), of_units)
+        counts.of_step(Totals(*summed), Extremes(*largest), of_units)
         for counts, summed, largest, of_units in zip(
             local, totals.sum(dim=0).tolist(), extremes.amax(dim=0).tolist(), groups, strict=True
         )
@@ -353,16 +363,16 @@ def _routed_tokens(totals: Totals) -> int | None:
     return round(totals.routed_tokens)
 
 
-def _check_sharded_samples(rows: list[list[int]]) -> None:
+def _check_sharded_samples(rows: list[list[float]]) -> None:
     """Raise GroupError on every rank if ranks with the same owner differ in number of samples.
 
     Args:
         rows: for every rank, the owner of its samples (-1 for none) and their number.
     """
-    samples: dict[int, int] = {}
+    samples: dict[float, float] = {}
     for owner, number in rows:
         if owner >= 0 and samples.setdefault(owner, number) != number:
             raise GroupError(
-                f"ranks that share samples have {samples[owner]} and {number} of them; expected "
-                "parts of the same samples on every rank of sharded_over"
+                f"ranks that share samples have {samples[owner]:.0f} and {number:.0f} of them; "
+                "expected parts of the same samples on every rank of sharded_over"
             )

@@ -52,15 +52,13 @@ class MaskSums:
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
         """Waits for the device once if all masks and offsets are on one device."""
         readings = [_read(microbatch) for microbatch in microbatches]
-        sums, active, good = ([reading[part] for reading in readings] for part in range(3))
-        found = on_cpu([*sums, *active, *good], torch.float64)
-        by_sample, counts, valid = found.split(
-            [sum(map(len, sums)), len(readings), sum(map(len, good))]
-        )
-        error = None
-        if not bool(valid.all()):
-            error = _first_defect(microbatches, valid.split([*map(len, good)]))
-        return cls(by_sample, counts.long().tolist(), error)
+        sums, facts = [sums for sums, _ in readings], [facts for _, facts in readings]
+        found = on_cpu([*sums, *facts], torch.float64)
+        samples = sum(map(len, sums))
+        rows = found[samples:].view(-1, 1 + len(_DEFECTS)).tolist()
+        bad = [i for i, (_, *good) in enumerate(rows) if not all(good)]
+        error = _defect(microbatches[bad[0]], bad[0], rows[bad[0]].index(0, 1) - 1) if bad else None
+        return cls(found[:samples], [int(active) for active, *_ in rows], error)
 
 
 def active_tokens(mask: Tensor) -> int:
@@ -117,29 +115,37 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     return torch.where(stays, result, torch.zeros_like(result))
 
 
-def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """Reads one mask on its device, without waiting for it.
 
     Returns:
-        fp64 [samples], mask sums; [1], active tokens; bool, whether each of `_DEFECTS` is absent,
-        or of the first alone for rows.
+        fp64 [samples], mask sums; [1 + defects], active tokens and whether each of `_DEFECTS` is
+        absent.
     """
-    mask, good = microbatch.loss_mask.detach(), []
+    mask = microbatch.loss_mask.detach()
     if microbatch.cu_seqlens is None:
-        sums = by_sample = _row_sums(mask)
-    else:
-        bounds, good = _bounds(microbatch.cu_seqlens, microbatch.cu_seqlens_padded, mask)
-        values = mask.reshape(-1).double()
-        sums = torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
-        by_sample, outside = sums[:-2:2], sums[1::2]
-        good.append((outside == 0).all())
-    valid = torch.ones((), dtype=torch.bool, device=mask.device)
-    if mask.numel():
-        # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
-        valid = sums.max() <= torch.finfo(torch.float32).max
-        if mask.dtype.is_signed:
-            valid &= mask.min() >= 0
-    return by_sample, _active(mask).view(1), torch.stack([valid, *good])
+        sums = _row_sums(mask)
+        good = [_valid(mask, sums)] * len(_DEFECTS)  # rows have none of the others
+        return sums, torch.stack([_active(mask), *good])
+    padded = microbatch.cu_seqlens_padded
+    bounds, good = _bounds(microbatch.cu_seqlens, padded, mask)
+    sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
+    by_sample, outside = (sums[:-1], sums[-1:]) if padded is None else (sums[:-2:2], sums[1::2])
+    good = [_valid(mask, sums), *good, (outside == 0).all()]
+    return by_sample, torch.stack([_active(mask), *good])
+
+
+def _valid(mask: Tensor, sums: Tensor) -> Tensor:
+    """Whether values are finite and >= 0.
+
+    Args:
+        sums: over parts that cover the mask.
+    """
+    if not mask.numel():
+        return mask.new_ones((), dtype=torch.bool)
+    # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
+    finite = sums.max() <= torch.finfo(torch.float32).max
+    return finite & (mask.min() >= 0) if mask.dtype.is_signed else finite
 
 
 def _active(mask: Tensor) -> Tensor:
@@ -150,36 +156,37 @@ def _active(mask: Tensor) -> Tensor:
 
 def _row_sums(mask: Tensor) -> Tensor:
     """fp64 [samples]."""
-    if not mask.is_cpu:
+    if mask.numel() <= _CHUNK or not mask.is_cpu:
         return mask.sum(dim=1, dtype=torch.float64)
     rows = max(1, _CHUNK // max(1, mask.shape[1]))
     return torch.cat([part.sum(dim=1, dtype=torch.float64) for part in mask.split(rows)])
 
 
 def _bounds(real: Tensor, padded: Tensor | None, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Cuts a pack into its samples, each followed by its padding; last, an empty one and the rest.
+    """Cuts a pack into its samples and the rest; or, with ``padded``, into sample, padding, sample,
+    padding, ..., an empty sample and the rest.
 
     Returns:
-        int64 [2 * samples + 3], within the mask and never decreasing, even where offsets are bad;
-        bool, whether real offsets, padded ones, and both together are valid.
+        int64 [samples + 2] or [2 * samples + 3], within the mask and never decreasing, even where
+        offsets are bad; bool, whether real offsets, padded ones, and both together are valid.
     """
-    real = real.to(mask.device, torch.int64)
-    starts = real if padded is None else padded.to(real)
-    ends = starts + pad(real.diff(), (0, 1))
-    given = pad(torch.stack([starts, ends], dim=1).view(-1), (0, 1), value=mask.numel())
+    given = real = real.to(mask.device, torch.int64)
+    good = [_rises(real)] * 2
+    if padded is not None:
+        starts = padded.to(real)
+        given = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
+        good[1] = _rises(starts)
+    given = pad(given, (0, 1), value=mask.numel())
     bounds = given.clamp(0, mask.numel()).cummax(0).values
-    good = _rises(real)
-    return bounds, [good, good if padded is None else _rises(starts), (given == bounds).all()]
+    return bounds, [*good, (given == bounds).all()]
 
 
 def _rises(offsets: Tensor) -> Tensor:
     return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all()
 
 
-def _first_defect(microbatches: Sequence[Microbatch], valid: Sequence[Tensor]) -> AggregationError:
-    """The first of `_DEFECTS` of the first microbatch that has one."""
-    place = next(i for i, flags in enumerate(valid) if not bool(flags.all()))
-    microbatch, which = microbatches[place], valid[place].tolist().index(0)
+def _defect(microbatch: Microbatch, place: int, which: int) -> AggregationError:
+    """The error for a microbatch with one of `_DEFECTS`; ``place`` is its index in the step."""
     kind, text = _DEFECTS[which]
     offsets = {
         name: getattr(microbatch, name).tolist()

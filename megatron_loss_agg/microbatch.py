@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass, replace
+from copy import copy
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -136,10 +137,11 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """With tensors of its own, but the `token_ids`."""
-        given = vars(self).items()
-        with torch.no_grad():
-            own: Any = {name: x.clone() for name, x in given if isinstance(x, Tensor)}
-        return replace(self, **own)
+        own = copy(self)  # not `replace`, which would check all fields again
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                object.__setattr__(own, name, x.detach().clone())
+        return own
 
     def _check_packed(self, cu_seqlens: Tensor) -> None:
         if self.loss_mask.dim() != 1 and (

@@ -65,13 +65,13 @@ class StepPlan:
         self._mask_sums_S = samples.sums_S
         sums_S = self._group_sums["sample"]
         within_S = torch.ones_like(sums_S) if agg.within is None else self._group_sums[agg.within]
-        coefficient_S = sample_coefficients(within_S, self.counts.across, agg.scale)
-        if samples.weights_S is not None:
-            coefficient_S *= samples.weights_S
         zero_S = samples.sums_S == 0
         if samples.rejected_S is not None:
             zero_S |= samples.rejected_S
-        self._coefficient_S = coefficient_S.masked_fill(zero_S, 0.0)
+        coefficient_S = sample_coefficients(within_S, self.counts.across, agg.scale)
+        if samples.weights_S is not None:
+            coefficient_S *= samples.weights_S
+        self._coefficient_S = coefficient_S.masked_fill_(zero_S, 0.0)
 
     @classmethod
     def build(
@@ -212,9 +212,14 @@ class StepPlan:
         Raises:
             GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
-        if unit not in self._group_sums:
-            raise GroupError(f"no sums by {unit!r} in this plan; it has {[*self._group_sums]}")
-        return self._of_microbatch(i, self._group_sums[unit]).clone()
+        if unit in self._group_sums:
+            return self._of_microbatch(i, self._group_sums[unit]).clone()
+        of_samples = self._of_microbatch(i, self._group_sums["sample"])
+        if unit not in ("step", "microbatch"):
+            known = {"step", "microbatch", *self._group_sums}
+            raise GroupError(f"no sums by {unit!r} in this plan; it has {sorted(known)}")
+        total = self.counts.tokens if unit == "step" else float(of_samples.sum())
+        return torch.full_like(of_samples, total)
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.
@@ -252,15 +257,14 @@ class StepPlan:
             )
         microbatch = self._microbatch(i)
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
-        length_S = None if starts is None else starts.diff()
         function = self.aggregation.function
         if function is None:
             return token_weights_of(
-                self._of_microbatch(i, self._coefficient_S), mask, length_S, dtype
+                self._of_microbatch(i, self._coefficient_S), mask, starts, dtype
             )
         kept = None
         if rejected is not None:
-            kept = token_weights_of((~rejected).double(), mask, length_S, dtype)
+            kept = token_weights_of((~rejected).double(), mask, starts, dtype)
         own = mask.clone()
         weights = custom_weights(function(self, i), own, kept, dtype)
         if not torch.equal(mask, own):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,25 +13,24 @@ from megatron_loss_agg.errors import MaskError
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Tensor) -> None:
+def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Sequence[float]) -> None:
     """Raise MaskError if the masks' sums or their reciprocals overflow fp32.
 
     Args:
         sums_S: fp64 [samples], mask sums; ``by_microbatch`` adds them up.
     """
-    totals = by_microbatch * max(agg.scale, 1.0)
-    large = (totals > _LARGEST).nonzero().view(-1).tolist()
-    if large:
-        over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+    for i, total in enumerate(by_microbatch):
+        if (scaled := total * max(agg.scale, 1.0)) > _LARGEST:
+            over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
+            raise MaskError(
+                f"microbatch {i}: loss_mask{over} sums to {scaled:g}, beyond fp32; expected "
+                f"smaller values{', or a larger divisor' if over else ''}"
+            )
+    small = (sums_S > 0) & (sums_S < 1 / _LARGEST)
+    if agg.within is not None and bool(small.any()):
         raise MaskError(
-            f"microbatch {large[0]}: loss_mask{over} sums to {float(totals[large[0]]):g}, beyond "
-            f"fp32; expected smaller values{', or a larger divisor' if over else ''}"
-        )
-    small = sums_S[(sums_S > 0) & (sums_S < 1 / _LARGEST)].tolist()
-    if small and agg.within is not None:
-        raise MaskError(
-            f"the loss_mask of a sample sums to {small[0]:g}, whose reciprocal overflows fp32; "
-            "expected 0, or larger values"
+            f"the loss_mask of a sample sums to {float(sums_S[small][0]):g}, whose reciprocal "
+            "overflows fp32; expected 0, or larger values"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
@@ -87,21 +88,21 @@ def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor
     Returns:
         fp64 [samples].
     """
-    zero_S = torch.zeros_like(within_S)
-    return torch.where(within_S > 0, scale / across / within_S, zero_S) if across else zero_S
+    if not across:
+        return torch.zeros_like(within_S)
+    return (scale / across / within_S).masked_fill_(within_S == 0, 0.0)
 
 
 def token_weights_of(
-    coefficient_S: Tensor, mask: Tensor, length_S: Tensor | None, dtype: torch.dtype
+    coefficient_S: Tensor, mask: Tensor, starts: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``w_t = m_t * c_s``, each factor rounded to ``dtype`` (or to fp32, if that is wider).
 
     Args:
         coefficient_S: fp64 [samples], on any device.
         mask: [samples, seq], one sample per row; or any shape of ``tokens`` elements together with
-            ``length_S``. 0 on padding.
-        length_S: integers [samples], the (padded) lengths of the samples of a pack, in order; at
-            most ``tokens`` in all.
+            ``starts``. 0 on padding.
+        starts: integers [samples + 1], the offsets of the samples in a pack; valid ones.
 
     Returns:
         ``dtype``, in the shape and on the device of ``mask``.
@@ -110,14 +111,16 @@ def token_weights_of(
     # Skip no-op casts: call overhead dominates small microbatches.
     mask = mask.detach() if mask.dtype == computed else mask.detach().to(computed)
     coefficient_S = coefficient_S.to(mask.device, computed, non_blocking=True)
-    if length_S is None:
+    if starts is None:
         weights = mask * coefficient_S.unsqueeze(-1)
     else:
-        # Tokens after the last sample get 0. Passing `output_size` avoids a device sync.
-        length_S = length_S.to(mask.device, non_blocking=True)
-        rest = mask.numel() - length_S.sum(dim=0, keepdim=True)
-        coefficient_T = torch.cat([coefficient_S, coefficient_S.new_zeros(1)]).repeat_interleave(
-            torch.cat([length_S, rest]), output_size=mask.numel()
+        # Tokens after the last sample get 0. Lengths in int32 are repeated faster, and passing
+        # `output_size` avoids a device sync.
+        offset = torch.int32 if mask.numel() < 2**31 else torch.int64
+        starts = starts.to(mask.device, offset, non_blocking=True)
+        length = pad(starts, (0, 1), value=mask.numel()).diff()
+        coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(
+            length, output_size=mask.numel()
         )
         weights = coefficient_T.view(mask.shape).mul_(mask)
     return weights if dtype == computed else weights.to(dtype)
