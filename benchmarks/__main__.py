@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 from benchmarks.results import Results
 
 
+PARTS = ("hook", "reduction", "plan", "host", "loader")  # the last two change torch
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
-    parser.add_argument("--only", choices=("hook", "plan", "host", "loader"), help="one part alone")
+    parser.add_argument("--only", choices=PARTS, help="one part alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = Results()
@@ -24,11 +28,9 @@ def main() -> int:
 
         device.measure(results)
     else:
-        from benchmarks import hook, host, loader, plan
-
-        for part in (hook, plan, host, loader):  # the last two change torch
-            if arguments.only in (None, part.__name__.rpartition(".")[2]):
-                part.measure(results)
+        for name in PARTS:
+            if arguments.only in (None, name):
+                importlib.import_module(f"benchmarks.{name}").measure(results)
     results.write(arguments.json)
     goals = [figure for figure in results.figures if figure.goal is not None]
     print(f"\n{len(goals) - len(results.missed)} of {len(goals)} goals are met", end="")

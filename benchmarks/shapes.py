@@ -50,6 +50,8 @@ GOALS = {
     "hook": 1.5,  # of the floor
     "hook_on_gpu": 1.2,  # of the floor
     "metric": 1.0,  # of the floor
+    "reduction": 2.0,  # of a plain sequence mean
+    "small_reduction": 3.0,  # of one of 65,536 tokens, where fixed costs weigh
     "plan_ms": 5.0,
     "large_plan_s": 1.0,
     "payload_mb": 64.0,
