@@ -30,7 +30,7 @@ def gather_records(
     capacity: int,
     group: dist.ProcessGroup | None,
     *,
-    tag: int,
+    names: Iterable[object],
     failure: str,
     difference: Callable[[Sequence[Header]], AggregationError],
 ) -> Tensor:
@@ -41,7 +41,7 @@ def gather_records(
 
     Args:
         mine: fp64 [records, width].
-        tag: see `tag_of`.
+        names: of the records, in order; must be the same on every rank.
         failure: message for ranks that failed, with ``{}`` for their list.
         difference: makes the error that every rank raises if the headers differ.
 
@@ -54,7 +54,7 @@ def gather_records(
     """
     if ranks_of(group) == 1:
         return mine.unsqueeze(0)
-    header = Header(False, len(mine), tag)
+    header = Header(False, len(mine), tag_of(names))
     rows = all_gather(padded_row(header, mine[:capacity], capacity), group)
     headers = [Header(*row) for row in rows[:, : len(header)].tolist()]
     failed = [rank for rank, other in enumerate(headers) if other.failed]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from megatron_loss_agg.collectives import (
     Header,
     abandon_records,
     gather_records,
-    tag_of,
 )
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
 from megatron_loss_agg.groups import GroupSums, exchange_groups
@@ -89,12 +88,6 @@ class StepCounts:
     datasets: int | None
     nonempty: Mapping[Unit, int]  # number of groups with tokens
     across: float  # N_across or V_across; 1 without an outer mean
-
-    def number(self, unit: Unit, empty: str) -> int:
-        """Number of groups; without empty ones if ``empty`` is ``skip``."""
-        if empty == "skip":
-            return self.nonempty[unit]
-        return int(getattr(self, "microbatches" if unit == "microbatch" else f"{unit}s"))
 
 
 class StepSums(NamedTuple):
@@ -183,38 +176,38 @@ class LocalCounts:
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
         numbers = {unit: of_unit.ids.numel() for unit, of_unit in groups.items()}
+        numbers["sample"] = round(totals.samples)
+        numbers["microbatch"] = round(totals.microbatches)
         counts = StepCounts(
             tokens=totals.tokens,
             kept_tokens=totals.kept_tokens,
             all_tokens=totals.all_tokens,
             active_tokens=None if math.isnan(totals.active_tokens) else round(totals.active_tokens),
             routed_tokens=_routed_tokens(totals),
-            microbatches=round(totals.microbatches),
-            samples=round(totals.samples),
+            microbatches=numbers["microbatch"],
+            samples=numbers["sample"],
             rollouts=numbers.get("rollout"),
             prompts=numbers.get("prompt"),
             datasets=numbers.get("dataset"),
             nonempty=nonempty,
-            across=1.0,
+            across=self._across(totals, groups, nonempty if self.agg.empty == "skip" else numbers),
         )
-        across = self._across(counts, totals, groups)
         least = 1.0 / (extremes.inverse_least or 1.0)
         check_normal_in_fp32(
-            self.agg, across, counts.tokens, counts.active_tokens, counts.samples, least
+            self.agg, counts.across, counts.tokens, counts.active_tokens, counts.samples, least
         )
-        check_sample_weights(self.agg, across, extremes.largest_factor)
-        return StepSums(replace(counts, across=across), sums, groups)
+        check_sample_weights(self.agg, counts.across, extremes.largest_factor)
+        return StepSums(counts, sums, groups)
 
     def _across(
-        self, counts: StepCounts, totals: Totals, groups: Mapping[Unit, GroupSums]
+        self, totals: Totals, groups: Mapping[Unit, GroupSums], numbers: Mapping[Unit, int]
     ) -> float:
         """N_across, or V_across."""
         agg, unit = self.agg, self.agg.weighted
         if unit is None:
-            return 1 if agg.across is None else counts.number(agg.across, agg.empty)
-        return weight_of_step(
-            agg, totals.weighted, totals.tokens, groups.get(unit), counts.microbatches
-        )
+            return 1 if agg.across is None else numbers[agg.across]
+        microbatches = round(totals.microbatches)
+        return weight_of_step(agg, totals.weighted, totals.tokens, groups.get(unit), microbatches)
 
     def _totals(self) -> Totals:
         counts_samples = self._owner is None or self._owner == dist.get_rank()
@@ -292,9 +285,7 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
         torch.tensor([counts.record() for counts in local], dtype=torch.float64),
         TERMS_CAPACITY,
         group,
-        tag=tag_of(
-            (name, *_defining(counts.agg), counts.group_by) for name, counts in terms.items()
-        ),
+        names=((name, *_defining(x.agg), x.group_by) for name, x in terms.items()),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
     )

@@ -145,7 +145,11 @@ def _valid(mask: Tensor, sums: Tensor) -> Tensor:
         return mask.new_ones((), dtype=torch.bool)
     # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
     finite = sums.max() <= torch.finfo(torch.float32).max
-    return finite & (mask.min() >= 0) if mask.dtype.is_signed else finite
+    if not mask.dtype.is_signed:
+        return finite
+    # CPUs find the least float several times faster by `amin`, the least integer by `min`.
+    least = mask.amin() if mask.is_floating_point() else mask.min()
+    return finite & (least >= 0)
 
 
 def _active(mask: Tensor) -> Tensor:
