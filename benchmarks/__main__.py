@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.results import Results
 
-
 PARTS = ("hook", "reduction", "plan", "host", "loader")  # the last two change torch
 
 

@@ -1,11 +1,11 @@
-"""Planning a step: counting, merging everybody's groups, and what a plan keeps."""
+"""Planning a step: how its time grows, merging everybody's groups, and what a plan keeps."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -15,9 +15,9 @@ from benchmarks.fake_groups import fake_groups
 from benchmarks.results import Results, least_seconds
 from benchmarks.shapes import (
     AGGREGATIONS,
+    GROWTH,
     LARGE_PLAN,
     LAYOUTS,
-    MORE_PLANS,
     PLAN,
     many_microbatches,
     rows_of_rank,
@@ -33,6 +33,8 @@ from megatron_loss_agg.samples import Samples
 def measure(results: Results) -> None:
     """Plans, their exchange and their memory; needs no process group to exist."""
     _plans(results)
+    for layout in LAYOUTS:
+        _growth(results, layout)
     _large_step(results)
     with fake_groups(1) as (alone,):
         for layout in LAYOUTS:
@@ -40,18 +42,34 @@ def measure(results: Results) -> None:
 
 
 def _plans(results: Results) -> None:
+    samples, length, number = PLAN
     plans = {}
     for layout in LAYOUTS:
-        for shape in (PLAN, *MORE_PLANS):
-            samples, length, number = shape
-            step = many_microbatches(samples, length, number, layout)
-            where = f"{samples} x {length} {layout}, {number} microbatches"
-            for name in ("token_mean", "prompt_mean"):
-                build = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
-                plans[name, where, "plan_ms" if shape == PLAN else ""] = build
-    taken = least_seconds([*plans.values()], 40)
-    for (name, where, goal), seconds in zip(plans, taken, strict=True):
-        results.add(f"plan, {name}", where, 1e3 * seconds, "ms", goal)
+        step = many_microbatches(samples, length, number, layout)
+        where = f"{samples} x {length} {layout}, {number} microbatches"
+        for name in ("token_mean", "prompt_mean"):
+            plans[name, where] = functools.partial(StepPlan.build, AGGREGATIONS[name], step)
+    for (name, where), seconds in zip(plans, least_seconds([*plans.values()], 40), strict=True):
+        results.add(f"plan, {name}", where, 1e3 * seconds, "ms", "plan_ms")
+
+
+def _growth(results: Results, layout: str) -> None:
+    """How the time of a plan grows with its samples, its microbatches and its terms."""
+    for what, sizes in GROWTH.items():
+        taken = least_seconds([_plan_of(layout, **{what: size}) for size in sizes], 15)
+        for size, seconds in zip(sizes, taken, strict=True):
+            results.add("plan of prompt_mean", f"{size:,} {what}, {layout}", 1e3 * seconds, "ms")
+        linear = taken[-2] * sizes[-1] / sizes[-2]
+        where = f"{sizes[-2]:,} to {sizes[-1]:,} {what}, {layout}"
+        results.add("growth of a plan", where, taken[-1] / linear, "of linear growth", "growth")
+
+
+def _plan_of(
+    layout: str, samples: int = 64, microbatches: int = 1, terms: int = 1
+) -> Callable[[], object]:
+    step = many_microbatches(samples * microbatches, 64, microbatches, layout)
+    aggregations = {f"term {i}": AGGREGATIONS["prompt_mean"] for i in range(terms)}
+    return functools.partial(StepPlan.build_terms, aggregations, step)
 
 
 def _large_step(results: Results) -> None:
@@ -73,6 +91,7 @@ def _large_step(results: Results) -> None:
     with contextlib.ExitStack() as stack:
         for module in (collectives, groups):
             stack.enter_context(mock.patch.object(module, "all_gather", gathered))
+        stack.enter_context(mock.patch.object(collectives, "ranks_of", return_value=ranks))
         plan = StepPlan.build(aggregation, mine)
         (taken,) = least_seconds([lambda: StepPlan.build(aggregation, mine)], 5)
     assert plan.counts.samples == samples // ranks * ranks
@@ -93,7 +112,10 @@ def _local_counts(
 
 
 def _memory(results: Results, layout: str, alone: ParallelGroups) -> None:
-    """Beyond the masks and ids that came in, of a rank that holds the whole sequences."""
+    """Beyond what came in, of a rank that holds the whole sequences.
+
+    Of a plan, also beyond its copies of that.
+    """
     samples, length, number = PLAN
     terms = {name: {"loss": AGGREGATIONS[name]} for name in ("prompt_mean", "custom")}
     three = ("policy", "kl", "entropy")
@@ -107,10 +129,11 @@ def _memory(results: Results, layout: str, alone: ParallelGroups) -> None:
         where = f"{samples} x {length} {layout}, {name}"
         (made,) = least_seconds([make], 5)
         results.add("weights before the step", where, 1e3 * made, "ms")
-        kept = {"plan": kept_bytes([plans, step]), "weights": kept_bytes([weights, step])}
-        for what, number_of in kept.items():
-            vectors = (number_of - kept_bytes(step)) / vector
-            results.add(f"kept by the {what}", where, vectors, "fp32 vectors", "kept_vectors")
+        given = kept_bytes(step)
+        numbers = (kept_bytes([plans, step]) - 2 * given) / (8 * samples * len(plans))
+        results.add("kept by the plan", where, numbers, "fp64 by sample, term", "kept_by_sample")
+        vectors = (kept_bytes([weights, step]) - given) / vector
+        results.add("kept by the weights", where, vectors, "fp32 vectors", "kept_vectors")
 
 
 def kept_bytes(root: object) -> int:

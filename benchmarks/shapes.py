@@ -17,7 +17,11 @@ CONTEXT_PARALLEL = (1, 2, 8)
 LAYOUTS = ("bshd", "thd")
 
 PLAN = (8192, 64, 8)  # samples, tokens of each, microbatches
-MORE_PLANS = ((8192, 64, 64), (8192, 256, 8))  # without a goal
+GROWTH = {  # of one microbatch of 64 samples of 64 tokens, and one term, but for one of these
+    "samples": (16, 64, 256, 1024, 4096, 16384),  # of a microbatch
+    "microbatches": (1, 4, 16, 64, 256),
+    "terms": (1, 2, 4, 8),
+}
 LARGE_PLAN = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
 
 
@@ -55,7 +59,9 @@ GOALS = {
     "plan_ms": 5.0,
     "large_plan_s": 1.0,
     "payload_mb": 64.0,
-    "kept_vectors": 1.01,  # fp32 vectors of this rank's tokens; a percent is for other numbers
+    "growth": 1.2,  # of linear growth
+    "kept_by_sample": 3.1,  # numbers of 8 bytes: coefficient, group's sum, own sum; 0.1 for groups
+    "kept_vectors": 1.07,  # fp32 vectors of this rank's tokens, and two fp64 for each 64 tokens
     "step": 0.02,  # of stock Megatron's step, added to it
     "slow_loader": 1.02,  # of stock Megatron's step over the same loader
     "loader_wait": 0.02,  # of a step without delay

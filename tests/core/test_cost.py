@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_loss_agg import (
     Microbatch,
     SequenceMean,
     StepPlan,
+    masks,
     predicting_mask,
     weighted_sum,
 )
@@ -71,18 +73,28 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
 @pytest.mark.parametrize(
     ("mode", "step", "more"),  # to read, and to copy what was given
     [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 3 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 2 + 5),
-        ("sample_mean", of_mixed_widths, (3 + 1) + (2 + 3.5)),
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 9 + 3),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 33 + 5),
+        ("sample_mean", of_mixed_widths, (9 + 1) + (33 + 5 + 22 + 2) / 2),
     ],
     ids=["rows", "packs", "both"],
 )
 def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(mode, step, more):
-    def planning(number: int) -> int:
+    def planning(number: int) -> Operations:
         microbatches = step(number)
-        return operations(lambda: StepPlan.build(aggregation(mode), microbatches)).but_views
+        return operations(lambda: StepPlan.build(aggregation(mode), microbatches))
 
-    assert planning(100) == planning(10) + 90 * more
+    few, many = planning(10), planning(100)
+    assert many.but_views == few.but_views + 90 * more
+    assert many.number_of_waits == few.number_of_waits
+
+
+@pytest.mark.parametrize("step", [of_mixed_widths(10), [], [microbatch(3, "thd")]])
+def test_masks_are_read_without_a_wait_but_for_one_copy_of_all_that_was_read(step):
+    with Operations() as made, mock.patch.object(masks, "on_cpu", wraps=masks.on_cpu) as copies:
+        read = masks.MaskSums.read(step)
+    assert (made.number_of_waits, copies.call_count) == (0, 1)
+    assert len(read.active_tokens) == len(step)
 
 
 def sharding(sequences: int) -> Callable[[], Any]:
