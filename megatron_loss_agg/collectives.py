@@ -30,7 +30,7 @@ def gather_records(
     capacity: int,
     group: dist.ProcessGroup | None,
     *,
-    names: Iterable[object],
+    tag: int,
     failure: str,
     difference: Callable[[Sequence[Header]], AggregationError],
 ) -> Tensor:
@@ -41,7 +41,7 @@ def gather_records(
 
     Args:
         mine: fp64 [records, width].
-        names: of the records, in order; must be the same on every rank.
+        tag: see `tag_of`.
         failure: message for ranks that failed, with ``{}`` for their list.
         difference: makes the error that every rank raises if the headers differ.
 
@@ -52,9 +52,7 @@ def gather_records(
         PeerError: some rank called `abandon_records`.
         AggregationError: from ``difference``.
     """
-    if ranks_of(group) == 1:
-        return mine.unsqueeze(0)
-    header = Header(False, len(mine), tag_of(names))
+    header = Header(False, len(mine), tag)
     rows = all_gather(padded_row(header, mine[:capacity], capacity), group)
     headers = [Header(*row) for row in rows[:, : len(header)].tolist()]
     failed = [rank for rank, other in enumerate(headers) if other.failed]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megatron_loss_agg.collectives import (
     Header,
     abandon_records,
     gather_records,
+    tag_of,
 )
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
 from megatron_loss_agg.groups import GroupSums, exchange_groups
@@ -281,39 +283,47 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
         GroupError: ranks that share samples have different numbers of them.
     """
     local = list(terms.values())
-    records = gather_records(
-        torch.tensor([counts.record() for counts in local], dtype=torch.float64),
-        TERMS_CAPACITY,
-        group,
-        names=((name, *_defining(x.agg), x.group_by) for name, x in terms.items()),
-        failure="bad microbatches on rank(s) {} of the data-parallel group",
-        difference=_different_terms,
-    )
-    totals, extremes, shared, numbers = records.split(_PARTS, dim=2)
-    for of_ranks in shared.transpose(0, 1).tolist():
-        _check_sharded_samples(of_ranks)
-    of_ranks = numbers.tolist()
+    records = [[counts.record() for counts in local]]
+    if collectives.ranks_of(group) > 1:
+        records = gather_records(
+            torch.tensor(records[0], dtype=torch.float64),
+            TERMS_CAPACITY,
+            group,
+            tag=tag_of((name, *_defining(x.agg), x.group_by) for name, x in terms.items()),
+            failure="bad microbatches on rank(s) {} of the data-parallel group",
+            difference=_different_terms,
+        ).tolist()
+    # Of each term, every rank's: totals, extremes, owner and number of samples, numbers of groups.
+    by_term = [[_parts(of_rank[t]) for of_rank in records] for t in range(len(local))]
+    for of_ranks in by_term:
+        _check_sharded_samples([shared for _, _, shared, _ in of_ranks])
     # The groups of a unit are exchanged only if every rank has ids for it.
     places = [
         (t, u)
-        for t in range(len(local))
+        for t, of_ranks in enumerate(by_term)
         for u in range(len(CROSS_RANK_UNITS))
-        if all(of_rank[t][u] >= 0 for of_rank in of_ranks)
+        if all(numbers[u] >= 0 for *_, numbers in of_ranks)
     ]
     merged = exchange_groups(
         [local[t].groups[CROSS_RANK_UNITS[u]] for t, u in places],
-        [[int(of_rank[t][u]) for t, u in places] for of_rank in of_ranks],
+        [[int(by_term[t][rank][3][u]) for t, u in places] for rank in range(len(records))],
         group,
     )
     groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
     for (t, u), sums in zip(places, merged, strict=True):
         groups[t][CROSS_RANK_UNITS[u]] = sums
-    return [
-        counts.of_step(Totals(*summed), Extremes(*largest), of_units)
-        for counts, summed, largest, of_units in zip(
-            local, totals.sum(dim=0).tolist(), extremes.amax(dim=0).tolist(), groups, strict=True
-        )
-    ]
+    steps = []
+    for counts, of_ranks, of_units in zip(local, by_term, groups, strict=True):
+        totals, extremes, *_ = zip(*of_ranks, strict=True)
+        total = Totals(*map(math.fsum, zip(*totals, strict=True)))
+        largest = Extremes(*map(max, zip(*extremes, strict=True)))
+        steps.append(counts.of_step(total, largest, of_units))
+    return steps
+
+
+def _parts(record: list[float]) -> list[list[float]]:
+    ends = [0, *accumulate(_PARTS)]
+    return [record[begin:end] for begin, end in pairwise(ends)]
 
 
 def abandon(group: dist.ProcessGroup | None) -> None:

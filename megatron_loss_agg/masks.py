@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
 
+F64 = torch.float64
 _CHUNK = 2**16
 """Rows are summed in chunks of at most this many tokens, whose fp64 copies fit in a CPU's cache."""
 
@@ -52,13 +54,17 @@ class MaskSums:
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
         """Waits for the device once if all masks and offsets are on one device."""
         readings = [_read(microbatch) for microbatch in microbatches]
-        sums, facts = [sums for sums, _ in readings], [facts for _, facts in readings]
-        found = on_cpu([*sums, *facts], torch.float64)
-        samples = sum(map(len, sums))
-        rows = found[samples:].view(-1, 1 + len(_DEFECTS)).tolist()
-        bad = [i for i, (_, *good) in enumerate(rows) if not all(good)]
-        error = _defect(microbatches[bad[0]], bad[0], rows[bad[0]].index(0, 1) - 1) if bad else None
-        return cls(found[:samples], [int(active) for active, *_ in rows], error)
+        found = on_cpu([*(sums for sums, _ in readings), *(facts for _, facts in readings)], F64)
+        samples = sum(len(sums) for sums, _ in readings)
+        numbers, active, error = iter(found[samples:].tolist()), [], None
+        for i, (_, facts) in enumerate(readings):
+            tokens, largest, least, *good = islice(numbers, len(facts))
+            active.append(int(tokens))
+            # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
+            good.insert(0, least >= 0 and largest <= torch.finfo(torch.float32).max)
+            if error is None and not all(good):
+                error = _defect(microbatches[i], i, [*map(bool, good)].index(False))
+        return cls(found[:samples], active, error)
 
 
 def active_tokens(mask: Tensor) -> int:
@@ -119,37 +125,27 @@ def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """Reads one mask on its device, without waiting for it.
 
     Returns:
-        fp64 [samples], mask sums; [1 + defects], active tokens and whether each of `_DEFECTS` is
-        absent.
+        fp64 [samples], mask sums; and [3] or, for packs, [7]: active tokens, the largest sum, the
+        least value, and whether each of `_DEFECTS` but the first is absent.
     """
-    mask = microbatch.loss_mask.detach()
+    mask, good = microbatch.loss_mask.detach(), list[Tensor]()
     if microbatch.cu_seqlens is None:
-        sums = _row_sums(mask)
-        good = [_valid(mask, sums)] * len(_DEFECTS)  # rows have none of the others
-        return sums, torch.stack([_active(mask), *good])
-    padded = microbatch.cu_seqlens_padded
-    bounds, good = _bounds(microbatch.cu_seqlens, padded, mask)
-    sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
-    by_sample, outside = (sums[:-1], sums[-1:]) if padded is None else (sums[:-2:2], sums[1::2])
-    good = [_valid(mask, sums), *good, (outside == 0).all()]
-    return by_sample, torch.stack([_active(mask), *good])
+        sums = by_sample = _row_sums(mask)
+    else:
+        padded = microbatch.cu_seqlens_padded
+        bounds, good = _bounds(microbatch.cu_seqlens, padded, mask)
+        sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
+        by_sample, outside = (sums[:-1], sums[-1:]) if padded is None else (sums[:-2:2], sums[1::2])
+        good.append((outside == 0).all())
+    largest = sums.max() if mask.numel() else sums.new_zeros(())
+    return by_sample, torch.stack([_active(mask), largest, _least(mask), *good])
 
 
-def _valid(mask: Tensor, sums: Tensor) -> Tensor:
-    """Whether values are finite and >= 0.
-
-    Args:
-        sums: over parts that cover the mask.
-    """
-    if not mask.numel():
-        return mask.new_ones((), dtype=torch.bool)
-    # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
-    finite = sums.max() <= torch.finfo(torch.float32).max
-    if not mask.dtype.is_signed:
-        return finite
+def _least(mask: Tensor) -> Tensor:
+    if not mask.numel() or not mask.dtype.is_signed:
+        return torch.zeros((), device=mask.device)
     # CPUs find the least float several times faster by `amin`, the least integer by `min`.
-    least = mask.amin() if mask.is_floating_point() else mask.min()
-    return finite & (least >= 0)
+    return mask.amin() if mask.is_floating_point() else mask.min()
 
 
 def _active(mask: Tensor) -> Tensor:
@@ -161,9 +157,9 @@ def _active(mask: Tensor) -> Tensor:
 def _row_sums(mask: Tensor) -> Tensor:
     """fp64 [samples]."""
     if mask.numel() <= _CHUNK or not mask.is_cpu:
-        return mask.sum(dim=1, dtype=torch.float64)
+        return mask.sum(dim=1, dtype=F64)
     rows = max(1, _CHUNK // max(1, mask.shape[1]))
-    return torch.cat([part.sum(dim=1, dtype=torch.float64) for part in mask.split(rows)])
+    return torch.cat([part.sum(dim=1, dtype=F64) for part in mask.split(rows)])
 
 
 def _bounds(real: Tensor, padded: Tensor | None, mask: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -26,11 +26,13 @@ def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Sequenc
                 f"microbatch {i}: loss_mask{over} sums to {scaled:g}, beyond fp32; expected "
                 f"smaller values{', or a larger divisor' if over else ''}"
             )
-    small = (sums_S > 0) & (sums_S < 1 / _LARGEST)
-    if agg.within is not None and bool(small.any()):
+    small = sums_S < 1 / _LARGEST
+    if agg.within is None or not bool(small.any()):
+        return
+    if positive := sums_S[small & (sums_S > 0)].tolist():
         raise MaskError(
-            f"the loss_mask of a sample sums to {float(sums_S[small][0]):g}, whose reciprocal "
-            "overflows fp32; expected 0, or larger values"
+            f"the loss_mask of a sample sums to {positive[0]:g}, whose reciprocal overflows fp32; "
+            "expected 0, or larger values"
         )
 
 

@@ -177,7 +177,7 @@ def reduce_reports(
         mine.view(-1, COLUMNS),
         METRICS_CAPACITY,
         group,
-        names=kinds,
+        tag=tag_of(kinds),
         failure="bad metrics on rank(s) {} of the group",
         difference=functools.partial(_different_metrics, kinds),
     )

@@ -73,9 +73,9 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
 @pytest.mark.parametrize(
     ("mode", "step", "more"),  # to read, and to copy what was given
     [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 9 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 33 + 5),
-        ("sample_mean", of_mixed_widths, (9 + 1) + (33 + 5 + 22 + 2) / 2),
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 6 + 3),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 30 + 5),
+        ("sample_mean", of_mixed_widths, (6 + 1) + (30 + 5 + 19 + 2) / 2),
     ],
     ids=["rows", "packs", "both"],
 )
