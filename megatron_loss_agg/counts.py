@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -69,9 +69,22 @@ class Totals(NamedTuple):
     weighted: float  # see `weight_on_rank`
 
 
-# Of a record: totals, extremes, owner and number of samples, number of groups by unit.
-_PARTS = [len(Totals._fields), len(Extremes._fields), 2, len(CROSS_RANK_UNITS)]
-_WIDTH = sum(_PARTS)
+_ENDS = [*accumulate((len(Totals._fields), len(Extremes._fields), 2))]
+_WIDTH = _ENDS[-1] + len(CROSS_RANK_UNITS)
+
+
+class Record(NamedTuple):
+    """What one rank sends for one term."""
+
+    totals: Sequence[float]
+    extremes: Sequence[float]
+    shared: Sequence[float]  # owner, or -1; number of samples
+    groups: Sequence[float]  # number by unit; -1 without ids
+
+    @classmethod
+    def of(cls, row: list[float]) -> Record:
+        first, second, third = _ENDS
+        return cls(row[:first], row[first:second], row[second:third], row[third:])
 
 
 @dataclass(frozen=True)
@@ -150,10 +163,7 @@ class LocalCounts:
         self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
 
     def record(self) -> list[float]:
-        """What this rank sends: totals and extremes; owner and number of samples; groups by unit.
-
-        Groups are numbers of them. -1 stands for no owner, and for a unit without ids.
-        """
+        """The fields of this rank's `Record`, joined."""
         numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
         owner = -1 if self._owner is None else self._owner
         extremes = Extremes.of(self.agg, self.sums_S, self.samples.weights_S)
@@ -293,37 +303,41 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
             failure="bad microbatches on rank(s) {} of the data-parallel group",
             difference=_different_terms,
         ).tolist()
-    # Of each term, every rank's: totals, extremes, owner and number of samples, numbers of groups.
-    by_term = [[_parts(of_rank[t]) for of_rank in records] for t in range(len(local))]
+    by_term = [[Record.of(rank[t]) for rank in records] for t in range(len(local))]
     for of_ranks in by_term:
-        _check_sharded_samples([shared for _, _, shared, _ in of_ranks])
-    # The groups of a unit are exchanged only if every rank has ids for it.
+        _check_sharded_samples([record.shared for record in of_ranks])
+    return [
+        counts.of_step(
+            Totals(*map(math.fsum, zip(*(r.totals for r in of_ranks), strict=True))),
+            Extremes(*map(max, zip(*(r.extremes for r in of_ranks), strict=True))),
+            groups,
+        )
+        for counts, of_ranks, groups in zip(
+            local, by_term, _groups_of_step(local, by_term, group), strict=True
+        )
+    ]
+
+
+def _groups_of_step(
+    local: Sequence[LocalCounts],
+    by_term: Sequence[Sequence[Record]],
+    group: dist.ProcessGroup | None,
+) -> list[dict[Unit, GroupSums]]:
+    """Each term's groups over all ranks; of a unit only if every rank has ids for it."""
     places = [
         (t, u)
         for t, of_ranks in enumerate(by_term)
         for u in range(len(CROSS_RANK_UNITS))
-        if all(numbers[u] >= 0 for *_, numbers in of_ranks)
+        if all(record.groups[u] >= 0 for record in of_ranks)
     ]
-    merged = exchange_groups(
-        [local[t].groups[CROSS_RANK_UNITS[u]] for t, u in places],
-        [[int(by_term[t][rank][3][u]) for t, u in places] for rank in range(len(records))],
-        group,
-    )
+    mine = [local[t].groups[CROSS_RANK_UNITS[u]] for t, u in places]
+    numbers = [
+        [int(of_terms[t].groups[u]) for t, u in places] for of_terms in zip(*by_term, strict=True)
+    ]
     groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
-    for (t, u), sums in zip(places, merged, strict=True):
+    for (t, u), sums in zip(places, exchange_groups(mine, numbers, group), strict=True):
         groups[t][CROSS_RANK_UNITS[u]] = sums
-    steps = []
-    for counts, of_ranks, of_units in zip(local, by_term, groups, strict=True):
-        totals, extremes, *_ = zip(*of_ranks, strict=True)
-        total = Totals(*map(math.fsum, zip(*totals, strict=True)))
-        largest = Extremes(*map(max, zip(*extremes, strict=True)))
-        steps.append(counts.of_step(total, largest, of_units))
-    return steps
-
-
-def _parts(record: list[float]) -> list[list[float]]:
-    ends = [0, *accumulate(_PARTS)]
-    return [record[begin:end] for begin, end in pairwise(ends)]
+    return groups
 
 
 def abandon(group: dist.ProcessGroup | None) -> None:
@@ -364,7 +378,7 @@ def _routed_tokens(totals: Totals) -> int | None:
     return round(totals.routed_tokens)
 
 
-def _check_sharded_samples(rows: list[list[float]]) -> None:
+def _check_sharded_samples(rows: Sequence[Sequence[float]]) -> None:
     """Raise GroupError on every rank if ranks with the same owner differ in number of samples.
 
     Args:
