@@ -67,7 +67,7 @@ def _growth(results: Results, layout: str) -> None:
 def _plan_of(
     layout: str, samples: int = 64, microbatches: int = 1, terms: int = 1
 ) -> Callable[[], object]:
-    step = many_microbatches(samples * microbatches, 64, microbatches, layout)
+    step = many_microbatches(samples * microbatches, 16, microbatches, layout)
     aggregations = {f"term {i}": AGGREGATIONS["prompt_mean"] for i in range(terms)}
     return functools.partial(StepPlan.build_terms, aggregations, step)
 

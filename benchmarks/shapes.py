@@ -17,7 +17,7 @@ CONTEXT_PARALLEL = (1, 2, 8)
 LAYOUTS = ("bshd", "thd")
 
 PLAN = (8192, 64, 8)  # samples, tokens of each, microbatches
-GROWTH = {  # of one microbatch of 64 samples of 64 tokens, and one term, but for one of these
+GROWTH = {  # of one microbatch of 64 samples of 16 tokens, and one term, but for one of these
     "samples": (16, 64, 256, 1024, 4096, 16384),  # of a microbatch
     "microbatches": (1, 4, 16, 64, 256),
     "terms": (1, 2, 4, 8),
