@@ -23,7 +23,9 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import GroupError
 from megatron_loss_agg.groups import places_in
+from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.host_loss import TokenLosses
+from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepTerms
 from megatron_loss_agg.weights import where_weighted
@@ -88,6 +90,7 @@ class StepDatasets:
     ids: list[int]  # with tokens in the whole step, sorted
     missing: list[int] = field(default_factory=list)  # reported, without tokens in this step
     new: set[int] = field(default_factory=set)  # in later steps than the first, see `SeenDatasets`
+    stage: Stage = field(default_factory=Stage)  # of what `index_of` returns
 
     @classmethod
     def of(cls, plans: StepTerms) -> StepDatasets:
@@ -95,19 +98,22 @@ class StepDatasets:
         groups = (plan.groups("dataset") for plan in plans.values())
         return cls(torch.cat([ids[sums > 0] for ids, sums in groups]).unique().tolist())
 
-    def index_of(self, microbatch: Microbatch) -> Tensor:
-        """int64 in the shape of the mask: the index in `ids` of each token's data set.
+    def index_of(self, microbatch: Microbatch, layout: CPLayout | None) -> Staged:
+        """int32 [tokens of this rank]: the index in `ids` of each token's data set.
 
         ``len(ids)`` for tokens of no sample, or of a data set without active tokens.
         """
         assert microbatch.dataset_ids is not None
         known = torch.tensor(self.ids, dtype=torch.int64)
-        index_S = places_in(known, microbatch.dataset_ids.cpu())
-        sample_T = microbatch.sample_index()
+        index_S = places_in(known, microbatch.dataset_ids).int()
+        sample_T, shape = microbatch.sample_index(), microbatch.loss_mask.shape
         if sample_T is None:
-            return index_S.unsqueeze(-1).expand(microbatch.loss_mask.shape)
-        padded = torch.cat([index_S, index_S.new_full((1,), len(self.ids))])
-        return padded[sample_T.cpu()].view(microbatch.loss_mask.shape)
+            index_T = index_S.unsqueeze(-1).expand(shape)
+        else:
+            padded = torch.cat([index_S, index_S.new_full((1,), len(self.ids))])
+            index_T = padded[sample_T].view(shape)
+        local_T = index_T if layout is None else layout.shard(index_T)
+        return self.stage.add(local_T.reshape(-1))
 
     def reports(
         self,
@@ -115,7 +121,7 @@ class StepDatasets:
         denominators: Mapping[str, float],
         tokens: TokenLosses,
         made: Mapping[str, Tensor],
-        indices: Mapping[str, Tensor | None],
+        indices: Mapping[str, Staged | None],
         summed: Callable[[str, Tensor, float], Tensor],
     ) -> dict[str, Tensor]:
         """Pairs of one microbatch by name, of the same names in each microbatch and rank.
@@ -141,7 +147,7 @@ class StepDatasets:
         return {key: pair.to(dtype) for key, pair in found.items()}
 
     def _means(
-        self, what: str, place_T: Tensor | None, w: Tensor, losses: Tensor
+        self, what: str, place_T: Staged | None, w: Tensor, losses: Tensor
     ) -> dict[str, Tensor]:
         """Pairs of ``sum w * loss`` and ``sum w`` of each data set; both 0 for a missing one."""
         w = w.double()
@@ -152,9 +158,8 @@ class StepDatasets:
             found[d] = none if d in self.new else pair
         return {f"{what} of dataset {d}": pair for d, pair in found.items()}
 
-    def _sums(self, place_T: Tensor | None, w: Tensor, x: Tensor) -> Tensor:
+    def _sums(self, place_T: Staged | None, w: Tensor, x: Tensor) -> Tensor:
         """fp64 [data sets]: sums of ``w * x``, where ``w``, fp64, is not 0."""
         assert place_T is not None
         sums = w.new_zeros(len(self.ids) + 1)
-        place_T = place_T.to(w.device, non_blocking=True)
-        return sums.index_add_(0, place_T, where_weighted(w, x.to(w)) * w)[:-1]
+        return sums.index_add_(0, place_T.on(w.device), where_weighted(w, x.to(w)) * w)[:-1]

@@ -40,7 +40,9 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.late_batches import checked_samples, read_samples
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights, rank_part
 from megatron_loss_agg.mcore.splits import WHOLE, Splits
-from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights, on_group
+from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
+from megatron_loss_agg.mcore.tensor_parallel import on_group
+from megatron_loss_agg.mcore.transfer import Stage
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.samples import Samples
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
@@ -214,7 +216,7 @@ class LateWeights(StepWeights):
             coefficient_S = sample_coefficients(within_S, self.denominators[name], agg.scale)
             # A pack's samples have equal coefficients: see `_read`.
             coefficient_S = coefficient_S[:1] if local.packed else coefficient_S
-            weights = LocalWeights(local, coefficient_S, None, False, local.sums)
+            weights = LocalWeights(local, Stage().add(coefficient_S), None, False, local.sums)
             chosen[name] = weights
             self.terms[name][i] = {WHOLE: weights}
         return chosen

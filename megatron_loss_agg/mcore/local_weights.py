@@ -19,6 +19,7 @@ from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import active_tokens
 from megatron_loss_agg.mcore.datasets import StepDatasets
 from megatron_loss_agg.mcore.mtp import DepthWeights
+from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.weights import dot, token_weights_of
 
@@ -37,7 +38,7 @@ class LocalMask:
     total: float
     values: Tensor | None  # if the loss function's mask is compared by value
     token_ids: tuple[Tensor, ...]  # vectors; if the split is not recognised yet
-    dataset_T: Tensor | None = None  # index in `StepDatasets.ids`; if they are reported
+    dataset_T: Staged | None = None  # index in `StepDatasets.ids`; if they are reported
 
     @classmethod
     def of(
@@ -55,19 +56,16 @@ class LocalMask:
         packed = microbatch.cu_seqlens is not None
         if layout is not None:
             mask = layout.shard(mask)
-            sums, active = mask.sum(dim=-1, dtype=torch.float64).cpu(), active_tokens(mask)
+            sums, active = mask.sum(dim=-1, dtype=torch.float64), active_tokens(mask)
             if keeps_values:
-                token_ids = tuple(layout.shard(x).cpu().reshape(-1) for x in microbatch.token_ids)
+                token_ids = tuple(layout.shard(x).reshape(-1) for x in microbatch.token_ids)
         routed = microbatch.routed_tokens
         if layout is None or routed is not None:
             active = rank_part(active if routed is None else routed, cp)
         total = sums.sum()
-        values = mask.cpu() if keeps_values else None
+        values = mask if keeps_values else None
         sums = total.view(1) if packed else sums
-        dataset_T = None
-        if datasets is not None:
-            dataset_T = datasets.index_of(microbatch)
-            dataset_T = (dataset_T if layout is None else layout.shard(dataset_T)).reshape(-1)
+        dataset_T = None if datasets is None else datasets.index_of(microbatch, layout)
         shape = tuple(mask.shape)
         return cls(shape, packed, active, sums, float(total), values, token_ids, dataset_T)
 
@@ -87,43 +85,49 @@ class LocalWeights:
     """Weights of one microbatch on this rank; terms with equal weights share them."""
 
     mask: LocalMask
-    coefficient_S: Tensor | None  # fp64; for rows
-    weight_T: Tensor | None  # for packs, short rows and custom functions; on the CPU
+    coefficient_S: Staged | None  # fp64; for rows
+    weight_T: Staged | None  # for packs, short rows and custom functions
     signed: bool  # some weights may be negative
     checksum: Tensor  # fp64, of the planned mask: sums of its rows, or its product with the weights
     of_depths: DepthWeights | None = None  # for MTP's losses
 
     @classmethod
     def of(
-        cls, plan: StepPlan, i: int, layout: CPLayout | None, mask: LocalMask, depths: int = 0
+        cls,
+        plan: StepPlan,
+        i: int,
+        layout: CPLayout | None,
+        mask: LocalMask,
+        stage: Stage,
+        depths: int = 0,
     ) -> LocalWeights:
         custom = plan.aggregation.function is not None
         if not (mask.packed or custom or depths) and mask.shape[-1] >= _SHORT_ROW:
-            return cls(mask, plan.coefficients(i), None, False, mask.sums)
+            return cls(mask, stage.add(plan.coefficients(i)), None, False, mask.sums)
         weights = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
         planned = plan.microbatches[i].loss_mask
         of_depths = None
         if depths:
-            of_depths = DepthWeights.of(plan.microbatches[i], weights, depths, layout)
+            of_depths = DepthWeights.of(plan.microbatches[i], weights, depths, layout, stage)
         if layout is not None:
             weights, planned = layout.shard(weights), layout.shard(planned)
         checksum = _product(planned.double(), weights.double(), custom)
-        return cls(mask, None, weights.cpu(), custom, checksum.cpu(), of_depths)
+        return cls(mask, None, stage.add(weights.reshape(-1)), custom, checksum, of_depths)
 
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], on the device of ``mask``, which is this rank's shard."""
         if self.weight_T is not None:
-            return self.weight_T.to(mask.device, dtype, non_blocking=True).reshape(-1)
+            return self.weight_T.on(mask.device).to(dtype)
         assert self.coefficient_S is not None
-        rows = mask.reshape(self.mask.shape)
-        return token_weights_of(self.coefficient_S, rows, None, dtype).reshape(-1)
+        coefficient_S, rows = self.coefficient_S.on(mask.device), mask.reshape(self.mask.shape)
+        return token_weights_of(coefficient_S, rows, None, dtype).reshape(-1)
 
     def compared_for(self, mask: Tensor) -> Tensor:
         """All weights that are made for ``mask``, in fp64."""
         made = self.made_for(mask, torch.float64)
         if self.of_depths is None:
             return made
-        return torch.cat([made, self.of_depths.weights.to(made).reshape(-1)])
+        return torch.cat([made, self.of_depths.weights.on(mask.device).to(made).reshape(-1)])
 
     def checksum_of(self, mask: Tensor, weights: Tensor) -> Tensor:
         """The checksum of a loss function's mask, whose weights were made; on its device.

@@ -28,6 +28,7 @@ from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.weights import times_coefficient, weighted_sum
 
@@ -36,23 +37,30 @@ _FLAG = "--loss-aggregation-mtp same (LossHook(mtp='same'))"
 
 
 class DepthWeights(NamedTuple):
-    """Of one microbatch's tokens on this rank, on the CPU."""
+    """Of one microbatch's tokens on this rank."""
 
-    weights: Tensor  # [depths, tokens]
-    active: Tensor  # bool [1 + depths, tokens]: masks, from depth 0
+    tokens: int
+    weights: Staged  # [depths, tokens]
+    active: Staged  # bool [1 + depths, tokens]: masks, from depth 0
 
     @classmethod
     def of(
-        cls, microbatch: Microbatch, weights: Tensor, depths: int, layout: CPLayout | None
+        cls,
+        microbatch: Microbatch,
+        weights: Tensor,
+        depths: int,
+        layout: CPLayout | None,
+        stage: Stage,
     ) -> DepthWeights:
         """From the weights of the whole microbatch, before context parallelism."""
 
         def from_depth(first: int, whole: Tensor) -> Tensor:
             by_depth = (shifted(whole, microbatch, depth) for depth in range(first, depths + 1))
             parts = (x if layout is None else layout.shard(x) for x in by_depth)
-            return torch.stack([part.reshape(-1) for part in parts]).cpu()
+            return torch.stack([part.reshape(-1) for part in parts])
 
-        return cls(from_depth(1, weights), from_depth(0, microbatch.loss_mask != 0))
+        moved, active = from_depth(1, weights), from_depth(0, microbatch.loss_mask != 0)
+        return cls(moved.shape[1], stage.add(moved), stage.add(active))
 
 
 def number_of_depths(config: Any) -> int:
@@ -111,7 +119,7 @@ class Depths:
         self._compute = getattr(self._module, _METHOD)
         self._calls = 0  # of the host's method, in this forward pass
         self._kept: list[Tensor] = []
-        self._expected: list[Tensor] = []  # of it: `DepthWeights.active`, once that is known
+        self._expected: list[Staged] = []  # of it: `DepthWeights.active`, once that is known
         self._different: list[Tensor] = []  # bool, of every microbatch and depth
 
     @contextlib.contextmanager
@@ -152,7 +160,7 @@ class Depths:
             )
         assert weights is not None
         kept, self._kept = self._kept, []
-        local = weights.weights.shape[-1]
+        local = weights.tokens
         if len(kept) != self._number or any(x.numel() != local for x in kept):
             raise HostError(
                 f"losses of MTP of {[x.numel() for x in kept]} tokens, and a loss mask of {local}; "
@@ -161,10 +169,11 @@ class Depths:
             )
         self._expected.append(weights.active)
         parts, scaled = {}, []
-        for depth, (w, losses) in enumerate(zip(weights.weights, kept, strict=True), start=1):
+        by_depth = weights.weights.on(kept[0].device)
+        for depth, (w, losses) in enumerate(zip(by_depth, kept, strict=True), start=1):
             losses = losses.reshape(-1)
             dtype = torch.promote_types(losses.dtype, torch.float32)
-            part = weighted_sum(w.to(losses.device, dtype, non_blocking=True), losses)
+            part = weighted_sum(w.to(dtype), losses)
             scaled.append(times_coefficient(self._scale * coefficient, part, losses))
             parts[depth] = part
         return DepthLosses(torch.stack(scaled).sum(), parts)
@@ -228,15 +237,16 @@ class Depths:
         detached.register_hook(functools.partial(self._compare, self._expected, depth))
         return detached
 
-    def _compare(self, expected: list[Tensor], depth: int, gradient: Tensor) -> None:
+    def _compare(self, expected: list[Staged], depth: int, gradient: Tensor) -> None:
         """Compare the host's mask with the planned one: the gradient is a multiple of it.
 
         NaN is a mask of 0 times a division by 0. Under calculate_per_token_loss the multiple is
         that of this rank's tokens at depth 0, so it can be 0 if there are none.
         """
         active = ((gradient != 0) & ~gradient.isnan()).reshape(-1)
-        here, planned = expected[0][[0, depth + 1]].to(gradient.device)
-        self._different.append((active != planned).any() & (active.any() | here.any()))
+        planned = expected[0].on(gradient.device)
+        differs = (active != planned[depth + 1]).any()
+        self._different.append(differs & (active.any() | planned[0].any()))
 
 
 def _language_module(chunk: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,17 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term, Unit
 from megatron_loss_agg.collectives import failing_together
 from megatron_loss_agg.counts import StepCounts, abandoning_on_error
-from megatron_loss_agg.errors import AggregationError, PeerError
+from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.datasets import StepDatasets, have_dataset_ids
 from megatron_loss_agg.mcore.evaluation import denominator
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, of_term
+from megatron_loss_agg.mcore.tensor_parallel import on_group
+from megatron_loss_agg.mcore.transfer import Stage, on_cpu
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
-
-_T = TypeVar("_T")
 
 WeightsBySplit = dict[str, LocalWeights]
 """The weights of a microbatch under each split that the script may use; one where it is known."""
@@ -80,8 +80,14 @@ class StepWeights:
         """
 
         def plan_here() -> StepWeights:
+            several = dist.get_world_size(groups.cp) > 1
+
+            def identifies(m: Microbatch) -> bool:
+                known = splits.recognised(m.cu_seqlens is not None)
+                return several and (wanted.masks or known is None)
+
             with abandoning_on_error(groups.dp):
-                microbatches = read()
+                microbatches = on_cpu(read(), identifies)
                 error = splits.check(
                     [of_term(name, m) for m in microbatches for name in terms], groups
                 )
@@ -221,6 +227,7 @@ def _by_term(
 ) -> dict[str, list[WeightsBySplit]]:
     """By term and microbatch; terms with equal weights for a microbatch share them."""
     weights: dict[str, list[WeightsBySplit]] = {name: [] for name in plans}
+    stage = Stage()
     for i in range(len(next(iter(plans.values())).microbatches)):
         # Keep layouts for one microbatch only: they take more memory than the weights.
         masks: dict[int, dict[str, tuple[CPLayout | None, LocalMask]]] = {}
@@ -238,7 +245,7 @@ def _by_term(
                         for split, layout in layouts.items()
                     }
                 found = {
-                    split: LocalWeights.of(plan, i, *of_split, 0 if made else wanted.depths)
+                    split: LocalWeights.of(plan, i, *of_split, stage, 0 if made else wanted.depths)
                     for split, of_split in masks[id(microbatch)].items()
                 }
                 made.append((plan, found))
@@ -255,37 +262,3 @@ def _equal_weights(plan: StepPlan, other: StepPlan, i: int) -> bool:
     custom = plan.aggregation.function is not None or other.aggregation.function is not None
     same_mask = plan.microbatches[i] is other.microbatches[i]
     return not custom and same_mask and torch.equal(plan.coefficients(i), other.coefficients(i))
-
-
-def on_group(plan_here: Callable[[], _T], groups: ParallelGroups) -> _T:
-    """What ``plan_here`` returns where the data is read, on all ranks of the tensor-parallel group.
-
-    Every rank must call.
-
-    Raises:
-        PeerError: the rank that reads the data failed.
-    """
-    if dist.get_world_size(groups.tp) == 1:
-        return plan_here()
-    return _broadcast(plan_here if groups.reads_data else None, groups.tp)
-
-
-def _broadcast(plan_here: Callable[[], _T] | None, tp: dist.ProcessGroup) -> _T:
-    """The result from the first rank of the tensor-parallel group; every rank must call.
-
-    Raises:
-        PeerError: that rank failed; it raises its own error.
-    """
-    answer: list[Any] = [None]
-    try:
-        if plan_here is not None:
-            answer = [plan_here()]
-    finally:
-        dist.broadcast_object_list(answer, src=dist.get_global_rank(tp, 0), group=tp)
-    if answer[0] is None:
-        raise PeerError(
-            "the rank that reads the data of this tensor-parallel group failed; "
-            "expected it to succeed: see its error"
-        )
-    found: _T = answer[0]
-    return found

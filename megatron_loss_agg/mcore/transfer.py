@@ -1,0 +1,145 @@
+"""Moves the tensors of a step between CPU and GPU together, in one copy.
+
+A copy to the CPU waits for the GPU, and one from pageable memory makes the CPU wait for the copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.mcore.batches import for_each_term
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms
+
+_CPU = torch.device("cpu")
+_ALIGNMENT = 8  # bytes, of the widest elements
+
+
+class Kind(NamedTuple):
+    """What a tensor is besides its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def kinds_of(tensors: Sequence[Tensor]) -> list[Kind]:
+    return [Kind(x.dtype, tuple(x.shape)) for x in tensors]
+
+
+def joined(tensors: Sequence[Tensor], pinned: bool = False) -> Tensor:
+    """uint8: the bytes of one tensor or more on one device, each filled up to `_ALIGNMENT`.
+
+    Args:
+        pinned: in page-locked memory, from which copies to a GPU are asynchronous. torch does not
+            use it again before they are done.
+    """
+    parts: list[Tensor] = []
+    for x in tensors:
+        part = x.detach().contiguous().view(-1).view(torch.uint8)
+        missing = -len(part) % _ALIGNMENT
+        parts += [part, part.new_zeros(missing)] if missing else [part]
+    size = sum(map(len, parts))
+    whole = torch.empty(size, dtype=torch.uint8, device=parts[0].device, pin_memory=pinned)
+    return torch.cat(parts, out=whole)
+
+
+def split(whole: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
+    """The tensors that were `joined`, as views."""
+    begins = accumulate((kind.size + -kind.size % _ALIGNMENT for kind in kinds), initial=0)
+    return [
+        whole[begin : begin + kind.size].view(kind.dtype).view(kind.shape)
+        for begin, kind in zip(begins, kinds, strict=False)
+    ]
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """``tensors`` on ``device``: one copy of all that are on another one.
+
+    A copy to the CPU waits for the device; a copy to a GPU is asynchronous.
+    """
+    found = list(tensors)
+    elsewhere = defaultdict(list)
+    for place, x in enumerate(tensors):
+        if x.device != device:
+            elsewhere[x.device].append(place)
+    for source, places in elsewhere.items():
+        given = [tensors[place] for place in places]
+        pinned = source.type == "cpu" and device.type == "cuda"
+        whole = joined(given, pinned).to(device, non_blocking=pinned)
+        for place, x in zip(places, split(whole, kinds_of(given)), strict=True):
+            found[place] = x
+    return found
+
+
+class Stage:
+    """Tensors of one step that its losses need on their device.
+
+    All of them are copied when the first is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._device: torch.device | None = None  # of all of them
+
+    def add(self, x: Tensor) -> Staged:
+        self._tensors.append(x)
+        self._device = None
+        return Staged(self, len(self._tensors) - 1)
+
+    def on(self, device: torch.device, place: int) -> Tensor:
+        if self._device != device:
+            self._tensors, self._device = moved(self._tensors, device), device
+        return self._tensors[place]
+
+
+class Staged(NamedTuple):
+    """One of the tensors of a `Stage`."""
+
+    stage: Stage
+    place: int
+
+    def on(self, device: torch.device) -> Tensor:
+        return self.stage.on(device, self.place)
+
+
+def on_cpu(
+    microbatches: Sequence[MicrobatchOfTerms], identifies: Callable[[Microbatch], bool]
+) -> Sequence[MicrobatchOfTerms]:
+    """``microbatches`` with tensors on the CPU; waits for the device once, if any are on it.
+
+    Those that terms, or microbatches, share are still shared.
+
+    Args:
+        identifies: whether a microbatch's token ids are needed, too; otherwise they stay.
+    """
+    needed: dict[int, Tensor] = {}
+    for given in microbatches:
+        for microbatch in given.values() if isinstance(given, Mapping) else [given]:
+            tensors = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
+            tensors += microbatch.token_ids if identifies(microbatch) else ()
+            needed |= {id(x): x for x in tensors if not x.is_cpu}
+    if not needed:
+        return microbatches
+    copies = dict(zip(needed, moved([*needed.values()], _CPU), strict=True))
+
+    def copied(microbatch: Microbatch) -> Microbatch:
+        own: dict[str, Any] = {name: copies.get(id(x), x) for name, x in vars(microbatch).items()}
+        own["token_ids"] = [copies.get(id(x), x) for x in microbatch.token_ids]
+        return dataclasses.replace(microbatch, **own)
+
+    distinct: dict[int, Microbatch] = {}
+    return [
+        for_each_term(lambda m: distinct.setdefault(id(m), copied(m)), given)
+        for given in microbatches
+    ]
