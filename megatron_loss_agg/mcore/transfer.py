@@ -49,8 +49,7 @@ def joined(tensors: Sequence[Tensor], pinned: bool = False) -> Tensor:
         part = x.detach().contiguous().view(-1).view(torch.uint8)
         missing = -len(part) % _ALIGNMENT
         parts += [part, part.new_zeros(missing)] if missing else [part]
-    size = sum(map(len, parts))
-    whole = torch.empty(size, dtype=torch.uint8, device=parts[0].device, pin_memory=pinned)
+    whole = parts[0].new_empty(sum(map(len, parts)), pin_memory=pinned)
     return torch.cat(parts, out=whole)
 
 

@@ -17,12 +17,16 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.dtypes: set[torch.dtype] = set()
+        self.copies: list[str] = []  # from one device to another
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func._schema.name)
         out = func(*args, **(kwargs or {}))
-        made = (x for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.dtypes.update(x.dtype for x in made if x.numel() > 1)
+        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        if len({x.device for x in (*made, *given)}) > 1:
+            self.copies.append(func._schema.name)
         return out
 
     @property
