@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.results import Results
 
-PARTS = ("hook", "reduction", "plan", "host", "loader")  # the last two change torch
+PARTS = ("hook", "reduction", "plan", "broadcast", "host", "loader")  # the last two change torch
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ GROWTH = {  # of one microbatch of 64 samples of 16 tokens, and one term, but fo
     "microbatches": (1, 4, 16, 64, 256),
     "terms": (1, 2, 4, 8),
 }
+BROADCAST = (128, 1024, 16)  # likewise: 131,072 tokens of a rank
 LARGE_PLAN = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
 
 
@@ -65,6 +66,8 @@ GOALS = {
     "step": 0.02,  # of stock Megatron's step, added to it
     "slow_loader": 1.02,  # of stock Megatron's step over the same loader
     "loader_wait": 0.02,  # of a step without delay
+    "sent": 1.05 * 4,  # bytes a token: weights of packs in fp32, and numbers of samples
+    "message": 1.0,  # of the time of a pickle
     "policy_memory": 1.05,  # of Megatron's cross entropy
 }
 
