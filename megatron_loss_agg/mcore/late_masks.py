@@ -143,18 +143,14 @@ def plan_late(
         terms={name: [{} for _ in sizes] for name in terms},
         # Of masks, nothing is known.
         counts=replace(counted[0], tokens=math.nan, kept_tokens=math.nan, all_tokens=math.nan),
-        is_empty=False,
-        unsplit=None,
-        routed_tokens=[],
         denominators={name: c.across for name, c in zip(terms, counted, strict=True)},
-        datasets=None,
         samples=sizes,
         aggregations={name: term.aggregation for name, term in terms.items()},
         cp=groups.cp,
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LateWeights(StepWeights):
     """The weights of a step's microbatches, each made when its mask is there."""
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron_loss_agg.collectives import any_rank
 from megatron_loss_agg.errors import AggregationError, LayoutError, PeerError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import on_cpu
 from megatron_loss_agg.mcore.gathers import Gathers
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.microbatch import Microbatch
@@ -125,10 +124,9 @@ class Splits:
         size = dist.get_world_size(groups.cp)
         if size == 1 or self.gathers.all_tokens:
             return None
+        lengths = torch.tensor([m.loss_mask.shape[-1] for m in microbatches])
         starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
-        lengths = [m.loss_mask.shape[-1] for m in microbatches]
-        ends = torch.cat([on_cpu(starts, torch.int64), torch.tensor(lengths, dtype=torch.int64)])
-        if not bool((ends % (2 * size)).any()):
+        if not bool((torch.cat([lengths, *starts]) % (2 * size)).any()):
             return None
         errors = (self._possible(microbatch, groups.cp)[1] for microbatch in microbatches)
         error = next((error for error in errors if error is not None), None)

@@ -46,17 +46,17 @@ class Wanted(NamedTuple):
     trains: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepWeights:
     """The weights of all microbatches that were planned together."""
 
     terms: Mapping[str, list[WeightsBySplit]]  # one for each microbatch
     counts: StepCounts  # of the first term, whose tokens the host counts
-    is_empty: bool  # every token of the whole step is masked or rejected
-    unsplit: AggregationError | None  # what to raise for losses of a part of the tokens
-    routed_tokens: Sequence[int]  # of each microbatch: what the model's routers see
     denominators: Mapping[str, float]  # of each term's aggregated loss
-    datasets: StepDatasets | None  # if they are reported
+    is_empty: bool = False  # every token of the whole step is masked or rejected
+    unsplit: AggregationError | None = None  # what to raise for losses of a part of the tokens
+    routed_tokens: Sequence[int] = ()  # of each microbatch: what the model's routers see
+    datasets: StepDatasets | None = None  # if they are reported
 
     @classmethod
     def plan(
@@ -123,10 +123,10 @@ class StepWeights:
             weights = _by_term(plans, groups, splits, wanted, datasets)
         first = next(iter(plans.values()))
         return cls(
-            weights,
-            first.counts,
-            plans.is_empty,
-            unsplit,
+            terms=weights,
+            counts=first.counts,
+            is_empty=plans.is_empty,
+            unsplit=unsplit,
             routed_tokens=[
                 m.loss_mask.numel() if m.routed_tokens is None else m.routed_tokens
                 for m in first.microbatches

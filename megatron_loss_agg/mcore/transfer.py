@@ -45,11 +45,11 @@ def joined(tensors: Sequence[Tensor], pinned: bool = False) -> Tensor:
             use it again before they are done.
     """
     parts: list[Tensor] = []
+    fill = tensors[0].new_zeros(_ALIGNMENT, dtype=torch.uint8)
     for x in tensors:
         part = x.detach().contiguous().view(-1).view(torch.uint8)
-        missing = -len(part) % _ALIGNMENT
-        parts += [part, part.new_zeros(missing)] if missing else [part]
-    whole = parts[0].new_empty(sum(map(len, parts)), pin_memory=pinned)
+        parts += [part, fill[: -len(part) % _ALIGNMENT]]
+    whole = fill.new_empty(sum(map(len, parts)), pin_memory=pinned)
     return torch.cat(parts, out=whole)
 
 
@@ -117,7 +117,7 @@ def on_cpu(
 ) -> Sequence[MicrobatchOfTerms]:
     """``microbatches`` with tensors on the CPU; waits for the device once, if any are on it.
 
-    Those that terms, or microbatches, share are still shared.
+    Those that terms share are still shared.
 
     Args:
         identifies: whether a microbatch's token ids are needed, too; otherwise they stay.
@@ -137,8 +137,4 @@ def on_cpu(
         own["token_ids"] = [copies.get(id(x), x) for x in microbatch.token_ids]
         return dataclasses.replace(microbatch, **own)
 
-    distinct: dict[int, Microbatch] = {}
-    return [
-        for_each_term(lambda m: distinct.setdefault(id(m), copied(m)), given)
-        for given in microbatches
-    ]
+    return [for_each_term(copied, given) for given in microbatches]

@@ -137,8 +137,11 @@ def test_a_step_takes_one_copy_to_the_device_for_each_kind_and_a_microbatch_none
 def test_what_is_staged_later_is_copied_too():
     stage = Stage()
     first = stage.add(torch.ones(2))
+    assert torch.equal(first.on(torch.device("cpu")), torch.ones(2))
     assert first.on(META).device == META
-    assert stage.add(torch.ones(3)).on(META).shape == (3,)
+    later = stage.add(torch.ones(3)).on(META)
+    assert later.device == META
+    assert later.shape == (3,)
     assert first.on(META).shape == (2,)
 
 
