@@ -8,6 +8,7 @@ function and to the model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -34,7 +35,11 @@ def _zigzag_of_sequences(pack: Microbatch, size: int, rank: int) -> CPLayout:
 
 
 def _zigzag(microbatch: Microbatch, size: int, rank: int) -> CPLayout:
-    return CPLayout.bshd(microbatch.loss_mask.shape[-1], size, rank)
+    return _zigzag_of(microbatch.loss_mask.shape[-1], size, rank)
+
+
+# A step's microbatches are often of one length.
+_zigzag_of = functools.lru_cache(maxsize=4)(CPLayout.bshd)
 
 
 def _contiguous(microbatch: Microbatch, size: int, rank: int) -> CPLayout:

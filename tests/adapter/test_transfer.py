@@ -17,7 +17,7 @@ from benchmarks.fake_groups import fake_groups
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
-from megatron_loss_agg.mcore.tensor_parallel import packed, unpacked
+from megatron_loss_agg.mcore.tensor_parallel import packed
 from megatron_loss_agg.mcore.transfer import Stage, joined, kinds_of, split
 from tests.core.operations import Operations
 
@@ -173,30 +173,3 @@ def test_microbatches_that_terms_share_are_shared_on_the_cpu(groups):
         WANTED,
     )
     assert len({id(weights.terms[name][0]) for name in TERMS}) == 1
-
-
-@pytest.mark.parametrize("layout, bound", [("rows", 0.02), ("packs", 1.05 * 4)])
-def test_other_tensor_parallel_ranks_get_little_more_than_the_weights(groups, layout, bound):
-    """Of 131,072 tokens, in bytes each; of rows they get numbers of samples alone."""
-    step = [microbatch(8, layout, 4096) for _ in range(4)]
-    terms = {"policy": TERMS["policy"]}
-    weights = StepWeights.plan(lambda: step, terms, groups[1], Splits(), Wanted(masks=False))
-    message, _ = packed(weights)
-    assert message.numel() <= bound * 131_072
-
-
-def test_other_tensor_parallel_ranks_get_what_was_planned(groups):
-    weights = planned([microbatch(4, "packs") for _ in range(3)], groups[2])
-    received = unpacked(*packed(weights))
-    for name, of_term in weights.terms.items():
-        for sent, found in zip(of_term, received.terms[name], strict=True):
-            for one in sent:
-                mask = sent[one].mask
-                assert found[one].mask.shape == mask.shape
-                assert torch.equal(found[one].checksum, sent[one].checksum)
-                whole = torch.ones(mask.shape, dtype=torch.float64)
-                made, expected = (x[one].compared_for(whole) for x in (found, sent))
-                assert torch.equal(made, expected)
-    assert received.counts == weights.counts
-    first, *others = (received.terms[name] for name in TERMS)
-    assert all(a is not b for a, b in zip(first, others[0], strict=True))
