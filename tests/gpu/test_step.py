@@ -112,4 +112,4 @@ def test_planning_masks_on_the_gpu_waits_once(groups, layout):
             StepWeights.plan(lambda: step, TERMS, groups, Splits(), Wanted(masks=False))
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    assert len([w for w in waits if "synchronizing" in str(w.message)]) == 1
+    assert len([w for w in waits if "called a synchronizing" in str(w.message)]) == 1
