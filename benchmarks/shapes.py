@@ -23,7 +23,6 @@ GROWTH = {  # of one microbatch of 64 samples of 16 tokens, and one term, but fo
     "terms": (1, 2, 4, 8),
 }
 BROADCAST = (128, 1024, 16)  # likewise: 131,072 tokens of a rank
-LARGE_PLAN = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ SMALL_MODEL = Gpt(layers=1, hidden=8, heads=1, vocabulary=32)
 LOADER_STEP = Step(microbatches=4, rows=1, length=32)
 LOADER_DELAY = 0.5  # of the time that a microbatch computes, for each batch
 LOGITS = (2048, 8192)  # tokens, vocabulary
+BROADCAST = (128, 1024, 16)  # samples, tokens of each, microbatches: 131,072 tokens of a rank
 
 GOALS = {
     "hook": 1.5,  # of the floor
