@@ -9,12 +9,13 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from megatron_loss_agg import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_loss_agg"
-_FEW = 20
+_FEW = 14
 HEAD = """\
 # Errors
 
@@ -24,13 +25,55 @@ was got, what was expected, and what to change. Here they are by their fixed par
 """
 
 
-def text_of(message: ast.expr) -> str | None:
-    """The text of a string, with `…` for what is filled in; None if it is no string."""
-    if isinstance(message, ast.Constant) and isinstance(message.value, str):
-        return message.value
-    if isinstance(message, ast.JoinedStr):
-        return "".join(text_of(part) or "…" for part in message.values)
-    return None
+class Source:
+    """A module, with the constants and functions that its messages are made of."""
+
+    constants: ClassVar[dict[str, ast.expr]] = {}  # of all modules that were read
+
+    def __init__(self, path: Path) -> None:
+        self.tree = ast.parse(path.read_text())
+        self._own = {
+            target.id: node.value
+            for node in self.tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        self._functions = {n.name: n for n in self.tree.body if isinstance(n, ast.FunctionDef)}
+        self.constants.update(self._own)
+
+    def messages(self) -> Iterator[tuple[str, str]]:
+        """(class, message) of every error that is made here with a message of its own."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                for text in self._texts(node.args[0]) if node.func.id in vars(errors) else ():
+                    if fixed(text) > _FEW:
+                        yield node.func.id, " ".join(text.split())
+
+    def _texts(self, message: ast.expr) -> list[str]:
+        """What ``message`` may be, with `…` for what is filled in; empty if it is no string."""
+        if isinstance(message, ast.Call) and isinstance(message.func, ast.Name):
+            function = self._functions.get(message.func.id)
+            found = ast.walk(function) if function is not None else ()
+            returned = [node.value for node in found if isinstance(node, ast.Return)]
+            return [text for value in returned if value for text in self._texts(value)]
+        text = self._text(message)
+        return [] if text is None else [text]
+
+    def _text(self, message: ast.expr) -> str | None:
+        match message:
+            case ast.Constant(value=str(text)):
+                return text
+            case ast.JoinedStr(values=parts):
+                return "".join(self._text(part) or "…" for part in parts)
+            case ast.FormattedValue(value=ast.Name() as name) | (ast.Name() as name):
+                if not name.id.isupper():
+                    return None
+                value = self._own.get(name.id, self.constants.get(name.id))
+                return None if value is None else self._text(value)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return (self._text(left) or "…") + (self._text(right) or "…")
+        return None
 
 
 def fixed(text: str) -> int:
@@ -38,20 +81,10 @@ def fixed(text: str) -> int:
     return sum(map(str.isalpha, text))
 
 
-def messages(source: Path) -> Iterator[tuple[str, str]]:
-    """(class, message) of every error that ``source`` makes with a message of its own."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
-            continue
-        text = text_of(node.args[0])
-        if node.func.id in vars(errors) and text is not None and fixed(text) > _FEW:
-            yield node.func.id, " ".join(text.split())
-
-
 def main() -> None:
     found: dict[str, list[str]] = {}
-    for source in sorted(PACKAGE.rglob("*.py")):
-        for name, text in messages(source):
+    for source in [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]:
+        for name, text in source.messages():
             if text not in found.setdefault(name, []):
                 found[name].append(text)
     print(HEAD)

@@ -76,22 +76,25 @@ class LossAggregation:
 
     _: KW_ONLY
     mode: str
-    # D of `constant` and `sum`, in tokens.
+    """What the mean is over: a name of the table in docs/modes.md."""
     divisor: float | None = None
-    # Whether groups without active tokens are included in N_across: `count` or `skip`.
+    """D of `constant` and `sum`, in tokens."""
     empty: str = "count"
-    # Unit of N_across, if not the mode's own.
+    """Whether groups without active tokens are included in N_across: `count` or `skip`."""
     count: str | None = None
-    # Whether rejected samples (weight 0) are included in M_within and N_across: `count` or `skip`.
-    # Must be set if the step has any.
+    """Unit of N_across, if not the mode's own."""
     rejected: str | None = None
-    # Whether `Microbatch.sample_weights` are in the denominators: `count` (V_across instead of
-    # N_across) or `skip`. Must be set if the step has any.
+    """Whether rejected samples (weight 0) are included in M_within and N_across: `count` or
+    `skip`. Must be set if the step has any.
+    """
     sample_weights: str | None = None
-    # For `custom`: (plan, i) -> weights of microbatch i, in the shape of its mask.
+    """Whether `Microbatch.sample_weights` are in the denominators: `count` (V_across instead of
+    N_across) or `skip`. Must be set if the step has any.
+    """
     function: Callable[..., Any] | None = None
-    # What `label` shows, if not the mode; `preset` sets it to the preset's name.
+    """For `custom`: (plan, i) -> weights of microbatch i, in the shape of its mask."""
     name: str | None = field(default=None, compare=False, repr=False)
+    """What `label` shows, if not the mode; `preset` sets it to the preset's name."""
 
     def __post_init__(self) -> None:
         if not _is_one_of(self.mode, MODES):
@@ -107,7 +110,10 @@ class LossAggregation:
         if self.mode != "custom" and self.function is not None:
             raise FunctionError(f"function given with mode {self.mode!r}; only 'custom' takes one")
         if self.mode == "custom" and not callable(self.function):
-            raise FunctionError(f"mode 'custom' needs a callable function, got {self.function!r}")
+            raise FunctionError(
+                f"mode 'custom' with function={self.function!r}; expected a function (plan, i) -> "
+                "weights of microbatch i"
+            )
 
     @classmethod
     def preset(
@@ -171,7 +177,9 @@ class LossAggregation:
         if self.count is None:
             return
         if MODES[self.mode].across not in _COUNTABLE:
-            raise ModeError(f"count={self.count!r} with mode {self.mode!r}, which takes no count")
+            raise ModeError(
+                f"count={self.count!r} with mode {self.mode!r}, which takes no count; drop it"
+            )
         if not _is_one_of(self.count, _COUNTABLE):
             raise ModeError(f"count={self.count!r}; expected one of {', '.join(_COUNTABLE)}")
 
@@ -213,8 +221,9 @@ class Term:
     """
 
     aggregation: LossAggregation
-    # Multiplies the term in the loss, but not in its report.
+    """How its token losses are reduced."""
     coefficient: float = 1.0
+    """Multiplies the term in the loss, but not in its report."""
 
     def __post_init__(self) -> None:
         aggregation: Any = self.aggregation

@@ -52,7 +52,7 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
         ) from error
     with_tokens = [s for s, sample in enumerate(samples) if sample.tokens > 0]
     if not with_tokens:
-        raise InputError("--plot: no sample has loss tokens; there is nothing to draw")
+        raise InputError("--plot: no sample has loss tokens; expected a length > 0")
     figure = Figure(figsize=(13.0, 5.0), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2, subplot_kw={"xscale": "log", "yscale": "log"})
     lengths = [samples[s].tokens for s in with_tokens]

@@ -118,7 +118,8 @@ def _mask_sum(where: str, mask: Any) -> float:
     numbers = isinstance(mask, list) and all(isinstance(m, (bool, int, float)) for m in mask)
     if not numbers or not all(0 <= m <= _MAX for m in mask) or sum(mask) > _MAX:
         raise InputError(
-            f"{where}: 'loss_mask' is not a list of finite numbers >= 0 with a sum up to 2**53"
+            f"{where}: a bad 'loss_mask'; expected a list of finite numbers >= 0 with a sum up to "
+            "2**53"
         )
     return math.fsum(mask)
 

@@ -92,7 +92,10 @@ def _missing_unit(agg: LossAggregation, sample: Sample) -> str | None:
 
 def _aggregation(name: str, divisor: float | None, empty: str) -> LossAggregation:
     if name == "custom":
-        raise FunctionError("mode 'custom' has no table: its weights are what your function says")
+        raise FunctionError(
+            "mode 'custom' has no table, since its weights are what your function says; expected "
+            "another mode"
+        )
     mode = PRESETS[name].mode if name in PRESETS else name
     if mode not in MODES:
         raise ModeError(

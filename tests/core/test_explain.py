@@ -138,7 +138,7 @@ BAD_ARGUMENTS = {
     str(2**53 + 1): "InputError: --lengths '9007199254740993'; expected",
     "1,2 --prompts 0": "InputError: --prompts has 1 values and --lengths has 2; expected one for",
     "1 --modes mean": "ModeError: unknown mode 'mean'; expected one of token_mean, ",
-    "1 --modes custom": "FunctionError: mode 'custom' has no table: its weights are what your fun",
+    "1 --modes custom": "FunctionError: mode 'custom' has no table, since its weights are what you",
     "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
     "1 --divisor many": "DivisorError: --divisor 'many'; expected a finite number > 0",
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
@@ -153,7 +153,7 @@ def test_bad_arguments_are_named(capsys, arguments):
     assert refusal(capsys, *args).startswith(BAD_ARGUMENTS[arguments])
 
 
-NO_NUMBERS = "'loss_mask' is not a list of finite numbers >= 0"
+NO_NUMBERS = "a bad 'loss_mask'; expected a list of finite numbers >= 0"
 # The second line of a file, and how what is said of it begins; an InputError, unless named.
 BAD_LINES = {
     "{": "no JSON (",
@@ -161,8 +161,8 @@ BAD_LINES = {
     '{"prompt": ' + "[" * 20_000 + "]" * 20_000 + "}": "no JSON (",
     '{"length": ' + "9" * 400 + "}": "'length' is 999",
     '{"length": 1, "rank": ' + "9" * 400 + "}": "'rank' is 999",
-    '{"loss_mask": [1, ' + "9" * 400 + "]}": "'loss_mask' is not a list",
-    '{"loss_mask": [9e15, 9e15]}': "'loss_mask' is not a list",
+    '{"loss_mask": [1, ' + "9" * 400 + "]}": "a bad 'loss_mask'",
+    '{"loss_mask": [9e15, 9e15]}': "a bad 'loss_mask'",
     "[1]": "list; expected a JSON object",
     "{}": "has keys []; expected either 'length' or 'loss_mask'",
     '{"length": 1, "loss_mask": [1]}': "has keys ['length', 'loss_mask']; expected either",

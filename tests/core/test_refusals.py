@@ -79,7 +79,11 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
         for x in OUT_OF_RANGE
     ),
     *(
-        ({"mode": "custom", "function": function}, FunctionError, f"function, got {function!r}")
+        (
+            {"mode": "custom", "function": function},
+            FunctionError,
+            f"function={function!r}; expected",
+        )
         for function in (None, "module:name", 3)
     ),
     ({"mode": "sum", "function": print}, FunctionError, "function given with mode 'sum'"),
