@@ -48,7 +48,7 @@ setup(
             "ruff>=0.9",
             "zstandard>=0.23",
         ],
-        "docs": ["mkdocs>=1.6"],
+        "docs": ["mkdocs>=1.6", "mkdocstrings[python]>=1.0", "pymdown-extensions>=10.16"],
     },
     entry_points={"console_scripts": ["megatron-loss-agg = megatron_loss_agg.__main__:main"]},
     classifiers=[

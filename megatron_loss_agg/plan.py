@@ -126,7 +126,9 @@ class StepPlan:
             group_by: units with ids, such as ``"dataset"``, whose `groups` are needed whatever the
                 modes use; the same on every rank.
 
-        Raises: as `build`; ModeError also for bad ``terms``, GroupError for ``group_by``.
+        Raises:
+            AggregationError: as `build`; ModeError also for bad ``terms``, GroupError for
+                ``group_by``.
         """
         with abandoning_on_error(group):
             named = named_terms(terms)
@@ -383,16 +385,21 @@ def token_weights(
     """Weights of a step that is one microbatch on one rank.
 
     ``(token_weights(agg, mask) * token_loss).sum()`` is the aggregated loss. Equivalent code for
-    ``sample_mean`` on rows::
+    ``sample_mean`` on rows:
 
         sum((mask[s] * loss[s]).sum() / mask[s].sum() for s in range(batch)) / batch
 
-    Args: as for `Microbatch` and `StepPlan.weights`.
+    Args:
+        agg: what to compute.
+        loss_mask: [samples, seq] or, with ``cu_seqlens``, [tokens]. It and the others are as for
+            `Microbatch`.
+        dtype: of the result, as for `StepPlan.weights`.
 
     Returns:
         ``dtype``, shape of ``loss_mask``; counted in fp64.
 
-    Raises: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
+    Raises:
+        AggregationError: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
     """
     microbatch = Microbatch(
         loss_mask,

@@ -38,6 +38,7 @@ class PolicyLoss(NamedTuple):
     """Per-token losses and what to report about them, all in the shape of the inputs."""
 
     losses: Tensor
+    """What `weighted_sum` takes; differentiable."""
     ratios: Tensor
     """Importance ratios, detached."""
     clipped: Tensor
@@ -54,8 +55,6 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
 ) -> PolicyLoss:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347).
-
-    ::
 
         r    = exp(log_probs - old_log_probs)
         loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
@@ -92,8 +91,6 @@ def sequence_policy_loss(
 ) -> PolicyLoss:
     """GSPO: one ratio for all tokens of a sequence (Zheng et al. 2025, arXiv:2507.18071).
 
-    ::
-
         s    = exp(mean over the sequence's active tokens of (log_probs - old_log_probs))
         loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))
 
@@ -127,8 +124,6 @@ def cispo_loss(
     clip_high: float,
 ) -> PolicyLoss:
     """CISPO: clips a token's weight but keeps its gradient (MiniMax-M1, arXiv:2506.13585).
-
-    ::
 
         r    = exp(log_probs - old_log_probs)
         loss = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs

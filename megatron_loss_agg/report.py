@@ -22,7 +22,9 @@ class Mean:
     """A mean as (sum, count), which are added over microbatches and ranks before dividing."""
 
     sum: Tensor
+    """``sum w * v``, a scalar."""
     count: Tensor
+    """``sum w``, a scalar."""
 
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Mean:
@@ -70,6 +72,7 @@ class Sum:
     """A sum over microbatches and ranks."""
 
     sum: Tensor
+    """``sum w * v``, a scalar."""
 
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Sum:
@@ -84,6 +87,7 @@ class Sum:
         return Sum(self.sum + other.sum) if isinstance(other, Sum) else NotImplemented
 
     def value(self) -> Tensor:
+        """The sum."""
         return self.sum
 
 
@@ -92,6 +96,7 @@ class Max:
     """A maximum; -inf if nothing was counted."""
 
     max: Tensor
+    """A scalar."""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
@@ -110,6 +115,7 @@ class Max:
         return Max(torch.maximum(self.max, other.max)) if isinstance(other, Max) else NotImplemented
 
     def value(self) -> Tensor:
+        """The maximum."""
         return self.max
 
 
@@ -118,6 +124,7 @@ class Min:
     """A minimum; inf if nothing was counted."""
 
     min: Tensor
+    """A scalar."""
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Min:
@@ -128,10 +135,12 @@ class Min:
         return Min(torch.minimum(self.min, other.min)) if isinstance(other, Min) else NotImplemented
 
     def value(self) -> Tensor:
+        """The minimum."""
         return self.min
 
 
 Metric = Mean | Sum | Max | Min
+"""What `reduce_reports` reduces."""
 
 METRICS_CAPACITY = 32
 COLUMNS = 2  # of a metric: its fields, or its only field twice

@@ -55,7 +55,7 @@ _FAILED = (
 class LossHook:
     """Makes Megatron's schedule compute an exact loss, whatever averaging the host does itself.
 
-    In a custom loop::
+    In a custom loop:
 
         hook = LossHook(LossAggregation(mode="prompt_mean"))
         forward_backward = hook.wrap(get_forward_backward_func())
@@ -66,7 +66,7 @@ class LossHook:
     loss`` as the mean over tokens, and get the aggregated loss of the step, named ``"<mode> loss"``
     or by the preset; both are (sum, count) pairs.
 
-    A loss of several terms, each with a denominator of its own::
+    A loss of several terms, each with a denominator of its own:
 
         hook = LossHook({"policy": LossAggregation(mode="prompt_mean"),
                          "kl": Term(LossAggregation(mode="token_mean"), coefficient=0.01)})
@@ -208,14 +208,15 @@ class LossHook:
             a function that takes the schedule's arguments, by keyword, and returns its result. Once
             it returns, it keeps nothing of the call; only a `Prefetch` still reads the iterator.
 
-        Raises (when called):
-            MaskError, GroupError, LayoutError, FunctionError: bad batches, masks or ids, or a loss
-                function's mask differs from the planned one.
-            ReportError: the loss function reports a name that the hook adds.
-            ModeError: ranks have different settings.
-            HostError: the host scales or calls the loss in another way than planned.
-            StepError: see `step`.
-            PeerError: another rank failed, or has no hook.
+        Raises:
+            MaskError, GroupError, LayoutError, FunctionError: when called: bad batches, masks or
+                ids, or a loss function's mask differs from the planned one.
+            ReportError: when called: the loss function reports a name that the hook adds.
+            ModeError: when called: ranks have different settings.
+            HostError: ``forward_backward`` is wrapped already; or, when called: the host scales or
+                calls the loss in another way than planned.
+            StepError: when called: see `step`.
+            PeerError: when called: another rank failed, or has no hook.
         """
         forward_backward = stock(forward_backward)
         if hasattr(forward_backward, _MARK):
@@ -249,7 +250,7 @@ class LossHook:
 
     @contextlib.contextmanager
     def step(self, microbatches: Sequence[MicrobatchOfTerms | LateMicrobatch]) -> Iterator[None]:
-        """Make several forward-backward calls one optimizer step::
+        """Make several forward-backward calls one optimizer step:
 
             with hook.step(microbatches):
                 forward_backward(num_microbatches=2, **the_rest)

@@ -14,8 +14,6 @@ import os
 
 __all__ = ["CPU_FLAGS", "enable", "set_default_flags"]
 
-# Megatron flags required on CPU: the backend, layers without Transformer Engine, and no fused
-# kernels. None: the flag takes no value.
 CPU_FLAGS: dict[str, str | None] = {
     "--distributed-backend": "gloo",
     "--transformer-impl": "local",
@@ -27,6 +25,9 @@ CPU_FLAGS: dict[str, str | None] = {
     "--no-bias-swiglu-fusion": None,
     "--no-bias-dropout-fusion": None,
 }
+"""Megatron flags required on CPU: the backend, layers without Transformer Engine, and no fused
+kernels. None: the flag takes no value.
+"""
 
 _enabled = False
 
