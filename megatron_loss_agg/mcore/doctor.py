@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+
+import torch
 
 from megatron_loss_agg import __version__
-from megatron_loss_agg.errors import AggregationError, InputError
-from megatron_loss_agg.mcore import flags
-from megatron_loss_agg.mcore.host_flags import check_host_flags
+from megatron_loss_agg.errors import InputError
 from megatron_loss_agg.mcore.packages import (
     Finding,
     check_apex,
@@ -28,6 +27,7 @@ from megatron_loss_agg.mcore.packages import (
     release,
     try_import,
 )
+from megatron_loss_agg.mcore.script_flags import check_flags
 from megatron_loss_agg.mcore.seams import seams
 
 # Megatron-Core releases: the first whose loss averaging is that of `host`, and those tested.
@@ -48,6 +48,9 @@ def main(argv: Sequence[str]) -> int:
         if not (Path(args.megatron) / "megatron" / "core").is_dir():
             raise InputError(f"--megatron {args.megatron}: no megatron/core; expected a checkout")
         sys.path.insert(0, str(Path(args.megatron).resolve()))
+    if script_flags and Path(script_flags[0]).is_file():
+        # As when the script runs: its folder comes first, where Megatron and modules may lie.
+        sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
     with _quiet():
         findings = list(examine(script_flags))
     ok = all(finding.level != "FAIL" for finding in findings)
@@ -69,17 +72,19 @@ def examine(script_flags: Sequence[str] | None = None) -> Iterator[Finding]:
     yield Finding("OK", "megatron_loss_agg", __version__)
     yield check_torch()
     core = try_import("megatron.core")
-    yield _check_core(core)
+    release = _check_core(core)
+    yield release
     training: ModuleType | Exception | None = None
     if isinstance(core, ModuleType):
         training = try_import("megatron.training")
         yield from _check_training(core, training)
         yield _check_seams()
-        yield from check_source(_root(core))
     yield check_transformer_engine()
     yield check_apex()
     if script_flags is not None:
-        yield _check_flags(script_flags, with_host=isinstance(training, ModuleType))
+        yield check_flags(script_flags, with_host=isinstance(training, ModuleType))
+    if isinstance(core, ModuleType) and release.level != "FAIL":
+        yield how_to_start(_root(core), on_gpu=torch.cuda.is_available())
 
 
 def _check_core(core: ModuleType | Exception) -> Finding:
@@ -114,6 +119,10 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
         )
         yield Finding("WARN", name, text)
         return
+    if isinstance(training, ModuleNotFoundError):
+        text = f"cannot be imported: {training}; install the package that has this module"
+        yield Finding("FAIL", name, text)
+        return
     if isinstance(training, Exception):
         yield Finding("FAIL", name, f"cannot be imported ({one_line(training)}); fix that first")
         return
@@ -131,51 +140,17 @@ def _check_seams() -> Finding:
     return Finding("OK", "seams", f"the launcher can wrap Megatron's {', '.join(parts)}")
 
 
-def check_source(root: Path) -> Iterator[Finding]:
-    """Which scripts of a checkout at ``root`` call the plugin themselves; nothing if it is none."""
-    if not (root / "pretrain_gpt.py").is_file():
-        return
-    scripts = sorted(root.glob("*.py"))
+def how_to_start(root: Path, on_gpu: bool) -> Finding:
+    """The command for a script; ``root`` holds Megatron, whose scripts may be patched."""
+    launcher = "torchrun ... -m megatron_loss_agg"
+    if not on_gpu:
+        return Finding("OK", "start", f"{launcher} --cpu SCRIPT --loss-aggregation MODE")
+    scripts = sorted(root.glob("*.py")) if (root / "pretrain_gpt.py").is_file() else []
     patched = [path.name for path in scripts if b"megatron_loss_agg" in path.read_bytes()]
+    text = f"{launcher} SCRIPT --loss-aggregation MODE"
     if patched:
-        text = f"applied to {', '.join(patched)}: start it without -m megatron_loss_agg"
-        yield Finding("OK", "patch", text)
-    else:
-        yield Finding("OK", "patch", "none applied: put -m megatron_loss_agg before the script")
-
-
-class _FlagParser(argparse.ArgumentParser):
-    """Raises on a bad flag instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
-def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
-    if script_flags and Path(script_flags[0]).is_file():
-        # As when the script runs: modules that the flags name may be in its folder.
-        sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
-    parser: argparse.ArgumentParser = _FlagParser(add_help=False, allow_abbrev=False)
-    try:
-        training = seams().training if with_host else None
-        if training is not None:
-            parser = training.add_arguments.function(parser)
-        args, others = flags.add_arguments(parser).parse_known_args(list(script_flags))
-        if flags.settings_from(args) is None:
-            text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"
-            return Finding("WARN", "flags", text)
-        check_host_flags(args)
-    except AggregationError as error:
-        return Finding("FAIL", "flags", one_line(error))
-    mode = args.loss_aggregation
-    if not with_host:
-        text = f"{mode}; Megatron's own flags not checked: megatron.training cannot be imported"
-        return Finding("WARN", "flags", text)
-    unknown = [flag for flag in others if flag.startswith("--") and flag != "--cpu"]
-    if unknown:
-        text = f"{mode}; Megatron has no {', '.join(unknown)}: valid only if the script adds them"
-        return Finding("WARN", "flags", text)
-    return Finding("OK", "flags", f"{mode}, and no other flag conflicts with it")
+        text += f"; {', '.join(patched)}, where the patch is applied, also without -m ..."
+    return Finding("OK", "start", text)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -128,7 +128,7 @@ def plan_late(
         FunctionError, MaskError, GroupError: bad batches.
         PeerError: another rank failed.
     """
-    _check_host(terms, call)
+    check_host(terms, call.scale.per_token, call.config)
     groups = call.groups
 
     def count_here() -> tuple[list[int], list[StepCounts]]:
@@ -266,19 +266,25 @@ class LateWeights(StepWeights):
         return packed
 
 
-def _check_host(terms: Mapping[str, Term], call: Call) -> None:
+def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
+    """Raise HostError if ``terms`` need ``calculate_per_token_loss`` the other way round.
+
+    Args:
+        per_token: whether it is on.
+        config: the model's.
+    """
     if any(term.aggregation.within == "step" for term in terms.values()):
-        if not call.scale.per_token:
+        if not per_token:
             raise HostError(
                 "'token_mean' of masks that the model makes, without calculate_per_token_loss: "
                 "the tokens of the step are not known in time, and the host would not divide by "
                 f"them; {_POSSIBLE}"
             )
         return
-    if not call.scale.per_token:
+    if not per_token:
         return
     for name in _SCALED_BY_TOKENS:
-        if getattr(call.config, name, None) is not None:
+        if getattr(config, name, None) is not None:
             raise HostError(
                 f"the model's {name} with calculate_per_token_loss and masks that the model makes: "
                 "the host scales a loss of its own by the tokens of the step, which are not known "

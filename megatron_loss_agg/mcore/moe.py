@@ -58,11 +58,8 @@ class RouterLosses:
 
     def check(self, call: Call) -> None:
         """Raise HostError, on every rank alike, if the losses of ``call`` cannot be weighed."""
-        if not self._on:
-            return
-        reason = _reason_against(call)
-        if reason is not None:
-            raise HostError(f"moe='step' ({_FLAG} step) {reason}, or choose 'host'")
+        if self._on:
+            check_config(call.config, call.scale.data_parallel_size)
 
     def waits(self, call: Call) -> bool:
         """Whether all pipeline stages wait for the last one's plan."""
@@ -172,11 +169,17 @@ class RouterLosses:
             )
 
 
-def _reason_against(call: Call) -> str | None:
+def check_config(config: Any, ranks: int) -> None:
+    """Raise HostError if ``step`` cannot be exact for the model, on data-parallel ``ranks``."""
+    reason = _reason_against(config, ranks)
+    if reason is not None:
+        raise HostError(f"moe='step' ({_FLAG} step) {reason}, or choose 'host'")
+
+
+def _reason_against(config: Any, ranks: int) -> str | None:
     """Why ``step`` cannot be exact, and what to change; None if it can."""
     from megatron.core import __version__
 
-    config = call.config
     # Snapshots between releases (0.19.0rc0) ask for the weights and apply others. In a git checkout
     # a release is 0.19.2+commit.
     known = re.fullmatch(r"0\.19\.\d+(\+.*)?", __version__)
@@ -193,7 +196,6 @@ def _reason_against(call: Call) -> str | None:
             "with a model that has no auxiliary loss of routers; expected num_moe_experts, and "
             f"moe_router_load_balancing_type {', '.join(_KINDS)} or moe_z_loss_coeff: drop it"
         )
-    ranks = call.scale.data_parallel_size
     if "global_aux_loss" in kinds and ranks > 1:
         return (
             f"with global_aux_loss over {ranks} data-parallel ranks, where Megatron's expert "

@@ -32,7 +32,7 @@ def check_torch() -> Finding:
         text = f"{version} is older than {oldest}; pip install --upgrade torch"
         return Finding("WARN", name, text)
     if not torch.cuda.is_available():
-        return Finding("WARN", name, f"{version} sees no GPU: start scripts with --cpu here")
+        return Finding("WARN", name, f"{version} sees no GPU: for trials on the CPU only")
     return Finding("OK", name, f"{version}, {torch.cuda.device_count()} GPU")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore.doctor import check_release, check_source
+from megatron_loss_agg.mcore.doctor import check_release, how_to_start
 from megatron_loss_agg.mcore.packages import Finding, check_apex
 from tests.core.test_imports import REFUSE_HOST
 
@@ -31,6 +31,9 @@ from megatron_loss_agg.__main__ import main
 for flags in json.loads(sys.argv[1]):
     print(main(["doctor", "--json", "--", *flags.split()]))
 """
+
+LATE, MTP, MOE = (f"--loss-aggregation-{x}" for x in ("mask model", "mtp same", "moe step"))
+TOKENS = "--loss-aggregation token_mean"
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None
@@ -75,14 +78,21 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
             "OK: prompt_mean, and no other flag"
         ),
         f"--cuda-graph-impl full_iteration {mode}": "FAIL: HostError: --cuda-graph-impl full_iter",
+        f"--loss-aggregation-mod x {mode}": "FAIL: ModeError: unknown flag --loss-aggregation-mod",
+        f"{LATE} {TOKENS} --calculate-per-token-loss": "OK: token_mean",
+        f"{LATE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErr",
+        f"{LATE} {TOKENS} --sft": "FAIL: ModeError: evaluates_by_microbatch (Megatron's --sft)",
+        f"{MTP} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
+        f"{MTP} {TOKENS} --mtp-num-layers 1": "OK: token_mean",
+        f"{MOE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
+        f"{MOE} {TOKENS} --num-experts 4 --moe-aux-loss-coeff 0.1": "OK: token_mean",
     }
     done = doctor(json.dumps(list(cases)), program=("-c", SEVERAL))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for report, code, said in zip(lines[::2], lines[1::2], cases.values(), strict=True):
         found = json.loads(report)
-        last = found["findings"][-1]
-        assert last["check"] == "flags"
+        (last,) = (finding for finding in found["findings"] if finding["check"] == "flags")
         assert f"{last['level']}: {last['text']}".startswith(said)
         assert found["ok"] == (not said.startswith("FAIL")) == (int(code) == 0)
 
@@ -117,15 +127,38 @@ def test_a_release_is_judged_by_its_number(version):
     assert finding.text.startswith(f"{version} in /opt/megatron")
 
 
-def test_a_patched_script_is_recognised(tmp_path):
-    assert list(check_source(tmp_path)) == []
+def test_it_says_one_way_to_start(tmp_path):
+    launcher = "torchrun ... -m megatron_loss_agg"
     (tmp_path / "train_rl.py").write_text("import megatron\n")
     (tmp_path / "pretrain_gpt.py").write_text("import megatron\n")
-    (found,) = check_source(tmp_path)
-    assert found == ("OK", "patch", "none applied: put -m megatron_loss_agg before the script")
+    plain = f"{launcher} SCRIPT --loss-aggregation MODE"
+    assert how_to_start(tmp_path, on_gpu=True) == ("OK", "start", plain)
     (tmp_path / "pretrain_gpt.py").write_text("from megatron_loss_agg.mcore import install\n")
-    (found,) = check_source(tmp_path)
-    assert found.text == "applied to pretrain_gpt.py: start it without -m megatron_loss_agg"
+    patched = how_to_start(tmp_path, on_gpu=True).text
+    assert patched == f"{plain}; pretrain_gpt.py, where the patch is applied, also without -m ..."
+    on_cpu = how_to_start(tmp_path, on_gpu=False).text
+    assert on_cpu == f"{launcher} --cpu SCRIPT --loss-aggregation MODE"
+
+
+CHECKOUT = {
+    "core/__init__.py": "__version__ = '0.12.3'",
+    "training/__init__.py": "import nowhere_to_be_found",
+}
+
+
+def test_the_checkout_of_a_script_is_examined(tmp_path):
+    """Though it is not on PYTHONPATH: the script's own folder comes first when it runs."""
+    for name, source in CHECKOUT.items():
+        file = tmp_path / "megatron" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(source)
+    (tmp_path / "pretrain_gpt.py").touch()
+    done = doctor("--", str(tmp_path / "pretrain_gpt.py"), "--loss-aggregation", "token_mean")
+    assert done.returncode == 1
+    lines = {line.split()[1]: line for line in done.stdout.splitlines()}
+    assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
+    assert "No module named 'nowhere_to_be_found'; install" in lines["megatron.training"]
+    assert "start" not in lines
 
 
 def apex_made_of(folder: Path, *files: str) -> Finding:
