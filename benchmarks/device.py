@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +18,18 @@ from megatron_loss_agg import weighted_sum
 from megatron_loss_agg.mcore.host import ParallelGroups
 
 
-def measure(results: Results) -> None:
+def measure(
+    results: Results, shapes: Sequence[tuple[int, int]] = MICROBATCHES, graphs: bool = True
+) -> None:
     """Every shape and layout; needs no process group to exist."""
     torch.cuda.set_device(0)
     with fake_groups(1) as (alone,):
         for layout in LAYOUTS:
-            for samples, length in MICROBATCHES:
-                _one_shape(results, Shape(samples, length, layout), alone)
+            for samples, length in shapes:
+                _one_shape(results, Shape(samples, length, layout), alone, graphs)
 
 
-def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
+def _one_shape(results: Results, shape: Shape, groups: ParallelGroups, graphs: bool) -> None:
     """A data loader's masks are on the CPU, and so is the plan; a script's mask is on the GPU."""
     whole = shape.microbatch()
     weights = local_weights_of(AGGREGATIONS["prompt_mean"], whole, groups)
@@ -43,8 +45,9 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     results.add("hook", where, taken / base, "x floor", "hook_on_gpu")
     results.add("floor, launches", where, launches(least), "kernels")
     results.add("hook, launches", where, launches(work), "kernels")
-    graph = captured(w, losses)
-    results.add("hook in a CUDA graph", where, microseconds(graph.replay), "us")
+    if graphs:
+        graph = captured(w, losses)
+        results.add("hook in a CUDA graph", where, microseconds(graph.replay), "us")
 
 
 def microseconds(function: Callable[[], object], rounds: int = 50) -> float:

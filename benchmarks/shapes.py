@@ -69,6 +69,13 @@ GOALS = {
     "sent": 1.05 * 4,  # bytes a token: weights of packs in fp32, and numbers of samples
     "message": 1.0,  # of the time of a pickle
     "policy_memory": 1.05,  # of Megatron's cross entropy
+    "gpu_step": 1.005,  # of stock Megatron's step
+    "gpu_memory": 1.001,  # of stock Megatron's peak
+    "gpu_waits": 0,  # of the CPU for the GPU, a step, besides stock Megatron's
+    "gpu_waits_of_masks": 1,  # the same where the masks are on the GPU
+    "gpu_gradient": 2.0,  # of the error of one unsplit process
+    "gpu_indices": 0,
+    "import_s": 0.2,  # beyond torch's
 }
 
 
