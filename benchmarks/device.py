@@ -19,17 +19,20 @@ from megatron_loss_agg.mcore.host import ParallelGroups
 
 
 def measure(
-    results: Results, shapes: Sequence[tuple[int, int]] = MICROBATCHES, graphs: bool = True
+    results: Results, shapes: Sequence[tuple[int, int]] = MICROBATCHES, kernels: bool = True
 ) -> None:
-    """Every shape and layout; needs no process group to exist."""
+    """Every shape and layout; ``kernels``: their number too, which a stand-in for a GPU lacks.
+
+    Needs no process group to exist.
+    """
     torch.cuda.set_device(0)
     with fake_groups(1) as (alone,):
         for layout in LAYOUTS:
             for samples, length in shapes:
-                _one_shape(results, Shape(samples, length, layout), alone, graphs)
+                _one_shape(results, Shape(samples, length, layout), alone, kernels)
 
 
-def _one_shape(results: Results, shape: Shape, groups: ParallelGroups, graphs: bool) -> None:
+def _one_shape(results: Results, shape: Shape, groups: ParallelGroups, kernels: bool) -> None:
     """A data loader's masks are on the CPU, and so is the plan; a script's mask is on the GPU."""
     whole = shape.microbatch()
     weights = local_weights_of(AGGREGATIONS["prompt_mean"], whole, groups)
@@ -39,30 +42,31 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups, graphs: b
     least = functools.partial(floor, w, losses)
     work = functools.partial(hook, weights, mask, losses)
     where = f"{shape.samples} x {shape.length} {shape.layout}"
-    base, taken = microseconds(least), microseconds(work)
+    base, taken = microseconds(least, work)
     results.add("floor", where, base, "us")
     results.add("hook", where, taken, "us")
     results.add("hook", where, taken / base, "x floor", "hook_on_gpu")
-    results.add("floor, launches", where, launches(least), "kernels")
-    results.add("hook, launches", where, launches(work), "kernels")
-    if graphs:
-        graph = captured(w, losses)
-        results.add("hook in a CUDA graph", where, microseconds(graph.replay), "us")
+    if kernels:
+        results.add("floor, launches", where, launches(least), "kernels")
+        results.add("hook, launches", where, launches(work), "kernels")
+        (replayed,) = microseconds(captured(w, losses).replay)
+        results.add("hook in a CUDA graph", where, replayed, "us")
 
 
-def microseconds(function: Callable[[], object], rounds: int = 50) -> float:
-    """Median over rounds, from an idle GPU to an idle GPU."""
+def microseconds(*functions: Callable[[], object], rounds: int = 50) -> list[float]:
+    """Median of each over rounds in which all run, from an idle GPU to an idle GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken = []
+    taken: list[list[float]] = [[] for _ in functions]
     for i in range(rounds + 5):
-        torch.cuda.synchronize()
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 5:
-            taken.append(1e3 * begin.elapsed_time(end))
-    return statistics.median(taken)
+        for function, found in zip(functions, taken, strict=True):
+            torch.cuda.synchronize()
+            begin.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 5:
+                found.append(1e3 * begin.elapsed_time(end))
+    return [statistics.median(found) for found in taken]
 
 
 def launches(function: Callable[[], object]) -> int:

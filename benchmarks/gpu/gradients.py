@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import world
-from benchmarks.gpu.evidence import Evidence
+from benchmarks.gpu.evidence import CannotRun, Evidence
 from megatron_loss_agg.mcore import LossHook
 from tests.host.reference import Gradient, relative_error
 from tests.host.steps import PLACES, aggregation, batches, sequences, weights_of
 
 SINGLE, HALF = torch.float32, torch.bfloat16
+KEPT = "expected.pt"
 WORLDS = {"DP 2": (2, 1), "CP 2": (1, 2)}  # data- and context-parallel ranks
 
 
@@ -58,20 +59,28 @@ def cases(dry: bool) -> list[Case]:
 
 
 def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
-    """One rank here; two in processes of their own, if there are GPUs for them."""
+    """One rank; keeps what is expected for `ranks`."""
     with world.groups(dry):
         expected = _expected(dry)
+        torch.save(expected, folder / KEPT)
         _judge(evidence, "one rank", expected, [_errors(dry, expected)])
+
+
+def ranks(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
+    """Two ranks, with a GPU each."""
     number = 2 if dry else torch.cuda.device_count()
+    if number < 2:
+        raise CannotRun(f"needs 2 GPUs; found {number}")
+    if not (folder / KEPT).exists():
+        raise CannotRun("the part 'gradients', which makes what it expects, did not")
+    expected = torch.load(folder / KEPT, weights_only=False)
     for name, (dp, cp) in WORLDS.items():
-        if number < 2:
-            evidence.could_not_run(f"gradients, {name} over NCCL", f"needs 2 GPUs; found {number}")
-            continue
-        # Through a file: the ranks are processes of their own.
-        torch.save(expected, folder / "expected.pt")
-        given = folder / "expected.pt", dp
-        errors = world.run_ranks(_rank, 2, cp, dry, folder, 0.3 * seconds, *given)
-        _judge(evidence, name, expected, errors)
+        try:
+            errors = world.run_ranks(_rank, 2, cp, dry, folder, 0.45 * seconds, folder / KEPT, dp)
+        except RuntimeError as error:
+            evidence.fail(f"gradients, {name}", str(error))
+        else:
+            _judge(evidence, name, expected, errors)
 
 
 def _judge(

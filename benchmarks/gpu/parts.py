@@ -57,7 +57,7 @@ def microbatch(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> N
     from benchmarks import device
 
     if dry:
-        device.measure(evidence, shapes=((4, 16),), graphs=False)
+        device.measure(evidence, shapes=((4, 16),), kernels=False)
         raise CannotRun("dry run: no kernels are launched and no graph is captured")
     device.measure(evidence)
 

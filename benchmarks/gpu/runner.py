@@ -30,6 +30,7 @@ PARTS = {
     "waits": Part("waits", "run", 90, ("megatron.core",)),
     "tests": Part("parts", "tests", 90, ("pytest",)),
     "gradients": Part("gradients", "run", 120, ("megatron.core",)),
+    "ranks": Part("gradients", "ranks", 90, ("megatron.core",)),
     "training": Part("training", "run", 220, ("megatron.core",)),
 }
 
@@ -87,7 +88,7 @@ def _part(name: str, dry: bool, seconds: float, folder: Path) -> None:
     log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    evidence, part = Evidence(folder / f"{name}.json"), PARTS[name]
+    evidence, part = Evidence(folder / f"{name}.json", dry), PARTS[name]
     try:
         for needed in part.needs:
             _check(needed)
