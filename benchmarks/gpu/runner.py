@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -30,7 +31,7 @@ PARTS = {
     "waits": Part("waits", "run", 90, ("megatron.core",)),
     "tests": Part("parts", "tests", 90, ("pytest",)),
     "gradients": Part("gradients", "run", 120, ("megatron.core",)),
-    "ranks": Part("gradients", "ranks", 90, ("megatron.core",)),
+    "ranks": Part("gradients", "ranks", 120, ("megatron.core",)),
     "training": Part("training", "run", 220, ("megatron.core",)),
 }
 
@@ -88,6 +89,7 @@ def _part(name: str, dry: bool, seconds: float, folder: Path) -> None:
     log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.dump_traceback_later(0.95 * seconds)  # where it hangs, before it is killed
     evidence, part = Evidence(folder / f"{name}.json", dry), PARTS[name]
     try:
         for needed in part.needs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -75,7 +76,7 @@ def run_ranks(
     ranks = []
     for rank, path in enumerate(results):
         path.unlink(missing_ok=True)
-        given = (fn, dry, rank, size, store.port, cp, path, args)
+        given = (fn, dry, rank, size, store.port, cp, path, limit, args)
         ranks.append(context(dry).Process(target=_rank, args=given))
         ranks[-1].start()
     deadline = time.monotonic() + limit
@@ -101,8 +102,10 @@ def _rank(
     port: int,
     cp: int,
     path: Path,
+    limit: float,
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.dump_traceback_later(0.9 * limit)  # where it hangs, before it is killed
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     with groups(dry, rank, size, port, cp):
         path.write_bytes(pickle.dumps(fn(dry, *args)))
