@@ -2,7 +2,8 @@
 
 Megatron's ``DotProductAttention`` supports neither and leaves them to Transformer Engine. Here each
 rank gathers the keys and values of its context-parallel group, restores their order, and calls
-Megatron's attention with an explicit mask.
+Megatron's attention with an explicit mask. Nothing here is about a CPU: with this attention, local
+layers do the same on a GPU.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class GatheredAttention(DotProductAttention):
         else:
             real, offsets = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
             offsets = real if offsets is None else offsets
+            real, offsets = real.cpu(), offsets.cpu()
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
@@ -102,7 +104,7 @@ class GatheredAttention(DotProductAttention):
             raise LayoutError(
                 f"got {real.numel()} offsets and {offsets.numel()} padded; expected equal numbers"
             )
-        mask = _forbidden(layout.index, offsets, None if causal else real.diff())
+        mask = _forbidden(layout.index, offsets, None if causal else real.diff()).to(query.device)
         if attention_mask is not None:
             mask = mask | attention_mask
         key, value = _gather(key, layout, group), _gather(value, layout, group)
