@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.results import Results
 
-PARTS = ("hook", "reduction", "plan", "broadcast", "host", "loader")  # the last two change torch
+PARTS = ("hook", "reduction", "plan", "broadcast", "startup", "host", "loader")
+"""The last three change torch."""
 
 
 def main() -> int:
