@@ -24,15 +24,17 @@ class Part(NamedTuple):
     needs: tuple[str, ...]  # modules
 
 
+HERE = "benchmarks.gpu."
+LEAST = 10.0  # seconds, without which a part is not begun
 PARTS = {
-    "machine": Part("parts", "machine", 60, ()),
-    "microbatch": Part("parts", "microbatch", 90, ("megatron.core",)),
-    "indices": Part("parts", "indices", 60, ()),
-    "waits": Part("waits", "run", 90, ("megatron.core",)),
-    "tests": Part("parts", "tests", 90, ("pytest",)),
-    "gradients": Part("gradients", "run", 120, ("megatron.core",)),
-    "ranks": Part("gradients", "ranks", 120, ("megatron.core",)),
-    "training": Part("training", "run", 220, ("megatron.core",)),
+    "machine": Part(HERE + "parts", "machine", 60, ()),
+    "microbatch": Part(HERE + "parts", "microbatch", 90, ("megatron.core",)),
+    "indices": Part(HERE + "parts", "indices", 60, ()),
+    "waits": Part(HERE + "waits", "run", 90, ("megatron.core",)),
+    "tests": Part(HERE + "parts", "tests", 90, ("pytest",)),
+    "gradients": Part(HERE + "gradients", "run", 120, ("megatron.core",)),
+    "ranks": Part(HERE + "gradients", "ranks", 120, ("megatron.core",)),
+    "training": Part(HERE + "training", "run", 220, ("megatron.core",)),
 }
 
 
@@ -56,7 +58,7 @@ def preload() -> None:
     importlib.import_module("tests.host.preload")
     importlib.import_module("tests.host.gpt")
     for part in PARTS.values():
-        importlib.import_module(f"benchmarks.gpu.{part.module}")
+        importlib.import_module(part.module)
 
 
 def run(name: str, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def run(name: str, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
     begin, path = time.monotonic(), folder / f"{name}.json"
     path.unlink(missing_ok=True)
     seconds, failure = min(seconds, PARTS[name].seconds), None
-    if seconds < 10:
+    if seconds < LEAST:
         failure = "no time was left for it"
     else:
         process = world.context(dry).Process(target=_part, args=(name, dry, seconds, folder))
@@ -94,7 +96,7 @@ def _part(name: str, dry: bool, seconds: float, folder: Path) -> None:
     try:
         for needed in part.needs:
             _check(needed)
-        module = importlib.import_module(f"benchmarks.gpu.{part.module}")
+        module = importlib.import_module(part.module)
         getattr(module, part.function)(evidence, dry, seconds, folder)
     except CannotRun as reason:
         evidence.could_not_run(name, str(reason))
