@@ -72,6 +72,7 @@ def run_ranks(
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    faulthandler.cancel_dump_traceback_later()  # a forked rank would wait for this one's thread
     results = [folder / f"rank{rank}.pickle" for rank in range(size)]
     ranks = []
     for rank, path in enumerate(results):
