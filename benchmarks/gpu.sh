@@ -10,6 +10,7 @@
 #
 # PYTHON names the interpreter, python3 by default.
 set -euo pipefail
+[[ -z ${WHEELS:-} ]] || WHEELS=$(cd "$WHEELS" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -40,8 +39,6 @@ PARTS = {
 
 def no_gpu() -> str | None:
     """Why nothing can run; asked in another process, since CUDA takes memory in the one it asks."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
     with world.context(dry=False).Pool(1) as pool:
         return pool.apply(_no_gpu)
 

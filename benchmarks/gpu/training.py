@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from benchmarks.gpu import model, world
 from benchmarks.gpu.evidence import Evidence, estimate
 from benchmarks.gpu.model import LARGE, LOSSES, POLICY, TINY, Training
+from benchmarks.shapes import Gpt, Step
 
 ROUNDS = 40
 
@@ -23,19 +25,38 @@ def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
     begin = time.monotonic()
     with world.groups(dry):
         gpt, step = TINY if dry else (LARGE, model.large_step())
-        with_te = not dry and model.transformer_engine()
-        if not with_te:
-            evidence.could_not_run("layers of Transformer Engine", "it is not installed")
+        with_te = _has_te(evidence, gpt, step) and not dry
         ddp = model.build(gpt, step.length, with_te)
-        causal = None
-        if not with_te:
-            causal = torch.ones(1, 1, step.length, step.length, dtype=torch.bool).triu(1).cuda()
+        causal = None if with_te else _causal(step.length)
         parts = ddp, model.adam(ddp), model.batches(gpt, step), step, causal
         size = sum(p.numel() for p in ddp.parameters()) / 1e6
         layers = "Transformer Engine" if with_te else "local layers"
         where = f"{size:.3g} million, {layers}, {step.microbatches} x {step.rows} x {step.length}"
         _memory(evidence, where, parts)
         _times(evidence, where, parts, begin + 0.75 * seconds, 3 if dry else ROUNDS)
+
+
+def _has_te(evidence: Evidence, gpt: Gpt, step: Step) -> bool:
+    """Whether a step runs with layers of Transformer Engine; if not, the evidence says why."""
+    reason = "it is not installed"
+    if model.transformer_engine():
+        try:
+            ddp = model.build(gpt, step.length, with_te=True)
+            Training("token_mean", False, ddp, None, model.batches(gpt, step), step, None).run()
+            return True
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+    evidence.could_not_run("layers of Transformer Engine; local ones stand in", reason)
+    return False
+
+
+def _causal(length: int) -> torch.Tensor:
+    """What the local layers must not attend to, bool [1, 1, tokens, tokens]."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1).cuda()
 
 
 def _memory(evidence: Evidence, where: str, parts: tuple[Any, ...]) -> None:
