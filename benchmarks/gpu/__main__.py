@@ -34,9 +34,7 @@ def main() -> int:
     results = arguments.out / "gpu.json"
     rows = {"dry_run": dry, "parts": found}
     results.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    pages = [arguments.out / "gpu.md"]
-    if not dry and arguments.only is None:  # the page says all of it or nothing
-        pages.append(page.PAGE)
+    pages = page.paths(arguments.out, dry, whole=arguments.only is None)
     for path in pages:
         page.write(path, found, dry)
     print(f"\n{page.summary(found)} See {results} and {pages[-1]}.")

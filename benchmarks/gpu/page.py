@@ -47,6 +47,11 @@ def lines(name: str, part: dict[str, Any]) -> Iterator[str]:
         yield f"  could not run: {row['what']}: {row['reason']}"
 
 
+def paths(out: Path, dry: bool, whole: bool) -> list[Path]:
+    """Where the page goes; into the docs only with every part of a real run."""
+    return [out / "gpu.md", PAGE] if whole and not dry else [out / "gpu.md"]
+
+
 def write(path: Path, found: Found, dry: bool) -> None:
     """The page's head, as it stands, and the results; without leave to write, nothing."""
     head = PAGE.read_text(encoding="utf-8").partition(RESULTS)[0]
