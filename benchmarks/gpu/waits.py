@@ -21,7 +21,7 @@ def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
         ddp = model.build(gpt, step.length, with_te=False)
         causal = torch.ones(1, 1, step.length, step.length, dtype=torch.bool).triu(1).cuda()
         on_cpu = model.batches(gpt, step)
-        on_gpu = [{name: x.cuda() for name, x in batch.items()} for batch in on_cpu]
+        on_gpu = [{**batch, "loss_mask": batch["loss_mask"].cuda()} for batch in on_cpu]
         for place, batches in {"CPU": on_cpu, "GPU": on_gpu}.items():
             for loss in LOSSES:
                 pair = [Training(loss, h, ddp, None, batches, step, causal) for h in (False, True)]
