@@ -16,6 +16,7 @@ from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.host import STOCK, chunks_of
 from megatron_loss_agg.mcore.host_flags import check_host_flags
 from megatron_loss_agg.mcore.seams import Seam, seams
+from megatron_loss_agg.mcore.summary import without_perplexities
 
 __all__ = ["hook_from_args", "install"]
 
@@ -130,11 +131,13 @@ def install(
     wrapped[found.optimizer] = _after(given.leave_steps_to_host, found.optimizer.function)
     wrapped |= {seam: _checked_step(seam.function, given) for seam in found.steps}
     if found.training is not None:
-        add_arguments, get_schedule, setup = found.training
+        add_arguments, get_schedule, setup, say = found.training
         wrapped[add_arguments] = _adding_ours(add_arguments.function, prepare_parser)
         wrapped[get_schedule] = _schedule_of_training(get_schedule.function, of_training)
         # Refuses bad flags before the model is built, which takes long.
         wrapped[setup] = _after(of_training, setup.function)
+        if say is not None:
+            wrapped[say] = _without_perplexities(say.function, of_training)
     originals = _put(wrapped)
 
     def uninstall() -> None:
@@ -180,6 +183,17 @@ def _schedule_of_training(get: _Function, hook: Callable[[], LossHook | None]) -
         return schedule if ours is None else ours.wrap(schedule)
 
     return get_hooked_schedule
+
+
+def _without_perplexities(say: _Function, hook: Callable[[], LossHook | None]) -> _Function:
+    @functools.wraps(say)
+    def say_without_perplexities(message: str, *args: Any, **kwargs: Any) -> Any:
+        ours = hook() if " PPL: " in message else None
+        if ours is not None:
+            message = without_perplexities(message, ours.terms)
+        return say(message, *args, **kwargs)
+
+    return say_without_perplexities
 
 
 def _adding_ours(add_arguments: _Function, prepare_parser: Callable[[Any], Any]) -> _Function:

@@ -30,6 +30,7 @@ class SeamsOfTraining(NamedTuple):
     add_arguments: Seam  # to Megatron's parser
     get_schedule: Seam
     setup: Seam  # of model and optimizer
+    say: Seam | None  # prints evaluations; a fork may lack it
 
 
 class Seams(NamedTuple):
@@ -70,6 +71,7 @@ def _seams_of_training() -> SeamsOfTraining | None:
         _seam(arguments, "add_megatron_arguments", "parser"),
         _seam(training, "get_forward_backward_func"),
         _seam(training, "setup_model_and_optimizer"),
+        Seam(training, "print_rank_last") if hasattr(training, "print_rank_last") else None,
     )
 
 

@@ -1,9 +1,10 @@
-"""One line that says how the hook reads the run, from its first step."""
+"""Lines of the log: how the hook reads the run, from its first step; evaluations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.mcore.choices import CHOICES
@@ -65,3 +66,13 @@ def _mode(name: str, term: Term) -> str:
         shown += f" (sample weights: {term.aggregation.sample_weights})"
     coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
     return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")
+
+
+def without_perplexities(line: str, terms: Iterable[str]) -> str:
+    """Megatron's line of an evaluation, without ``<key> PPL`` of the aggregated losses.
+
+    Megatron prints ``exp(min(20, value))`` of every key. That of ``lm loss`` is a perplexity.
+    """
+    keys = "|".join([*(re.escape(name) + " loss" for name in terms), "loss"])
+    ours = rf"(?<=\| )(mtp_\d+ )?({keys})( of dataset \S+)? PPL: \S+ \| "
+    return re.sub(ours, "", line)
