@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -131,8 +132,8 @@ def keep_packaged_helpers() -> None:
         datasets_utils.compile_helpers = lambda: None
 
 
-def main() -> None:
-    """Parse the flags and run Megatron's training loop."""
+def main(**functions: Any) -> None:
+    """Parse the flags and run Megatron's training loop, which gets ``functions``, too."""
     keep_packaged_helpers()
     args = parse_and_validate_args(
         extra_args_provider=add_arguments,
@@ -149,7 +150,7 @@ def main() -> None:
         args.variable_seq_lengths = True  # packs differ in length, and stages exchange them
         args.moe_token_dispatcher_type = "alltoall"  # the default refuses, even without experts
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step, **functions)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ VOCAB_SIZE = 258
 VALIDATION_SHARE = 10
 """One module of so many is held out for validation."""
 
+CLASSES = {"short": (1, 64), "medium": (64, 256), "long": (256, 1 << 30)}
+"""By name, the loss tokens of an answer: at least the first number, less than the second."""
+
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages"}
 )
@@ -53,6 +56,11 @@ class Pair:
     def length(self) -> int:
         """Positions that have a next token: one less than `tokens` has."""
         return len(self.prompt) + len(self.response) + 1
+
+
+def class_of(tokens: int) -> str:
+    """The class of an answer of so many tokens."""
+    return next(name for name, (least, stop) in CLASSES.items() if least <= tokens < stop)
 
 
 def prompt_id(module: str) -> int:

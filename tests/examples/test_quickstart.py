@@ -34,9 +34,9 @@ def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def quickstart_flags() -> list[str]:
+def quickstart_flags(name: str = "quickstart.sh") -> list[str]:
     """The array of flags in the shell script."""
-    script = (ROOT / "examples/quickstart.sh").read_text()
+    script = (ROOT / "examples" / name).read_text()
     found = re.search(r"^flags=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
     assert found
     return shlex.split(found.group(1), comments=True)

@@ -1,0 +1,67 @@
+"""Draw what a token weighs in one real step: in stock Megatron, and in means over the step.
+
+    python examples/stock_weights.py OUTPUT.png
+
+The step is the first one of `quickstart.sh`: four microbatches of packed samples, two on each of
+two data-parallel ranks. The README shows this picture.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from stdlib_pairs import PackedPairs
+
+from megatron_loss_agg.explain.samples import Sample
+from megatron_loss_agg.explain.shares import explain, relative_to_token_mean
+
+MICROBATCHES, SEQ_LENGTH, PAD_TO = 4, 1280, 4
+MARKS = {
+    "microbatch_mean": {"marker": "o", "color": "#E69F00", "label": "stock Megatron"},
+    "sample_mean": {"marker": "D", "color": "#D55E00", "label": "sample_mean", "fillstyle": "none"},
+    "token_mean": {"marker": "_", "color": "#000000", "label": "token_mean", "markersize": 16},
+}
+
+
+def step() -> list[Sample]:
+    """The samples of the step, by microbatch."""
+    data = PackedPairs("train", packs=MICROBATCHES, seq_length=SEQ_LENGTH, pad_to=PAD_TO)
+    return [
+        Sample(tokens=len(pair.response) + 1, microbatch=number)
+        for number in range(MICROBATCHES)
+        for pair in data.pairs(number)
+    ]
+
+
+def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """Write the picture; return the weights of a token of each sample, by mode."""
+    shown, _ = explain(samples, MARKS, None, "count")
+    weights = {m: relative_to_token_mean(shown[m], samples).tolist() for m in MARKS}
+    # A gap between microbatches.
+    places = [place + sample.microbatch for place, sample in enumerate(samples)]
+    figure = Figure(figsize=(8.0, 3.4), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for mode, mark in MARKS.items():
+        axes.plot(places, weights[mode], linestyle="none", **{"markersize": 8, **mark})
+    for number in range(MICROBATCHES):
+        own = [(p, s) for p, s in zip(places, samples, strict=True) if s.microbatch == number]
+        first, last = own[0][0], own[-1][0]
+        axes.axvspan(first - 0.6, last + 0.6, color="#f0f0f0", zorder=0)
+        title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in own):g} tokens"
+        axes.text((first + last) / 2, 5.65, title, ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(places, [f"{sample.tokens:g}" for sample in samples])
+    axes.set_xlabel("the samples of one optimizer step, by their loss tokens")
+    axes.set_ylabel("weight of one token\n(1: its weight in token_mean)")
+    axes.set_ylim(0, 5.6)
+    axes.grid(axis="y", color="#d8d8d8", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(output)
+    return weights
+
+
+if __name__ == "__main__":
+    print(draw(sys.argv[1], step()))
