@@ -48,7 +48,7 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
     except ImportError as error:
         raise DependencyError(
             f"--plot needs matplotlib, which cannot be imported ({error}): "
-            "pip install 'megatron-loss-agg[plot]'"
+            "pip install matplotlib"
         ) from error
     with_tokens = [s for s, sample in enumerate(samples) if sample.tokens > 0]
     if not with_tokens:
