@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains the same model on the same data from the same seed under several modes, and plots the loss
-# by length of answer and the gradient's norm. "stock" is Megatron without --loss-aggregation.
+# Trains the same model on the same data from the same seed under several modes, plots the loss by
+# length of answer, and prints the gradients' norms. "stock" is Megatron without --loss-aggregation.
 #
-#   bash examples/compare_modes.sh [Megatron's flags]     about 5 minutes on 2 cores
+#   bash examples/compare_modes.sh [Megatron's flags]     about a minute for each run, on 2 cores
 #
 # The environment is made first, as for quickstart.sh. All goes to build/compare_modes.
 # MODES names the runs, OUTPUT another folder.

@@ -2,9 +2,9 @@
 
     python examples/compare_modes_plot.py FOLDER [MODE ...]
 
-FOLDER holds a folder for each run. Writes ``loss_by_length.png``, of the given modes or of all
-runs, and ``gradient_norm.png`` there. Prints two tables: the share of the gradient of each class of
-answers, and the last losses and the gradient norms of each run.
+FOLDER holds a folder for each run. Writes ``loss_by_length.png`` there, of the given modes or of
+all runs. Prints two tables: the share of the gradient of each class of answers, and the last losses
+and the gradient norms of each run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from stdlib_pairs import CLASSES, PackedPairs, class_of
@@ -28,8 +27,6 @@ COLORS = {
     "token_mean": "#000000",
     "sample_mean": "#D55E00",
     "prompt_mean": "#0072B2",
-    "sample_sum": "#009E73",
-    "sum": "#7F7F7F",
 }
 TITLES = {
     "short": "short answers: under 64 tokens",
@@ -51,9 +48,9 @@ def losses(run: Path) -> dict[int, dict[str, float]]:
     return {line.pop("step"): line for line in lines}
 
 
-def gradient_norms(run: Path) -> list[float]:
-    """Of every step, before clipping, as Megatron logs it."""
-    found = re.findall(r"iteration +\d+/.* grad norm: (\S+)", (run / "log.txt").read_text())
+def logged(run: Path, pattern: str) -> list[float]:
+    """The numbers that Megatron's log has behind ``pattern``."""
+    found = re.findall(rf"{pattern}: (\S+)", (run / "log.txt").read_text())
     return [float(value) for value in found]
 
 
@@ -68,24 +65,12 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: str = "token_mean
             values = [of_run[step][name] - base[step][name] for step in of_run]
             axes.plot(list(of_run), values, label=run.name, color=COLORS.get(run.name))
     for axes, title in zip(panels, TITLES.values(), strict=True):
-        _finish(axes, title)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("optimizer step")
+        axes.grid(color="#e2e2e2", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"validation loss less that of {reference}\n(nats per token)")
     panels[-1].legend(frameon=False)
-    figure.savefig(output)
-
-
-def plot_norms(output: Path, runs: Sequence[Path]) -> None:
-    """The norm of the gradient against the step, for each run."""
-    figure = Figure(figsize=(7.0, 3.4), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    for run in runs:
-        norms = gradient_norms(run)
-        steps = range(1, len(norms) + 1)
-        axes.plot(steps, norms, label=run.name, color=COLORS.get(run.name), linewidth=1)
-    axes.set_yscale("log")
-    axes.set_ylabel("norm of the gradient before clipping")
-    _finish(axes, "all parameters, fp32")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.savefig(output)
 
 
@@ -112,38 +97,29 @@ def shares(steps: int, packs: int = PACKS) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _finish(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("optimizer step")
-    axes.grid(color="#e2e2e2", linewidth=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def table(runs: Sequence[Path]) -> str:
-    """The last losses of each run, and its gradient norms, as a table in Markdown."""
-    rows = [["", *CLASSES, "norm in step 1", "median norm"], ["---"] * (len(CLASSES) + 3)]
+    """The last losses of each run, and its gradient norms before clipping, as a table."""
+    rows = [["", *CLASSES, "lm loss", "norm in step 1", "median norm", "norms above 1"]]
+    rows.append(["---"] * len(rows[0]))
     for run in runs:
         last = list(losses(run).values())[-1]
-        norms = gradient_norms(run)
+        norms = logged(run, r"iteration +\d+/.* grad norm")
+        evaluated = logged(run, r"validation loss at iteration \d+ \|.*lm loss value")
+        values = [*last.values(), evaluated[-1]]
+        rows.append([f"`{run.name}`", *(f"{value:.3f}" for value in values)])
         median = sorted(norms)[len(norms) // 2]
-        rows.append([f"`{run.name}`", *(f"{last[name]:.3f}" for name in CLASSES)])
-        rows[-1] += [f"{norms[0]:.3g}", f"{median:.3g}"]
+        rows[-1] += [f"{norms[0]:.3g}", f"{median:.3g}", str(sum(norm > 1 for norm in norms))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(folder: Path, plotted: Sequence[str]) -> None:
     """Plot and print."""
-    every = sorted(path.parent for path in folder.glob("*/losses.jsonl"))
-    shown = [run for run in every if run.name in plotted] if plotted else every
-    pictures: dict[str, Callable[[Path, Sequence[Path]], None]] = {
-        "loss_by_length.png": plot_losses,
-        "gradient_norm.png": plot_norms,
-    }
-    for name, draw in pictures.items():
-        draw(folder / name, shown if draw is plot_losses else every)
-        print(f"plot: {folder / name}")
-    print(shares(max(losses(every[0]))))
-    print(table(every))
+    runs = sorted(path.parent for path in folder.glob("*/losses.jsonl"))
+    output = folder / "loss_by_length.png"
+    plot_losses(output, [run for run in runs if run.name in plotted or not plotted])
+    print(f"plot: {output}")
+    print(shares(max(losses(runs[0]))))
+    print(table(runs))
 
 
 if __name__ == "__main__":

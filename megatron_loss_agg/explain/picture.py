@@ -47,8 +47,7 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DependencyError(
-            f"--plot needs matplotlib, which cannot be imported ({error}): "
-            "pip install matplotlib"
+            f"--plot needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
         ) from error
     with_tokens = [s for s, sample in enumerate(samples) if sample.tokens > 0]
     if not with_tokens:
