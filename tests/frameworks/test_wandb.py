@@ -70,6 +70,7 @@ def test_the_losses_have_the_names_that_the_guide_gives(tmp_path: Path) -> None:
     names |= {f"{name} validation" for name in names}
     assert {key for step in steps.values() for key in step if " loss" in key} == names
     board = tensorboard(tmp_path / "board")
+    assert {f"{name} vs samples" for name in names} <= board.keys()
     first = {key: board[key][1] for key in names if 1 in board[key]}
     assert len(first) > 6
     assert {key: steps[1][key] for key in names & steps[1].keys()} == pytest.approx(first)
