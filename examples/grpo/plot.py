@@ -16,7 +16,7 @@ from matplotlib import pyplot
 
 from examples.grpo.metrics import read
 
-PANELS = {"reward": "mean reward", "length": "mean answer length (tokens)"}
+PANELS = {"reward": "mean reward (1: the right sum)", "length": "mean answer length (tokens)"}
 WINDOW = 8  # steps; a single one is 16 prompts, some harder than others
 
 
@@ -39,14 +39,14 @@ def plot(output: Path, runs: Sequence[Path]) -> None:
             if len(runs) == 1:
                 axis.plot(steps, values, color=line.get_color(), alpha=0.3)
     for axis, title in zip(axes, PANELS.values(), strict=True):
-        axis.set_xlabel("step")
-        axis.set_title(title)
+        axis.set_xlabel(f"batch of rollouts (lines: mean of the last {WINDOW})")
+        axis.set_ylabel(title)
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 1)
     if len(runs) > 1:
         axes[0].legend()
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=96)
     pyplot.close(figure)
 
 
