@@ -41,19 +41,18 @@ flags=(
     --eval-interval 10
     --eval-iters 1
     --log-interval 1
-    --tensorboard-log-interval 1
     --logging-level 40
 )
 
-rm -rf "$OUTPUT"
 for mode in $MODES; do
     echo "$mode"
     aggregation=()
     [[ $mode == stock ]] || aggregation=(--loss-aggregation "$mode")
     mkdir -p "$OUTPUT/$mode"
+    rm -f "$OUTPUT/$mode/losses.jsonl" # lines are added to it
     COMPARE_MODES_OUTPUT=$OUTPUT/$mode/losses.jsonl "${torchrun[@]}" -m megatron_loss_agg --cpu \
-        examples/compare_modes.py "${flags[@]}" "${aggregation[@]}" \
-        --tensorboard-dir "$OUTPUT/$mode" "$@" </dev/null >"$OUTPUT/$mode/log.txt" 2>&1 ||
+        examples/compare_modes.py "${flags[@]}" "${aggregation[@]}" "$@" \
+        </dev/null >"$OUTPUT/$mode/log.txt" 2>&1 ||
         { tail -n 40 "$OUTPUT/$mode/log.txt"; exit 1; }
 done
 "$python" examples/compare_modes_plot.py "$OUTPUT" stock token_mean sample_mean prompt_mean

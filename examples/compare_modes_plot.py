@@ -3,7 +3,7 @@
     python examples/compare_modes_plot.py FOLDER [MODE ...]
 
 FOLDER holds a folder for each run. Writes ``loss_by_length.png`` there, of the given modes or of
-all runs. Prints two tables: the share of the gradient of each class of answers, and the last losses
+all runs, if one of them is ``token_mean``. Prints two tables: the share of the gradient of each class of answers, and the last losses
 and the gradient norms of each run.
 """
 
@@ -54,11 +54,11 @@ def logged(run: Path, pattern: str) -> list[float]:
     return [float(value) for value in found]
 
 
-def plot_losses(output: Path, runs: Sequence[Path], reference: str = "token_mean") -> None:
+def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
     """A panel for each class: the loss of every run less that of the reference."""
     figure = Figure(figsize=(10.0, 3.4), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(CLASSES), sharey=True)
-    base = losses(output.parent / reference)
+    base = losses(reference)
     for run in runs:
         of_run = losses(run)
         for axes, name in zip(panels, CLASSES, strict=True):
@@ -69,7 +69,7 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: str = "token_mean
         axes.set_xlabel("optimizer step")
         axes.grid(color="#e2e2e2", linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel(f"validation loss less that of {reference}\n(nats per token)")
+    panels[0].set_ylabel(f"validation loss less that of {reference.name}\n(nats per token)")
     panels[-1].legend(frameon=False)
     figure.savefig(output)
 
@@ -115,9 +115,10 @@ def table(runs: Sequence[Path]) -> str:
 def main(folder: Path, plotted: Sequence[str]) -> None:
     """Plot and print."""
     runs = sorted(path.parent for path in folder.glob("*/losses.jsonl"))
-    output = folder / "loss_by_length.png"
-    plot_losses(output, [run for run in runs if run.name in plotted or not plotted])
-    print(f"plot: {output}")
+    output, reference = folder / "loss_by_length.png", folder / "token_mean"
+    if reference in runs:
+        plot_losses(output, [run for run in runs if run.name in plotted or not plotted], reference)
+        print(f"plot: {output}")
     print(shares(max(losses(runs[0]))))
     print(table(runs))
 
