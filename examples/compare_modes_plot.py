@@ -3,8 +3,8 @@
     python examples/compare_modes_plot.py FOLDER [MODE ...]
 
 FOLDER holds a folder for each run. Writes ``loss_by_length.png`` there, of the given modes or of
-all runs, if one of them is ``token_mean``. Prints two tables: the share of the gradient of each class of answers, and the last losses
-and the gradient norms of each run.
+all runs, if ``token_mean`` is there. Prints two tables: the share of the gradient of each class of
+answers, and the last losses and the gradient norms of each run.
 """
 
 from __future__ import annotations
