@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.weights import described, is_plain
+from megatron_loss_agg.weights import SUMMABLE, described, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
+_INTEGERS = {x for x in SUMMABLE if not x.is_floating_point and x != torch.bool}
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,4 +231,4 @@ def are_offsets(x: object) -> bool:
 
 def holds_integers(x: object) -> TypeGuard[Tensor]:
     """Whether ``x`` is a plain tensor of integers, which booleans are not."""
-    return is_plain(x) and x.dtype != torch.bool and not x.is_floating_point()
+    return isinstance(x, Tensor) and x.dtype in _INTEGERS and is_plain(x)

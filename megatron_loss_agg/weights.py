@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
 _BLOCK = 2**18
-_SUMMABLE = {torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64}
-_SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
-_SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+SUMMABLE = {torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64}
+SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
+SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
@@ -35,7 +35,7 @@ def is_plain(x: object) -> TypeGuard[Tensor]:
         return False
     # Subclasses that handle operations themselves hold no numbers of their own.
     own = type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own and x.dtype in _SUMMABLE
+    return own and x.dtype in SUMMABLE
 
 
 def described(x: object) -> str:
@@ -178,13 +178,18 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     check_tensors(MaskError, "real", w=w, token_loss=token_loss)
     if token_loss.dim() != 1:  # a view of a vector would only add a backward node
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
+    return weighted_sum_of_vectors(w.detach(), token_loss)
+
+
+def weighted_sum_of_vectors(w: Tensor, token_loss: Tensor) -> Tensor:
+    """`weighted_sum` of vectors that are known to fit, with weights that have no gradient."""
     if w.dtype == token_loss.dtype and w.dtype in (torch.float32, torch.float64):
-        return _weighted_sum(w.detach(), token_loss)
+        return _weighted_sum(w, token_loss)
     # torch promotes no integer dtype together with uint16 to uint64.
     floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]
     wider = torch.promote_types(floating[0], floating[-1])
     dtype = torch.promote_types(wider, torch.float32)
-    return _weighted_sum(w.detach().to(dtype), token_loss.to(dtype)).to(wider)
+    return _weighted_sum(w.to(dtype), token_loss.to(dtype)).to(wider)
 
 
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
@@ -193,6 +198,8 @@ def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tenso
     With coefficient 0 the result is 0 even if ``part`` is not finite, and stays attached to the
     autograd graph.
     """
+    if coefficient == 1:  # a node of the graph less
+        return part
     if coefficient == 0:
         return weighted_sum(torch.zeros_like(losses), losses).to(part.dtype)
     return coefficient * part

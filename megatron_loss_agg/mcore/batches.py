@@ -140,7 +140,8 @@ def _identified(microbatch: Any, batch: Any) -> Any:
     """``microbatch`` with the token ids of ``batch``, if it has none of its own."""
     if not isinstance(microbatch, Microbatch) or microbatch.token_ids:
         return microbatch
-    return dataclasses.replace(microbatch, token_ids=_token_ids(batch, microbatch.loss_mask))
+    token_ids = _token_ids(batch, microbatch.loss_mask)
+    return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
 
 
 def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:

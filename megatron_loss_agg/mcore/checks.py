@@ -134,7 +134,7 @@ class Checks:
         """Raise MaskError if some mask's checksum is not the planned one."""
         if not self._checksums:
             return
-        given, expected = torch.cat(self._checksums).cpu(), torch.cat(self._expected)
+        given, expected = torch.cat(self._checksums).cpu().double(), torch.cat(self._expected)
         # `torch.allclose` takes twice as long, a noticeable part of a small step.
         excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
         if not bool((excess <= 0).all()):  # NaN, too

@@ -115,6 +115,7 @@ class StepDatasets:
         local_T = index_T if layout is None else layout.shard(index_T)
         return self.stage.add(local_T.reshape(-1))
 
+    @torch.no_grad()
     def reports(
         self,
         terms: Mapping[str, Term],
@@ -142,9 +143,8 @@ class StepDatasets:
             parts = dict(zip(self.ids, self._sums(place_T, w, losses).unbind(), strict=True))
             for d in (*self.missing, *self.ids):
                 key, part = f"{what} of dataset {d}", parts.get(d, w.new_zeros(()))
-                found[key] = summed(key, part, denominators[name])
-        dtype = torch.promote_types(losses.dtype, torch.float32)
-        return {key: pair.to(dtype) for key, pair in found.items()}
+                found[key] = summed(key, part.to(_report_dtype(losses)), denominators[name])
+        return found
 
     def _means(
         self, what: str, place_T: Staged | None, w: Tensor, losses: Tensor
@@ -152,9 +152,10 @@ class StepDatasets:
         """Pairs of ``sum w * loss`` and ``sum w`` of each data set; both 0 for a missing one."""
         w = w.double()
         sums = [self._sums(place_T, w, x) for x in (losses, torch.ones_like(w))]
-        none = w.new_zeros(2)
+        pairs = torch.stack(sums, dim=1).to(_report_dtype(losses))
+        none = pairs.new_zeros(2)
         found = dict.fromkeys(self.missing, none)
-        for d, pair in zip(self.ids, torch.stack(sums, dim=1).unbind(), strict=True):
+        for d, pair in zip(self.ids, pairs.unbind(), strict=True):
             found[d] = none if d in self.new else pair
         return {f"{what} of dataset {d}": pair for d, pair in found.items()}
 
@@ -163,3 +164,7 @@ class StepDatasets:
         assert place_T is not None
         sums = w.new_zeros(len(self.ids) + 1)
         return sums.index_add_(0, place_T.on(w.device), where_weighted(w, x.to(w)) * w)[:-1]
+
+
+def _report_dtype(losses: Tensor) -> torch.dtype:
+    return torch.promote_types(losses.dtype, torch.float32)

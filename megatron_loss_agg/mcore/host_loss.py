@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
-from megatron_loss_agg.weights import weighted_sum
+from megatron_loss_agg.weights import described, is_plain, weighted_sum
 
 
 class TokenLoss:
@@ -194,6 +195,8 @@ def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) 
 
 def _check_one_loss_per_token(losses: Any, mask: Tensor) -> None:
     """Raise MaskError unless shapes match up to axes of length 1, or one is flat."""
+    if isinstance(losses, Tensor) and not is_plain(losses):
+        raise MaskError(f"losses are {described(losses)}; expected a real, dense tensor")
     if isinstance(losses, Tensor) and losses.shape == mask.shape:
         return
     long = [[n for n in getattr(x, "shape", ()) if n != 1] for x in (losses, mask)]
@@ -254,21 +257,17 @@ def _bound_mask(loss_func: Callable[..., Any]) -> Tensor | None:
     """The ``loss_mask`` that a `functools.partial` binds, by position or name."""
     if not isinstance(loss_func, functools.partial):
         return None
-    mask = _bound_arguments(loss_func).get("loss_mask")
-    return mask if isinstance(mask, Tensor) else None
-
-
-def _bound_arguments(call: functools.partial[Any]) -> Mapping[str, Any]:
-    function = call.func
+    function, given, mask = loss_func.func, loss_func.args, loss_func.keywords.get("loss_mask")
     if isinstance(function, FunctionType) and not vars(function):
         # A plain function: reading its code is much faster than making a signature.
         code = function.__code__
-        names = code.co_varnames[: code.co_argcount]
-        return {**call.keywords, **dict(zip(names, call.args, strict=False))}
-    try:
-        return inspect.signature(function).bind_partial(*call.args, **call.keywords).arguments
-    except ValueError:  # some built-in functions have no signature
-        return call.keywords
+        names = code.co_varnames[: min(code.co_argcount, len(given))]
+        mask = given[names.index("loss_mask")] if "loss_mask" in names else mask
+    elif given:
+        with contextlib.suppress(ValueError):  # some built-in functions have no signature
+            bound = inspect.signature(function).bind_partial(*given, **loss_func.keywords)
+            mask = bound.arguments.get("loss_mask")
+    return mask if isinstance(mask, Tensor) else None
 
 
 def _name(loss_func: Callable[..., Any]) -> str:

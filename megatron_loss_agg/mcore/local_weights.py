@@ -119,8 +119,8 @@ class LocalWeights:
         if self.weight_T is not None:
             return self.weight_T.on(mask.device).to(dtype)
         assert self.coefficient_S is not None
-        coefficient_S, rows = self.coefficient_S.on(mask.device), mask.reshape(self.mask.shape)
-        return token_weights_of(coefficient_S, rows, None, dtype).reshape(-1)
+        coefficient_S = self.coefficient_S.on(mask.device)
+        return token_weights_of(coefficient_S, self._rows(mask), None, dtype).reshape(-1)
 
     def compared_for(self, mask: Tensor) -> Tensor:
         """All weights that are made for ``mask``, in fp64."""
@@ -135,8 +135,11 @@ class LocalWeights:
         Row sums are enough for rows: their weights are made from the loss function's own mask.
         """
         if self.weight_T is None:
-            return mask.detach().reshape(self.mask.shape).sum(dim=-1, dtype=torch.float32)
+            return self._rows(mask.detach()).sum(dim=-1, dtype=torch.float32)
         return _product(mask.detach().to(weights.dtype), weights, self.signed).float()
+
+    def _rows(self, mask: Tensor) -> Tensor:
+        return mask if mask.shape == self.mask.shape else mask.reshape(self.mask.shape)
 
 
 def _product(mask: Tensor, weights: Tensor, signed: bool) -> Tensor:

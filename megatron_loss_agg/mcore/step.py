@@ -27,12 +27,12 @@ from megatron_loss_agg.mcore.host_loss import (
     token_losses,
     token_masks,
 )
-from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.mtp import Depths
-from megatron_loss_agg.mcore.pairs import Pairs
+from megatron_loss_agg.mcore.pairs import MicrobatchPairs, Pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
-from megatron_loss_agg.weights import times_coefficient, weighted_sum
+from megatron_loss_agg.weights import times_coefficient, weighted_sum_of_vectors
 
 
 class Options(NamedTuple):
@@ -76,17 +76,17 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        keeps_outputs = options.verify or splits.gathers.is_open(terms)
-        self.checks = Checks(call, terms.values(), keeps_outputs)
+        self._splits_tokens = call.scale.context_parallel_size > 1
+        measures = options.verify or splits.gathers.is_open(terms)
+        self.checks = Checks(call, terms.values(), self._splits_tokens and measures)
         self._next = 0
+        self._pairs: Pairs | None = None
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Observe how the script calls the model."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.checks.watch())
-            if self._options.depths is not None:
-                stack.enter_context(self._options.depths.watch())
+        depths = self._options.depths
+        with self.checks.watch(), depths.watch() if depths else contextlib.nullcontext():
             yield
 
     def forward_step(self) -> Callable[..., Any]:
@@ -123,6 +123,8 @@ class Step:
         self.checks.finish()
         if self._options.depths is not None:
             self._options.depths.finish()
+        if self._pairs is not None:
+            self._pairs.finish()
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
         if self._options.passes_unmasked and not carries_mask(loss_func):
@@ -130,33 +132,15 @@ class Step:
         i, self._next = self._next, self._next + 1
         if i >= self._call.scale.num_microbatches:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        training = not self._call.forward_only
-        loss_func, names = with_teacher(loss_func, self._terms, training, self._options.verify)
+        trains = not self._call.forward_only
+        loss_func, names = with_teacher(loss_func, self._terms, trains, self._options.verify)
         masks = token_masks(loss_func, names)
-        gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
-        trains = torch.is_grad_enabled() and not self._call.forward_only
-        if self._call.scale.context_parallel_size == 1:
-            gather = None
-        elif trains and self._options.verify:
-            check_same(gather, self._call.groups.cp)
-
-        @functools.cache
-        def local() -> dict[str, LocalWeights]:
-            return self._local_weights(self._first + i, masks, gather)
-
-        tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local(), gather))
-        if trains and self._call.scale.context_parallel_size > 1:
-            self._weights().check_parts(*tokens.first, gather is not None, self._splits)
-        made = self._made(tokens, local())
-        if gather is not None and trains:
-            outputs, groups = self.checks.outputs, self._call.groups
-            self._splits.gathers.check(gather, tokens.losses, made, outputs, groups)
-        self.checks.release()
-        parts = {name: weighted_sum(w, tokens.losses[name]) for name, w in made.items()}
-        kind = kind_of(loss_func)
-        if self._options.verify or kind not in self._options.checked_losses:
-            self._options.checked_losses.add(kind)
-            check_is_masked_sum(tokens, self._call.scale.context_parallel_size == 1)
+        gather = self._gather(loss_func)
+        local = self._local_weights(self._first + i, masks, gather)
+        tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local, gather))
+        made = self._made(tokens, local)
+        self._check_losses(loss_func, tokens, made, gather)
+        parts = {n: weighted_sum_of_vectors(w, tokens.losses[n]) for n, w in made.items()}
         scaled = [
             times_coefficient(self._terms[name].coefficient, part, tokens.losses[name])
             for name, part in parts.items()
@@ -164,25 +148,55 @@ class Step:
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
-            of_depths = local()[name].of_depths
-            mtp = self._options.depths.losses(of_depths, term.coefficient, gather)
+            mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
             loss = loss + mtp.loss
             parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
         weights = self._weights()
         mask = weights.local_mask(self._first + i)
-        with torch.no_grad():
-            known = {name: of_term.mask for name, of_term in local().items()}
-            pairs = Pairs(self._call, weights, mask, gather, self._options.running_means, i == 0)
-            report = self._report(tokens, made, parts, loss, known, pairs)
+        if self._pairs is None:
+            self._pairs = Pairs(self._call, weights, self._options.running_means)
+        pairs = self._pairs.of(mask, gather)
+        detached = {name: part.detach() for name, part in parts.items()}
+        report = self._report(tokens, made, detached, loss.detach(), local, pairs)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, weights.total_tokens, report, gather)
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and not self._call.forward_only
+
+    def _gather(self, loss_func: Callable[..., Any]) -> str | None:
+        """How its losses were gathered over context-parallel ranks, if there are several."""
+        if not self._splits_tokens:
+            return None
+        gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
+        if self._options.verify and self._trains():
+            check_same(gather, self._call.groups.cp)
+        return gather
+
+    def _check_losses(
+        self,
+        loss_func: Callable[..., Any],
+        tokens: TokenLosses,
+        made: Mapping[str, Tensor],
+        gather: str | None,
+    ) -> None:
+        if self._splits_tokens and self._trains():
+            self._weights().check_parts(*tokens.first, gather is not None, self._splits)
+            if gather is not None:
+                outputs, groups = self.checks.outputs, self._call.groups
+                self._splits.gathers.check(gather, tokens.losses, made, outputs, groups)
+        self.checks.release()
+        kind, checked = kind_of(loss_func), self._options.checked_losses
+        if self._options.verify or kind not in checked:
+            checked.add(kind)
+            check_is_masked_sum(tokens, not self._splits_tokens)
 
     def _local_weights(
         self, i: int, masks: Mapping[str, Tensor], gather: str | None
     ) -> dict[str, LocalWeights]:
         """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
         self.checks.check_call()
-        all_tokens = gather is not None or self._call.scale.context_parallel_size == 1
+        all_tokens = gather is not None or not self._splits_tokens
         local = self._weights().choose(i, masks, self.checks, self._splits, all_tokens)
         checked = {(id(local[name]), id(mask)): name for name, mask in masks.items()}
         for name in checked.values():
@@ -222,8 +236,8 @@ class Step:
         made: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         loss: Tensor,
-        masks: Mapping[str, LocalMask],
-        pairs: Pairs,
+        local: Mapping[str, LocalWeights],
+        pairs: MicrobatchPairs,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
         weights, report = self._weights(), tokens.report
@@ -235,7 +249,7 @@ class Step:
         if self._options.total is not None and made.keys() == self._terms.keys():
             ours[self._options.total] = pairs.summed(self._options.total, loss)
         if weights.datasets is not None:
-            indices = {name: mask.dataset_T for name, mask in masks.items()}
+            indices = {name: of_term.mask.dataset_T for name, of_term in local.items()}
             ours |= weights.datasets.reports(
                 self._terms, denominators, tokens, made, indices, pairs.summed
             )
@@ -247,5 +261,5 @@ class Step:
             )
         report.update(ours)
         if "lm loss" in report:
-            report["lm loss"] = pairs.token_mean("lm loss", *tokens.first).to(loss.dtype)
+            report["lm loss"] = pairs.token_mean("lm loss", *tokens.first, loss.dtype)
         return report

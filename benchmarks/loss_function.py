@@ -1,0 +1,104 @@
+"""All that a microbatch's loss costs: the script's loss function in the hook, and without it.
+
+Both are called by Megatron's own schedule code, which also scales what they return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.results import Results, ratios
+from benchmarks.shapes import AGGREGATIONS, LOSS_FUNCTIONS, Shape
+from benchmarks.splits import recognised
+from megatron_loss_agg import StepPlan
+from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
+from megatron_loss_agg.mcore.step import Options, Step
+from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
+
+NUMBER = 8
+"""Microbatches of a step."""
+
+
+def measure(results: Results, groups: ParallelGroups) -> None:
+    """Of one rank: every shape, per microbatch of a step that is not the first one."""
+    for samples, length in LOSS_FUNCTIONS:
+        for layout in ("bshd", "thd"):
+            _one_shape(results, Shape(samples, length, layout), groups)
+
+
+def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
+    microbatches = [shape.microbatch() for _ in range(NUMBER)]
+    masks = [m.loss_mask for m in microbatches]
+    losses = [torch.randn(mask.shape, requires_grad=True) for mask in masks]
+    plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, microbatches)
+    splits, model = recognised(groups), torch.nn.Identity()
+    weights = StepWeights.of(plans, groups, splits, Wanted(masks=False))
+    w = [plans["loss"].weights(i) for i in range(NUMBER)]
+
+    def forward_step(i: int) -> tuple[Tensor, Callable[..., Any]]:
+        return model(losses[i]), functools.partial(loss_func, masks[i])
+
+    call = Call(
+        arguments={},
+        pg_collection=None,
+        groups=groups,
+        scale=HostScale(NUMBER, 1, 1, per_token=False),
+        config=None,
+        chunks=(model,),
+        forward_step=forward_step,
+        data_iterator=None,
+        forward_only=False,
+        collects_other_data=False,
+    )
+    options = Options(False, set(), None, None, False)
+
+    def floor() -> None:
+        for i in range(NUMBER):
+            losses[i].grad = None
+            (losses[i] * w[i]).sum().backward()
+
+    def hooked() -> None:
+        step = Step(call, plans.terms, lambda: weights, splits, options)
+        with step.watch():
+            _schedule(step.forward_step(), losses)
+        step.finish()
+
+    others = {"stock": functools.partial(_schedule, forward_step, losses), "hooked": hooked}
+    base, found = ratios(floor, others, rounds=40)
+    where = f"{shape.samples} x {shape.length} {shape.layout}, {NUMBER} microbatches"
+    results.add("stock loss function", where, 1e6 * base * found["stock"] / NUMBER, "us")
+    results.add("all of the hook's loss function", where, found["hooked"], "x floor")
+    _, (of_stock) = ratios(others["stock"], {"hooked": hooked}, rounds=40)
+    results.add(
+        "all of the hook's loss function", where, of_stock["hooked"], "x stock", "loss_function"
+    )
+
+
+def _schedule(forward_step: Callable[..., Any], losses: list[Tensor]) -> None:
+    """Microbatch after microbatch, as Megatron's schedule goes without pipelining."""
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+    config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
+    reports: list[Any] = []
+    for i, leaf in enumerate(losses):
+        leaf.grad = None
+        output, of_output = forward_step(i)
+        loss, _ = forward_step_calc_loss(
+            None, output, of_output, config, None, False, len(losses), reports, 1, True
+        )
+        loss.backward()
+
+
+def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """The operations of Megatron's own: sum over the mask, number of tokens, report."""
+    losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1).float()
+    loss = torch.sum(losses * mask)
+    num_tokens = mask.sum().clone().detach().to(torch.int)
+    report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
