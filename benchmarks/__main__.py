@@ -9,10 +9,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import results as figures
+from benchmarks import shapes
 from benchmarks.results import Results
 
-PARTS = ("hook", "reduction", "plan", "broadcast", "startup", "host", "loader")
-"""The last three change torch."""
+PARTS = (
+    *("hook", "loss_function", "reduction", "plan", "broadcast"),
+    *("loader", "startup", "host", "growth"),
+)
+"""The last four change torch for good; ``loader`` is the first of them, since it forks."""
 
 
 def main() -> int:
@@ -20,8 +25,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
     parser.add_argument("--only", choices=PARTS, help="one part alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure small shapes once, and judge no goals"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.quick:  # before the parts are imported, which take their shapes from it
+        vars(shapes).update(shapes.QUICK)
+        figures.quick = True
     results = Results()
     if arguments.device == "cuda":
         from benchmarks import device
@@ -30,6 +41,7 @@ def main() -> int:
     else:
         for name in PARTS:
             if arguments.only in (None, name):
+                results.part = name
                 importlib.import_module(f"benchmarks.{name}").measure(results)
     results.write(arguments.json)
     goals = [figure for figure in results.figures if figure.goal is not None]
@@ -37,7 +49,7 @@ def main() -> int:
     print(f"; all figures are in {arguments.json}")
     for figure in results.missed:
         print(f"missed: {figure.what}, {figure.where}: {figure.value:.3f} > {figure.goal:g}")
-    return 1 if results.missed else 0
+    return 1 if results.missed and not arguments.quick else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,9 @@ from benchmarks.fake_groups import fake_groups
 from benchmarks.results import Results, ratios
 from benchmarks.shapes import AGGREGATIONS, CONTEXT_PARALLEL, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
-from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
+from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.report import Mean
 
@@ -32,8 +30,6 @@ def measure(results: Results) -> None:
             for layout in LAYOUTS:
                 for samples, length in MICROBATCHES:
                     _one_shape(results, Shape(samples, length, layout), groups)
-    with fake_groups(1) as (alone,):
-        _whole_loss_function(results, alone)
 
 
 def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
@@ -119,53 +115,3 @@ def padded(whole: Microbatch, losses: Tensor) -> None:
         empty = losses.new_zeros(len(lengths) * longest)
         x, m = (empty.index_copy(0, place, t).view(-1, longest) for t in (x, m))
     ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean().backward()
-
-
-def _whole_loss_function(results: Results, groups: ParallelGroups) -> None:
-    """All that a microbatch's loss costs in the hook, the script's own loss function included."""
-    whole = Shape(64, 1024, "bshd").microbatch()
-    losses = torch.randn(whole.loss_mask.shape, requires_grad=True)
-    plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, [whole])
-    splits, model = recognised(groups), torch.nn.Identity()
-    weights = StepWeights.of(plans, groups, splits, Wanted(masks=False))
-    call = Call(
-        arguments={},
-        pg_collection=None,
-        groups=groups,
-        scale=HostScale(1, 1, 1, per_token=False),
-        config=None,
-        chunks=(model,),
-        forward_step=lambda: (model(losses), functools.partial(loss_func, whole.loss_mask)),
-        data_iterator=None,
-        forward_only=False,
-        collects_other_data=False,
-    )
-    w = plans["loss"].weights(0)
-
-    def stock() -> None:
-        losses.grad = None
-        loss_func(whole.loss_mask, losses)[0].backward()
-
-    def hooked() -> None:
-        losses.grad = None
-        options = Options(False, set(), None, None, False)
-        step = Step(call, plans.terms, lambda: weights, splits, options)
-        with step.checks.watch():
-            output, loss = step.forward_step()()
-        loss(output)[0].backward()
-        step.finish()
-
-    _, found = ratios(
-        functools.partial(floor, w, losses), {"stock": stock, "hooked": hooked}, rounds=60
-    )
-    where = "64 x 1024 bshd, checks and report too"
-    results.add("stock loss function", where, found["stock"], "x floor")
-    results.add("all of the hook's loss function", where, found["hooked"], "x floor")
-
-
-def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """A stock loss function: sum over the mask, number of tokens, report."""
-    loss = (output_tensor.view(-1) * loss_mask.view(-1)).sum()
-    num_tokens = loss_mask.sum().to(torch.int)
-    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
-    return loss, num_tokens, {"lm loss": report}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import megatron
 from benchmarks.memory import LiveBytes
-from benchmarks.results import Results
+from benchmarks.results import Results, rounds_of
 from benchmarks.shapes import AGGREGATIONS, LOGITS, MODEL, SMALL_MODEL, TRAINING_STEP, Gpt
 from megatron_loss_agg import policy
 
@@ -36,7 +36,7 @@ def _training_step(results: Results) -> None:
     _, small = _steps(SMALL_MODEL, rounds=60)
     for name in NAMES:
         added = statistics.median(small[name])
-        results.add(f"added by {name}", where, 1e3 * added, "ms")
+        results.add(f"added by {name}", where, 1e3 * added, "ms", "added_ms")
         results.add(f"added by {name}", where, added / base, "of a stock step", "step")
 
 
@@ -61,7 +61,7 @@ def _steps(gpt: Gpt, rounds: int) -> tuple[float, dict[str, list[float]]]:
             seconds(schedule)
     base: list[float] = []
     beyond: dict[str, list[float]] = {name: [] for name in schedules}
-    for _ in range(rounds):
+    for _ in range(rounds_of(rounds)):
         before = seconds(stock)
         taken = {name: seconds(schedule) for name, schedule in schedules.items()}
         base.append((before + seconds(stock)) / 2)  # on both sides, so that a drift cancels

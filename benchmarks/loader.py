@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import megatron
 from benchmarks.megatron import Batch
-from benchmarks.results import Results
+from benchmarks.results import Results, rounds_of
 from benchmarks.shapes import AGGREGATIONS, LOADER_DELAY, LOADER_STEP, MODEL
 
 SAVED = "prefetch, position saved"
@@ -35,7 +35,7 @@ def _slow_loaders(results: Results) -> None:
     number = LOADER_STEP.microbatches
     no_delay = Steps("stock", ddp, SlowDataset(batches, 0.0), workers=0)
     no_delay.run()
-    compute = statistics.median(no_delay.run()[0] for _ in range(5))
+    compute = statistics.median(no_delay.run()[0] for _ in range(rounds_of(5)))
     dataset = SlowDataset(batches, LOADER_DELAY * compute / number)
     alone, behind = ([Steps(name, ddp, dataset, w) for name in NAMES] for w in (0, 1))
     tokens = LOADER_STEP.rows * LOADER_STEP.length
@@ -47,7 +47,7 @@ def _slow_loaders(results: Results) -> None:
 
 def _times(results: Results, where: str, no_delay: Steps, kinds: list[Steps]) -> None:
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds_of(ROUNDS)):
         stock, *others = [steps.next_of_series()[0] for steps in kinds]
         found.append([stock / no_delay.run()[0], *(other / stock for other in others)])
     for name, ratios in zip(NAMES, zip(*found, strict=True), strict=True):
@@ -61,7 +61,7 @@ def _waits(results: Results, where: str, compute: float, kinds: list[Steps]) -> 
     """Not the whole step, since its compute varies by more than a worker that keeps up costs."""
     for steps in kinds:
         steps.run()
-        waited = [steps.run()[1] for _ in range(ROUNDS)]
+        waited = [steps.run()[1] for _ in range(rounds_of(ROUNDS))]
         goal = "loader_wait" if steps.name in ("prefetch", SAVED) else ""
         what = f"{steps.name} waits for a worker"
         results.add(what, where, statistics.median(waited) / compute, "of a step", goal)

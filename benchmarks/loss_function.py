@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.fake_groups import fake_groups
+from benchmarks.hook import recognised
 from benchmarks.results import Results, ratios
-from benchmarks.shapes import AGGREGATIONS, LOSS_FUNCTIONS, Shape
-from benchmarks.splits import recognised
+from benchmarks.shapes import AGGREGATIONS, LAYOUTS, LOSS_FUNCTIONS, Shape
 from megatron_loss_agg import StepPlan
 from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
 from megatron_loss_agg.mcore.step import Options, Step
@@ -25,11 +26,12 @@ NUMBER = 8
 """Microbatches of a step."""
 
 
-def measure(results: Results, groups: ParallelGroups) -> None:
-    """Of one rank: every shape, per microbatch of a step that is not the first one."""
-    for samples, length in LOSS_FUNCTIONS:
-        for layout in ("bshd", "thd"):
-            _one_shape(results, Shape(samples, length, layout), groups)
+def measure(results: Results) -> None:
+    """Of one rank: every shape and layout, in a step that is not the first one."""
+    with fake_groups(1) as (alone,):
+        for samples, length in LOSS_FUNCTIONS:
+            for layout in LAYOUTS:
+                _one_shape(results, Shape(samples, length, layout), alone)
 
 
 def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
@@ -39,7 +41,6 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     plans = StepPlan.build_terms({"loss": AGGREGATIONS["prompt_mean"]}, microbatches)
     splits, model = recognised(groups), torch.nn.Identity()
     weights = StepWeights.of(plans, groups, splits, Wanted(masks=False))
-    w = [plans["loss"].weights(i) for i in range(NUMBER)]
 
     def forward_step(i: int) -> tuple[Tensor, Callable[..., Any]]:
         return model(losses[i]), functools.partial(loss_func, masks[i])
@@ -58,26 +59,18 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     )
     options = Options(False, set(), None, None, False)
 
-    def floor() -> None:
-        for i in range(NUMBER):
-            losses[i].grad = None
-            (losses[i] * w[i]).sum().backward()
-
     def hooked() -> None:
         step = Step(call, plans.terms, lambda: weights, splits, options)
         with step.watch():
             _schedule(step.forward_step(), losses)
         step.finish()
 
-    others = {"stock": functools.partial(_schedule, forward_step, losses), "hooked": hooked}
-    base, found = ratios(floor, others, rounds=40)
+    stock = functools.partial(_schedule, forward_step, losses)
+    base, found = ratios(stock, {"hooked": hooked}, rounds=60)
     where = f"{shape.samples} x {shape.length} {shape.layout}, {NUMBER} microbatches"
-    results.add("stock loss function", where, 1e6 * base * found["stock"] / NUMBER, "us")
-    results.add("all of the hook's loss function", where, found["hooked"], "x floor")
-    _, (of_stock) = ratios(others["stock"], {"hooked": hooked}, rounds=40)
-    results.add(
-        "all of the hook's loss function", where, of_stock["hooked"], "x stock", "loss_function"
-    )
+    results.add("stock loss function", where, 1e6 * base / NUMBER, "us")
+    what = "all of the hook's loss function"
+    results.add(what, where, found["hooked"], "x stock", "loss_function")
 
 
 def _schedule(forward_step: Callable[..., Any], losses: list[Tensor]) -> None:

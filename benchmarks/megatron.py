@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.hook import loss_func
+from benchmarks.loss_function import loss_func
 from benchmarks.shapes import SEED, Gpt, Step
 
 Batch = dict[str, Tensor]

@@ -11,6 +11,14 @@ from pathlib import Path
 
 from benchmarks.shapes import GOALS
 
+quick = False
+"""Whether every figure is measured once (``--quick``), to see that it can be."""
+
+
+def rounds_of(number: int) -> int:
+    """How often to measure what is otherwise measured ``number`` times."""
+    return min(number, 1) if quick else number
+
 
 def ratios(
     floor: Callable[[], object],
@@ -24,13 +32,13 @@ def ratios(
     else the machine does then weighs on all of them alike. Time is that of this thread's own CPU.
     """
     names = list(others)
-    for _ in range(warm_up):
+    for _ in range(rounds_of(warm_up)):
         seconds(floor)
         for name in names:
             seconds(others[name])
     taken: list[float] = []
     found: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
+    for _ in range(rounds_of(rounds)):
         base = seconds(floor)
         taken.append(base)
         for name in names:
@@ -49,7 +57,7 @@ def least_seconds(functions: Sequence[Callable[[], object]], rounds: int) -> lis
     """Of rounds in which each runs once: what else the machine does can only add to them."""
     for function in functions:
         function()
-    taken = [[seconds(function) for function in functions] for _ in range(rounds)]
+    taken = [[seconds(function) for function in functions] for _ in range(rounds_of(rounds))]
     return [min(of_one) for of_one in zip(*taken, strict=True)]
 
 
@@ -62,6 +70,7 @@ class Figure:
     value: float
     unit: str
     goal: float | None = None
+    part: str = ""  # of the benchmarks
 
     @property
     def met(self) -> bool:
@@ -71,10 +80,11 @@ class Figure:
 @dataclass
 class Results:
     figures: list[Figure] = field(default_factory=list)
+    part: str = ""  # that is being measured
 
     def add(self, what: str, where: str, value: float, unit: str, goal: str = "") -> None:
         """Record and print a figure, against the goal of `shapes.GOALS` if one is named."""
-        figure = Figure(what, where, value, unit, GOALS[goal] if goal else None)
+        figure = Figure(what, where, value, unit, GOALS[goal] if goal else None, self.part)
         self.figures.append(figure)
         verdict = "" if figure.goal is None else f"  goal {figure.goal:g}: "
         verdict += "" if figure.goal is None else "met" if figure.met else "MISSED"

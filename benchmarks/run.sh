@@ -3,7 +3,8 @@
 # which goals are met, and writes build/benchmarks.json. Exits 1 if a goal is missed.
 #
 #   bash benchmarks/run.sh                  on this machine's CPU, in 3 to 4 minutes
-#   bash benchmarks/run.sh --only plan      one part alone; --help lists them
+#   bash benchmarks/run.sh --only plan      one part alone: see benchmarks/__main__.py
+#   bash benchmarks/run.sh --quick          small shapes once: does it run?
 #   bash benchmarks/run.sh --device cuda    on a GPU
 #
 # Shapes, seeds and goals are in benchmarks/shapes.py; the environment is made by ci/python.sh.

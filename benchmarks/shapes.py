@@ -17,11 +17,6 @@ CONTEXT_PARALLEL = (1, 2, 8)
 LAYOUTS = ("bshd", "thd")
 
 PLAN = (8192, 64, 8)  # samples, tokens of each, microbatches
-GROWTH = {  # of one microbatch of 64 samples of 16 tokens, and one term, but for one of these
-    "samples": (16, 64, 256, 1024, 4096, 16384),  # of a microbatch
-    "microbatches": (1, 4, 16, 64, 256),
-    "terms": (1, 2, 4, 8),
-}
 BROADCAST = (128, 1024, 16)  # likewise: 131,072 tokens of a rank
 
 
@@ -51,6 +46,16 @@ LOADER_DELAY = 0.5  # of the time that a microbatch computes, for each batch
 LOGITS = (2048, 8192)  # tokens, vocabulary
 BROADCAST = (128, 1024, 16)  # samples, tokens of each, microbatches: 131,072 tokens of a rank
 
+LOSS_FUNCTIONS = ((64, 1024), (8, 128))
+"""Samples and tokens of each, of a microbatch; of the smaller one, fixed costs are all."""
+GROWTH = {
+    "microbatches": (1, 4, 16, 64, 256),
+    "terms": (1, 2, 4, 8),
+    "samples": (16, 128, 1024, 4096, 16384),
+}
+GROWTH_FROM = {"microbatches": 4, "terms": 1, "samples": 64}
+GROWTH_TOKENS = 16  # of a sample
+
 GOALS = {
     "hook": 1.5,  # of the floor
     "hook_on_gpu": 1.2,  # of the floor
@@ -63,6 +68,8 @@ GOALS = {
     "growth": 1.2,  # of linear growth
     "kept_by_sample": 3.1,  # numbers of 8 bytes: coefficient, group's sum, own sum; 0.1 for groups
     "kept_vectors": 1.07,  # fp32 vectors of this rank's tokens, and two fp64 for each 64 tokens
+    "loss_function": 2.0,  # of the script's own, in stock Megatron
+    "added_ms": 2.0,
     "step": 0.02,  # of stock Megatron's step, added to it
     "slow_loader": 1.02,  # of stock Megatron's step over the same loader
     "loader_wait": 0.02,  # of a step without delay
@@ -138,3 +145,16 @@ def rows_of_rank(rank: int) -> list[Microbatch]:
     generator = torch.Generator().manual_seed(SEED + rank)
     ids = torch.randint(prompts, (samples // ranks,), generator=generator)
     return [Microbatch(torch.ones(len(part), 4), prompt_ids=part) for part in ids.chunk(16)]
+
+
+QUICK: dict[str, object] = {
+    "MICROBATCHES": ((8, 64),),
+    "PLAN": (64, 64, 8),
+    "LARGE_PLAN": (1000, 100, 4),
+    "MODEL": SMALL_MODEL,
+    "TRAINING_STEP": Step(microbatches=2, rows=1, length=32),
+    "LOGITS": (64, 256),
+    "LOSS_FUNCTIONS": ((8, 128),),
+    "GROWTH": dict.fromkeys(GROWTH, (1, 2)),
+}
+"""What ``--quick`` measures instead, of the names above."""

@@ -183,7 +183,8 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 def weighted_sum_of_vectors(w: Tensor, token_loss: Tensor) -> Tensor:
     """`weighted_sum` of vectors that are known to fit, with weights that have no gradient."""
-    if w.dtype == token_loss.dtype and w.dtype in (torch.float32, torch.float64):
+    dtype = w.dtype
+    if dtype == token_loss.dtype and dtype in (torch.float32, torch.float64):
         return _weighted_sum(w, token_loss)
     # torch promotes no integer dtype together with uint16 to uint64.
     floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]

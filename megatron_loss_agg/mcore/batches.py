@@ -170,6 +170,7 @@ class LookAhead:
         self._source = source
         self._number = number
         self._read = read
+        self._identifies = getattr(read, "func", read) is read_batch
         self._lazily = lazily
         self._drawn: list[Callable[[], MicrobatchOfTerms]] = []
         self._served: deque[Any] = deque()
@@ -226,7 +227,9 @@ class LookAhead:
         return batch
 
     def _microbatch(self, batch: Any) -> MicrobatchOfTerms:
-        read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
+        read = self._read(batch)
+        if not self._identifies:
+            read = for_each_term(lambda x: _identified(x, batch), read)
         # Planned when the script may have changed the batch already.
         found: MicrobatchOfTerms = for_each_term(copied, read) if self._lazily else read
         return found

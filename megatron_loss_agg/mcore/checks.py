@@ -36,7 +36,8 @@ class Checks:
     would wait for the device each time.
 
     Attributes:
-        inputs: the integer tensors of the last model call: this rank's tokens, labels, positions.
+        inputs: the integer tensors of the last model call: this rank's tokens, labels, positions;
+            only if there are several context-parallel ranks.
         packed_sequences: their number in the last model call; None: rows.
         outputs: of it, if kept. GradientEdges, not tensors: an in-place edit by the script would
             move a tensor's edge.
@@ -134,7 +135,7 @@ class Checks:
         """Raise MaskError if some mask's checksum is not the planned one."""
         if not self._checksums:
             return
-        given, expected = torch.cat(self._checksums).cpu().double(), torch.cat(self._expected)
+        given, expected = torch.cat(self._checksums).cpu(), torch.cat(self._expected)
         # `torch.allclose` takes twice as long, a noticeable part of a small step.
         excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
         if not bool((excess <= 0).all()):  # NaN, too
@@ -142,7 +143,8 @@ class Checks:
 
     def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
-        self._seen, self.inputs = True, [x for x in given if holds_integers(x)]
+        cp = self._call.scale.context_parallel_size
+        self._seen, self.inputs = True, [x for x in given if cp > 1 and holds_integers(x)]
         packing = next((x for x in given if hasattr(x, "qkv_format")), None)
         self.packed_sequences = None
         if getattr(packing, "qkv_format", None) == "thd":
@@ -150,7 +152,6 @@ class Checks:
             self.packed_sequences = 0 if starts is None else starts.numel() - 1
         self.release()
         own_size = getattr(packing, "local_cp_size", None)
-        cp = self._call.scale.context_parallel_size
         if own_size not in (None, cp):
             raise HostError(
                 f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
