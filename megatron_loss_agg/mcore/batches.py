@@ -227,7 +227,7 @@ class LookAhead:
         return batch
 
     def _microbatch(self, batch: Any) -> MicrobatchOfTerms:
-        read = self._read(batch)
+        read: Any = self._read(batch)
         if not self._identifies:
             read = for_each_term(lambda x: _identified(x, batch), read)
         # Planned when the script may have changed the batch already.

@@ -136,8 +136,15 @@ class Step:
         loss_func, names = with_teacher(loss_func, self._terms, trains, self._options.verify)
         masks = token_masks(loss_func, names)
         gather = self._gather(loss_func)
-        local = self._local_weights(self._first + i, masks, gather)
-        tokens = token_losses(loss_func, output, masks, lambda: self._given(masks, local, gather))
+
+        @functools.cache
+        def weights() -> dict[str, LocalWeights]:
+            return self._local_weights(self._first + i, masks, gather)
+
+        tokens = token_losses(
+            loss_func, output, masks, lambda: self._given(masks, weights(), gather)
+        )
+        local = weights()
         made = self._made(tokens, local)
         self._check_losses(loss_func, tokens, made, gather)
         parts = {n: weighted_sum_of_vectors(w, tokens.losses[n]) for n, w in made.items()}
@@ -151,15 +158,15 @@ class Step:
             mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
             loss = loss + mtp.loss
             parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
-        weights = self._weights()
-        mask = weights.local_mask(self._first + i)
+        step = self._weights()
+        mask = step.local_mask(self._first + i)
         if self._pairs is None:
-            self._pairs = Pairs(self._call, weights, self._options.running_means)
+            self._pairs = Pairs(self._call, step, self._options.running_means)
         pairs = self._pairs.of(mask, gather)
         detached = {name: part.detach() for name, part in parts.items()}
         report = self._report(tokens, made, detached, loss.detach(), local, pairs)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
-        return self._call.scale.returned(loss, num_tokens, weights.total_tokens, report, gather)
+        return self._call.scale.returned(loss, num_tokens, step.total_tokens, report, gather)
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and not self._call.forward_only
