@@ -37,6 +37,7 @@ class _Job:
     # Pickled apart from the job: the server need not import the test, and unlike a
     # multiprocessing queue, pickle sends the values of tensors and not handles of shared memory.
     call: bytes
+    initialized: bool
 
 
 def run_ranks(
@@ -45,19 +46,22 @@ def run_ranks(
     *args: Any,
     timeout: float = 120.0,
     preload: str = "torch.distributed",
+    initialized: bool = True,
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank of a fresh gloo world; return the results in rank order.
 
     ``fn`` must be a module-level function; arguments and results travel by pickle. Inside it,
     ``torch.distributed`` is initialised, ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and
-    the module ``preload`` is imported. The whole call may take ``timeout`` seconds.
+    the module ``preload`` is imported. The whole call may take ``timeout`` seconds. Without
+    ``initialized``, ``fn`` is to initialise it, by ``init_process_group(backend)``.
 
     Raises:
         RankFailed: with the traceback of the rank that failed first.
     """
     # Held here, on a port that the system picks, so that nobody can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = _Job(world_size, store.port, timeout, dict(os.environ), pickle.dumps((fn, args)))
+    call = pickle.dumps((fn, args))
+    job = _Job(world_size, store.port, timeout, dict(os.environ), call, initialized)
     server = _server(preload)
     try:
         server.send_bytes(pickle.dumps(job))
@@ -147,11 +151,15 @@ def _rank_main(rank: int, job: _Job, sender: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     faulthandler.dump_traceback_later(0.95 * job.timeout)  # where it hangs, before it is killed
     try:
-        limit = timedelta(seconds=job.timeout)
-        store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit
-        )
+        if job.initialized:
+            limit = timedelta(seconds=job.timeout)
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit
+            )
+        else:  # as torchrun: every rank is a client of the launcher's store
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
+            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         fn, args = pickle.loads(job.call)
         result = pickle.dumps(fn(*args))
     except BaseException:
@@ -159,5 +167,7 @@ def _rank_main(rank: int, job: _Job, sender: Connection) -> None:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return
     sender.send_bytes(pickle.dumps((True, result)))
+    if not job.initialized:
+        return
     dist.barrier()  # nobody leaves while a peer is still in its last collective
     dist.destroy_process_group()

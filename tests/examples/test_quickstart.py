@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import processes
+from tests.launch.processes import LAUNCHER, ROOT
+
 pytestmark = pytest.mark.host
 
-ROOT = Path(__file__).parents[2]
 STEPS = 10
+SCRIPT = ROOT / "examples/pretrain_gpt.py"
+SHORT = ("--train-iters", str(STEPS), "--eval-iters", "1")
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
@@ -42,12 +46,9 @@ def quickstart_flags(name: str = "quickstart.sh") -> list[str]:
     return shlex.split(found.group(1), comments=True)
 
 
-def losses(ranks: int) -> dict[str, list[float]]:
-    """Train for a few steps; the loss of every step, by the name that its progress line gives."""
-    command = ["-m", "megatron_loss_agg", "--cpu", "examples/pretrain_gpt.py", *quickstart_flags()]
-    run = torchrun(ranks, *command, "--train-iters", str(STEPS), "--eval-iters", "1")
-    assert run.returncode == 0, run.stdout[-4000:]
-    lines = re.findall(r"iteration +\d+/ .*", run.stdout)
+def losses(said: str) -> dict[str, list[float]]:
+    """The loss of every step, by the name that its progress line gives."""
+    lines = re.findall(r"iteration +\d+/ .*", said)
     found: dict[str, list[float]] = {}
     for name, value in re.findall(r"\| (\w+ loss): (\S+)", "\n".join(lines)):
         found.setdefault(name, []).append(float(value))
@@ -56,7 +57,9 @@ def losses(ranks: int) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, list[float]]:
-    return losses(4)
+    run = torchrun(4, *LAUNCHER, str(SCRIPT), *quickstart_flags(), *SHORT)
+    assert run.returncode == 0, run.stdout[-4000:]
+    return losses(run.stdout)
 
 
 @pytest.mark.slow
@@ -69,8 +72,13 @@ def test_every_step_prints_both_losses_and_they_fall(trained: dict[str, list[flo
 
 
 @pytest.mark.slow
-def test_half_the_ranks_train_the_same_model(trained: dict[str, list[float]]) -> None:
-    alone = losses(2)  # CP 2 x DP 1: the same packs in twice as many microbatches a rank
+def test_half_the_ranks_train_the_same_model(
+    trained: dict[str, list[float]], tmp_path: Path
+) -> None:
+    # CP 2 x DP 1: the same packs in twice as many microbatches a rank.
+    codes, said = processes.run(tmp_path, SCRIPT, *quickstart_flags(), *SHORT, ranks=2)
+    assert codes == [0, 0], said[-4000:]
+    alone = losses(said)
     for name, values in trained.items():
         assert alone[name] == pytest.approx(values, rel=1e-4)
 
@@ -115,13 +123,13 @@ proof.host_gradients = spoiled
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [WITHOUT_THE_HOOK, NAN])
 def test_proof_fails_when_the_gradient_is_wrong(tmp_path: Path, defect: str) -> None:
-    script = tmp_path / "with_a_defect.py"
-    script.write_text(
-        "import sys, proof\n"
+    script = (
+        f"import sys; sys.path[0] = {str(ROOT / 'examples')!r}\n"
+        "import proof\n"
         "proof.SHAPE['num_layers'] = proof.MICROBATCHES = 1\n"
         f"{defect}\n"
         "sys.exit(proof.main())\n"
     )
-    run = torchrun(4, str(script))
-    assert run.returncode != 0
-    assert "NOT EXACT" in run.stdout
+    codes, said = processes.run(tmp_path, script, ranks=4, starter=())
+    assert codes == [1, 0, 0, 0]
+    assert "NOT EXACT" in said

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
+from covertable import make
 
 from megatron_loss_agg import LossAggregation
 from tests.host.harness import Topology, build_chunks, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import PLACES, Places, Weights, aggregation, weights_of
+
+# Set by the version matrix, which asks whether a release is as the newest one is.
+COVERS = os.environ.get("TEST_GRIDS") == "covering"
+
+
+def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows of one value of each axis: all of them; or under `COVERS` few, in which every
+    ``strength`` axes still have all combinations of their values.
+    """
+    rows = list(product(*(range(len(axis)) for axis in axes)))
+    if COVERS:
+        rows = sorted(
+            map(tuple, make([list(range(len(axis))) for axis in axes], strength=strength))
+        )
+    return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.host.cases import Case, gradient_errors
+from tests.host.cases import Case, gradient_errors, grid
 from tests.host.harness import EXACT, Topology, run_host_ranks
 from tests.host.reference import reference, relative_error
 from tests.host.steps import Weights, deal, sequences
@@ -43,21 +42,27 @@ LOSSES = [
 ]
 
 
-def runs(dp: int) -> list[Case]:
-    """Every loss in every way that the host may compute it on ``dp`` data-parallel ranks."""
+GRID = grid(
+    3,
+    *(TOPOLOGIES, LOSSES, (torch.float64, torch.float32)),
+    *(("thd", "bshd"), MICROBATCHES, (False, True)),
+)
+
+
+def runs(dp: int, cp: int) -> list[Case]:
+    """Every loss in the ways in which the host computes it on ``dp`` times ``cp`` ranks."""
     return [
         dataclasses.replace(
             loss, dtype=dtype, layout=layout, places=deal(dp, number), per_token=per_token
         )
-        for loss, dtype, layout, number, per_token in product(
-            LOSSES, (torch.float64, torch.float32), ("thd", "bshd"), MICROBATCHES, (False, True)
-        )
+        for topology, loss, dtype, layout, number, per_token in GRID
+        if topology == (dp, cp)
     ]
 
 
 @functools.cache
 def errors(dp: int, cp: int) -> dict[Case, float]:
-    return gradient_errors(Topology(dp * cp, {"cp": cp}), runs(dp))
+    return gradient_errors(Topology(dp * cp, {"cp": cp}), runs(dp, cp))
 
 
 def unsplit_gradients(wanted: list[tuple[str, Weights]]) -> list[Any]:
@@ -80,7 +85,7 @@ def unsplit_gradients(wanted: list[tuple[str, Weights]]) -> list[Any]:
 @functools.cache
 def unsplit_fp32_errors() -> dict[tuple[Any, ...], float]:
     """What one fp32 process that holds the whole step cannot avoid."""
-    steps = {case.loss: case for dp in (1, 2) for case in runs(dp)}
+    steps = {case.loss: case for topology in TOPOLOGIES for case in runs(*topology)}
     wanted = [(case.masks, case.weights) for case in steps.values()]
     (found,) = run_host_ranks(unsplit_gradients, 1, wanted)
     return {
@@ -94,7 +99,7 @@ def unsplit_fp32_errors() -> dict[tuple[Any, ...], float]:
     [
         pytest.param(dp, cp, run, id=f"{run.name}-{dp}-{cp}")
         for dp, cp in TOPOLOGIES
-        for run in runs(dp)
+        for run in runs(dp, cp)
     ],
 )
 def test_gradient_is_that_of_the_whole_step(

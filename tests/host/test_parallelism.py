@@ -8,11 +8,12 @@ measures the host's averaging before a rank's first step.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
-from tests.host.cases import Case, gradient_errors
+from tests.host import cases
+from tests.host.cases import Case, gradient_errors, grid
 from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.steps import MODES, PLACES
 
@@ -26,9 +27,22 @@ ELSEWHERE = {"dp1", "dp2", "cp2", "dp2-cp2", "pp2-dp2-distributed-overlap"}
 def test_gradient_is_that_of_the_whole_step(name: str) -> None:
     topology = TOPOLOGIES[name]
     places = PLACES[topology.data_parallel_size]
-    cases = [
+    runs = [
         Case(mode, layout=layout, places=places, per_token=per_token)
-        for mode, layout, per_token in product(MODES, ("thd", "bshd"), topology.per_token_flags)
+        for mode, layout, per_token in grid(
+            2, list(MODES), ("thd", "bshd"), topology.per_token_flags
+        )
     ]
-    errors = gradient_errors(topology, cases)
+    errors = gradient_errors(topology, runs)
     assert {case.name: error for case, error in errors.items() if not error <= EXACT} == {}
+
+
+def test_a_covering_grid_lacks_no_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = [range(size) for size in (4, 7, 2, 2, 2)]
+    assert grid(3, *axes) == list(product(*axes)) or cases.COVERS
+    monkeypatch.setattr(cases, "COVERS", True)
+    rows = grid(3, *axes)
+    assert len(set(rows)) == len(rows) < 70 < len(list(product(*axes)))
+    for three in combinations(range(len(axes)), 3):
+        found = {tuple(row[i] for i in three) for row in rows}
+        assert found == set(product(*(axes[i] for i in three)))

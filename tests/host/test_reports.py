@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import LossHook
-from tests.host.cases import Case
+from tests.host.cases import Case, grid
 from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import deal, weights_of
@@ -43,7 +42,7 @@ class Run(NamedTuple):
 PLACES = deal(TOPOLOGY.data_parallel_size, N_MB)
 RUNS = [
     Run(dataclasses.replace(loss, places=PLACES, per_token=per_token), loop)
-    for loss, per_token, loop in product(LOSSES, (False, True), ("train", "eval", "sft_eval"))
+    for loss, per_token, loop in grid(2, LOSSES, (False, True), ("train", "eval", "sft_eval"))
     # Under the flag, fractions of `token_mean` are refused: see test_refusals.
     if (loss.mode, loss.masks, per_token) != ("token_mean", "fractional", True)
     or loop == "sft_eval"

@@ -49,13 +49,13 @@ def test_any_loop_on_the_hosts_schedule_is_hooked(
     assert said.count("Namespace()\n") == 2
     # As with the lines that the patches add, even where the loop has imported the function before.
     late = EARLY + PATCHED + OWN_LOOP.replace("SCHEDULE", "early()")
-    codes, said = run(tmp_path, late, *MODE, starter=())
+    codes, said = run(tmp_path, late, *MODE, starter=(), forked=False)
     assert (codes, said.count(STEPPED)) == ([0], 1), said[-3000:]
     # Without flags nothing changes; the environment may hold them.
     codes, said = run(tmp_path, loop)
     assert (codes, said.count("stepped with lm loss\n")) == ([0], 1), said[-3000:]
     monkeypatch.setenv(VARIABLE, " ".join(MODE))
-    codes, said = run(tmp_path, loop)
+    codes, said = run(tmp_path, loop, forked=False)
     assert (codes, said.count(STEPPED)) == ([0], 1), said[-3000:]
 
 

@@ -182,7 +182,8 @@ def test_a_yaml_file_in_place_of_all_flags_keeps_ours(tmp_path: Path) -> None:
 
 
 def test_a_patched_script_is_watched_like_a_launched_one(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, PATCHED + NO_PARSER.replace("OPTIMIZER", "None"), *MODE, starter=())
+    script = PATCHED + NO_PARSER.replace("OPTIMIZER", "None")
+    codes, said = run(tmp_path, script, *MODE, starter=(), forked=False)
     assert codes == [2]
     assert len(refusals(said)) == 1
 

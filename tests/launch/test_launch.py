@@ -1,4 +1,4 @@
-"""The launcher on Megatron's real ``pretrain``, started by torchrun."""
+"""The launcher on Megatron's real ``pretrain``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore.cpu import CPU_FLAGS
+from tests.launch.processes import LAUNCHER, ROOT, run_forked
 
 pytestmark = pytest.mark.host
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
 ITERATIONS = 3
 FLAGS = f"""
@@ -53,41 +54,51 @@ def runs(folder: Path) -> dict[str, Run]:
     """What each start of the script logs of its steps, and its final checkpoint."""
     starter = folder / "starter.py"
     starter.write_text(WITHOUT_PLUGIN)
-    launcher = ["-m", "megatron_loss_agg", "--cpu"]
     mode = ["--loss-aggregation", "prompt_mean", "--loss-aggregation-audit"]
     # The first step takes a rank's two microbatches, which are read as they are.
     empty = ["--loss-aggregation-batch", "tests.launch.readers:reject_all_after_two"]
     empty += ["--loss-aggregation-rejected", "count", "--loss-aggregation-empty-step", "skip"]
     empty += ["--save-interval", "1"]
     return {
-        "empty steps": start(launcher, [*mode, *empty], folder / "empty"),
+        "empty steps": start(LAUNCHER, [*mode, *empty], folder / "empty"),
         "without the plugin": start([str(starter)], [], folder / "without"),
-        "without the flag": start(launcher, [], folder / "launched"),
-        "with the flag": start(launcher, mode, folder / "aggregated"),
+        "without the flag": start(LAUNCHER, [], folder / "launched"),
+        "with the flag": start(LAUNCHER, mode, folder / "aggregated", torchrun),
     }
 
 
-def start(starter: list[str], extra: list[str], save: Path) -> Run:
-    """Two data-parallel ranks by torchrun, which log to a file each: lines never mix."""
-    logs = save.with_suffix(".logs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--tee", "3", "--log-dir", str(logs)]
-    command += [*starter, str(SCRIPT), *FLAGS, *extra]
+def torchrun(command: list[str], logs: list[Path]) -> list[int]:
+    """As `run_forked`, in new processes."""
+    folder = logs[0].with_suffix(".folder")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     done = subprocess.run(
-        [*command, "--save", str(save)],
+        [*torchrun, str(len(logs)), "--redirects", "3", "--log-dir", str(folder), *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    for rank, log in enumerate(logs):
+        (said,) = folder.glob(f"*/*/{rank}/stdout.log")
+        said.rename(log)
+    return [done.returncode] * len(logs)
+
+
+def start(
+    starter: Sequence[str],
+    extra: list[str],
+    save: Path,
+    launch: Callable[[list[str], list[Path]], list[int]] = run_forked,
+) -> Run:
+    """Two data-parallel ranks, which log to a file each: lines never mix."""
+    logs = [save.with_suffix(f".{rank}.log") for rank in range(2)]
+    codes = launch([*starter, str(SCRIPT), *FLAGS, *extra, "--save", str(save)], logs)
+    text = [log.read_text() for log in logs]
+    assert codes == [0, 0], text[0][-4000:]
     # Without what differs from run to run: the date and the time that a step took.
     logged = [
         re.sub(r"\[\d{4}-.*?\]|elapsed time per iteration \(ms\): [\d.]+", "", line)
-        for log in sorted(logs.glob("*/*/*/stdout.log"))
-        for line in log.read_text().splitlines()
+        for said in text
+        for line in said.splitlines()
         if re.search(r"iteration +\d+/|validation loss at|loss aggregation audit", line)
     ]
     return logged, checkpoint(save, ITERATIONS)

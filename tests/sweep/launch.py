@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.distributed import RankFailed, run_ranks
+from tests.distributed import RankFailed
+from tests.host.harness import run_host_ranks
 from tests.sweep import cases
 from tests.sweep.cases import Case
 from tests.sweep.factors import MODES
@@ -50,7 +51,7 @@ def host_flags() -> list[str]:
 
 
 def on_ranks(function: Any, ranks: int, *args: Any) -> list[Any]:
-    return run_ranks(function, ranks, *args, timeout=TIMEOUT, preload="tests.sweep.preload")
+    return run_host_ranks(function, ranks, *args, timeout=TIMEOUT)
 
 
 def run_case(case: Case, folder: Path, plugin: bool = True) -> dict[str, Any]:
