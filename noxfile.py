@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +27,16 @@ TESTS = (
     *(
         f"tests/host/test_{name}.py"
         for name in (
-            *("gradients", "parallelism", "terms", "audit", "reports", "evaluations"),
-            *("mtp", "moe_releases", "late_masks", "by_sample", "dataset_reports"),
+            *("parallelism", "gradients", "reports", "late_masks", "by_sample", "mtp", "terms"),
+            *("audit", "evaluations", "dataset_reports", "moe_releases"),
         )
     ),
     "tests/launch/test_any_loop.py",
 )
-TOOLS = ("setuptools>=70.1", "pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis")
+TOOLS = (
+    *("setuptools>=70.1", "pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis"),
+    "covertable",
+)
 
 
 class Host(NamedTuple):
@@ -94,18 +99,27 @@ def chosen(session: nox.Session, python: Python) -> list[Host]:
     return [h for h in python.hosts if not session.posargs or h.version in session.posargs]
 
 
+def share_packages(session: nox.Session) -> None:
+    """Let the session's environment see ours after its own: torch need not be installed again."""
+    (site,) = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    ours = sysconfig.get_path("purelib")
+    (site / "shared.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+
+
 def test_on(session: nox.Session, python: Python, host: Host) -> None:
     """Install ``host`` in place of the one before it, and run the tests that it can run."""
+    if python.version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        share_packages(session)
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text(constraints_for(python, host))
     session.install("-q", "-c", str(constraints), "megatron-core", *TOOLS)
     session.install("-q", "-c", str(constraints), "--no-build-isolation", "-e", ".")
     session.run(
         *("python", "-m", "pytest", "--timeout", "600", "-q", "-W", "ignore"),
-        *("-n", "logical", "--maxprocesses", "8", "--dist", "loadfile"),
+        *("-n", "logical", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"),
         f"--junitxml={REPORTS / host.version}.xml",
         *TESTS,
-        env={"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", "TEST_GRIDS": "covering"},
     )
 
 

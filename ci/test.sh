@@ -19,7 +19,8 @@ if [[ $# -eq 0 ]]; then
     fi
     rm -f build/verified/newest.xml # of a run before this one
     # Of one file, every test in the same process: they share ranks that take long to start.
-    set -- --junitxml build/verified/newest.xml -n logical --maxprocesses 8 --dist loadfile
+    set -- --junitxml build/verified/newest.xml -n logical --maxprocesses 8 --dist loadfile \
+        --no-loadscope-reorder
 fi
 # A hang in a collective ends in a traceback instead of a silent job.
 "$python" -m pytest --timeout 600 "$@" </dev/null || status=$?

@@ -1,0 +1,16 @@
+"""The order of all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+LONG = ("sweep", "examples", "host", "launch", "frameworks", "fuzz", "peers")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: where files are shared out over cores, all have work until the end."""
+    tests = Path(__file__).parent
+    folders = {item: item.path.relative_to(tests).parts[0] for item in items}
+    items.sort(key=lambda i: LONG.index(folders[i]) if folders[i] in LONG else len(LONG))
