@@ -34,7 +34,7 @@ TESTS = (
     "tests/launch/test_any_loop.py",
 )
 TOOLS = (
-    *("setuptools>=70.1", "pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis"),
+    *("setuptools>=77", "pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis"),
     "covertable",
 )
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+# The address that the sources are published at, for the links on the package index.
+REPOSITORY = ""
 
 
 def version() -> str:
@@ -17,14 +19,31 @@ def version() -> str:
     return match.group(1)
 
 
+def description() -> str:
+    """README.md, with links that lead somewhere from the package index."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not REPOSITORY:
+        return text
+    return re.sub(r"\]\((?!https?:|#)", f"]({REPOSITORY}/blob/v{version()}/", text)
+
+
 setup(
     name="megatron-loss-agg",
     version=version(),
     description="Exact loss aggregation over the whole optimizer step for Megatron-Core",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=description(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
+    keywords=["Megatron", "loss aggregation", "gradient accumulation", "reinforcement learning"],
+    project_urls={
+        "Documentation": f"{REPOSITORY}/blob/v{version()}/docs/start.md",
+        "Changelog": f"{REPOSITORY}/blob/v{version()}/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Source": REPOSITORY,
+    }
+    if REPOSITORY
+    else {},
     packages=find_packages(include=["megatron_loss_agg", "megatron_loss_agg.*"]),
     package_data={"megatron_loss_agg": ["py.typed"]},
     python_requires=">=3.10",

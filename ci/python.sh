@@ -113,7 +113,7 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$contents" ]]; then
     pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install
         --constraint "$venv/constraints.txt")
     if [[ ! -t 2 ]]; then pip+=(--quiet); fi
-    "${pip[@]}" "setuptools>=70.1" >&2
+    "${pip[@]}" "setuptools>=77" >&2
     "${pip[@]}" --no-build-isolation --editable "$root[$extras]" >&2
     if [[ ,$extras, == *,test,* ]]; then
         # Out of sight of every other import, without what they need, on any Python.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from configparser import ConfigParser
+import sysconfig
+import tarfile
 from email.message import Message
 from email.parser import Parser
-from importlib import import_module
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -23,22 +24,69 @@ SCRIPTS = [ROOT / ".ci/run", *ROOT.glob("ci/*.sh"), *ROOT.glob("examples/*.sh")]
 GUIDES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
-    """The built wheel; built from a copy, since a build leaves files beside its sources."""
-    folder = tmp_path_factory.mktemp("wheel")
+SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+OUTSIDE = Path(os.sep)
+BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+
+
+def run(*command: object, cwd: Path = OUTSIDE) -> str:
+    """What the command prints; it must succeed, and sees nothing of this checkout."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(*arguments: object, python: object = sys.executable) -> str:
+    options = ("--disable-pip-version-check", "--no-input", "--python", python)
+    return run(sys.executable, "-m", "pip", *options, *arguments, "--no-index")
+
+
+def build(folder: Path, repository: str = "") -> Path:
+    """The sources for the package index, from a copy, since a build leaves files beside its own."""
     source = folder / "source"
     shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-index", "--no-deps", "--no-build-isolation"]
-    built = subprocess.run(
-        [*command, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("*.whl")
-    return ZipFile(path)
+    (source / "tests").mkdir()
+    shutil.copy(Path(__file__), source / "tests")  # which setuptools takes, unless told otherwise
+    for name in (*SOURCES, "CITATION.cff"):
+        text = (ROOT / name).read_text()
+        if name == "setup.py":
+            text = text.replace('REPOSITORY = ""\n', f"REPOSITORY = {repository!r}\n")
+        (source / name).write_text(text)
+    run(sys.executable, "-c", BUILD, folder, cwd=source)
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel_file(sdist: Path) -> Path:
+    """The wheel, built from the sources for the package index."""
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", sdist.parent, sdist)
+    (path,) = sdist.parent.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> ZipFile:
+    return ZipFile(wheel_file)
+
+
+@pytest.fixture(scope="module")
+def environment(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in a new environment, which sees the packages of this one: torch, Megatron."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip("install", "--no-deps", wheel_file, python=folder / "bin/python")
+    return folder / "bin"
 
 
 @pytest.fixture(scope="module")
@@ -66,34 +114,67 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel: ZipFile) -> N
     assert shipped == sources
 
 
+def test_the_sources_hold_what_builds_the_wheel_and_what_a_reader_needs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    made = {"PKG-INFO", "setup.cfg"} | {n for n in names if ".egg-info/" in n}
+    package = {p.relative_to(ROOT).as_posix() for p in PACKAGE.rglob("*.py")}
+    package.add("megatron_loss_agg/py.typed")
+    assert names - made == {*package, *SOURCES, "CITATION.cff"}
+
+
+def test_links_lead_to_the_repository_once_it_has_an_address(tmp_path: Path) -> None:
+    with tarfile.open(build(tmp_path, "https://host.example/loss")) as archive:
+        (path,) = (name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name))
+        file = archive.extractfile(path)
+        assert file is not None
+        text = file.read().decode()
+    of_release = f"https://host.example/loss/blob/v{megatron_loss_agg.__version__}"
+    assert f"\nProject-URL: Changelog, {of_release}/CHANGELOG.md\n" in text
+    assert f"]({of_release}/docs/modes.md)" in text
+    assert re.findall(r"\]\((?!https?:|#)", text) == []
+
+
+@pytest.mark.host
+def test_the_wheel_works_beside_an_existing_torch_and_megatron(environment: Path) -> None:
+    found = run(environment / "python", "-c", "import megatron_loss_agg as m; print(m.__file__)")
+    assert Path(found).is_relative_to(environment.parent)
+    said = run(environment / "megatron-loss-agg", "doctor")
+    assert f"megatron_loss_agg   {megatron_loss_agg.__version__}\n" in said
+
+
+def test_the_extras_resolve(environment: Path, wheel_file: Path) -> None:
+    wanted = f"{wheel_file}[mcore,plot,rl,test,docs]"
+    constraints = ("--constraint", ROOT / "ci/constraints.txt")
+    said = pip("install", "--dry-run", *constraints, wanted, python=environment / "python")
+    assert "Would install" not in said
+
+
 def test_the_metadata_names_the_licence_and_torch_alone(wheel: ZipFile, metadata: Message) -> None:
     assert any(path.endswith("LICENSE") for path in wheel.namelist())
-    assert metadata["License"] == "Apache-2.0"
+    assert metadata["License-Expression"] == "Apache-2.0"
     requirements = metadata.get_all("Requires-Dist") or []
     assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.6"]
     # On the package index this name is another project than NVIDIA's.
     assert not [r for r in requirements if r.startswith("apex")]
 
 
-def test_one_version_everywhere(metadata: Message) -> None:
+def test_one_version_everywhere(metadata: Message, environment: Path) -> None:
     assert metadata["Version"] == megatron_loss_agg.__version__
-    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == "Unreleased"
-    assert headings[1:2] in ([], [megatron_loss_agg.__version__])
-    assert f"\nversion: {megatron_loss_agg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    command = [sys.executable, "-m", "megatron_loss_agg", "--version"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    unreleased, newest, *_ = re.findall(r"^## (.+)", changes, re.MULTILINE)
+    assert unreleased == "[Unreleased]"
+    date = re.fullmatch(
+        rf"\[{re.escape(megatron_loss_agg.__version__)}\] - (\d{{4}}-\d\d-\d\d)", newest
+    )
+    assert date
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {megatron_loss_agg.__version__}\ndate-released: {date[1]}\n" in citation
+    printed = run(environment / "megatron-loss-agg", "--version")
     assert printed == f"megatron-loss-agg {megatron_loss_agg.__version__}\n"
 
 
-def test_the_console_script_resolves(wheel: ZipFile) -> None:
-    config = ConfigParser()
-    config.read_string(_dist_info(wheel, "entry_points.txt"))
-    module, _, function = config["console_scripts"]["megatron-loss-agg"].partition(":")
-    assert callable(getattr(import_module(module), function))
-
-
-@pytest.mark.parametrize("extra", [None, "mcore", "test", "rl"])
+@pytest.mark.parametrize("extra", [None, "mcore", "test", "docs", "plot", "rl"])
 def test_what_the_environment_installs_is_pinned(metadata: Message, extra: str | None) -> None:
     required = {
         _normal(re.split(r"[^\w.-]", requirement)[0])
