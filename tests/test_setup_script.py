@@ -138,7 +138,7 @@ def _checkout(folder: Path) -> Path:
 def test_sets_of_extras_live_side_by_side(venv: Path) -> None:
     # Also where pip would install for the user.
     assert run(venv, "mcore,plot", PIP_USER="1").returncode == 0
-    assert asked(venv) == ["setuptools>=70.1", f"{ROOT}[mcore,plot]"]
+    assert asked(venv) == ["setuptools>=77", f"{ROOT}[mcore,plot]"]
     assert used_again(run(venv, "mcore"), venv)
     assert used_again(run(venv, "mcore,plot"), venv)
 
