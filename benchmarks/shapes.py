@@ -18,7 +18,6 @@ LAYOUTS = ("bshd", "thd")
 
 PLAN = (8192, 64, 8)  # samples, tokens of each, microbatches
 LARGE_PLAN = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
-BROADCAST = (128, 1024, 16)  # likewise: 131,072 tokens of a rank
 
 
 @dataclass(frozen=True)
