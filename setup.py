@@ -24,6 +24,7 @@ def description() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     if not REPOSITORY:
         return text
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\g<1>{REPOSITORY}/raw/v{version()}/", text)
     return re.sub(r"\]\((?!https?:|#)", f"]({REPOSITORY}/blob/v{version()}/", text)
 
 

@@ -133,6 +133,8 @@ def test_links_lead_to_the_repository_once_it_has_an_address(tmp_path: Path) -> 
     assert f"\nProject-URL: Changelog, {of_release}/CHANGELOG.md\n" in text
     assert f"]({of_release}/docs/modes.md)" in text
     assert re.findall(r"\]\((?!https?:|#)", text) == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)", text)
+    assert pictures and all(x.startswith(of_release.replace("blob", "raw")) for x in pictures)
 
 
 @pytest.mark.host

@@ -51,7 +51,7 @@ class Evidence(Results):
     ) -> None:
         """Record a figure against the goal of `shapes.GOALS` that is named, or against none."""
         limit = None if goal in self._without_goal else GOALS[goal]
-        figure = Measured(what, where, float(value), unit, limit, noise)
+        figure = Measured(what, where, float(value), unit, limit, noise=noise)
         if not math.isfinite(figure.value):
             return self.fail(what, f"{where}: {value} {unit}")
         self.figures.append(figure)

@@ -42,7 +42,7 @@ def _compare(evidence: Evidence, loss: str, place: str, pair: list[Training], dr
     evidence.add("waits, stock", where, stock.total(), "a step")
     added = hooked - stock
     goal = "gpu_waits" if place == "CPU" else "gpu_waits_of_masks"
-    evidence.add("waits, added", where, hooked.total() - stock.total(), "a step", goal)
+    evidence.add("waits, added", where, added.total(), "a step", goal)
     for line, number in added.items():
         print(f"{where}: {number} more at {line}", flush=True)
     if place == "CPU":

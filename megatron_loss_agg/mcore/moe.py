@@ -210,8 +210,8 @@ def _kinds(config: Any) -> list[str]:
     if config.num_moe_experts is None:
         return []
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    if isinstance(kinds, str):
-        kinds, coefficients = [kinds], [coefficients]
+    # Megatron refuses lists of different lengths itself, but later.
+    kinds, coefficients = (x if isinstance(x, list) else [x] for x in (kinds, coefficients))
     pairs = zip(kinds, coefficients, strict=False)
     return [kind for kind, coefficient in pairs if kind in _KINDS and coefficient]
 

@@ -47,6 +47,10 @@ ELSEWHERE = {
     "SITE=": "tests/frameworks",
     "git -C path/to/": "ci/frameworks.sh, which needs the frameworks' repositories",
     "pip install": "changes the environment",
+    "pip download": "as above",
+    "python -m build": "needs build and twine: tests/test_packaging.py builds without them",
+    "bash benchmarks/gpu.sh": "tests/gpu/test_gpu_script.py",
+    "WHEELS=": "as above",
 }
 # Commands that must be found bad, each by another parser.
 WRONG = [

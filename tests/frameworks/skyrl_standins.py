@@ -10,7 +10,7 @@ from typing import Any
 from tests.peers.standins import use_peers
 
 STANDINS = (
-    "ray jaxtyping loguru transformers cloudpathlib pydantic omegaconf skyrl_gym datasets "
+    "ray jaxtyping loguru transformers cloudpathlib pydantic wandb omegaconf skyrl_gym datasets "
     "torchdata aiohttp orjson pybase64 rich httpx huggingface_hub nvidia_resiliency_ext "
     "megatron.bridge"
 )

@@ -117,7 +117,7 @@ def test_a_part_without_its_modules_names_them(tmp_path, monkeypatch):
     ],
 )
 def test_a_goal_within_the_noise_is_undecided(value, noise, verdict):
-    assert Measured("step", "here", value, "x", 1.005, noise).verdict == verdict
+    assert Measured("step", "here", value, "x", 1.005, noise=noise).verdict == verdict
 
 
 def test_the_noise_is_twice_the_standard_error_of_the_median():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fake_groups import fake_groups
-from benchmarks.hook import loss_func
+from benchmarks.loss_function import loss_func
 from megatron_loss_agg import LossAggregation, Microbatch, Term
 from megatron_loss_agg.mcore.host import Call, HostScale
 from megatron_loss_agg.mcore.splits import Splits

@@ -23,7 +23,7 @@ from tests.peers.step import (
 )
 
 use_peers(
-    "ray jaxtyping loguru transformers cloudpathlib pydantic omegaconf skyrl_gym datasets "
+    "ray jaxtyping loguru transformers cloudpathlib pydantic wandb omegaconf skyrl_gym datasets "
     "torchdata aiohttp orjson pybase64 rich httpx"
 )
 
