@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -147,7 +148,6 @@ class LocalCounts:
         self._by_microbatch: list[float] = torch.segment_reduce(
             self.sums_S, "sum", lengths=self._sizes, unsafe=True
         ).tolist()
-        self._columns = summed_columns(agg, self.sums_S, samples.weights_S, self._counted_S)
         check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
@@ -245,6 +245,10 @@ class LocalCounts:
             routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
             weighted=weighted,
         )
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        return summed_columns(self.agg, self.sums_S, self.samples.weights_S, self._counted_S)
 
     def _group_sums(self, distinct: Tensor, inverse: Tensor) -> GroupSums:
         """Mask sums of the groups that count."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,29 +16,10 @@ from megatron_loss_agg.microbatch import Microbatch
 F64 = torch.float64
 _CHUNK = 2**16
 """Rows are summed in chunks of at most this many tokens, whose fp64 copies fit in a CPU's cache."""
-
-# The first concerns the values alone; the others involve the offsets.
-_DEFECTS: tuple[tuple[type[AggregationError], str], ...] = (
-    (
-        MaskError,
-        "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
-        "values >= 0",
-    ),
-    (
-        GroupError,
-        "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths",
-    ),
-    (
-        GroupError,
-        "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
-        "padded lengths",
-    ),
-    (
-        GroupError,
-        "a sample is longer than its padded place, or ends beyond the mask; expected cu_seqlens "
-        "within cu_seqlens_padded within the tokens",
-    ),
-    (MaskError, "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"),
+_LARGEST = torch.finfo(torch.float32).max
+_BAD_VALUES = (
+    "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
+    "values >= 0"
 )
 
 
@@ -55,16 +36,16 @@ class MaskSums:
         """Waits for the device once if all masks and offsets are on one device."""
         readings = [_read(microbatch) for microbatch in microbatches]
         found = on_cpu([*(sums for sums, _ in readings), *(facts for _, facts in readings)], F64)
-        samples = sum(len(sums) for sums, _ in readings)
-        numbers, active, error = iter(found[samples:].tolist()), [], None
-        for i, (_, facts) in enumerate(readings):
-            tokens, largest, least, *good = islice(numbers, len(facts))
+        sizes = [len(sums) for sums, _ in readings]
+        by_sample, facts = found.tensor_split([sum(sizes)])
+        numbers, active = iter(facts.tolist()), []
+        good = True  # a sum of numbers >= 0 has no term that is NaN, or greater than it
+        for _, of_one in readings:
+            tokens, largest, least, *zeros = islice(numbers, len(of_one))
             active.append(int(tokens))
-            # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
-            good.insert(0, least >= 0 and largest <= torch.finfo(torch.float32).max)
-            if error is None and not all(good):
-                error = _defect(microbatches[i], i, [*map(bool, good)].index(False))
-        return cls(found[:samples], active, error)
+            good = good and least >= 0 and largest <= _LARGEST and not any(zeros)
+        error = None if good else _first_defect(microbatches, by_sample.split(sizes))
+        return cls(by_sample, active, error)
 
 
 def active_tokens(mask: Tensor) -> int:
@@ -125,20 +106,20 @@ def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """Reads one mask on its device, without waiting for it.
 
     Returns:
-        fp64 [samples], mask sums; and [3] or, for packs, [7]: active tokens, the largest sum, the
-        least value, and whether each of `_DEFECTS` but the first is absent.
+        fp64 [samples], mask sums; and a vector: active tokens, the largest sum, the least value,
+        and, for packs, numbers that are 0 if offsets and padding are valid.
     """
-    mask, good = microbatch.loss_mask.detach(), list[Tensor]()
+    mask, zeros = microbatch.loss_mask.detach(), list[Tensor]()
     if microbatch.cu_seqlens is None:
         sums = by_sample = _row_sums(mask)
     else:
         padded = microbatch.cu_seqlens_padded
-        bounds, good = _bounds(microbatch.cu_seqlens, padded, mask)
+        bounds, zeros = _bounds(microbatch.cu_seqlens, padded, mask)
         sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
-        by_sample, outside = (sums[:-1], sums[-1:]) if padded is None else (sums[:-2:2], sums[1::2])
-        good.append((outside == 0).all())
+        by_sample, outside = (sums[:-1], sums[-1]) if padded is None else (sums[:-2:2], sums[1::2])
+        zeros.append(outside if padded is None else outside.sum())
     largest = sums.max() if mask.numel() else sums.new_zeros(())
-    return by_sample, torch.stack([_active(mask), largest, _least(mask), *good])
+    return by_sample, torch.stack([_active(mask), largest, _least(mask), *zeros])
 
 
 def _least(mask: Tensor) -> Tensor:
@@ -167,31 +148,67 @@ def _bounds(real: Tensor, padded: Tensor | None, mask: Tensor) -> tuple[Tensor, 
     padding, ..., an empty sample and the rest.
 
     Returns:
-        int64 [samples + 2] or [2 * samples + 3], within the mask and never decreasing, even where
-        offsets are bad; bool, whether real offsets, padded ones, and both together are valid.
+        int64 [samples + 2] or [2 * samples + 3], from 0, within the mask and never decreasing, even
+        where offsets are bad; numbers that are 0 if they are valid.
     """
     given = real = real.to(mask.device, torch.int64)
-    good = [_rises(real)] * 2
     if padded is not None:
         starts = padded.to(real)
         given = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
-        good[1] = _rises(starts)
     given = pad(given, (0, 1), value=mask.numel())
-    bounds = given.clamp(0, mask.numel()).cummax(0).values
-    return bounds, [*good, (given == bounds).all()]
+    bounds = given.clamp(0, mask.numel())
+    bounds[0] = 0
+    bounds = bounds.cummax(0).values
+    wrong = (given != bounds).any()
+    return bounds, [wrong] if padded is None else [wrong, real[0]]
 
 
-def _rises(offsets: Tensor) -> Tensor:
-    return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all()
+def _first_defect(
+    microbatches: Sequence[Microbatch], sums: Sequence[Tensor]
+) -> AggregationError | None:
+    """The error for the first microbatch that has a defect; ``sums`` are its samples'."""
+    for i, (microbatch, sums_S) in enumerate(zip(microbatches, sums, strict=True)):
+        for kind, text in _defects(microbatch, sums_S):
+            offsets = {
+                name: getattr(microbatch, name).tolist()
+                for name in ("cu_seqlens", "cu_seqlens_padded")
+                if text != _BAD_VALUES and getattr(microbatch, name) is not None
+            }
+            got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
+            return kind(f"microbatch {i}: {text}{got}")
+    return None
 
 
-def _defect(microbatch: Microbatch, place: int, which: int) -> AggregationError:
-    """The error for a microbatch with one of `_DEFECTS`; ``place`` is its index in the step."""
-    kind, text = _DEFECTS[which]
-    offsets = {
-        name: getattr(microbatch, name).tolist()
-        for name in ("cu_seqlens", "cu_seqlens_padded")
-        if which > 0 and getattr(microbatch, name) is not None
-    }
-    got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
-    return kind(f"microbatch {place}: {text}{got}")
+def _defects(
+    microbatch: Microbatch, sums_S: Tensor
+) -> Iterator[tuple[type[AggregationError], str]]:
+    """What is wrong with a microbatch, the values first."""
+    values = microbatch.loss_mask.detach().reshape(-1).cpu().double()
+    if not all(((x >= 0) & (x <= _LARGEST)).all() for x in (values, sums_S)):
+        yield MaskError, _BAD_VALUES
+    real, padded = microbatch.cu_seqlens, microbatch.cu_seqlens_padded
+    if real is None:
+        return
+    real = real.cpu().long()
+    padded = real if padded is None else padded.cpu().long()
+    for name, offsets, what in (
+        ("cu_seqlens", real, "lengths"),
+        ("cu_seqlens_padded", padded, "padded lengths"),
+    ):
+        if offsets[0] != 0 or (offsets.diff() < 0).any():
+            yield (
+                GroupError,
+                f"{name} must start at 0 and not decrease; expected the running sum of the {what}",
+            )
+    if (real.diff() > padded.diff()).any() or padded[-1] > len(values):
+        yield (
+            GroupError,
+            "a sample is longer than its padded place, or ends beyond the mask; expected "
+            "cu_seqlens within cu_seqlens_padded within the tokens",
+        )
+    outside = microbatch.sample_index() == microbatch.num_samples
+    if bool(microbatch.loss_mask.detach().reshape(-1)[outside].any()):
+        yield (
+            MaskError,
+            "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding",
+        )

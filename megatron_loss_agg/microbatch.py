@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeGuard
 
@@ -138,10 +137,9 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """With tensors of its own, but the `token_ids`."""
-        own = copy(self)  # not `replace`, which would check all fields again
+        own = object.__new__(type(self))  # not `replace`, which would check all fields again
         for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                object.__setattr__(own, name, x.detach().clone())
+            vars(own)[name] = x.detach().clone() if isinstance(x, Tensor) else x
         return own
 
     def _check_packed(self, cu_seqlens: Tensor) -> None:

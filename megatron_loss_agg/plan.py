@@ -68,10 +68,10 @@ class StepPlan:
         zero_S = samples.sums_S == 0
         if samples.rejected_S is not None:
             zero_S |= samples.rejected_S
-        coefficient_S = sample_coefficients(within_S, self.counts.across, agg.scale)
+        coefficient_S = sample_coefficients(within_S, self.counts.across, agg.scale, zero_S)
         if samples.weights_S is not None:
             coefficient_S *= samples.weights_S
-        self._coefficient_S = coefficient_S.masked_fill_(zero_S, 0.0)
+        self._coefficient_S = coefficient_S
 
     @classmethod
     def build(

@@ -74,8 +74,8 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
     ("mode", "step", "more"),  # to read, and to copy what was given
     [
         ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 6 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 30 + 5),
-        ("sample_mean", of_mixed_widths, (6 + 1) + (30 + 5 + 19 + 2) / 2),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 23 + 5),
+        ("sample_mean", of_mixed_widths, (6 + 1) + (23 + 5 + 16 + 2) / 2),
     ],
     ids=["rows", "packs", "both"],
 )
