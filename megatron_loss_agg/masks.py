@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
+from operator import gt
 
 import torch
 from torch import Tensor
@@ -16,11 +17,6 @@ from megatron_loss_agg.microbatch import Microbatch
 F64 = torch.float64
 _CHUNK = 2**16
 """Rows are summed in chunks of at most this many tokens, whose fp64 copies fit in a CPU's cache."""
-_LARGEST = torch.finfo(torch.float32).max
-_BAD_VALUES = (
-    "loss_mask has negative, infinite or NaN values, or some beyond fp32; expected finite "
-    "values >= 0"
-)
 
 
 @dataclass(frozen=True)
@@ -35,17 +31,18 @@ class MaskSums:
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
         """Waits for the device once if all masks and offsets are on one device."""
         readings = [_read(microbatch) for microbatch in microbatches]
-        found = on_cpu([*(sums for sums, _ in readings), *(facts for _, facts in readings)], F64)
-        sizes = [len(sums) for sums, _ in readings]
-        by_sample, facts = found.tensor_split([sum(sizes)])
-        numbers, active = iter(facts.tolist()), []
-        good = True  # a sum of numbers >= 0 has no term that is NaN, or greater than it
-        for _, of_one in readings:
+        facts = [fact.view(1) for _, of_one in readings for fact in of_one]
+        found = on_cpu([*(sums for sums, _ in readings), *facts], F64)
+        samples = sum(len(sums) for sums, _ in readings)
+        numbers, active, error = iter(found[samples:].tolist()), [], None
+        for i, (_, of_one) in enumerate(readings):
             tokens, largest, least, *zeros = islice(numbers, len(of_one))
             active.append(int(tokens))
-            good = good and least >= 0 and largest <= _LARGEST and not any(zeros)
-        error = None if good else _first_defect(microbatches, by_sample.split(sizes))
-        return cls(by_sample, active, error)
+            # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
+            values_are_good = least >= 0 and largest <= torch.finfo(torch.float32).max
+            if error is None and (any(zeros) or not values_are_good):
+                error = _defect(microbatches[i], i, values_are_good)
+        return cls(found[:samples], active, error)
 
 
 def active_tokens(mask: Tensor) -> int:
@@ -102,11 +99,11 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     return torch.where(stays, result, torch.zeros_like(result))
 
 
-def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+def _read(microbatch: Microbatch) -> tuple[Tensor, list[Tensor]]:
     """Reads one mask on its device, without waiting for it.
 
     Returns:
-        fp64 [samples], mask sums; and a vector: active tokens, the largest sum, the least value,
+        fp64 [samples], mask sums; and scalars: active tokens, the largest sum, the least value,
         and, for packs, numbers that are 0 if offsets and padding are valid.
     """
     mask, zeros = microbatch.loss_mask.detach(), list[Tensor]()
@@ -119,7 +116,7 @@ def _read(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         by_sample, outside = (sums[:-1], sums[-1]) if padded is None else (sums[:-2:2], sums[1::2])
         zeros.append(outside if padded is None else outside.sum())
     largest = sums.max() if mask.numel() else sums.new_zeros(())
-    return by_sample, torch.stack([_active(mask), largest, _least(mask), *zeros])
+    return by_sample, [_active(mask), largest, _least(mask), *zeros]
 
 
 def _least(mask: Tensor) -> Tensor:
@@ -163,52 +160,44 @@ def _bounds(real: Tensor, padded: Tensor | None, mask: Tensor) -> tuple[Tensor, 
     return bounds, [wrong] if padded is None else [wrong, real[0]]
 
 
-def _first_defect(
-    microbatches: Sequence[Microbatch], sums: Sequence[Tensor]
-) -> AggregationError | None:
-    """The error for the first microbatch that has a defect; ``sums`` are its samples'."""
-    for i, (microbatch, sums_S) in enumerate(zip(microbatches, sums, strict=True)):
-        for kind, text in _defects(microbatch, sums_S):
-            offsets = {
-                name: getattr(microbatch, name).tolist()
-                for name in ("cu_seqlens", "cu_seqlens_padded")
-                if text != _BAD_VALUES and getattr(microbatch, name) is not None
-            }
-            got = f" (of {microbatch.loss_mask.numel()} tokens; {offsets})" if offsets else ""
-            return kind(f"microbatch {i}: {text}{got}")
-    return None
-
-
-def _defects(
-    microbatch: Microbatch, sums_S: Tensor
-) -> Iterator[tuple[type[AggregationError], str]]:
-    """What is wrong with a microbatch, the values first."""
-    values = microbatch.loss_mask.detach().reshape(-1).cpu().double()
-    if not all(((x >= 0) & (x <= _LARGEST)).all() for x in (values, sums_S)):
-        yield MaskError, _BAD_VALUES
-    real, padded = microbatch.cu_seqlens, microbatch.cu_seqlens_padded
-    if real is None:
-        return
-    real = real.cpu().long()
-    padded = real if padded is None else padded.cpu().long()
-    for name, offsets, what in (
-        ("cu_seqlens", real, "lengths"),
-        ("cu_seqlens_padded", padded, "padded lengths"),
-    ):
-        if offsets[0] != 0 or (offsets.diff() < 0).any():
-            yield (
-                GroupError,
-                f"{name} must start at 0 and not decrease; expected the running sum of the {what}",
-            )
-    if (real.diff() > padded.diff()).any() or padded[-1] > len(values):
-        yield (
-            GroupError,
+def _defect(microbatch: Microbatch, place: int, values_are_good: bool) -> AggregationError:
+    """The error for a microbatch that has one; ``place`` is its index in the step."""
+    if not values_are_good:
+        return MaskError(
+            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
+            "fp32; expected finite values >= 0"
+        )
+    tokens = microbatch.loss_mask.numel()
+    offsets = {
+        name: given.tolist()
+        for name in ("cu_seqlens", "cu_seqlens_padded")
+        if (given := getattr(microbatch, name)) is not None
+    }
+    real, padded = offsets["cu_seqlens"], offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])
+    kind: type[AggregationError] = GroupError
+    if not _rises(real):
+        text = (
+            "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths"
+        )
+    elif not _rises(padded):
+        text = (
+            "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
+            "padded lengths"
+        )
+    elif padded[-1] > tokens or any(map(gt, _lengths(real), _lengths(padded))):
+        text = (
             "a sample is longer than its padded place, or ends beyond the mask; expected "
-            "cu_seqlens within cu_seqlens_padded within the tokens",
+            "cu_seqlens within cu_seqlens_padded within the tokens"
         )
-    outside = microbatch.sample_index() == microbatch.num_samples
-    if bool(microbatch.loss_mask.detach().reshape(-1)[outside].any()):
-        yield (
-            MaskError,
-            "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding",
-        )
+    else:
+        kind = MaskError
+        text = "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"
+    return kind(f"microbatch {place}: {text} (of {tokens} tokens; {offsets})")
+
+
+def _lengths(offsets: list[int]) -> list[int]:
+    return [end - start for start, end in pairwise(offsets)]
+
+
+def _rises(offsets: list[int]) -> bool:
+    return offsets[0] == 0 and min(_lengths(offsets), default=0) >= 0

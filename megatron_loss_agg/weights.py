@@ -94,7 +94,7 @@ def sample_coefficients(
     if not across:
         return torch.zeros_like(within_S)
     zero_S = within_S == 0 if zero_S is None else zero_S
-    return (scale / across / within_S).masked_fill_(zero_S, 0.0)
+    return (within_S.reciprocal() * (scale / across)).masked_fill_(zero_S, 0.0)
 
 
 def token_weights_of(

@@ -73,9 +73,9 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
 @pytest.mark.parametrize(
     ("mode", "step", "more"),  # to read, and to copy what was given
     [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 6 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 23 + 5),
-        ("sample_mean", of_mixed_widths, (6 + 1) + (23 + 5 + 16 + 2) / 2),
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 5 + 3),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 22 + 5),
+        ("sample_mean", of_mixed_widths, (5 + 1) + (22 + 5 + 15 + 2) / 2),
     ],
     ids=["rows", "packs", "both"],
 )
