@@ -150,6 +150,10 @@ BAD_MASKS = {
 FAR = [0, 2**63 - 1, -2]  # were these read, the process would die
 BAD_OFFSETS = {
     "first offset": (pack(torch.zeros(6), ONE + 1), "cu_seqlens must start at 0"),
+    "first offset before padding": (
+        pack(torch.zeros(9), ONE + 1, 2 * ONE),
+        "cu_seqlens must start at 0",
+    ),
     "padded first offset": (pack(torch.zeros(9), ONE, ONE + 1), "cu_seqlens_padded must start"),
     "decreasing": (pack(torch.zeros(4), [0, 3, 1]), "cu_seqlens must start at 0 and not decrease"),
     "padded decreasing": (pack(torch.zeros(9), 0 * ONE, [0, 3, 1]), "_padded must .*not decrease"),
