@@ -13,7 +13,7 @@ if [[ $# -eq 0 ]]; then
     "$python" -m ruff check . || status=$?
     "$python" -m ruff format --check . || status=$?
     "$python" -m mypy || status=$?
-    "$python" -m mkdocs --quiet build --strict || status=$?
+    "$python" -m mkdocs build --strict || status=$?
     if [[ $status -ne 0 ]]; then
         echo "ci/test.sh: ruff, mypy or mkdocs failed, see above; this run will fail after the tests" >&2
     fi

@@ -163,7 +163,7 @@ def truncated_importance_weight(
     Args:
         log_probs: from the trainer, for the policy that generated the rollout.
         rollout_log_probs: from the rollout engine.
-        cap: > 0; 2 is common.
+        cap: above 0; 2 is common.
         mask: needed if masked positions may hold NaN. Sets the factor to 0 there; a NaN factor
             would make the gradient ``0 * NaN``.
 

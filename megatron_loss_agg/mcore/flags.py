@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation, Term
@@ -18,6 +19,8 @@ from megatron_loss_agg.mcore.late_masks import check_possible
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
+_ALIKE = 0.85
+"""Of 1, how alike a misspelt flag is to one of ours; Megatron's own are below 0.7."""
 """The environment variable that holds flags where another program owns the command line."""
 
 
@@ -236,9 +239,12 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser = add_arguments(_Parser(add_help=False, allow_abbrev=False))
     found, others = parser.parse_known_args(argv)
     unknown = [x.partition("=")[0] for x in others if x.startswith(FLAG)]
+    names = [flag_of(name) for name in vars(found)]
+    # A script that ignores unknown flags would train as without the plugin.
+    others_flags = (x.partition("=")[0] for x in others if x.startswith("--"))
+    unknown += [flag for flag in others_flags if get_close_matches(flag, names, 1, _ALIKE)]
     if unknown:
-        known = ", ".join(flag_of(name) for name in vars(found))
-        raise ModeError(f"unknown flag {unknown[0]}; expected one of {known}")
+        raise ModeError(f"unknown flag {unknown[0]}; expected one of {', '.join(names)}")
     defaults = vars(parser.parse_args([]))
     return {name: x for name, x in vars(found).items() if x != defaults[name]}, others
 

@@ -456,6 +456,6 @@ def _check_names(terms: Mapping[str, Term], total: str) -> None:
 def _refuse_iterator(data_iterator: Any) -> Any:
     raise HostError(
         f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
-        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage, or "
-        "LossHook(read_step=...) or hook.step(...), which need none"
+        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, one "
+        "for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
     )

@@ -188,7 +188,7 @@ def _schedule_of_training(get: _Function, hook: Callable[[], LossHook | None]) -
 def _without_perplexities(say: _Function, hook: Callable[[], LossHook | None]) -> _Function:
     @functools.wraps(say)
     def say_without_perplexities(message: str, *args: Any, **kwargs: Any) -> Any:
-        ours = hook() if " PPL: " in message else None
+        ours = hook() if isinstance(message, str) and " PPL: " in message else None
         if ours is not None:
             message = without_perplexities(message, ours.terms)
         return say(message, *args, **kwargs)

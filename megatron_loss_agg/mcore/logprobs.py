@@ -50,7 +50,7 @@ def vocab_parallel_log_probs(
         logits: [..., vocab / tp], this rank's shard of the vocabulary.
         labels: int64 [...], indices into the whole vocabulary, the same on all tensor-parallel
             ranks.
-        temperature: > 0, that of the rollout.
+        temperature: above 0, that of the rollout.
         group: tensor-parallel group; default: Megatron's own.
 
     Raises:

@@ -39,8 +39,9 @@ def on_group(plan_here: Callable[[], _T], groups: ParallelGroups) -> _T:
     try:
         if groups.reads_data:
             found = plan_here()
-            message, text = packed(found, pinned=device.type == "cuda")
-            message = message.to(device, non_blocking=True)
+            # Whatever fails here, the others must hear a size of 0.
+            made, length = packed(found, pinned=device.type == "cuda")
+            message, text = made.to(device, non_blocking=True), length
     finally:
         sizes = torch.tensor([message.numel(), text], device=device)
         dist.broadcast(sizes, first, group)
