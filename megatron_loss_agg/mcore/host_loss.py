@@ -144,7 +144,7 @@ def token_losses(
     loss_func: Callable[..., Any],
     output: Any,
     masks: dict[str, Tensor],
-    weights: Callable[[], Mapping[str, Tensor]] = dict,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> TokenLosses:
     """Per-token losses and report, from what a forward step returned.
 
@@ -163,8 +163,8 @@ def token_losses(
     losses: Any = output
     if isinstance(loss_func, TokenLoss):
         given: list[Any] = []
-        if loss_func.takes_weights:
-            given = [weights() if len(names) > 1 else weights()[names[0]]]
+        if weights is not None:
+            given = [weights if len(names) > 1 else weights[names[0]]]
         losses, report = loss_func.compute(output, *given)
         reduced = None
     else:

@@ -69,9 +69,10 @@ class Pairs:
         if not reports:
             return
         totals = torch.stack([total for rows in reports for total in rows.totals])
-        numbers = torch.tensor([n for rows in reports for n in rows.numbers], dtype=totals.dtype)
-        filled = numbers.to(totals.device, non_blocking=True)
-        filled[:, 0] *= totals
+        numbers = [n for rows in reports for pair in rows.numbers for n in pair]
+        made = torch.tensor(numbers, dtype=totals.dtype).view(-1, 2)
+        filled = made.to(totals.device, non_blocking=True)
+        filled.select(1, 0).mul_(totals)
         for rows, own in zip(reports, filled.split([len(x.totals) for x in reports]), strict=True):
             rows.table[: len(own)] = own
 
@@ -103,8 +104,10 @@ class MicrobatchPairs(NamedTuple):
         """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
         # Half precision could not count the tokens.
         wide = torch.promote_types(mask.dtype, torch.float32)
-        mask = mask.detach().reshape(-1).to(wide)
-        total = weighted_sum_of_vectors(mask, losses.detach()).to(dtype)
+        mask = mask.detach().reshape(-1)
+        mask = mask if mask.dtype == wide else mask.to(wide)
+        total = weighted_sum_of_vectors(mask, losses.detach())
+        total = total if total.dtype == dtype else total.to(dtype)
         pairs = self.of_call
         if pairs.running_means is None:
             return pairs.row(key, total, 1 / self.copies, self.mask_total / self.copies)

@@ -137,14 +137,13 @@ class Step:
         masks = token_masks(loss_func, names)
         gather = self._gather(loss_func)
 
-        @functools.cache
-        def weights() -> dict[str, LocalWeights]:
-            return self._local_weights(self._first + i, masks, gather)
-
-        tokens = token_losses(
-            loss_func, output, masks, lambda: self._given(masks, weights(), gather)
-        )
-        local = weights()
+        given = local = None
+        if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
+            local = self._local_weights(self._first + i, masks, gather)
+            given = self._given(masks, local, gather)
+        tokens = token_losses(loss_func, output, masks, given)
+        # After the losses, whose errors name more than those of the mask.
+        local = local or self._local_weights(self._first + i, masks, gather)
         made = self._made(tokens, local)
         self._check_losses(loss_func, tokens, made, gather)
         parts = {n: weighted_sum_of_vectors(w, tokens.losses[n]) for n, w in made.items()}
@@ -260,8 +259,8 @@ class Step:
             ours |= weights.datasets.reports(
                 self._terms, denominators, tokens, made, indices, pairs.summed
             )
-        taken = sorted(ours.keys() & report.keys())
-        if taken:
+        if not ours.keys().isdisjoint(report):
+            taken = sorted(ours.keys() & report.keys())
             raise ReportError(
                 f"the loss function reports {taken}, which are the aggregated losses' names; "
                 "expected other names, or for the sum of several terms LossHook(total=...)"

@@ -207,6 +207,10 @@ class StepWeights:
         chosen = {}
         for name, mask in masks.items():
             by_split = possible[name]
+            if len(by_split) == 1:
+                self.terms[name][i] = by_split
+                (chosen[name],) = by_split.values()
+                continue
             packed = next(iter(by_split.values())).mask.packed
             fitting = [split for split in splits.left(packed) if split in by_split] or [*by_split]
             local = chosen[name] = by_split[fitting[0]]

@@ -43,9 +43,9 @@ def _replace(module: ModuleType, **stand_ins: Any) -> None:
 
 def _is_gpu(device: object) -> bool:
     """Whether ``device`` means a GPU: "cuda:0", ``torch.device("cuda")`` or a bare index."""
-    return isinstance(device, (str, torch.device, int)) and (
-        str(device).startswith("cuda") or type(device) is int
-    )
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
 # Megatron's optimizers and gradient clipping recognize GPU parameters by these type names.
@@ -54,6 +54,7 @@ _GPU_TYPE_NAMES = {
     for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor")
 }
 _IDENTITIES = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
+_METHODS = _IDENTITIES | {torch.Tensor.record_stream, torch.Tensor.type, torch.Tensor.to}
 
 
 class _HostPlacement(TorchFunctionMode):
@@ -66,15 +67,17 @@ class _HostPlacement(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _IDENTITIES:
-            return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)
-            return _GPU_TYPE_NAMES.get(name, name)
-        if func is torch.Tensor.to and len(args) > 1 and _is_gpu(args[1]):
-            args = (args[0], "cpu", *args[2:])
+        # Called for every function and attribute of every tensor: the common case comes first.
+        if func in _METHODS:
+            if func in _IDENTITIES:
+                return args[0]
+            if func is torch.Tensor.record_stream:
+                return None
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                name = func(*args)
+                return _GPU_TYPE_NAMES.get(name, name)
+            if func is torch.Tensor.to and len(args) > 1 and _is_gpu(args[1]):
+                args = (args[0], "cpu", *args[2:])
         if kwargs:
             if _is_gpu(kwargs.get("device")):
                 kwargs = {**kwargs, "device": "cpu"}
