@@ -250,7 +250,7 @@ def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 def checked_microbatches(
     microbatches: Any, number: int, terms: Mapping[str, Term]
 ) -> list[MicrobatchOfTerms]:
-    """``microbatches`` as a list, checked against ``number`` and ``terms``.
+    """``microbatches`` as a list, of ``terms`` alone, checked against these and ``number``.
 
     Raises:
         FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
@@ -266,7 +266,8 @@ def checked_microbatches(
     for name, term in terms.items():
         for microbatch in found:
             _check_readable(of_term(name, microbatch), term.aggregation)
-    return found
+    # A mapping may have entries that are no terms.
+    return [{n: m[n] for n in terms} if isinstance(m, Mapping) else m for m in found]
 
 
 def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:

@@ -198,6 +198,12 @@ class LossHook:
         self._open_step: OptimizerStep | None = None
         self._evaluation: defaultdict[str, RunningMean] = defaultdict(RunningMean)
 
+    @property
+    def reported(self) -> list[str]:
+        """Names under which the aggregated losses are reported, and their total if there is one."""
+        total = [self._total] if self._reports_total else []
+        return [*(f"{name} loss" for name in self.terms), *total]
+
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_backward`` with its loss aggregated.
 
@@ -456,6 +462,6 @@ def _check_names(terms: Mapping[str, Term], total: str) -> None:
 def _refuse_iterator(data_iterator: Any) -> Any:
     raise HostError(
         f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
-        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, one "
-        "for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
+        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, "
+        "one for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
     )

@@ -190,7 +190,7 @@ def _without_perplexities(say: _Function, hook: Callable[[], LossHook | None]) -
     def say_without_perplexities(message: str, *args: Any, **kwargs: Any) -> Any:
         ours = hook() if isinstance(message, str) and " PPL: " in message else None
         if ours is not None:
-            message = without_perplexities(message, ours.terms)
+            message = without_perplexities(message, ours.reported)
         return say(message, *args, **kwargs)
 
     return say_without_perplexities

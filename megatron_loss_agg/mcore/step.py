@@ -29,7 +29,7 @@ from megatron_loss_agg.mcore.host_loss import (
 )
 from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.mtp import Depths
-from megatron_loss_agg.mcore.pairs import MicrobatchPairs, Pairs
+from megatron_loss_agg.mcore.pairs import Pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.weights import times_coefficient, weighted_sum_of_vectors
@@ -80,7 +80,6 @@ class Step:
         measures = options.verify or splits.gathers.is_open(terms)
         self.checks = Checks(call, terms.values(), self._splits_tokens and measures)
         self._next = 0
-        self._pairs: Pairs | None = None
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -123,8 +122,6 @@ class Step:
         self.checks.finish()
         if self._options.depths is not None:
             self._options.depths.finish()
-        if self._pairs is not None:
-            self._pairs.finish()
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
         if self._options.passes_unmasked and not carries_mask(loss_func):
@@ -159,9 +156,7 @@ class Step:
             parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
         step = self._weights()
         mask = step.local_mask(self._first + i)
-        if self._pairs is None:
-            self._pairs = Pairs(self._call, step, self._options.running_means)
-        pairs = self._pairs.of(mask, gather)
+        pairs = Pairs(self._call, step, mask, gather, self._options.running_means, i == 0)
         detached = {name: part.detach() for name, part in parts.items()}
         report = self._report(tokens, made, detached, loss.detach(), local, pairs)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
@@ -243,7 +238,7 @@ class Step:
         parts: Mapping[str, Tensor],
         loss: Tensor,
         local: Mapping[str, LocalWeights],
-        pairs: MicrobatchPairs,
+        pairs: Pairs,
     ) -> dict[str, Any]:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
         weights, report = self._weights(), tokens.report

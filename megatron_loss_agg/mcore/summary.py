@@ -68,11 +68,11 @@ def _mode(name: str, term: Term) -> str:
     return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")
 
 
-def without_perplexities(line: str, terms: Iterable[str]) -> str:
-    """Megatron's line of an evaluation, without ``<key> PPL`` of the aggregated losses.
+def without_perplexities(line: str, losses: Iterable[str]) -> str:
+    """Megatron's line of an evaluation, without ``<key> PPL`` of the aggregated ``losses``.
 
     Megatron prints ``exp(min(20, value))`` of every key. That of ``lm loss`` is a perplexity.
     """
-    keys = "|".join([*(re.escape(name) + " loss" for name in terms), "loss"])
+    keys = "|".join(map(re.escape, losses))
     ours = rf"(?<=\| )(mtp_\d+ )?({keys})( of dataset \S+)? PPL: \S+ \| "
     return re.sub(ours, "", line)

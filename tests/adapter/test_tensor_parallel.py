@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.fake_groups import fake_groups
 from megatron_loss_agg import LossAggregation, Microbatch, Term
+from megatron_loss_agg.mcore import tensor_parallel
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
@@ -19,6 +21,7 @@ from tests.distributed import run_ranks
 
 LENGTH, SAMPLES, MICROBATCHES = 4096, 8, 4  # 131,072 tokens
 WANTED = Wanted(masks=False)
+ON_NO_DEVICE = torch.ones(8, dtype=torch.uint8, device="meta")  # a message that cannot be copied
 
 
 def planned(layout: str, groups: ParallelGroups) -> StepWeights:
@@ -57,8 +60,11 @@ def on_two_ranks() -> dict[str, Any]:
             return f"{type(error).__name__}: {error}"
         return None
 
+    with mock.patch.object(tensor_parallel, "packed", return_value=(ON_NO_DEVICE, 1)):
+        uncopied = heard(lambda: None)
     found: dict[str, Any] = {
         "read": heard(failing),
+        "copy": uncopied,
         "pickle": heard(threading.Lock),  # cannot be sent
         "nothing": on_group(lambda: [None], groups),
     }
@@ -81,7 +87,8 @@ def test_they_get_what_was_planned_or_hear_that_it_failed() -> None:
     first, other = run_ranks(on_two_ranks, 2)
     assert first["read"] == "OSError: disk"
     assert first["pickle"].startswith("TypeError: ")
-    for defect in ("read", "pickle"):
+    assert first["copy"].startswith("NotImplementedError: ")
+    for defect in ("read", "copy", "pickle"):
         assert other[defect].startswith("PeerError: the rank that reads the data of this tensor-")
     assert other["nothing"] == [None]
     for layout in ("rows", "packs"):

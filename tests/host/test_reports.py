@@ -65,6 +65,12 @@ def with_another_key(stock: Any, mask: Tensor) -> Any:
     return functools.partial(loss_func, mask)
 
 
+def copied_at_once(loss_func: Any, output: Tensor) -> Any:
+    """As in a host that reads a report before the step ends."""
+    *loss, report = loss_func(output)
+    return (*loss, {key: pair.clone() for key, pair in report.items()})
+
+
 def logged_by_host() -> dict[Run, dict[str, Any]]:
     """Every rank: what each run logs."""
     from tests.host import gpt, gradients
@@ -86,6 +92,7 @@ def logged_by_host() -> dict[Run, dict[str, Any]]:
                 forward_step_func=gpt.forward_step_with(with_another_key),
                 forward_only=run.forward_only,
                 zero_grad=False,
+                schedule=gpt.schedule_with(copied_at_once),
             )
         mean = mean_of_means if by_microbatch else gpt.reported
         logged[run] = {

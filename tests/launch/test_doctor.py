@@ -86,6 +86,11 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         f"{MTP} {TOKENS} --mtp-num-layers 1": "OK: token_mean",
         f"{MOE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
         f"{MOE} {TOKENS} --num-experts 4 --moe-aux-loss-coeff 0.1": "OK: token_mean",
+        f"{MOE} {TOKENS} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 0.1": "OK: token_mean",
+        # Megatron itself refuses lists of different lengths.
+        f"{MOE} {TOKENS} --num-experts 4 --moe-aux-loss-coeff 0.1 "
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss": "OK: token_mean",
     }
     done = doctor(json.dumps(list(cases)), program=("-c", SEVERAL))
     assert done.returncode == 0, done.stderr

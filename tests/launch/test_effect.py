@@ -130,7 +130,10 @@ def test_the_environment_holds_flags_in_place_of_the_command_line(
     [
         (["--loss-aggregation"], "--loss-aggregation: expected one argument"),
         (["--loss-aggregation-emtpy", "skip"], "unknown flag --loss-aggregation-emtpy; expected"),
-        (["--loss-agregation", "sum"], "unknown flag --loss-agregation; expected one of --loss-agg"),
+        (
+            ["--loss-agregation", "sum"],
+            "unknown flag --loss-agregation; expected one of --loss-agg",
+        ),
         (["--loss_aggregation=sum"], "unknown flag --loss_aggregation; expected one of --loss-agg"),
     ],
 )
