@@ -20,6 +20,7 @@ from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskErr
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
+from megatron_loss_agg.mcore.transfer import Arriving
 from megatron_loss_agg.microbatch import holds_integers
 
 _CHANGED_MASK = (
@@ -55,6 +56,7 @@ class Checks:
         self.inputs: list[Tensor] = []
         self.packed_sequences: int | None = None
         self._checksums: list[Tensor] = []
+        self._sent: Arriving | None = None
         self._expected: list[Tensor] = []
 
     @contextlib.contextmanager
@@ -131,11 +133,19 @@ class Checks:
         self._checksums.append(checksum)
         self._expected.append(expected)
 
+    def send(self) -> None:
+        """Start to copy the checksums to the CPU; the call's last loss is made.
+
+        `finish` then waits for this loss, while the GPU still has its backward pass to do.
+        """
+        if self._checksums:
+            self._sent = Arriving.of(torch.cat(self._checksums))
+
     def finish(self) -> None:
         """Raise MaskError if some mask's checksum is not the planned one."""
-        if not self._checksums:
+        if self._sent is None:
             return
-        given, expected = torch.cat(self._checksums).cpu(), torch.cat(self._expected)
+        given, expected = self._sent.arrived(), torch.cat(self._expected)
         # `torch.allclose` takes twice as long, a noticeable part of a small step.
         excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
         if not bool((excess <= 0).all()):  # NaN, too

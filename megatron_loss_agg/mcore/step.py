@@ -143,6 +143,8 @@ class Step:
         local = local or self._local_weights(self._first + i, masks, gather)
         made = self._made(tokens, local)
         self._check_losses(loss_func, tokens, made, gather)
+        if i + 1 == self._call.scale.num_microbatches:
+            self.checks.send()
         parts = {n: weighted_sum_of_vectors(w, tokens.losses[n]) for n, w in made.items()}
         scaled = [
             times_coefficient(self._terms[name].coefficient, part, tokens.losses[name])

@@ -81,6 +81,28 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return found
 
 
+class Arriving(NamedTuple):
+    """A tensor on its way to the CPU."""
+
+    copy: Tensor
+    copied: torch.cuda.Event | None  # None: it was on the CPU
+
+    @classmethod
+    def of(cls, x: Tensor) -> Arriving:
+        """Starts the copy, into page-locked memory, and does not wait for it."""
+        copy, copied = x.to(_CPU, non_blocking=True), None
+        if x.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(x.device))
+        return cls(copy, copied)
+
+    def arrived(self) -> Tensor:
+        """Waits for the copy, but for nothing that the GPU was given after it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.copy
+
+
 class Stage:
     """Tensors of one step that its losses need on their device.
 
