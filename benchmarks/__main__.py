@@ -22,7 +22,6 @@ PARTS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
     parser.add_argument("--only", choices=PARTS, help="one part alone")
     parser.add_argument(
@@ -34,15 +33,10 @@ def main() -> int:
         vars(shapes).update(shapes.QUICK)
         figures.quick = True
     results = Results()
-    if arguments.device == "cuda":
-        from benchmarks import device
-
-        device.measure(results)
-    else:
-        for name in PARTS:
-            if arguments.only in (None, name):
-                results.part = name
-                importlib.import_module(f"benchmarks.{name}").measure(results)
+    for name in PARTS:
+        if arguments.only in (None, name):
+            results.part = name
+            importlib.import_module(f"benchmarks.{name}").measure(results)
     results.write(arguments.json)
     goals = [figure for figure in results.figures if figure.goal is not None]
     print(f"\n{len(goals) - len(results.missed)} of {len(goals)} goals are met", end="")

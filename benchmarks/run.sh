@@ -5,7 +5,6 @@
 #   bash benchmarks/run.sh                  on this machine's CPU, in 3 to 4 minutes
 #   bash benchmarks/run.sh --only plan      one part alone: see benchmarks/__main__.py
 #   bash benchmarks/run.sh --quick          small shapes once: does it run?
-#   bash benchmarks/run.sh --device cuda    on a GPU
 #
 # Shapes, seeds and goals are in benchmarks/shapes.py; the environment is made by ci/python.sh.
 set -euo pipefail

@@ -74,18 +74,14 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
     figure.savefig(output)
 
 
-def shares(steps: int, packs: int = PACKS) -> str:
-    """How the sum of all weights is divided between the classes; mean over the steps, as a table.
-
-    Args:
-        packs: of one step.
-    """
-    data = PackedPairs("train", packs=steps * packs, seq_length=SEQ_LENGTH, pad_to=2)
+def shares(steps: int) -> str:
+    """How the sum of all weights is divided between the classes, as a table: means over steps."""
+    data = PackedPairs("train", packs=steps * PACKS, seq_length=SEQ_LENGTH, pad_to=2)
     sums = {mode: dict.fromkeys(CLASSES, 0.0) for mode in SHARES}
     for step in range(steps):
         samples = [
             Sample(len(pair.response) + 1, pair.module, microbatch=pack)
-            for pack in range(step * packs, (step + 1) * packs)
+            for pack in range(step * PACKS, (step + 1) * PACKS)
             for pair in data.pairs(pack)
         ]
         for mode, of_mode in explain(samples, SHARES, None, "count")[0].items():

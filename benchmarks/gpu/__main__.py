@@ -15,17 +15,17 @@ LIMIT = 470.0  # seconds, of all parts together
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bash benchmarks/gpu.sh", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU; no evidence")
     parser.add_argument("--only", choices=runner.PARTS, action="append", help="repeatable")
     parser.add_argument("--out", type=Path, default=Path("build"), help="where results go")
     arguments = parser.parse_args()
-    dry, folder = arguments.device == "cpu", arguments.out / "gpu"
+    dry, folder = arguments.dry, arguments.out / "gpu"
     folder.mkdir(parents=True, exist_ok=True)
     if dry:
         print(page.DRY, flush=True)
         runner.preload()
     elif (reason := runner.no_gpu()) is not None:
-        print(f"{reason}: nothing ran. GPU_DRY=1 tries the script on a CPU.")
+        print(f"{reason}: nothing ran. --dry tries the script on a CPU.")
         return 2
     end, found = time.monotonic() + LIMIT, {}
     for name in arguments.only or runner.PARTS:

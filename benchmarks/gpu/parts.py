@@ -54,12 +54,12 @@ def _output(*command: str) -> str:
 def microbatch(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
     """The hook's work on one microbatch's loss against the least, launches, graph capture."""
     world.enter(dry)
-    from benchmarks import device
+    from benchmarks.gpu import microbatch
 
     if dry:
-        device.measure(evidence, shapes=((4, 16),), kernels=False)
+        microbatch.measure(evidence, shapes=((4, 16),), kernels=False)
         raise CannotRun("dry run: no kernels are launched and no graph is captured")
-    device.measure(evidence)
+    microbatch.measure(evidence)
 
 
 def indices(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_microbatch_does_not_wait_for_the_gpu(mode, layout):
 
 
 def test_the_sum_can_be_captured_in_a_graph():
-    from benchmarks.device import captured
+    from benchmarks.gpu.microbatch import captured
 
     whole = microbatch("thd", "cuda")
     plan = StepPlan.build(LossAggregation(mode="prompt_mean"), [whole])

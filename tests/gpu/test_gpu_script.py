@@ -24,12 +24,11 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     out = tmp_path_factory.mktemp("gpu")
     environment = {
         **os.environ,
-        "GPU_DRY": "1",
         "PYTHON": sys.executable,
         "PYTHONWARNINGS": "ignore",
     }
     parts = [f"--only={name}" for name in runner.PARTS if name != "tests"]
-    command = ["bash", "benchmarks/gpu.sh", "--out", str(out), *parts]
+    command = ["bash", "benchmarks/gpu.sh", "--dry", "--out", str(out), *parts]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
     )
