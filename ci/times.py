@@ -38,7 +38,7 @@ def main() -> None:
         for case in suite.iter("testcase") if report.stem == "newest" else ():
             folder, _, file = case.attrib["classname"].removeprefix("tests.").rpartition(".")
             folders[folder or "tests"] += float(case.attrib["time"])
-            files[f"{folder}/{file}"] += float(case.attrib["time"])
+            files[f"{folder or 'tests'}/{file}"] += float(case.attrib["time"])
     table(("of these", "minutes"), releases)
     table(("tests on the newest release, by folder", "minutes of tests"), folders.most_common())
     table(("longest files", "minutes of tests"), files.most_common(LONGEST))
