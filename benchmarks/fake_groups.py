@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_loss_agg.mcore.host import ParallelGroups
+from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
 
 
 @contextlib.contextmanager
@@ -22,3 +23,21 @@ def fake_groups(*context_parallel: int) -> Iterator[list[ParallelGroups]]:
         yield [ParallelGroups(one, context, one, one, last_stage=True) for context in groups]
     finally:
         dist.destroy_process_group()
+
+
+def fake_call(
+    groups: ParallelGroups, model: Any, forward_step: Callable[..., Any], number: int
+) -> Call:
+    """A training call of ``number`` microbatches, of one data- and context-parallel rank."""
+    return Call(
+        arguments={},
+        pg_collection=None,
+        groups=groups,
+        scale=HostScale(number, 1, 1, per_token=False),
+        config=None,
+        chunks=(model,),
+        forward_step=forward_step,
+        data_iterator=None,
+        forward_only=False,
+        collects_other_data=False,
+    )

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fake_groups import fake_groups
+from benchmarks.fake_groups import fake_call, fake_groups
 from benchmarks.hook import recognised
 from benchmarks.results import Results, ratios
 from benchmarks.shapes import AGGREGATIONS, LAYOUTS, LOSS_FUNCTIONS, Shape
 from megatron_loss_agg import StepPlan
-from megatron_loss_agg.mcore.host import Call, HostScale, ParallelGroups
+from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 
@@ -45,18 +45,7 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     def forward_step(i: int) -> tuple[Tensor, Callable[..., Any]]:
         return model(losses[i]), functools.partial(loss_func, masks[i])
 
-    call = Call(
-        arguments={},
-        pg_collection=None,
-        groups=groups,
-        scale=HostScale(NUMBER, 1, 1, per_token=False),
-        config=None,
-        chunks=(model,),
-        forward_step=forward_step,
-        data_iterator=None,
-        forward_only=False,
-        collects_other_data=False,
-    )
+    call = fake_call(groups, model, forward_step, NUMBER)
     options = Options(False, set(), None, None, False)
 
     def hooked() -> None:

@@ -42,36 +42,44 @@ def one_rank() -> Iterator[None]:
 
 def build(gpt: Gpt, length: int) -> Any:
     """A GPT in Megatron's DDP, for rows of ``length`` tokens."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    model = gpt_model(gpt, length, get_gpt_layer_local_spec(), use_cpu_initialization=True)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    return DistributedDataParallel(model.config, settings, model)
+
+
+def gpt_model(gpt: Gpt, length: int, spec: Any, **settings: Any) -> Any:
+    """A GPT of layers ``spec``, with ``settings`` besides; without kernels that need Apex."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
         num_layers=gpt.layers,
         hidden_size=gpt.hidden,
         num_attention_heads=gpt.heads,
-        use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        **settings,
     )
-    model = GPTModel(
+    return GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        spec,
         vocab_size=gpt.vocabulary,
         max_sequence_length=length,
         position_embedding_type="rope",
     )
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    return DistributedDataParallel(config, settings, model)
+
+
+def causal_mask(length: int) -> Tensor:
+    """What a token must not attend to, bool [1, 1, length, length]; for local layers."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
 
 
 def batches(step: Step, vocabulary: int) -> list[Batch]:
@@ -108,6 +116,6 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, An
     batch = next(data_iterator)
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     length = tokens.shape[1]
-    later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    losses = model(tokens, torch.arange(length).expand_as(tokens), later, labels=labels)
+    positions = torch.arange(length).expand_as(tokens)
+    losses = model(tokens, positions, causal_mask(length), labels=labels)
     return losses, functools.partial(loss_func, batch["loss_mask"])

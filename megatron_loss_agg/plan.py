@@ -22,6 +22,7 @@ from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.samples import Samples, listed, read_terms
 from megatron_loss_agg.weights import (
+    at_least_fp32,
     check_losses,
     check_tensors,
     custom_weights,
@@ -299,7 +300,7 @@ class StepPlan:
         """
         mask = self._microbatch(i).loss_mask
         check_tensors(MaskError, "real", loss_mask=mask, advantages=advantages)
-        dtype = torch.promote_types(advantages.dtype, torch.float32)
+        dtype = at_least_fp32(advantages.dtype)
         w = self.weights(i, dtype)
         if self.aggregation.function is not None and bool((w < 0).any()):
             raise FunctionError(
@@ -364,7 +365,7 @@ class StepTerms(Mapping[str, StepPlan]):
         check_losses(losses, self.terms)
         parts = []
         for name, plan in self._plans.items():
-            w = plan.weights(i, torch.promote_types(losses[name].dtype, torch.float32))
+            w = plan.weights(i, at_least_fp32(losses[name].dtype))
             term, part = self.terms[name], weighted_sum(w, losses[name])
             parts.append(times_coefficient(term.coefficient, part, losses[name]))
         return torch.stack(parts).sum()

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.collectives import ranks_of
 from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import check_tensors, sample_coefficients
+from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coefficients
 
 
 class SequenceMean:
@@ -50,7 +51,7 @@ class SequenceMean:
         if layout is not None and not isinstance(layout, CPLayout):
             raise LayoutError(f"layout is a {type(layout).__name__}; expected a CPLayout, or None")
         parts = 1 if layout is None else layout.cp_size
-        ranks = 1 if group is None else dist.get_world_size(group)
+        ranks = ranks_of(group)
         if parts != ranks:
             raise LayoutError(
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
@@ -91,7 +92,7 @@ class SequenceMean:
         if self._group is not None:
             sum_S = _SumOverRanks.apply(sum_S, self._group)  # type: ignore[no-untyped-call]
         mean_S = sum_S * self._coefficient_S
-        dtype = torch.promote_types(values.dtype, torch.float32)
+        dtype = at_least_fp32(values.dtype)
         return mean_S[self._sample_T].view(values.shape).to(dtype)
 
 

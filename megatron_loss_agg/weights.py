@@ -26,6 +26,11 @@ SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
 SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or fp32 where that is wider: half precision cannot hold sums or counts."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def is_plain(x: object) -> TypeGuard[Tensor]:
     """Whether ``x`` is a tensor whose elements are real numbers that torch can sum.
 
@@ -193,7 +198,7 @@ def weighted_sum_of_vectors(w: Tensor, token_loss: Tensor) -> Tensor:
     # torch promotes no integer dtype together with uint16 to uint64.
     floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]
     wider = torch.promote_types(floating[0], floating[-1])
-    dtype = torch.promote_types(wider, torch.float32)
+    dtype = at_least_fp32(wider)
     return _weighted_sum(w.to(dtype), token_loss.to(dtype)).to(wider)
 
 

@@ -54,7 +54,6 @@ class Evidence(Results):
         figure = Measured(what, where, float(value), unit, limit, noise=noise)
         if not math.isfinite(figure.value):
             return self.fail(what, f"{where}: {value} {unit}")
-        self.figures.append(figure)
         self._add("figures", {**asdict(figure), "verdict": figure.verdict})
 
     def could_not_run(self, what: str, reason: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.loss_function import loss_func
+from benchmarks.megatron import gpt_model
 from benchmarks.shapes import SEED, Gpt, Step
 from megatron_loss_agg import LossAggregation, Term
 from megatron_loss_agg.policy import clipped_policy_loss, kl_penalty
@@ -54,46 +56,30 @@ def transformer_engine() -> bool:
 
 def build(gpt: Gpt, length: int, with_te: bool) -> Any:
     """The model in DDP; bf16 parameters, fp32 gradients."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=gpt.layers,
-        hidden_size=gpt.hidden,
-        num_attention_heads=gpt.heads,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        # Kernels of Apex, which need not be there.
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        finalize_model_grads_func=finalize_model_grads,
-    )
     if with_te:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    model = GPTModel(
-        config,
+    model = gpt_model(
+        gpt,
+        length,
         spec,
-        vocab_size=gpt.vocabulary,
-        max_sequence_length=length,
-        position_embedding_type="rope",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        # Further kernels of Apex.
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
     )
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, settings, Float16Module(config, model.cuda()))
+    return DistributedDataParallel(
+        model.config, settings, Float16Module(model.config, model.cuda())
+    )
 
 
 def adam(ddp: Any) -> Any:
@@ -178,7 +164,7 @@ class Training:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.loss != POLICY:
             losses = model(tokens, positions, self.causal, labels=batch["labels"])
-            return losses, functools.partial(_mean_of_tokens, mask)
+            return losses, functools.partial(loss_func, mask)
         logits = model(tokens, positions, self.causal)
         if not self.hooked:
             return logits, functools.partial(_sum_of_terms, mask, batch)
@@ -193,17 +179,10 @@ def _policy(batch: Batch, logits: Tensor) -> dict[str, Tensor]:
     return {"policy": losses, "kl": kl_penalty(log_probs, batch["ref"], "k3")}
 
 
-def _mean_of_tokens(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """As in Megatron's own scripts."""
-    loss = (losses.view(-1) * loss_mask.view(-1)).sum()
-    tokens = loss_mask.sum().to(torch.int)
-    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
-
-
 def _sum_of_terms(loss_mask: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
     """What a loop without the plugin writes: both terms averaged by the host alike."""
     losses = _policy(batch, logits)
     kl = (losses["kl"] * loss_mask).sum()
-    policy, tokens, report = _mean_of_tokens(loss_mask, losses["policy"])
+    policy, tokens, report = loss_func(loss_mask, losses["policy"])
     report["kl loss"] = torch.cat([kl.detach().view(1), tokens.view(1)])
     return policy + KL * kl, tokens, report

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu import model, world
 from benchmarks.gpu.evidence import Evidence, estimate
 from benchmarks.gpu.model import LARGE, LOSSES, POLICY, TINY, Training
+from benchmarks.megatron import causal_mask
 from benchmarks.shapes import Gpt, Step
 
 ROUNDS = 40
@@ -27,7 +28,7 @@ def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
         gpt, step = TINY if dry else (LARGE, model.large_step())
         with_te = _has_te(evidence, gpt, step) and not dry
         ddp = model.build(gpt, step.length, with_te)
-        causal = None if with_te else _causal(step.length)
+        causal = None if with_te else causal_mask(step.length).cuda()
         parts = ddp, model.adam(ddp), model.batches(gpt, step), step, causal
         size = sum(p.numel() for p in ddp.parameters()) / 1e6
         layers = "Transformer Engine" if with_te else "local layers"
@@ -52,11 +53,6 @@ def _has_te(evidence: Evidence, gpt: Gpt, step: Step) -> bool:
             torch.cuda.empty_cache()
     evidence.could_not_run("layers of Transformer Engine; local ones stand in", reason)
     return False
-
-
-def _causal(length: int) -> torch.Tensor:
-    """What the local layers must not attend to, bool [1, 1, tokens, tokens]."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1).cuda()
 
 
 def _memory(evidence: Evidence, where: str, parts: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu import model, world
 from benchmarks.gpu.evidence import CannotRun, Evidence
 from benchmarks.gpu.model import LOSSES, SMALL, TINY, Training
+from benchmarks.megatron import causal_mask
 
 
 def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
@@ -19,7 +20,7 @@ def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
     with world.groups(dry):
         gpt, step = TINY if dry else SMALL
         ddp = model.build(gpt, step.length, with_te=False)
-        causal = torch.ones(1, 1, step.length, step.length, dtype=torch.bool).triu(1).cuda()
+        causal = causal_mask(step.length).cuda()
         on_cpu = model.batches(gpt, step)
         on_gpu = [{**batch, "loss_mask": batch["loss_mask"].cuda()} for batch in on_cpu]
         for place, batches in {"CPU": on_cpu, "GPU": on_gpu}.items():

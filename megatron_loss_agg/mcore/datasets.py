@@ -25,10 +25,10 @@ from megatron_loss_agg.errors import GroupError
 from megatron_loss_agg.groups import places_in
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.host_loss import TokenLosses
-from megatron_loss_agg.mcore.transfer import Stage, Staged
+from megatron_loss_agg.mcore.transfer import Staged
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepTerms
-from megatron_loss_agg.weights import where_weighted
+from megatron_loss_agg.weights import at_least_fp32, where_weighted
 
 FLAG = "--loss-aggregation-report-datasets"
 
@@ -90,7 +90,6 @@ class StepDatasets:
     ids: list[int]  # with tokens in the whole step, sorted
     missing: list[int] = field(default_factory=list)  # reported, without tokens in this step
     new: set[int] = field(default_factory=set)  # in later steps than the first, see `SeenDatasets`
-    stage: Stage = field(default_factory=Stage)  # of what `index_of` returns
 
     @classmethod
     def of(cls, plans: StepTerms) -> StepDatasets:
@@ -98,7 +97,7 @@ class StepDatasets:
         groups = (plan.groups("dataset") for plan in plans.values())
         return cls(torch.cat([ids[sums > 0] for ids, sums in groups]).unique().tolist())
 
-    def index_of(self, microbatch: Microbatch, layout: CPLayout | None) -> Staged:
+    def index_of(self, microbatch: Microbatch, layout: CPLayout | None) -> Tensor:
         """int32 [tokens of this rank]: the index in `ids` of each token's data set.
 
         ``len(ids)`` for tokens of no sample, or of a data set without active tokens.
@@ -113,7 +112,7 @@ class StepDatasets:
             padded = torch.cat([index_S, index_S.new_full((1,), len(self.ids))])
             index_T = padded[sample_T].view(shape)
         local_T = index_T if layout is None else layout.shard(index_T)
-        return self.stage.add(local_T.reshape(-1))
+        return local_T.reshape(-1)
 
     @torch.no_grad()
     def reports(
@@ -143,7 +142,7 @@ class StepDatasets:
             parts = dict(zip(self.ids, self._sums(place_T, w, losses).unbind(), strict=True))
             for d in (*self.missing, *self.ids):
                 key, part = f"{what} of dataset {d}", parts.get(d, w.new_zeros(()))
-                found[key] = summed(key, part.to(_report_dtype(losses)), denominators[name])
+                found[key] = summed(key, part.to(at_least_fp32(losses.dtype)), denominators[name])
         return found
 
     def _means(
@@ -152,7 +151,7 @@ class StepDatasets:
         """Pairs of ``sum w * loss`` and ``sum w`` of each data set; both 0 for a missing one."""
         w = w.double()
         sums = [self._sums(place_T, w, x) for x in (losses, torch.ones_like(w))]
-        pairs = torch.stack(sums, dim=1).to(_report_dtype(losses))
+        pairs = torch.stack(sums, dim=1).to(at_least_fp32(losses.dtype))
         none = pairs.new_zeros(2)
         found = dict.fromkeys(self.missing, none)
         for d, pair in zip(self.ids, pairs.unbind(), strict=True):
@@ -164,7 +163,3 @@ class StepDatasets:
         assert place_T is not None
         sums = w.new_zeros(len(self.ids) + 1)
         return sums.index_add_(0, place_T.on(w.device), where_weighted(w, x.to(w)) * w)[:-1]
-
-
-def _report_dtype(losses: Tensor) -> torch.dtype:
-    return torch.promote_types(losses.dtype, torch.float32)

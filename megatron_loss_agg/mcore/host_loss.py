@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
-from megatron_loss_agg.weights import described, is_plain, weighted_sum
+from megatron_loss_agg.weights import at_least_fp32, described, is_plain, weighted_sum
 
 
 class TokenLoss:
@@ -83,10 +83,7 @@ class TokenLoss:
             )
         _check_one_loss_per_token(losses, self.loss_mask)
         # Half precision could not count the tokens.
-        losses, mask = (
-            x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
-            for x in (losses, self.loss_mask)
-        )
+        losses, mask = (x.reshape(-1).to(at_least_fp32(x.dtype)) for x in (losses, self.loss_mask))
         return weighted_sum(mask, losses), mask.sum().to(torch.int), report
 
 

@@ -21,7 +21,7 @@ from megatron_loss_agg.mcore.datasets import StepDatasets
 from megatron_loss_agg.mcore.mtp import DepthWeights
 from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.weights import dot, token_weights_of
+from megatron_loss_agg.weights import at_least_fp32, dot, token_weights_of
 
 _SHORT_ROW = 32
 """Weights of rows with fewer local tokens are computed before the step."""
@@ -48,7 +48,8 @@ class LocalMask:
         layout: CPLayout | None,
         keeps_values: bool,
         cp: dist.ProcessGroup,
-        datasets: StepDatasets | None = None,
+        stage: Stage,
+        datasets: StepDatasets | None,
     ) -> LocalMask:
         microbatch = plan.microbatches[i]
         mask, sums, active = microbatch.loss_mask, plan.mask_sums(i), plan.active_tokens[i]
@@ -65,7 +66,7 @@ class LocalMask:
         total = sums.sum()
         values = mask if keeps_values else None
         sums = total.view(1) if packed else sums
-        dataset_T = None if datasets is None else datasets.index_of(microbatch, layout)
+        dataset_T = None if datasets is None else stage.add(datasets.index_of(microbatch, layout))
         shape = tuple(mask.shape)
         return cls(shape, packed, active, sums, float(total), values, token_ids, dataset_T)
 
@@ -104,7 +105,7 @@ class LocalWeights:
         custom = plan.aggregation.function is not None
         if not (mask.packed or custom or depths) and mask.shape[-1] >= _SHORT_ROW:
             return cls(mask, stage.add(plan.coefficients(i)), None, False, mask.sums)
-        weights = plan.weights(i, torch.promote_types(torch.get_default_dtype(), torch.float32))
+        weights = plan.weights(i, at_least_fp32(torch.get_default_dtype()))
         planned = plan.microbatches[i].loss_mask
         of_depths = None
         if depths:

@@ -30,7 +30,7 @@ from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import times_coefficient, weighted_sum
+from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum
 
 _METHOD = "compute_language_model_loss"
 _FLAG = "--loss-aggregation-mtp same (LossHook(mtp='same'))"
@@ -172,8 +172,7 @@ class Depths:
         by_depth = weights.weights.on(kept[0].device)
         for depth, (w, losses) in enumerate(zip(by_depth, kept, strict=True), start=1):
             losses = losses.reshape(-1)
-            dtype = torch.promote_types(losses.dtype, torch.float32)
-            part = weighted_sum(w.to(dtype), losses)
+            part = weighted_sum(w.to(at_least_fp32(losses.dtype)), losses)
             scaled.append(times_coefficient(self._scale * coefficient, part, losses))
             parts[depth] = part
         return DepthLosses(torch.stack(scaled).sum(), parts)

@@ -15,7 +15,7 @@ from megatron_loss_agg.mcore.evaluation import RunningMean, report_weight
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
 from megatron_loss_agg.mcore.step_weights import StepWeights
-from megatron_loss_agg.weights import weighted_sum_of_vectors
+from megatron_loss_agg.weights import at_least_fp32, weighted_sum_of_vectors
 
 
 class Pairs:
@@ -60,8 +60,7 @@ class Pairs:
 
     def token_mean(self, key: str, losses: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
-        # Half precision could not count the tokens.
-        wide = torch.promote_types(mask.dtype, torch.float32)
+        wide = at_least_fp32(mask.dtype)
         mask = mask.detach().reshape(-1)
         mask = mask if mask.dtype == wide else mask.to(wide)
         total = weighted_sum_of_vectors(mask, losses.detach())

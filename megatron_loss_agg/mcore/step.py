@@ -32,7 +32,7 @@ from megatron_loss_agg.mcore.mtp import Depths
 from megatron_loss_agg.mcore.pairs import Pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
-from megatron_loss_agg.weights import times_coefficient, weighted_sum_of_vectors
+from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_vectors
 
 
 class Options(NamedTuple):
@@ -129,8 +129,8 @@ class Step:
         i, self._next = self._next, self._next + 1
         if i >= self._call.scale.num_microbatches:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        trains = not self._call.forward_only
-        loss_func, names = with_teacher(loss_func, self._terms, trains, self._options.verify)
+        training, verify = not self._call.forward_only, self._options.verify
+        loss_func, names = with_teacher(loss_func, self._terms, training, verify)
         masks = token_masks(loss_func, names)
         gather = self._gather(loss_func)
 
@@ -213,7 +213,7 @@ class Step:
         copies = self._call.scale.loss_copies(gather)
         made = {}
         for name, mask in masks.items():
-            dtype = torch.promote_types(mask.dtype, torch.float32)
+            dtype = at_least_fp32(mask.dtype)
             # A copy: the script may edit it.
             made[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
         return made
@@ -225,7 +225,7 @@ class Step:
         made = {}
         for name, losses in tokens.losses.items():
             mask, of_term = tokens.masks[name], local[name]
-            dtype = torch.promote_types(losses.dtype, torch.float32)
+            dtype = at_least_fp32(losses.dtype)
             key = id(of_term), id(mask), dtype
             if key not in shared:
                 shared[key] = of_term.made_for(mask, dtype)

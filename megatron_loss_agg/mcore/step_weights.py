@@ -21,7 +21,7 @@ from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
 from megatron_loss_agg.mcore.tensor_parallel import on_group
-from megatron_loss_agg.mcore.transfer import Stage, on_cpu
+from megatron_loss_agg.mcore.transfer import Stage, brought_to_cpu
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
 
@@ -82,12 +82,12 @@ class StepWeights:
         def plan_here() -> StepWeights:
             several = dist.get_world_size(groups.cp) > 1
 
-            def identifies(m: Microbatch) -> bool:
+            def needs_ids(m: Microbatch) -> bool:
                 known = splits.recognised(m.cu_seqlens is not None)
                 return several and (wanted.masks or known is None)
 
             with abandoning_on_error(groups.dp):
-                microbatches = on_cpu(read(), identifies)
+                microbatches = brought_to_cpu(read(), needs_ids)
                 error = splits.check(
                     [of_term(name, m) for m in microbatches for name in terms], groups
                 )
@@ -245,7 +245,10 @@ def _by_term(
                     packed = microbatch.cu_seqlens is not None
                     keeps = wanted.masks or splits.undecided(packed, layouts)
                     masks[id(microbatch)] = {
-                        split: (layout, LocalMask.of(plan, i, layout, keeps, groups.cp, datasets))
+                        split: (
+                            layout,
+                            LocalMask.of(plan, i, layout, keeps, groups.cp, stage, datasets),
+                        )
                         for split, layout in layouts.items()
                     }
                 found = {

@@ -134,21 +134,21 @@ class Staged(NamedTuple):
         return self.stage.on(device, self.place)
 
 
-def on_cpu(
-    microbatches: Sequence[MicrobatchOfTerms], identifies: Callable[[Microbatch], bool]
+def brought_to_cpu(
+    microbatches: Sequence[MicrobatchOfTerms], needs_ids: Callable[[Microbatch], bool]
 ) -> Sequence[MicrobatchOfTerms]:
     """``microbatches`` with tensors on the CPU; waits for the device once, if any are on it.
 
     Those that terms share are still shared.
 
     Args:
-        identifies: whether a microbatch's token ids are needed, too; otherwise they stay.
+        needs_ids: whether a microbatch's token ids are needed, too; otherwise they stay.
     """
     needed: dict[int, Tensor] = {}
     for given in microbatches:
         for microbatch in given.values() if isinstance(given, Mapping) else [given]:
             tensors = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
-            tensors += microbatch.token_ids if identifies(microbatch) else ()
+            tensors += microbatch.token_ids if needs_ids(microbatch) else ()
             needed |= {id(x): x for x in tensors if not x.is_cpu}
     if not needed:
         return microbatches

@@ -114,10 +114,9 @@ def test_tensors_of_all_kinds_and_sizes_come_apart_as_they_were_joined():
 @pytest.mark.parametrize("number", [1, 16])
 @pytest.mark.parametrize("layout", ["rows", "packs"])
 @pytest.mark.parametrize("length", [LENGTH, 64], ids=["short", "long"])
-def test_a_step_takes_one_copy_to_the_device_for_each_kind_and_a_microbatch_none(
+def test_a_step_takes_one_copy_to_the_device_and_a_microbatch_none(
     groups, layout, length, number
 ):
-    """One of weights, and one of the data sets, if they are reported."""
     weights = planned([microbatch(3, layout, length) for _ in range(number)], groups[1])
     with Operations() as operations:
         for i in range(number):
@@ -130,7 +129,7 @@ def test_a_step_takes_one_copy_to_the_device_for_each_kind_and_a_microbatch_none
                 if local.of_depths is not None:
                     assert local.of_depths.weights.on(META).shape == (2, *made.shape)
                     assert local.of_depths.active.on(META).dtype == torch.bool
-    assert len(operations.copies) == 2
+    assert len(operations.copies) == 1
     assert not operations.waits
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.fake_groups import fake_groups
+from benchmarks.fake_groups import fake_call, fake_groups
 from benchmarks.loss_function import loss_func
 from megatron_loss_agg import LossAggregation, Microbatch, Term
-from megatron_loss_agg.mcore.host import Call, HostScale
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
@@ -60,18 +59,7 @@ def losses_of(groups: Any, weights: StepWeights, masks: list[Tensor]) -> list[Te
         output, mask = next(given)
         return model(output), functools.partial(loss_func, mask)
 
-    call = Call(
-        arguments={},
-        pg_collection=None,
-        groups=groups,
-        scale=HostScale(len(masks), 1, 1, per_token=False),
-        config=None,
-        chunks=(model,),
-        forward_step=forward_step,
-        data_iterator=None,
-        forward_only=False,
-        collects_other_data=False,
-    )
+    call = fake_call(groups, model, forward_step, len(masks))
     options = Options(False, {loss_func.__code__}, None, None, False)
     step = Step(call, TERMS, lambda: weights, Splits(), options)
     before = torch.cuda.get_sync_debug_mode()
