@@ -23,7 +23,6 @@ from benchmarks.shapes import (
     rows_of_rank,
 )
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives, counts, groups
-from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
@@ -78,7 +77,7 @@ def _large_step(results: Results) -> None:
     aggregation = LossAggregation(mode="prompt_mean")
     local = [_local_counts(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
     header = collectives.Header(failed=False, records=1, tag=0)
-    records = [torch.tensor([c.record()], dtype=torch.float64) for c in local]
+    records = [torch.tensor([c.record().row()], dtype=torch.float64) for c in local]
     capacity = counts.TERMS_CAPACITY
     totals = torch.stack([collectives.padded_row(header, r, capacity) for r in records])
     size = 2 * max(c.groups["prompt"].ids.numel() for c in local)
@@ -107,7 +106,7 @@ def _large_step(results: Results) -> None:
 def _local_counts(
     aggregation: LossAggregation, microbatches: list[Microbatch]
 ) -> counts.LocalCounts:
-    samples = Samples.of_microbatches(microbatches, MaskSums.read(microbatches))
+    samples = Samples.of_microbatches(microbatches)
     return counts.LocalCounts(aggregation, samples, None)
 
 

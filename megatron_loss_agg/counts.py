@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -75,21 +74,27 @@ _WIDTH = _ENDS[-1] + len(CROSS_RANK_UNITS)
 
 
 class Record(NamedTuple):
-    """What one rank sends for one term."""
+    """What one rank says of one term."""
 
-    totals: Sequence[float]
-    extremes: Sequence[float]
+    totals: Totals
+    extremes: Extremes
     shared: Sequence[float]  # owner, or -1; number of samples
     groups: Sequence[float]  # number by unit; -1 without ids
 
     @classmethod
-    def of(cls, row: list[float]) -> Record:
+    def of(cls, row: Sequence[float]) -> Record:
+        """From `row`."""
         first, second, third = _ENDS
-        return cls(row[:first], row[first:second], row[second:third], row[third:])
+        return cls(
+            Totals(*row[:first]), Extremes(*row[first:second]), row[second:third], row[third:]
+        )
+
+    def row(self) -> list[float]:
+        """All numbers, joined."""
+        return [*self.totals, *self.extremes, *self.shared, *self.groups]
 
 
-@dataclass(frozen=True)
-class StepCounts:
+class StepCounts(NamedTuple):
     """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
 
     tokens: float  # sum of the masks that count
@@ -162,12 +167,11 @@ class LocalCounts:
         }
         self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
 
-    def record(self) -> list[float]:
-        """The fields of this rank's `Record`, joined."""
+    def record(self) -> Record:
         numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
         owner = -1 if self._owner is None else self._owner
         extremes = Extremes.of(self.agg, self.sums_S, self.samples.weights_S)
-        return [*self._totals(), *extremes, owner, self.sums_S.numel(), *numbers]
+        return Record(self._totals(), extremes, (owner, self.sums_S.numel()), numbers)
 
     def of_step(
         self, totals: Totals, extremes: Extremes, groups: Mapping[Unit, GroupSums]
@@ -297,28 +301,28 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
         GroupError: ranks that share samples have different numbers of them.
     """
     local = list(terms.values())
-    records = [[counts.record() for counts in local]]
+    by_rank = [[counts.record() for counts in local]]
     if collectives.ranks_of(group) > 1:
-        records = gather_records(
-            torch.tensor(records[0], dtype=torch.float64),
+        rows = gather_records(
+            torch.tensor([record.row() for record in by_rank[0]], dtype=torch.float64),
             TERMS_CAPACITY,
             group,
             tag=tag_of((name, *_defining(x.agg), x.group_by) for name, x in terms.items()),
             failure="bad microbatches on rank(s) {} of the data-parallel group",
             difference=_different_terms,
-        ).tolist()
-    by_term = [[Record.of(rank[t]) for rank in records] for t in range(len(local))]
+        )
+        by_rank = [[*map(Record.of, of_rank)] for of_rank in rows.tolist()]
+    by_term = [*zip(*by_rank, strict=True)]
     for of_ranks in by_term:
         _check_sharded_samples([record.shared for record in of_ranks])
+    groups = _groups_of_step(local, by_term, group)
     return [
         counts.of_step(
             Totals(*map(math.fsum, zip(*(r.totals for r in of_ranks), strict=True))),
             Extremes(*map(max, zip(*(r.extremes for r in of_ranks), strict=True))),
-            groups,
+            of_term,
         )
-        for counts, of_ranks, groups in zip(
-            local, by_term, _groups_of_step(local, by_term, group), strict=True
-        )
+        for counts, of_ranks, of_term in zip(local, by_term, groups, strict=True)
     ]
 
 
@@ -331,15 +335,15 @@ def _groups_of_step(
     places = [
         (t, u)
         for t, of_ranks in enumerate(by_term)
-        for u in range(len(CROSS_RANK_UNITS))
-        if all(record.groups[u] >= 0 for record in of_ranks)
+        for u, numbers in enumerate(zip(*(record.groups for record in of_ranks), strict=True))
+        if min(numbers) >= 0
     ]
     mine = [local[t].groups[CROSS_RANK_UNITS[u]] for t, u in places]
-    numbers = [
+    sizes = [
         [int(of_terms[t].groups[u]) for t, u in places] for of_terms in zip(*by_term, strict=True)
     ]
     groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
-    for (t, u), sums in zip(places, exchange_groups(mine, numbers, group), strict=True):
+    for (t, u), sums in zip(places, exchange_groups(mine, sizes, group), strict=True):
         groups[t][CROSS_RANK_UNITS[u]] = sums
     return groups
 

@@ -3,61 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
-from operator import gt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
+from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.transfer import brought_to_cpu
+from megatron_loss_agg.weights import at_least_fp32
 
-F64 = torch.float64
-_CHUNK = 2**16
-"""Rows are summed in chunks of at most this many tokens, whose fp64 copies fit in a CPU's cache."""
+_LARGEST = torch.finfo(torch.float32).max
+_COUNTED_BY_FP32 = 2**24
+"""Up to here fp32 holds all whole numbers."""
 
 
-@dataclass(frozen=True)
-class MaskSums:
+class MaskSums(NamedTuple):
     """What was read from the masks of some microbatches."""
 
     by_sample: Tensor  # fp64 [samples of all of them], on the CPU
     active_tokens: list[int]  # of each microbatch: positions with a nonzero mask
-    error: AggregationError | None  # the first defect of the values
 
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """Waits for the device once if all masks and offsets are on one device."""
-        readings = [_read(microbatch) for microbatch in microbatches]
-        facts = [fact.view(1) for _, of_one in readings for fact in of_one]
-        found = on_cpu([*(sums for sums, _ in readings), *facts], F64)
-        samples = sum(len(sums) for sums, _ in readings)
-        numbers, active, error = iter(found[samples:].tolist()), [], None
-        for i, (_, of_one) in enumerate(readings):
-            tokens, largest, least, *zeros = islice(numbers, len(of_one))
-            active.append(int(tokens))
-            # If a sum of numbers >= 0 is finite in fp32, no term is NaN, inf or beyond fp32.
-            values_are_good = least >= 0 and largest <= torch.finfo(torch.float32).max
-            if error is None and (any(zeros) or not values_are_good):
-                error = _defect(microbatches[i], i, values_are_good)
-        return cls(found[:samples], active, error)
+        """Of microbatches on the CPU, see `brought_to_cpu`.
+
+        Raises:
+            MaskError: values that are not finite, not >= 0 or beyond fp32, or not 0 outside of all
+                samples.
+            GroupError: offsets that are not those of samples within the mask.
+        """
+        found = [_read(microbatch, place) for place, microbatch in enumerate(microbatches)]
+        sums = [by_sample for by_sample, _ in found]
+        by_sample = torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
+        return cls(by_sample, [active for _, active in found])
 
 
 def active_tokens(mask: Tensor) -> int:
     """Number of positions with a nonzero mask."""
-    return int(_active(mask.detach()))
-
-
-def on_cpu(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` joined to one ``dtype`` vector on the CPU; empty if there are none.
-
-    Copies once, and so waits for the device once, if all are on one device.
-    """
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
-    return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
+    # Bytes, since CPUs compare, and count in int64, several times slower.
+    counted = torch.int32 if mask.numel() < 2**31 else torch.int64
+    return int(mask.detach().bool().view(torch.uint8).sum(dtype=counted))
 
 
 def predicting_mask(
@@ -77,9 +64,7 @@ def predicting_mask(
         MaskError, GroupError: as `StepPlan.build` does.
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
-    error = MaskSums.read([microbatch]).error
-    if error is not None:
-        raise error
+    MaskSums.read(brought_to_cpu([microbatch]))
     return shifted(loss_mask, microbatch, 1)
 
 
@@ -99,105 +84,102 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     return torch.where(stays, result, torch.zeros_like(result))
 
 
-def _read(microbatch: Microbatch) -> tuple[Tensor, list[Tensor]]:
-    """Reads one mask on its device, without waiting for it.
+def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, int]:
+    """Sums by sample, fp64 [samples], and the number of active tokens.
 
-    Returns:
-        fp64 [samples], mask sums; and scalars: active tokens, the largest sum, the least value,
-        and, for packs, numbers that are 0 if offsets and padding are valid.
+    Args:
+        place: index of the microbatch in the step, for errors.
     """
-    mask, zeros = microbatch.loss_mask.detach(), list[Tensor]()
+    mask = _with_arithmetic(microbatch.loss_mask.detach())
+    zero_or_one = _check_values(mask, place) and mask.numel() <= _COUNTED_BY_FP32
     if microbatch.cu_seqlens is None:
-        sums = by_sample = _row_sums(mask)
+        sums = mask.sum(dim=1, dtype=None if zero_or_one else torch.float64).double()
     else:
-        padded = microbatch.cu_seqlens_padded
-        bounds, zeros = _bounds(microbatch.cu_seqlens, padded, mask)
-        sums = torch.segment_reduce(mask.reshape(-1).double(), "sum", offsets=bounds, unsafe=True)
-        by_sample, outside = (sums[:-1], sums[-1]) if padded is None else (sums[:-2:2], sums[1::2])
-        zeros.append(outside if padded is None else outside.sum())
-    largest = sums.max() if mask.numel() else sums.new_zeros(())
-    return by_sample, [_active(mask), largest, _least(mask), *zeros]
+        dtype = at_least_fp32(mask.dtype) if zero_or_one else torch.float64
+        bounds = _bounds(microbatch, place)
+        parts = torch.segment_reduce(mask.view(-1).to(dtype), "sum", offsets=bounds, unsafe=True)
+        padded = microbatch.cu_seqlens_padded is not None
+        sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
+        if bool(outside.any()):
+            text = "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"
+            raise MaskError(_at_offsets(microbatch, place, text))
+        sums = sums.double()
+    return sums, int(sums.sum()) if zero_or_one else active_tokens(mask)
 
 
-def _least(mask: Tensor) -> Tensor:
-    if not mask.numel() or not mask.dtype.is_signed:
-        return torch.zeros((), device=mask.device)
-    # CPUs find the least float several times faster by `amin`, the least integer by `min`.
-    return mask.amin() if mask.is_floating_point() else mask.min()
+def _with_arithmetic(mask: Tensor) -> Tensor:
+    """The same values, contiguous, in a dtype that torch sums and compares fast on CPUs."""
+    mask = mask.contiguous()
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8)
+    if mask.is_floating_point():
+        return mask.to(at_least_fp32(mask.dtype))
+    return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask
 
 
-def _active(mask: Tensor) -> Tensor:
-    # Bytes, since CPUs compare, and count in int64, several times slower.
-    counted = torch.int32 if mask.numel() < 2**31 else torch.int64
-    return mask.bool().view(torch.uint8).sum(dtype=counted)
-
-
-def _row_sums(mask: Tensor) -> Tensor:
-    """fp64 [samples]."""
-    if mask.numel() <= _CHUNK or not mask.is_cpu:
-        return mask.sum(dim=1, dtype=F64)
-    rows = max(1, _CHUNK // max(1, mask.shape[1]))
-    return torch.cat([part.sum(dim=1, dtype=F64) for part in mask.split(rows)])
-
-
-def _bounds(real: Tensor, padded: Tensor | None, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Cuts a pack into its samples and the rest; or, with ``padded``, into sample, padding, sample,
-    padding, ..., an empty sample and the rest.
-
-    Returns:
-        int64 [samples + 2] or [2 * samples + 3], from 0, within the mask and never decreasing, even
-        where offsets are bad; numbers that are 0 if they are valid.
-    """
-    given = real = real.to(mask.device, torch.int64)
-    if padded is not None:
-        starts = padded.to(real)
-        given = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
-    given = pad(given, (0, 1), value=mask.numel())
-    bounds = given.clamp(0, mask.numel())
-    bounds[0] = 0
-    bounds = bounds.cummax(0).values
-    wrong = (given != bounds).any()
-    return bounds, [wrong] if padded is None else [wrong, real[0]]
-
-
-def _defect(microbatch: Microbatch, place: int, values_are_good: bool) -> AggregationError:
-    """The error for a microbatch that has one; ``place`` is its index in the step."""
-    if not values_are_good:
-        return MaskError(
+def _check_values(mask: Tensor, place: int) -> bool:
+    """Whether all are 0 or 1, whose sums are exact in any dtype; raises MaskError for bad ones."""
+    if not mask.numel():
+        return True
+    # CPUs find both ends of floats faster one by one, and those of integers together.
+    ends = (mask.amin(), mask.amax()) if mask.is_floating_point() else mask.aminmax()
+    least, largest = map(float, ends)
+    if not (least >= 0 and largest <= _LARGEST):
+        raise MaskError(
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
         )
-    tokens = microbatch.loss_mask.numel()
+    return largest <= 1 and not (mask.is_floating_point() and float(mask.frac().amax()))
+
+
+def _bounds(microbatch: Microbatch, place: int) -> Tensor:
+    """Where to cut a pack into samples and the rest; with padding, into sample, padding, sample,
+    padding, ..., an empty sample and the rest.
+
+    Returns:
+        int64 [samples + 2] or [2 * samples + 3].
+
+    Raises:
+        GroupError: the offsets do not start at 0, decrease, or leave their place or the mask.
+    """
+    assert microbatch.cu_seqlens is not None
+    real = bounds = microbatch.cu_seqlens.long()
+    if microbatch.cu_seqlens_padded is not None:
+        starts = microbatch.cu_seqlens_padded.long()
+        bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
+    bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
+    if not _rises(bounds) or (microbatch.cu_seqlens_padded is not None and not _rises(real)):
+        raise _bad_offsets(microbatch, place)
+    return bounds
+
+
+def _rises(offsets: Tensor) -> bool:
+    """Whether they start at 0 and never decrease; `diff` would wrap for huge ones."""
+    return not offsets[0] and bool((offsets[1:] >= offsets[:-1]).all())
+
+
+def _bad_offsets(microbatch: Microbatch, place: int) -> GroupError:
+    for name, what in (("cu_seqlens", ""), ("cu_seqlens_padded", "padded ")):
+        offsets = getattr(microbatch, name)
+        if offsets is not None and not _rises(offsets):
+            text = (
+                f"{name} must start at 0 and not decrease; expected the running sum of the "
+                f"{what}lengths"
+            )
+            break
+    else:
+        text = (
+            "a sample is longer than its padded place, or ends beyond the mask; expected "
+            "cu_seqlens within cu_seqlens_padded within the tokens"
+        )
+    return GroupError(_at_offsets(microbatch, place, text))
+
+
+def _at_offsets(microbatch: Microbatch, place: int, text: str) -> str:
     offsets = {
         name: given.tolist()
         for name in ("cu_seqlens", "cu_seqlens_padded")
         if (given := getattr(microbatch, name)) is not None
     }
-    real, padded = offsets["cu_seqlens"], offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])
-    kind: type[AggregationError] = GroupError
-    if not _rises(real):
-        text = (
-            "cu_seqlens must start at 0 and not decrease; expected the running sum of the lengths"
-        )
-    elif not _rises(padded):
-        text = (
-            "cu_seqlens_padded must start at 0 and not decrease; expected the running sum of the "
-            "padded lengths"
-        )
-    elif padded[-1] > tokens or any(map(gt, _lengths(real), _lengths(padded))):
-        text = (
-            "a sample is longer than its padded place, or ends beyond the mask; expected "
-            "cu_seqlens within cu_seqlens_padded within the tokens"
-        )
-    else:
-        kind = MaskError
-        text = "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"
-    return kind(f"microbatch {place}: {text} (of {tokens} tokens; {offsets})")
-
-
-def _lengths(offsets: list[int]) -> list[int]:
-    return [end - start for start, end in pairwise(offsets)]
-
-
-def _rises(offsets: list[int]) -> bool:
-    return offsets[0] == 0 and min(_lengths(offsets), default=0) >= 0
+    tokens = microbatch.loss_mask.numel()
+    return f"microbatch {place}: {text} (of {tokens} tokens; {offsets})"

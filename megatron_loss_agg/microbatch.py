@@ -6,7 +6,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeGuard
 
@@ -179,6 +179,14 @@ def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
             "expected one Microbatch for each term"
         )
     return microbatch[name]
+
+
+def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
+    """``change(microbatch)``; of a mapping by term, of each, and terms that share one still do."""
+    if not isinstance(microbatch, Mapping):
+        return change(microbatch)
+    changed = {id(x): change(x) for x in microbatch.values()}
+    return {name: changed[id(x)] for name, x in microbatch.items()}
 
 
 def checked_ids(name: str, given: Any, number: int) -> Tensor:

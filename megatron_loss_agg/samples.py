@@ -6,22 +6,21 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.masks import MaskSums, on_cpu
+from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
+from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import described, is_plain
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """What the counts of a step are made from; tensors are on the CPU."""
 
     sums_S: Tensor  # fp64, mask sums
@@ -33,24 +32,23 @@ class Samples:
     routed_tokens: list[int]  # of the microbatches that say it
 
     @classmethod
-    def of_microbatches(cls, microbatches: Sequence[Microbatch], masks: MaskSums) -> Samples:
-        """Raises ``masks.error``, if there is one."""
-        if masks.error is not None:
-            raise masks.error
+    def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
+        """Of microbatches on the CPU; raises as `MaskSums.read`."""
+        sums_S, active_tokens = MaskSums.read(microbatches)
         ids: dict[Unit, Tensor] = {}
         for unit in BY_ID:
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
             if not any(part is None for part in given):
-                ids[unit] = on_cpu(given, torch.int64)
+                ids[unit] = _joined(given, torch.int64)
         rejected_S = None
         if any(m.rejected is not None for m in microbatches):
-            rejected_S = on_cpu(_filled(microbatches, "rejected", False), torch.bool)
+            rejected_S = _joined(_filled(microbatches, "rejected", False), torch.bool)
         weights_S = None
         if any(m.sample_weights is not None for m in microbatches):
             weights_S = _checked_weights(_filled(microbatches, "sample_weights", 1.0))
         sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
-        return cls(masks.by_sample, sizes, ids, rejected_S, weights_S, masks.active_tokens, routed)
+        return cls(sums_S, sizes, ids, rejected_S, weights_S, active_tokens, routed)
 
     @classmethod
     def of_sums(
@@ -75,11 +73,11 @@ class Samples:
         }
         rejected_S = None
         if rejected is not None:
-            rejected_S = on_cpu(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
+            rejected_S = _joined(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
         weights_S = None
         if sample_weights is not None:
             weights_S = _checked_weights(_tensors("sample_weights", sample_weights, None, sizes))
-        return cls(on_cpu(sums, torch.float64), sizes, by_unit, rejected_S, weights_S, None, [])
+        return cls(_joined(sums, torch.float64), sizes, by_unit, rejected_S, weights_S, None, [])
 
 
 def read_terms(by_term: Iterable[Any]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
@@ -88,9 +86,14 @@ def read_terms(by_term: Iterable[Any]) -> list[tuple[tuple[Microbatch, ...], Sam
     Args:
         by_term: the microbatches of each term, unchecked. Terms with the same ones share them.
     """
-    checked = _copied([_checked_microbatches(microbatches) for microbatches in by_term])
-    samples = {m: Samples.of_microbatches(m, MaskSums.read(m)) for m in dict.fromkeys(checked)}
-    return [(microbatches, samples[microbatches]) for microbatches in checked]
+    checked = [_checked_microbatches(microbatches) for microbatches in by_term]
+    copies = {m: m.copied() for m in dict.fromkeys(chain(*checked))}
+    on_cpu = dict(zip(copies, brought_to_cpu([*copies.values()]), strict=True))
+    samples = {
+        of_term: Samples.of_microbatches([on_cpu[m] for m in of_term])
+        for of_term in dict.fromkeys(checked)
+    }
+    return [(tuple(copies[m] for m in of_term), samples[of_term]) for of_term in checked]
 
 
 def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
@@ -101,18 +104,22 @@ def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
     return tuple(found)
 
 
-def _copied(by_term: Sequence[tuple[Microbatch, ...]]) -> list[tuple[Microbatch, ...]]:
-    """Microbatches with tensors of their own; terms that share one share its copy."""
-    copies = {microbatch: microbatch.copied() for microbatch in dict.fromkeys(chain(*by_term))}
-    return [tuple(copies[microbatch] for microbatch in term) for term in by_term]
-
-
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
     sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
     if not sequence or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``parts`` as one ``dtype`` vector on the CPU; empty if there are none.
+
+    Copies once, and so waits for the device once, if all are on one device.
+    """
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
 
 
 def _filled(microbatches: Sequence[Microbatch], name: str, default: float) -> list[Tensor]:
@@ -136,7 +143,7 @@ def _tensors(
 
 def _checked_weights(parts: Sequence[Tensor]) -> Tensor:
     """fp64 [samples]; raises MaskError if fp32 cannot hold a weight, or its reciprocal."""
-    weights_S = on_cpu(parts, torch.float64)
+    weights_S = _joined(parts, torch.float64)
     largest = torch.finfo(torch.float32).max
     held = (weights_S >= 1 / largest) & (weights_S <= largest)
     if not bool((held | (weights_S == 0)).all()):
@@ -150,7 +157,7 @@ def _checked_weights(parts: Sequence[Tensor]) -> Tensor:
 
 def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:
     parts = _by_microbatch(name, given, sizes)
-    return on_cpu([checked_ids(name, ids, size) for ids, size in parts], torch.int64)
+    return _joined([checked_ids(name, ids, size) for ids, size in parts], torch.int64)
 
 
 def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:

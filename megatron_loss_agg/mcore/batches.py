@@ -26,6 +26,7 @@ from megatron_loss_agg.mcore.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
     Microbatch,
     MicrobatchOfTerms,
+    for_each_term,
     hashed,
     holds_integers,
     of_term,
@@ -142,14 +143,6 @@ def _identified(microbatch: Any, batch: Any) -> Any:
         return microbatch
     token_ids = _token_ids(batch, microbatch.loss_mask)
     return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
-
-
-def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
-    """``change(microbatch)``; of a mapping by term, of each, and terms that share one still do."""
-    if not isinstance(microbatch, Mapping):
-        return change(microbatch)
-    changed = {id(x): change(x) for x in microbatch.values()}
-    return {name: changed[id(x)] for name, x in microbatch.items()}
 
 
 def copied(microbatch: Any) -> Any:

@@ -20,8 +20,8 @@ from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskErr
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
-from megatron_loss_agg.mcore.transfer import Arriving
 from megatron_loss_agg.microbatch import holds_integers
+from megatron_loss_agg.transfer import Arriving
 
 _CHANGED_MASK = (
     "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "

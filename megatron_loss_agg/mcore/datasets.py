@@ -25,9 +25,9 @@ from megatron_loss_agg.errors import GroupError
 from megatron_loss_agg.groups import places_in
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.host_loss import TokenLosses
-from megatron_loss_agg.mcore.transfer import Staged
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepTerms
+from megatron_loss_agg.transfer import Staged
 from megatron_loss_agg.weights import at_least_fp32, where_weighted
 
 FLAG = "--loss-aggregation-report-datasets"

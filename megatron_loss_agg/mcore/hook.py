@@ -24,7 +24,6 @@ from megatron_loss_agg.mcore.batches import (
     attempt,
     checked_microbatches,
     copied,
-    for_each_term,
     read_batch,
     reading,
 )
@@ -42,7 +41,7 @@ from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.mcore.summary import summary
-from megatron_loss_agg.microbatch import MicrobatchOfTerms
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, for_each_term
 from megatron_loss_agg.samples import listed
 
 _MARK = "wrapped_by_loss_hook"

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights, rank_
 from megatron_loss_agg.mcore.splits import WHOLE, Splits
 from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
 from megatron_loss_agg.mcore.tensor_parallel import on_group
-from megatron_loss_agg.mcore.transfer import Stage
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.samples import Samples
+from megatron_loss_agg.transfer import Stage, brought_to_cpu
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
 
 _POSSIBLE = (
@@ -142,7 +142,7 @@ def plan_late(
     return LateWeights(
         terms={name: [{} for _ in sizes] for name in terms},
         # Of masks, nothing is known.
-        counts=replace(counted[0], tokens=math.nan, kept_tokens=math.nan, all_tokens=math.nan),
+        counts=counted[0]._replace(tokens=math.nan, kept_tokens=math.nan, all_tokens=math.nan),
         denominators={name: c.across for name, c in zip(terms, counted, strict=True)},
         samples=sizes,
         aggregations={name: term.aggregation for name, term in terms.items()},
@@ -226,12 +226,13 @@ class LateWeights(StepWeights):
     ) -> LocalMask:
         packed = self._check_samples(i, name, mask, model_call)
         rows = mask.detach().reshape((1, -1) if packed else mask.shape)
-        read = MaskSums.read([Microbatch(rows)])  # waits for the device once
-        if read.error is not None:
+        try:
+            read = MaskSums.read(brought_to_cpu([Microbatch(rows)]))  # waits for the device once
+        except MaskError as error:
             raise MaskError(
                 f"the model's mask of microbatch {i} has negative, infinite or NaN values; "
                 "expected non-negative, finite ones"
-            )
+            ) from error
         (active,), total = read.active_tokens, float(read.by_sample.sum())
         if self.divided_by_host and total != active:
             raise MaskError(

@@ -19,8 +19,8 @@ from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import active_tokens
 from megatron_loss_agg.mcore.datasets import StepDatasets
 from megatron_loss_agg.mcore.mtp import DepthWeights
-from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.transfer import Stage, Staged
 from megatron_loss_agg.weights import at_least_fp32, dot, token_weights_of
 
 _SHORT_ROW = 32

@@ -28,8 +28,8 @@ from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.transfer import Stage, Staged
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.transfer import Stage, Staged
 from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum
 
 _METHOD = "compute_language_model_loss"

@@ -21,9 +21,9 @@ from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
 from megatron_loss_agg.mcore.tensor_parallel import on_group
-from megatron_loss_agg.mcore.transfer import Stage, brought_to_cpu
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
+from megatron_loss_agg.transfer import Stage, brought_to_cpu
 
 WeightsBySplit = dict[str, LocalWeights]
 """The weights of a microbatch under each split that the script may use; one where it is known."""

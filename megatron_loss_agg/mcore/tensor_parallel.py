@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import communication_device
 from megatron_loss_agg.errors import PeerError
 from megatron_loss_agg.mcore.host import ParallelGroups
-from megatron_loss_agg.mcore.transfer import Kind, joined, kinds_of, split
+from megatron_loss_agg.transfer import Kind, joined, kinds_of, split
 
 _T = TypeVar("_T")
 

@@ -18,7 +18,7 @@ from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.mcore.tensor_parallel import packed
-from megatron_loss_agg.mcore.transfer import Stage, joined, kinds_of, split
+from megatron_loss_agg.transfer import Stage, joined, kinds_of, split
 from tests.core.operations import Operations
 
 META = torch.device("meta")
@@ -114,9 +114,7 @@ def test_tensors_of_all_kinds_and_sizes_come_apart_as_they_were_joined():
 @pytest.mark.parametrize("number", [1, 16])
 @pytest.mark.parametrize("layout", ["rows", "packs"])
 @pytest.mark.parametrize("length", [LENGTH, 64], ids=["short", "long"])
-def test_a_step_takes_one_copy_to_the_device_and_a_microbatch_none(
-    groups, layout, length, number
-):
+def test_a_step_takes_one_copy_to_the_device_and_a_microbatch_none(groups, layout, length, number):
     weights = planned([microbatch(3, layout, length) for _ in range(number)], groups[1])
     with Operations() as operations:
         for i in range(number):
@@ -159,6 +157,21 @@ def test_masks_on_a_gpu_are_planned_as_on_the_cpu_and_take_one_wait_a_step(
         for x, y in zip(tensors_of(found), tensors_of(expected), strict=True):
             assert type(x) is Tensor
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layout", ["rows", "packs"])
+def test_a_plan_without_a_host_takes_one_wait_a_step_and_keeps_its_masks_on_the_gpu(layout):
+    for number in (1, 16):
+        step = [microbatch(4, layout) for _ in range(number)]
+        OnGpu.waits = 0
+        found = StepPlan.build_terms(TERMS, [on_gpu(m) for m in step])["kl"]
+        assert OnGpu.waits == 1
+        expected = StepPlan.build_terms(TERMS, step)["kl"]
+        assert found.counts == expected.counts
+        for i, m in enumerate(found.microbatches):
+            assert type(m.loss_mask) is OnGpu
+            assert type(found.coefficients(i)) is Tensor
+            assert torch.equal(found.coefficients(i), expected.coefficients(i))
 
 
 def test_microbatches_that_terms_share_are_shared_on_the_cpu(groups):

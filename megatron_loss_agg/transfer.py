@@ -9,14 +9,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore.batches import for_each_term
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, for_each_term
 
+_Microbatch = TypeVar("_Microbatch", bound=MicrobatchOfTerms)
 _CPU = torch.device("cpu")
 _ALIGNMENT = 8  # bytes, of the widest elements
 
@@ -135,8 +135,8 @@ class Staged(NamedTuple):
 
 
 def brought_to_cpu(
-    microbatches: Sequence[MicrobatchOfTerms], needs_ids: Callable[[Microbatch], bool]
-) -> Sequence[MicrobatchOfTerms]:
+    microbatches: Sequence[_Microbatch], needs_ids: Callable[[Microbatch], bool] = lambda _: False
+) -> Sequence[_Microbatch]:
     """``microbatches`` with tensors on the CPU; waits for the device once, if any are on it.
 
     Those that terms share are still shared.
