@@ -245,6 +245,6 @@ def _is_known_finite(total: Tensor) -> bool:
     if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
-        return math.isfinite(total.detach().numpy())
-    except RuntimeError:  # no numpy, or a tensor without storage, as under `vmap`
+        return math.isfinite(total.item())
+    except RuntimeError:  # a tensor without a value of its own, as under `vmap`
         return False

@@ -155,7 +155,8 @@ class Checks:
         given = (*args, *kwargs.values())
         cp = self._call.scale.context_parallel_size
         self._seen, self.inputs = True, [x for x in given if cp > 1 and holds_integers(x)]
-        packing = next((x for x in given if hasattr(x, "qkv_format")), None)
+        others = (x for x in given if not isinstance(x, Tensor))
+        packing = next((x for x in others if hasattr(x, "qkv_format")), None)
         self.packed_sequences = None
         if getattr(packing, "qkv_format", None) == "thd":
             starts = getattr(packing, "cu_seqlens_q", None)

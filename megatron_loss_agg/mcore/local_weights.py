@@ -130,14 +130,15 @@ class LocalWeights:
             return made
         return torch.cat([made, self.of_depths.weights.on(mask.device).to(made).reshape(-1)])
 
-    def checksum_of(self, mask: Tensor, weights: Tensor) -> Tensor:
-        """The checksum of a loss function's mask, whose weights were made; on its device.
+    def checksum_of(self, mask: Tensor) -> Tensor:
+        """The checksum of a loss function's mask; on its device.
 
         Row sums are enough for rows: their weights are made from the loss function's own mask.
         """
         if self.weight_T is None:
             return self._rows(mask.detach()).sum(dim=-1, dtype=torch.float32)
-        return _product(mask.detach().to(weights.dtype), weights, self.signed).float()
+        weight_T = self.weight_T.on(mask.device)
+        return _product(mask.detach().to(weight_T.dtype), weight_T, self.signed).float()
 
     def _rows(self, mask: Tensor) -> Tensor:
         return mask if mask.shape == self.mask.shape else mask.reshape(self.mask.shape)

@@ -61,10 +61,8 @@ class Pairs:
     def token_mean(self, key: str, losses: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
         wide = at_least_fp32(mask.dtype)
-        mask = mask.detach().reshape(-1)
-        mask = mask if mask.dtype == wide else mask.to(wide)
-        total = weighted_sum_of_vectors(mask, losses.detach())
-        total = total if total.dtype == dtype else total.to(dtype)
+        mask = mask.detach().reshape(-1).to(wide)
+        total = weighted_sum_of_vectors(mask, losses.detach()).to(dtype)
         if self._running_means is None:
             return _pair(total, 1 / self._copies, self._mask.total / self._copies)
         tokens = self._weights.counts.all_tokens
@@ -74,5 +72,5 @@ class Pairs:
 def _pair(total: Tensor, factor: float, count: float) -> Tensor:
     """[2], in the dtype of ``total``: ``total * factor`` and ``count``; waits for no GPU."""
     pair = total.new_full((2,), count)
-    torch.mul(total, factor, out=pair.select(0, 0))
+    pair.select(0, 0).copy_(total * factor)
     return pair

@@ -229,7 +229,7 @@ class Step:
             key = id(of_term), id(mask), dtype
             if key not in shared:
                 shared[key] = of_term.made_for(mask, dtype)
-                self.checks.collect(of_term.checksum_of(mask, shared[key]), of_term.checksum)
+                self.checks.collect(of_term.checksum_of(mask), of_term.checksum)
             made[name] = shared[key]
         return made
 

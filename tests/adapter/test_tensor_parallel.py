@@ -77,7 +77,7 @@ def on_two_ranks() -> dict[str, Any]:
                 for of_term in weights.terms.values()
                 for by_split in of_term
             ],
-            vars(weights.counts),
+            weights.counts,
             [weights.terms["policy"][i] is weights.terms["kl"][i] for i in range(MICROBATCHES)],
         )
     return found

@@ -122,7 +122,7 @@ def test_a_step_takes_one_copy_to_the_device_and_a_microbatch_none(groups, layou
                 (local,) = by_split.values()
                 mask = torch.empty(local.mask.shape, device=META)
                 made = local.made_for(mask, torch.float32)
-                assert made.device == local.checksum_of(mask, made).device == META
+                assert made.device == local.checksum_of(mask).device == META
                 assert local.mask.dataset_T.on(META).shape == made.shape
                 if local.of_depths is not None:
                     assert local.of_depths.weights.on(META).shape == (2, *made.shape)
