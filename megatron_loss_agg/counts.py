@@ -115,7 +115,7 @@ class StepSums(NamedTuple):
     """What a plan is made from, besides this rank's samples."""
 
     counts: StepCounts
-    by_sample: Mapping[Unit, Tensor]  # fp64 [samples], mask sum of each sample's group
+    by_sample: Mapping[Unit, Tensor]  # fp64 [samples]: its own mask sum, and those of its groups
     by_group: Mapping[Unit, GroupSums]  # of the units that were exchanged
 
 
@@ -176,13 +176,8 @@ class LocalCounts:
     def of_step(
         self, totals: Totals, extremes: Extremes, groups: Mapping[Unit, GroupSums]
     ) -> StepSums:
-        """Counts of the whole step, and by unit the mask sum of each sample's group."""
+        """Counts of the whole step, and the mask sum of each sample's group that can span ranks."""
         sums: dict[Unit, Tensor] = {"sample": self.sums_S}
-        if self.agg.within == "step":
-            sums["step"] = self.sums_S.new_tensor(totals.tokens).expand_as(self.sums_S)
-        if self.agg.within == "microbatch":
-            of_microbatches = self.sums_S.new_tensor(self._by_microbatch)
-            sums["microbatch"] = of_microbatches.repeat_interleave(self._sizes)
         nonempty: dict[Unit, int] = {
             "sample": round(totals.active_samples),
             "microbatch": round(totals.active_microbatches),

@@ -64,8 +64,8 @@ class StepPlan:
         self.active_tokens = samples.active_tokens or []
         self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
         self._mask_sums_S = samples.sums_S
-        sums_S = self._group_sums["sample"]
-        within_S = torch.ones_like(sums_S) if agg.within is None else self._group_sums[agg.within]
+        within = agg.within
+        within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
         zero_S = samples.sums_S == 0
         if samples.rejected_S is not None:
             zero_S |= samples.rejected_S
@@ -215,14 +215,7 @@ class StepPlan:
         Raises:
             GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
-        if unit in self._group_sums:
-            return self._of_microbatch(i, self._group_sums[unit]).clone()
-        of_samples = self._of_microbatch(i, self._group_sums["sample"])
-        if unit not in ("step", "microbatch"):
-            known = {"step", "microbatch", *self._group_sums}
-            raise GroupError(f"no sums by {unit!r} in this plan; it has {sorted(known)}")
-        total = self.counts.tokens if unit == "step" else float(of_samples.sum())
-        return torch.full_like(of_samples, total)
+        return self._of_microbatch(i, self._sums_of(unit)).clone()
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.
@@ -308,6 +301,22 @@ class StepPlan:
                 "advantage; expected non-negative ones to scale advantages with"
             )
         return where_weighted(w, advantages.to(w)) * w
+
+    def _sums_of(self, unit: Unit) -> Tensor:
+        """Mask sum over the step of each sample's group: fp64 [samples of this rank]."""
+        if unit in self._group_sums:
+            return self._group_sums[unit]
+        own_S = self._group_sums["sample"]
+        if unit == "step":
+            return torch.full_like(own_S, self.counts.tokens)
+        if unit == "microbatch":
+            sizes = torch.tensor(self._bounds).diff()
+            sums = torch.segment_reduce(own_S, "sum", lengths=sizes, unsafe=True)
+            return sums.repeat_interleave(sizes)
+        raise GroupError(
+            f"no sums by {unit!r} in this plan; expected one of "
+            f"{', '.join(sorted({'step', 'microbatch', *self._group_sums}))}"
+        )
 
     def _microbatch(self, i: int) -> Microbatch:
         if not self.microbatches and len(self._bounds) > 1:
