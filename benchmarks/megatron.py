@@ -19,10 +19,7 @@ Batch = dict[str, Tensor]
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """Megatron's process groups. Turns the CPU stand-in for a GPU on, and that for good.
-
-    The stand-in slows every call of torch down.
-    """
+    """Megatron's process groups. Turns the CPU stand-in for a GPU on, and that for good."""
     from megatron_loss_agg.mcore import cpu
 
     cpu.enable()

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from megatron_loss_agg.mcore.cpu import streams
@@ -36,9 +36,9 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _replace(module: ModuleType, **stand_ins: Any) -> None:
+def _replace(owner: ModuleType | type, **stand_ins: Any) -> None:
     for name, stand_in in stand_ins.items():
-        setattr(module, name, stand_in)
+        setattr(owner, name, stand_in)
 
 
 def _is_gpu(device: object) -> bool:
@@ -53,52 +53,53 @@ _GPU_TYPE_NAMES = {
     f"torch.{name}": f"torch.cuda.{name}"
     for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor")
 }
-_IDENTITIES = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
-_METHODS = _IDENTITIES | {torch.Tensor.record_stream, torch.Tensor.type, torch.Tensor.to}
-
-
-class _HostPlacement(TorchFunctionMode):
-    """Maps CUDA devices in the arguments of torch functions to the CPU."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # Called for every function and attribute of every tensor: the common case comes first.
-        if func in _METHODS:
-            if func in _IDENTITIES:
-                return args[0]
-            if func is torch.Tensor.record_stream:
-                return None
-            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-                name = func(*args)
-                return _GPU_TYPE_NAMES.get(name, name)
-            if func is torch.Tensor.to and len(args) > 1 and _is_gpu(args[1]):
-                args = (args[0], "cpu", *args[2:])
-        if kwargs:
-            if _is_gpu(kwargs.get("device")):
-                kwargs = {**kwargs, "device": "cpu"}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-            return func(*args, **kwargs)
-        return func(*args)
+_FACTORIES = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace ones "
+    "ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor "
+    "zeros zeros_like"
+)
+_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 
 
 def _replace_placement() -> None:
-    placement = _HostPlacement()
-    placement.__enter__()  # type: ignore[no-untyped-call]
-    # torch disables a mode inside a function that the mode has intercepted, such as
-    # Tensor.backward: enable it again for Megatron's backward functions.
-    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    """Take a GPU in the arguments of functions that make tensors for the CPU."""
+    for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
+        for name in names.split():
+            setattr(owner, name, _placed(getattr(owner, name)))
+    to, type_of = _placed(torch.Tensor.to), torch.Tensor.type
 
-    def run_backward_placed(*args: Any, **kwargs: Any) -> Any:
-        with placement:
-            return run_backward(*args, **kwargs)
+    def to_cpu(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_gpu(args[0]):
+            args = ("cpu", *args[1:])
+        return to(x, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run_backward_placed  # type: ignore[attr-defined]
+    def type_on_gpu(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(x, *args, **kwargs)
+        return _GPU_TYPE_NAMES.get(found, found) if isinstance(found, str) else found
+
+    def itself(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+    _replace(
+        torch.Tensor,
+        to=to_cpu,
+        type=type_on_gpu,
+        cuda=itself,
+        pin_memory=itself,
+        record_stream=_answer(None),
+    )
+
+
+def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return placed
 
 
 def _replace_properties() -> None:
