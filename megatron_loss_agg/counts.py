@@ -83,7 +83,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Record:
-        """From `row`."""
+        """The record whose `row` this is."""
         first, second, third = _ENDS
         return cls(
             Totals(*row[:first]), Extremes(*row[first:second]), row[second:third], row[third:]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import LayoutError
-from megatron_loss_agg.microbatch import are_offsets
+from megatron_loss_agg.microbatch import are_offsets, rise_from_0
 from megatron_loss_agg.weights import described, is_plain
 
 
@@ -205,7 +205,7 @@ def _check_offsets(offsets: Tensor) -> None:
         raise LayoutError(
             f"cu_seqlens_padded is {described(offsets)}; expected int32 or int64 [sequences + 1]"
         )
-    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+    if not rise_from_0(offsets):
         raise LayoutError(
             f"cu_seqlens_padded={offsets.tolist()}; expected offsets that start at 0 and do not "
             "decrease"

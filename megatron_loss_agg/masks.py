@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.microbatch import Microbatch, rise_from_0
 from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import at_least_fp32
 
@@ -27,14 +27,17 @@ class MaskSums(NamedTuple):
 
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """Of microbatches on the CPU, see `brought_to_cpu`.
+        """Waits for the device once, if any masks are on it.
 
         Raises:
             MaskError: values that are not finite, not >= 0 or beyond fp32, or not 0 outside of all
                 samples.
             GroupError: offsets that are not those of samples within the mask.
         """
-        found = [_read(microbatch, place) for place, microbatch in enumerate(microbatches)]
+        found = [
+            _read(microbatch, place)
+            for place, microbatch in enumerate(brought_to_cpu(microbatches))
+        ]
         sums = [by_sample for by_sample, _ in found]
         by_sample = torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
         return cls(by_sample, [active for _, active in found])
@@ -64,7 +67,7 @@ def predicting_mask(
         MaskError, GroupError: as `StepPlan.build` does.
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
-    MaskSums.read(brought_to_cpu([microbatch]))
+    MaskSums.read([microbatch])
     return shifted(loss_mask, microbatch, 1)
 
 
@@ -91,25 +94,32 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, int]:
         place: index of the microbatch in the step, for errors.
     """
     mask = _with_arithmetic(microbatch.loss_mask.detach())
-    zero_or_one = _check_values(mask, place) and mask.numel() <= _COUNTED_BY_FP32
+    least, largest = _ends(mask)
+    if not (least >= 0 and largest <= _LARGEST):
+        raise MaskError(
+            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
+            "fp32; expected finite values >= 0"
+        )
+    # Sums of 0s and 1s are exact in the mask's own dtype, and count the active tokens.
+    counts = largest <= 1 and _is_whole(mask) and mask.numel() <= _COUNTED_BY_FP32
     if microbatch.cu_seqlens is None:
-        sums = mask.sum(dim=1, dtype=None if zero_or_one else torch.float64).double()
+        sums = mask.sum(dim=1, dtype=None if counts else torch.float64)
     else:
-        dtype = at_least_fp32(mask.dtype) if zero_or_one else torch.float64
+        dtype = at_least_fp32(mask.dtype) if counts else torch.float64
         bounds = _bounds(microbatch, place)
-        parts = torch.segment_reduce(mask.view(-1).to(dtype), "sum", offsets=bounds, unsafe=True)
+        parts = torch.segment_reduce(mask.reshape(-1).to(dtype), "sum", offsets=bounds, unsafe=True)
         padded = microbatch.cu_seqlens_padded is not None
         sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
         if bool(outside.any()):
-            text = "loss_mask is not 0 on tokens outside of every sample; expected 0 on padding"
-            raise MaskError(_at_offsets(microbatch, place, text))
-        sums = sums.double()
-    return sums, int(sums.sum()) if zero_or_one else active_tokens(mask)
+            raise MaskError(
+                f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
+                f"expected 0 on padding {_offsets(microbatch)}"
+            )
+    return sums.double(), int(sums.sum()) if counts else active_tokens(mask)
 
 
 def _with_arithmetic(mask: Tensor) -> Tensor:
-    """The same values, contiguous, in a dtype that torch sums and compares fast on CPUs."""
-    mask = mask.contiguous()
+    """The same values in a dtype that torch sums and compares fast on CPUs."""
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8)
     if mask.is_floating_point():
@@ -117,19 +127,20 @@ def _with_arithmetic(mask: Tensor) -> Tensor:
     return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask
 
 
-def _check_values(mask: Tensor, place: int) -> bool:
-    """Whether all are 0 or 1, whose sums are exact in any dtype; raises MaskError for bad ones."""
+def _ends(mask: Tensor) -> tuple[float, float]:
+    """The least and the largest value, or NaN; 0 of an empty mask."""
     if not mask.numel():
-        return True
+        return 0.0, 0.0
     # CPUs find both ends of floats faster one by one, and those of integers together.
-    ends = (mask.amin(), mask.amax()) if mask.is_floating_point() else mask.aminmax()
-    least, largest = map(float, ends)
-    if not (least >= 0 and largest <= _LARGEST):
-        raise MaskError(
-            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
-            "fp32; expected finite values >= 0"
-        )
-    return largest <= 1 and not (mask.is_floating_point() and float(mask.frac().amax()))
+    if mask.is_floating_point():
+        return float(mask.amin()), float(mask.amax())
+    least, largest = mask.aminmax()
+    return float(least), float(largest)
+
+
+def _is_whole(mask: Tensor) -> bool:
+    """Whether all values, which are >= 0, are whole numbers."""
+    return not (mask.is_floating_point() and mask.numel() and float(mask.frac().amax()))
 
 
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:
@@ -143,43 +154,35 @@ def _bounds(microbatch: Microbatch, place: int) -> Tensor:
         GroupError: the offsets do not start at 0, decrease, or leave their place or the mask.
     """
     assert microbatch.cu_seqlens is not None
-    real = bounds = microbatch.cu_seqlens.long()
-    if microbatch.cu_seqlens_padded is not None:
-        starts = microbatch.cu_seqlens_padded.long()
+    real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
+    bounds = real
+    if padded is not None:
+        starts = padded.long()
         bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
-    if not _rises(bounds) or (microbatch.cu_seqlens_padded is not None and not _rises(real)):
+    if not rise_from_0(bounds) or (padded is not None and not rise_from_0(real)):
         raise _bad_offsets(microbatch, place)
     return bounds
-
-
-def _rises(offsets: Tensor) -> bool:
-    """Whether they start at 0 and never decrease; `diff` would wrap for huge ones."""
-    return not offsets[0] and bool((offsets[1:] >= offsets[:-1]).all())
 
 
 def _bad_offsets(microbatch: Microbatch, place: int) -> GroupError:
     for name, what in (("cu_seqlens", ""), ("cu_seqlens_padded", "padded ")):
         offsets = getattr(microbatch, name)
-        if offsets is not None and not _rises(offsets):
-            text = (
-                f"{name} must start at 0 and not decrease; expected the running sum of the "
-                f"{what}lengths"
+        if offsets is not None and not rise_from_0(offsets):
+            return GroupError(
+                f"microbatch {place}: {name} must start at 0 and not decrease; expected the "
+                f"running sum of the {what}lengths {_offsets(microbatch)}"
             )
-            break
-    else:
-        text = (
-            "a sample is longer than its padded place, or ends beyond the mask; expected "
-            "cu_seqlens within cu_seqlens_padded within the tokens"
-        )
-    return GroupError(_at_offsets(microbatch, place, text))
+    return GroupError(
+        f"microbatch {place}: a sample is longer than its padded place, or ends beyond the mask; "
+        f"expected cu_seqlens within cu_seqlens_padded within the tokens {_offsets(microbatch)}"
+    )
 
 
-def _at_offsets(microbatch: Microbatch, place: int, text: str) -> str:
-    offsets = {
-        name: given.tolist()
+def _offsets(microbatch: Microbatch) -> str:
+    given = {
+        name: offsets.tolist()
         for name in ("cu_seqlens", "cu_seqlens_padded")
-        if (given := getattr(microbatch, name)) is not None
+        if (offsets := getattr(microbatch, name)) is not None
     }
-    tokens = microbatch.loss_mask.numel()
-    return f"microbatch {place}: {text} (of {tokens} tokens; {offsets})"
+    return f"(of {microbatch.loss_mask.numel()} tokens; {given})"

@@ -137,9 +137,13 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """With tensors of its own, but the `token_ids`."""
+        return self.changed(lambda x: x.detach().clone())
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
+        """With each tensor changed, but the `token_ids`."""
         own = object.__new__(type(self))  # not `replace`, which would check all fields again
         for name, x in vars(self).items():
-            vars(own)[name] = x.detach().clone() if isinstance(x, Tensor) else x
+            vars(own)[name] = change(x) if isinstance(x, Tensor) else x
         return own
 
     def _check_packed(self, cu_seqlens: Tensor) -> None:
@@ -233,6 +237,11 @@ def check_by_sample(name: str, given: Any, dtype: torch.dtype | None, number: in
 def are_offsets(x: object) -> bool:
     """Whether ``x`` is a non-empty int32 or int64 vector; its values are not checked."""
     return is_plain(x) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1 and len(x) >= 1
+
+
+def rise_from_0(offsets: Tensor) -> bool:
+    """Whether they start at 0 and never decrease; `diff` would wrap for huge ones."""
+    return not offsets[0] and bool((offsets[1:] >= offsets[:-1]).all())
 
 
 def holds_integers(x: object) -> TypeGuard[Tensor]:

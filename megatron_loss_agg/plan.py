@@ -406,7 +406,7 @@ def token_weights(
         dtype: of the result, as for `StepPlan.weights`.
 
     Returns:
-        ``dtype``, shape of ``loss_mask``; counted in fp64.
+        ``dtype``, shape of ``loss_mask``.
 
     Raises:
         AggregationError: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.

@@ -113,13 +113,8 @@ def listed(microbatches: Any) -> list[Any]:
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` as one ``dtype`` vector on the CPU; empty if there are none.
-
-    Copies once, and so waits for the device once, if all are on one device.
-    """
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
-    return torch.cat([*parts]).to("cpu", dtype) if parts else torch.empty(0, dtype=dtype)
+    """``parts`` as one ``dtype`` vector on the CPU; empty if there are none."""
+    return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
 
 
 def _filled(microbatches: Sequence[Microbatch], name: str, default: float) -> list[Tensor]:

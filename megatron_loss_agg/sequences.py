@@ -13,7 +13,6 @@ from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coefficients
 
 
@@ -58,7 +57,7 @@ class SequenceMean:
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
                 "layout of the group: give both, or neither"
             )
-        sums_S = MaskSums.read(brought_to_cpu([microbatch])).by_sample
+        sums_S = MaskSums.read([microbatch]).by_sample
         mask, position = microbatch.loss_mask.detach(), None
         if layout is not None:
             mask, position = layout.shard(mask), layout.index.to(mask.device)

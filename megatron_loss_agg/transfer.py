@@ -5,11 +5,10 @@ A copy to the CPU waits for the GPU, and one from pageable memory makes the CPU 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -135,28 +134,29 @@ class Staged(NamedTuple):
 
 
 def brought_to_cpu(
-    microbatches: Sequence[_Microbatch], needs_ids: Callable[[Microbatch], bool] = lambda _: False
+    microbatches: Sequence[_Microbatch],
+    needs_token_ids: Callable[[Microbatch], bool] = lambda _: False,
 ) -> Sequence[_Microbatch]:
     """``microbatches`` with tensors on the CPU; waits for the device once, if any are on it.
 
     Those that terms share are still shared.
 
     Args:
-        needs_ids: whether a microbatch's token ids are needed, too; otherwise they stay.
+        needs_token_ids: whether a microbatch's token ids are needed, too; otherwise they stay.
     """
     needed: dict[int, Tensor] = {}
     for given in microbatches:
         for microbatch in given.values() if isinstance(given, Mapping) else [given]:
             tensors = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
-            tensors += microbatch.token_ids if needs_ids(microbatch) else ()
+            tensors += microbatch.token_ids if needs_token_ids(microbatch) else ()
             needed |= {id(x): x for x in tensors if not x.is_cpu}
     if not needed:
         return microbatches
     copies = dict(zip(needed, moved([*needed.values()], _CPU), strict=True))
 
     def copied(microbatch: Microbatch) -> Microbatch:
-        own: dict[str, Any] = {name: copies.get(id(x), x) for name, x in vars(microbatch).items()}
-        own["token_ids"] = [copies.get(id(x), x) for x in microbatch.token_ids]
-        return dataclasses.replace(microbatch, **own)
+        own = microbatch.changed(lambda x: copies.get(id(x), x))
+        vars(own)["token_ids"] = tuple(copies.get(id(x), x) for x in microbatch.token_ids)
+        return own
 
     return [for_each_term(copied, given) for given in microbatches]

@@ -116,9 +116,8 @@ def token_weights_of(
     Returns:
         ``dtype``, in the shape and on the device of ``mask``.
     """
-    computed = dtype if dtype == torch.float64 else torch.float32
-    # Skip no-op casts: call overhead dominates small microbatches.
-    mask = mask.detach() if mask.dtype == computed else mask.detach().to(computed)
+    computed = at_least_fp32(dtype)
+    mask = mask.detach().to(computed)
     coefficient_S = coefficient_S.to(mask.device, computed, non_blocking=True)
     if starts is None:
         weights = mask * coefficient_S.unsqueeze(-1)
@@ -132,7 +131,7 @@ def token_weights_of(
             length, output_size=mask.numel()
         )
         weights = coefficient_T.view(mask.shape).mul_(mask)
-    return weights if dtype == computed else weights.to(dtype)
+    return weights.to(dtype)
 
 
 def custom_weights(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Figure, Results
+from benchmarks.results import Figure
 from benchmarks.shapes import GOALS
 
 
@@ -34,14 +34,13 @@ class Measured(Figure):
         return "undecided" if self.value - self.noise <= self.goal else "missed"
 
 
-class Evidence(Results):
+class Evidence:
     """Figures, what could not run, and what failed; written to ``path`` at every addition.
 
     In a dry run, times have no goals.
     """
 
     def __init__(self, path: Path, dry: bool) -> None:
-        super().__init__()
         self._path = path
         self._without_goal = ("", "hook_on_gpu", "gpu_step") if dry else ("",)
         self._rows: dict[str, list[Any]] = {"figures": [], "could_not_run": [], "failed": []}

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fake_groups import fake_groups
+from benchmarks.gpu.evidence import Evidence
 from benchmarks.hook import floor, hook, local_weights_of
-from benchmarks.results import Results
 from benchmarks.shapes import AGGREGATIONS, LAYOUTS, MICROBATCHES, Shape
 from megatron_loss_agg import weighted_sum
 from megatron_loss_agg.mcore.host import ParallelGroups
 
 
 def measure(
-    results: Results, shapes: Sequence[tuple[int, int]] = MICROBATCHES, kernels: bool = True
+    evidence: Evidence, shapes: Sequence[tuple[int, int]] = MICROBATCHES, kernels: bool = True
 ) -> None:
     """Every shape and layout; ``kernels``: their number too, which a stand-in for a GPU lacks.
 
@@ -29,10 +29,10 @@ def measure(
     with fake_groups(1) as (alone,):
         for layout in LAYOUTS:
             for samples, length in shapes:
-                _one_shape(results, Shape(samples, length, layout), alone, kernels)
+                _one_shape(evidence, Shape(samples, length, layout), alone, kernels)
 
 
-def _one_shape(results: Results, shape: Shape, groups: ParallelGroups, kernels: bool) -> None:
+def _one_shape(evidence: Evidence, shape: Shape, groups: ParallelGroups, kernels: bool) -> None:
     """A data loader's masks are on the CPU, and so is the plan; a script's mask is on the GPU."""
     whole = shape.microbatch()
     weights = local_weights_of(AGGREGATIONS["prompt_mean"], whole, groups)
@@ -43,14 +43,14 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups, kernels: 
     work = functools.partial(hook, weights, mask, losses)
     where = f"{shape.samples} x {shape.length} {shape.layout}"
     base, taken = microseconds(least, work)
-    results.add("floor", where, base, "us")
-    results.add("hook", where, taken, "us")
-    results.add("hook", where, taken / base, "x floor", "hook_on_gpu")
+    evidence.add("floor", where, base, "us")
+    evidence.add("hook", where, taken, "us")
+    evidence.add("hook", where, taken / base, "x floor", "hook_on_gpu")
     if kernels:
-        results.add("floor, launches", where, launches(least), "kernels")
-        results.add("hook, launches", where, launches(work), "kernels")
+        evidence.add("floor, launches", where, launches(least), "kernels")
+        evidence.add("hook, launches", where, launches(work), "kernels")
         (replayed,) = microseconds(captured(w, losses).replay)
-        results.add("hook in a CUDA graph", where, replayed, "us")
+        evidence.add("hook in a CUDA graph", where, replayed, "us")
 
 
 def microseconds(*functions: Callable[[], object], rounds: int = 50) -> list[float]:

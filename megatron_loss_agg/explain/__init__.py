@@ -9,13 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_loss_agg.errors import DivisorError, InputError
-from megatron_loss_agg.explain.samples import Sample, from_jsonl, from_lists
+from megatron_loss_agg.explain.samples import LISTS, Sample, from_jsonl, from_lists
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
 from megatron_loss_agg.explain.table import as_json, as_text
 
 __all__ = ["main"]
-
-_LISTS = ("prompts", "rollouts", "datasets", "microbatches")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,11 +89,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _samples(args: argparse.Namespace) -> list[Sample]:
-    lists = {name: getattr(args, name) for name in _LISTS}
+    lists = {name: getattr(args, name) for name in LISTS}
     if args.jsonl is None:
         return from_lists(args.lengths, **lists)
     for name, value in lists.items():
         if value is not None:
-            key = name.removesuffix("s")
-            raise InputError(f"--{name} with --jsonl; write {key!r} on the file's lines")
+            raise InputError(f"--{name} with --jsonl; write {LISTS[name]!r} on the file's lines")
     return from_jsonl(args.jsonl)

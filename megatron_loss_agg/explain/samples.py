@@ -15,6 +15,8 @@ from megatron_loss_agg.errors import GroupError, InputError
 # Up to here every integer is exact in fp64, in which tokens are counted.
 _MAX = 2**53
 COLUMNS = (*BY_ID, "microbatch", "rank")
+LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
+"""Options of the command line, and the columns that they give."""
 
 
 @dataclass(frozen=True)
@@ -33,32 +35,27 @@ class Sample:
     rank: int | None = None
 
 
-def from_lists(
-    lengths: str,
-    prompts: str | None,
-    rollouts: str | None,
-    microbatches: str | None,
-    datasets: str | None = None,
-) -> list[Sample]:
+def from_lists(lengths: str, **lists: str | None) -> list[Sample]:
     """Samples from comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
+
+    Args:
+        lists: by the names in `LISTS`; None: not given.
 
     Raises:
         InputError: a list cannot be parsed, or differs in length from ``lengths``.
     """
     tokens = _integers("--lengths", lengths)
     columns: dict[str, Sequence[Any]] = {}
-    for unit, items in (("prompt", prompts), ("rollout", rollouts), ("dataset", datasets)):
-        if items is not None:
-            columns[unit] = _items(items)
-    if microbatches is not None:
-        columns["microbatch"] = _integers("--microbatches", microbatches)
-    for name, column in columns.items():
+    for flag, text in lists.items():
+        if text is None:
+            continue
+        column = _integers(f"--{flag}", text) if flag == "microbatches" else _items(text)
         if len(column) != len(tokens):
-            suffix = "es" if name == "microbatch" else "s"
             raise InputError(
-                f"--{name}{suffix} has {len(column)} values and --lengths has {len(tokens)}; "
+                f"--{flag} has {len(column)} values and --lengths has {len(tokens)}; "
                 "expected one for each sample"
             )
+        columns[LISTS[flag]] = column
     return [
         Sample(float(count), **{name: column[s] for name, column in columns.items()})
         for s, count in enumerate(tokens)

@@ -155,6 +155,7 @@ class Checks:
         given = (*args, *kwargs.values())
         cp = self._call.scale.context_parallel_size
         self._seen, self.inputs = True, [x for x in given if cp > 1 and holds_integers(x)]
+        # Tensors take long to say that they lack an attribute.
         others = (x for x in given if not isinstance(x, Tensor))
         packing = next((x for x in others if hasattr(x, "qkv_format")), None)
         self.packed_sequences = None

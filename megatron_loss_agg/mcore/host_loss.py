@@ -82,7 +82,6 @@ class TokenLoss:
                 "wrapped by LossHook"
             )
         _check_one_loss_per_token(losses, self.loss_mask)
-        # Half precision could not count the tokens.
         losses, mask = (x.reshape(-1).to(at_least_fp32(x.dtype)) for x in (losses, self.loss_mask))
         return weighted_sum(mask, losses), mask.sum().to(torch.int), report
 

@@ -44,7 +44,7 @@ from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
 from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.samples import Samples
-from megatron_loss_agg.transfer import Stage, brought_to_cpu
+from megatron_loss_agg.transfer import Stage
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
 
 _POSSIBLE = (
@@ -227,7 +227,7 @@ class LateWeights(StepWeights):
         packed = self._check_samples(i, name, mask, model_call)
         rows = mask.detach().reshape((1, -1) if packed else mask.shape)
         try:
-            read = MaskSums.read(brought_to_cpu([Microbatch(rows)]))  # waits for the device once
+            read = MaskSums.read([Microbatch(rows)])  # waits for the device once
         except MaskError as error:
             raise MaskError(
                 f"the model's mask of microbatch {i} has negative, infinite or NaN values; "

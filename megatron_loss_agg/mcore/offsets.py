@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import GroupError
-from megatron_loss_agg.microbatch import are_offsets
+from megatron_loss_agg.microbatch import are_offsets, rise_from_0
 from megatron_loss_agg.weights import described
 
 
@@ -80,7 +80,7 @@ def pack_offsets(
 def _check(found: Mapping[str, Tensor]) -> None:
     """Raise GroupError unless these are offsets, as many for each key."""
     for key, offsets in found.items():
-        if not are_offsets(offsets) or int(offsets[0]) or bool((offsets.diff() < 0).any()):
+        if not are_offsets(offsets) or not rise_from_0(offsets):
             shown = offsets.tolist() if are_offsets(offsets) else described(offsets)
             raise GroupError(
                 f"batch key {key!r} is {shown}; expected int32 or int64 offsets that start at 0 "

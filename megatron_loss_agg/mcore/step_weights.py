@@ -82,12 +82,12 @@ class StepWeights:
         def plan_here() -> StepWeights:
             several = dist.get_world_size(groups.cp) > 1
 
-            def needs_ids(m: Microbatch) -> bool:
+            def needs_token_ids(m: Microbatch) -> bool:
                 known = splits.recognised(m.cu_seqlens is not None)
                 return several and (wanted.masks or known is None)
 
             with abandoning_on_error(groups.dp):
-                microbatches = brought_to_cpu(read(), needs_ids)
+                microbatches = brought_to_cpu(read(), needs_token_ids)
                 error = splits.check(
                     [of_term(name, m) for m in microbatches for name in terms], groups
                 )

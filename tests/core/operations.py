@@ -55,10 +55,6 @@ class Operations(TorchDispatchMode):
         return sum(name not in VIEWS for name in self.names)
 
     @property
-    def number_of_waits(self) -> int:
-        """How often the host waited for the device."""
-        return sum(name in WAITS for name in self.names)
-
-    @property
     def waits(self) -> bool:
-        return self.number_of_waits > 0
+        """Whether the host waited for the device."""
+        return not WAITS.isdisjoint(self.names)

@@ -1,4 +1,4 @@
-"""Cost: the same tensor operations for any number of samples, and no wait for the device.
+"""Cost: the same tensor operations for any number of samples, and a microbatch waits for no device.
 
 Counted and not timed: a Python loop over samples or tokens shows as more operations, a wait
 (``.item()``, ``bool(tensor)``, a data-dependent shape) as one of them. Memory is counted as the

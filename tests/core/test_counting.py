@@ -65,10 +65,14 @@ def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
     assert plan.weights(0, dtype=F64)[0, 0].item() == 1 / 4099 / 3
 
 
-def test_more_active_tokens_than_fp32_can_count():
-    mask = torch.ones(1, 1, dtype=torch.bool).expand(1, 2**24 + 3)
-    counts = StepPlan.build(aggregation("token_mean"), [Microbatch(mask)]).counts
-    assert float(counts.tokens) == int(counts.active_tokens) == 2**24 + 3
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "pack"])
+def test_more_active_tokens_than_fp32_can_count(packed, dtype):
+    number = 2**24 + 3
+    mask = torch.ones(1, 1, dtype=dtype).expand(1, number)
+    step = [Microbatch(mask, torch.tensor([0, number]) if packed else None)]
+    counts = StepPlan.build(aggregation("token_mean"), step).counts
+    assert float(counts.tokens) == int(counts.active_tokens) == number
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

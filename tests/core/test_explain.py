@@ -143,6 +143,8 @@ BAD_ARGUMENTS = {
     "1 --divisor many": "DivisorError: --divisor 'many'; expected a finite number > 0",
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
+    "--jsonl no/such/file --microbatches 0": "InputError: --microbatches with --jsonl; write "
+    "'microbatch' on the file's lines",
     "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; write 'prompt' on th",
 }
 
