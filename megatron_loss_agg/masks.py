@@ -30,8 +30,8 @@ class MaskSums(NamedTuple):
         """Waits for the device once, if any masks are on it.
 
         Raises:
-            MaskError: values that are not finite, not >= 0 or beyond fp32, or not 0 outside of all
-                samples.
+            MaskError: values that are not finite and >= 0, or not 0 outside of all samples; or a
+                mask whose sum is beyond fp32.
             GroupError: offsets that are not those of samples within the mask.
         """
         found = [
@@ -41,13 +41,6 @@ class MaskSums(NamedTuple):
         sums = [by_sample for by_sample, _ in found]
         by_sample = torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
         return cls(by_sample, [active for _, active in found])
-
-
-def active_tokens(mask: Tensor) -> int:
-    """Number of positions with a nonzero mask."""
-    # Bytes, since CPUs compare, and count in int64, several times slower.
-    counted = torch.int32 if mask.numel() < 2**31 else torch.int64
-    return int(mask.detach().bool().view(torch.uint8).sum(dtype=counted))
 
 
 def predicting_mask(
@@ -115,13 +108,18 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, int]:
                 f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
                 f"expected 0 on padding {_offsets(microbatch)}"
             )
-    return sums.double(), int(sums.sum()) if counts else active_tokens(mask)
+    total = float(sums.sum())
+    if total > _LARGEST:
+        raise MaskError(
+            f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
+        )
+    return sums.double(), int(total) if counts else int(mask.count_nonzero())
 
 
 def _with_arithmetic(mask: Tensor) -> Tensor:
     """The same values in a dtype that torch sums and compares fast on CPUs."""
     if mask.dtype == torch.bool:
-        return mask.view(torch.uint8)
+        return mask.to(torch.uint8)
     if mask.is_floating_point():
         return mask.to(at_least_fp32(mask.dtype))
     return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask

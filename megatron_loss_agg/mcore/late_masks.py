@@ -43,6 +43,7 @@ from megatron_loss_agg.mcore.splits import WHOLE, Splits
 from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
 from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.ranges import check_fits_fp32, check_normal_in_fp32
 from megatron_loss_agg.samples import Samples
 from megatron_loss_agg.transfer import Stage
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
@@ -230,13 +231,16 @@ class LateWeights(StepWeights):
             read = MaskSums.read([Microbatch(rows)])  # waits for the device once
         except MaskError as error:
             raise MaskError(
-                f"the model's mask of microbatch {i} has negative, infinite or NaN values; "
-                "expected non-negative, finite ones"
+                f"the model's mask of microbatch {i} has negative, infinite or NaN values, or "
+                "some beyond fp32; expected non-negative, finite ones"
             ) from error
         (active,), total = read.active_tokens, float(read.by_sample.sum())
+        agg, across = self.aggregations[name], self.denominators[name]
+        check_fits_fp32(agg, read.by_sample, [total])
+        check_normal_in_fp32(agg, across, total, active, self.samples[i], least_weight=1.0)
         if self.divided_by_host and total != active:
             raise MaskError(
-                f"{self.aggregations[name].label!r} with a model's mask that is not 0 or 1 "
+                f"{agg.label!r} with a model's mask that is not 0 or 1 "
                 "everywhere, by whose sum the host cannot divide; expected 0 and 1, or another mode"
             )
         own = active if self.divided_by_host else 1

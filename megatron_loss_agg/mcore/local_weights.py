@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import active_tokens
 from megatron_loss_agg.mcore.datasets import StepDatasets
 from megatron_loss_agg.mcore.mtp import DepthWeights
 from megatron_loss_agg.plan import StepPlan
@@ -57,7 +56,7 @@ class LocalMask:
         packed = microbatch.cu_seqlens is not None
         if layout is not None:
             mask = layout.shard(mask)
-            sums, active = mask.sum(dim=-1, dtype=torch.float64), active_tokens(mask)
+            sums, active = mask.sum(dim=-1, dtype=torch.float64), int(mask.count_nonzero())
             if keeps_values:
                 token_ids = tuple(layout.shard(x).reshape(-1) for x in microbatch.token_ids)
         routed = microbatch.routed_tokens

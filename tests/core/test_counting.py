@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_loss_agg import Microbatch, StepPlan, token_weights
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
+from megatron_loss_agg.masks import MaskSums
 from tests.core.steps import LAYOUTS, aggregation, assert_counts, lay, samples
 from tests.oracle import Sample
 
@@ -63,6 +64,13 @@ def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
     plan = StepPlan.build(aggregation("sample_mean"), [Microbatch(mask) for mask in masks])
     assert float(plan.counts.tokens) == int(plan.counts.active_tokens) == 3 * 4099
     assert plan.weights(0, dtype=F64)[0, 0].item() == 1 / 4099 / 3
+
+
+def test_a_bool_of_any_byte_counts_once():
+    mask = torch.tensor([[255, 0, 1]], dtype=torch.uint8).view(torch.bool)
+    for step in (Microbatch(mask), Microbatch(mask, torch.tensor([0, 3]))):
+        sums, active = MaskSums.read([step])
+        assert (sums.tolist(), active) == ([2], [2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

@@ -35,6 +35,10 @@ def bad(mask: Tensor, value: float, ranks: tuple[int, ...] = (0, 1)) -> Tensor:
     return mask
 
 
+def scaled(mask: Tensor, factor: float) -> Tensor:
+    return mask * factor
+
+
 def one_more(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(len(batch["tokens"]) + 1)
 
@@ -76,6 +80,24 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
         )
         for value in (-1.0, torch.nan, torch.inf)
     },
+    "mask too large": (
+        "sum",
+        False,
+        {"change": functools.partial(scaled, factor=3e38)},
+        ["MaskError: the model's mask of microbatch 0 has negative, infinite or NaN"] * 2,
+    ),
+    "mask too small for a mean": (
+        "sample_mean",
+        False,
+        {"change": functools.partial(scaled, factor=1e-41)},
+        ["MaskError: the loss_mask of a sample sums to "] * 2,
+    ),
+    "mask too small for a sum": (
+        "sum",
+        False,
+        {"change": functools.partial(scaled, factor=1e-41)},
+        ["MaskError: weights of a step of 2 samples, whose loss_mask sums to "] * 2,
+    ),
     "flat mask": (
         "sum",
         False,
