@@ -93,12 +93,13 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, int]:
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
         )
-    # Sums of 0s and 1s are exact in the mask's own dtype, and count the active tokens.
-    counts = largest <= 1 and _is_whole(mask) and mask.numel() <= _COUNTED_BY_FP32
+    # Sums of 0s and 1s count the active tokens, and are exact in every dtype that holds them.
+    binary = largest <= 1 and _is_whole(mask)
+    exact = binary and mask.numel() <= _COUNTED_BY_FP32
     if microbatch.cu_seqlens is None:
-        sums = mask.sum(dim=1, dtype=None if counts else torch.float64)
+        sums = mask.sum(dim=1, dtype=None if exact else torch.float64)
     else:
-        dtype = at_least_fp32(mask.dtype) if counts else torch.float64
+        dtype = at_least_fp32(mask.dtype) if exact else torch.float64
         bounds = _bounds(microbatch, place)
         parts = torch.segment_reduce(mask.reshape(-1).to(dtype), "sum", offsets=bounds, unsafe=True)
         padded = microbatch.cu_seqlens_padded is not None
@@ -108,12 +109,12 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, int]:
                 f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
                 f"expected 0 on padding {_offsets(microbatch)}"
             )
-    total = float(sums.sum())
+    total = float(sums.sum(dtype=torch.float64))
     if total > _LARGEST:
         raise MaskError(
             f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
         )
-    return sums.double(), int(total) if counts else int(mask.count_nonzero())
+    return sums.double(), int(total) if binary else int(mask.count_nonzero())
 
 
 def _with_arithmetic(mask: Tensor) -> Tensor:
