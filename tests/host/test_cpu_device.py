@@ -38,6 +38,10 @@ class _PlacedInBackward(torch.autograd.Function):
         return two.cuda() * grad.to("cuda")
 
 
+def _placed_in_script() -> Tensor:
+    return torch.zeros(2, device="cuda")
+
+
 def stand_ins() -> None:
     """One rank: placements, random states and events."""
     from megatron_loss_agg.mcore.cpu import enable
@@ -50,6 +54,7 @@ def stand_ins() -> None:
         assert x.to(device, torch.float64).dtype == torch.float64
     assert torch.empty(2, device="meta").device.type == "meta"
     assert x.cuda() is x
+    assert torch.jit.script(_placed_in_script)().device == x.device
     assert torch.nn.Linear(1, 1).cuda().weight.device == x.device
     assert not torch.zeros(2, pin_memory=True).is_pinned()
     # By these names the optimizers know a parameter on a GPU.

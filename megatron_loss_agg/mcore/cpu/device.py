@@ -167,12 +167,16 @@ def _replace_accelerator() -> None:
 
 
 def _replace_compiler() -> None:
-    """Run eagerly: compiling Megatron's fused functions takes longer than a small run."""
+    """Run eagerly: compiling Megatron's fused functions takes longer than a small run.
+
+    Besides, scripts cannot call the functions by which `_replace_placement` replaced torch's.
+    """
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
         return (lambda decorated: decorated) if model is None else model
 
     torch.compile = compile_nothing
+    torch.jit.script = lambda scripted, *args, **kwargs: scripted  # type: ignore[assignment]
 
 
 def _replace_data_loader() -> None:
