@@ -80,7 +80,7 @@ def main(paths: list[str]) -> None:
             module, name = title(case)
             if (module, name) in everywhere and module != GRADIENTS:
                 counts[name.removeprefix("test_").replace("_", " ")][version].append(passed(case))
-    for name, by_version in counts.items():
+    for name, by_version in sorted(counts.items()):
         cells = [f"{sum(by_version[v])} of {len(by_version[v])}" for v in reports]
         print(f"| {name} | {' | '.join(cells)} |")
     for section in SECTIONS:
