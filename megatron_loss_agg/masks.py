@@ -15,6 +15,7 @@ from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import at_least_fp32
 
 _LARGEST = torch.finfo(torch.float32).max
+_BLOCK = 2**16
 _COUNTED_BY_FP32 = 2**24
 """Up to here fp32 holds all whole numbers."""
 
@@ -138,8 +139,11 @@ def _ends(mask: Tensor) -> tuple[float, float]:
 
 
 def _is_whole(mask: Tensor) -> bool:
-    """Whether all values, which are >= 0, are whole numbers."""
-    return not (mask.is_floating_point() and mask.numel() and float(mask.frac().amax()))
+    """Whether all values, which are >= 0, are whole numbers; in blocks, which take less memory."""
+    if not mask.is_floating_point() or not mask.numel():
+        return True
+    blocks = [mask] if mask.numel() <= _BLOCK else mask.reshape(-1).split(_BLOCK)
+    return not any(float(block.frac().amax()) for block in blocks)
 
 
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:

@@ -60,7 +60,8 @@ class StepPlan:
         agg, samples = local.agg, local.samples
         self.aggregation = agg
         self.microbatches = list(microbatches)
-        self.counts, self._group_sums, self._groups = step
+        self.counts, by_sample, self._groups = step
+        self._group_sums = dict(by_sample)
         self.active_tokens = samples.active_tokens or []
         self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
         self._mask_sums_S = samples.sums_S
@@ -308,11 +309,13 @@ class StepPlan:
             return self._group_sums[unit]
         own_S = self._group_sums["sample"]
         if unit == "step":
-            return torch.full_like(own_S, self.counts.tokens)
+            return own_S.new_tensor(self.counts.tokens).expand_as(own_S)
         if unit == "microbatch":
             sizes = torch.tensor(self._bounds).diff()
             sums = torch.segment_reduce(own_S, "sum", lengths=sizes, unsafe=True)
-            return sums.repeat_interleave(sizes)
+            # Kept, since a custom function may ask for every microbatch's.
+            self._group_sums[unit] = sums.repeat_interleave(sizes)
+            return self._group_sums[unit]
         raise GroupError(
             f"no sums by {unit!r} in this plan; expected one of "
             f"{', '.join(sorted({'step', 'microbatch', *self._group_sums}))}"
