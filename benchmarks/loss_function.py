@@ -56,7 +56,7 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
     def hooked() -> None:
         step = Step(call, plans.terms, lambda: weights, splits, options)
         with step.watch():
-            _schedule(step.forward_step(), losses)
+            _schedule(step.forward_step, losses)
         step.finish()
 
     stock = functools.partial(_schedule, forward_step, losses)

@@ -10,6 +10,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Literal, TypeGuard
@@ -26,9 +27,15 @@ SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
 SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
+@functools.cache
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """``dtype``, or fp32 where that is wider: half precision cannot hold sums or counts."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``; skips no-op casts, whose call overhead dominates small microbatches."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
@@ -117,10 +124,10 @@ def token_weights_of(
         ``dtype``, in the shape and on the device of ``mask``.
     """
     computed = at_least_fp32(dtype)
-    mask = mask.detach().to(computed)
+    mask = in_dtype(mask, computed)
     coefficient_S = coefficient_S.to(mask.device, computed, non_blocking=True)
     if starts is None:
-        weights = mask * coefficient_S.unsqueeze(-1)
+        weights = mask * coefficient_S.view(-1, 1)
     else:
         # Tokens after the last sample get 0. Lengths in int32 are repeated faster, and passing
         # `output_size` avoids a device sync.
@@ -131,7 +138,7 @@ def token_weights_of(
             length, output_size=mask.numel()
         )
         weights = coefficient_T.view(mask.shape).mul_(mask)
-    return weights.to(dtype)
+    return in_dtype(weights, dtype)
 
 
 def custom_weights(

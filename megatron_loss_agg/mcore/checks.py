@@ -109,24 +109,28 @@ class Checks:
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
                 f"expected that key: add it, or {HOW_TO_READ}"
             )
+        if self._call.scale.context_parallel_size > 1:
+            self._check_part(mask, planned, all_tokens)
+        if mask.shape != planned.shape:
+            _check_shape(mask, planned.shape)
+        if not planned.fits(mask):
+            raise MaskError(_CHANGED_MASK)
+
+    def _check_part(self, mask: Tensor, planned: LocalMask, all_tokens: bool) -> None:
         cp, size = self._call.scale.context_parallel_size, math.prod(planned.shape)
-        if cp > 1 and not all_tokens and mask.numel() == cp * size > 0:
+        if not all_tokens and mask.numel() == cp * size > 0:
             raise LayoutError(
                 f"losses for all {mask.numel()} tokens of the batch on a context-parallel rank of "
                 f"{cp}; expected those of this rank's part, {size}: shard the losses and the mask "
                 "as the model's inputs are, or, if every rank gathers the losses of all tokens, "
                 "say how: TokenLoss(whole='local_grad') or 'reduced_grad'"
             )
-        if cp > 1 and all_tokens and cp * mask.numel() == size > 0:
+        if all_tokens and cp * mask.numel() == size > 0:
             raise LayoutError(
                 f"TokenLoss(whole=...) with a mask of {mask.numel()} tokens on a context-parallel "
                 f"rank of {cp}; expected all {size} of the batch: gather the losses and the mask, "
                 "or leave out whole="
             )
-        if mask.shape != planned.shape:
-            _check_shape(mask, planned.shape)
-        if not planned.fits(mask):
-            raise MaskError(_CHANGED_MASK)
 
     def collect(self, checksum: Tensor, expected: Tensor) -> None:
         """Compare a mask's checksum with the planned one later, in `finish`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,8 +123,8 @@ class StepDatasets:
         tokens: TokenLosses,
         made: Mapping[str, Tensor],
         indices: Mapping[str, Staged | None],
-        summed: Callable[[str, Tensor, float], Tensor],
-    ) -> dict[str, Tensor]:
+        summed: Callable[[str, Tensor, float], Any],
+    ) -> dict[str, Any]:
         """Pairs of one microbatch by name, of the same names in each microbatch and rank.
 
         Args:
@@ -133,7 +134,7 @@ class StepDatasets:
         """
         first = next(iter(tokens.losses))
         losses, mask = tokens.first
-        found = self._means("lm loss", indices[first], mask.reshape(-1), losses)
+        found: dict[str, Any] = self._means("lm loss", indices[first], mask.reshape(-1), losses)
         for name, losses in tokens.losses.items():
             what, w, place_T = f"{name} loss", made[name].double(), indices[name]
             if terms[name].aggregation.within is not None:

@@ -66,6 +66,7 @@ def with_teacher(
     In evaluation the host has no teacher, and computes the first term alone.
 
     Args:
+        terms: the loss's own, and that of the teacher, `KD`.
         verify: check that it returned the sum of both, each times its coefficient; waits for the
             device.
 
@@ -73,7 +74,7 @@ def with_teacher(
         HostError: its loss cannot be taken apart; says why.
     """
     names = [*terms]
-    if names[1:] != [KD] or isinstance(loss_func, TokenLoss):
+    if isinstance(loss_func, TokenLoss):
         return loss_func, names
     if not trains:
         return loss_func, names[:1]

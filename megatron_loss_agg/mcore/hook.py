@@ -327,7 +327,7 @@ class LossHook:
             if call.groups.last_stage:
                 hooked = self._step(call, step, first, lazily)
                 stack.enter_context(hooked.watch())
-                result = call.run(forward_backward, hooked.forward_step(), iterator)
+                result = call.run(forward_backward, hooked.forward_step, iterator)
                 hooked.finish()
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()

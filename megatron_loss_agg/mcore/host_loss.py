@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
+from megatron_loss_agg.microbatch import for_each_term
 from megatron_loss_agg.weights import at_least_fp32, described, is_plain, weighted_sum
 
 
@@ -107,7 +108,7 @@ def carries_mask(loss_func: Callable[..., Any]) -> bool:
 
 
 def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """The masks that a loss function carries, by term.
+    """The masks that a loss function carries, by term, without gradients.
 
     Raises:
         HostError: there is none.
@@ -129,11 +130,13 @@ def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str
                 "mask; expected functools.partial(loss_func, loss_mask) with a parameter named "
                 "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
             )
-    masks: dict[str, Tensor] = _by_term("masks", mask, names, shared=True)
+    if isinstance(mask, Tensor):  # one for all terms
+        return dict.fromkeys(names, mask.detach())
+    masks = _by_term("masks", mask, names)
     for given in masks.values():
         if not isinstance(given, Tensor):
             raise MaskError(f"the loss mask is a {type(given).__name__}; expected a tensor")
-    return masks
+    return for_each_term(Tensor.detach, masks)
 
 
 def token_losses(
@@ -164,25 +167,25 @@ def token_losses(
         losses, report = loss_func.compute(output, *given)
         reduced = None
     else:
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             reduced = loss_func(output)
         report = reduced[-1]
-    if not isinstance(report, Mapping):
+    if not isinstance(report, (dict, Mapping)):
         raise HostError(
             f"the loss function reports a {type(report).__name__}; expected a mapping of names"
         )
-    losses_by_term = _by_term("losses", losses, names)
-    for name in names:
-        _check_one_loss_per_token(losses_by_term[name], masks[name])
-    flat = {name: of_term.reshape(-1) for name, of_term in losses_by_term.items()}
+    flat = {}
+    for name, of_term in _by_term("losses", losses, names).items():
+        _check_one_loss_per_token(of_term, masks[name])
+        flat[name] = of_term.reshape(-1)
     return TokenLosses(flat, masks, dict(report), reduced)
 
 
-def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) -> dict[str, Any]:
+def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
     """``given`` by term, in the order of ``names``."""
-    if not isinstance(given, Mapping):
-        if len(names) == 1 or shared:
-            return dict.fromkeys(names, given)
+    if isinstance(given, Tensor) or not isinstance(given, Mapping):
+        if len(names) == 1:
+            return {names[0]: given}
         raise MaskError(f"{what} are a {type(given).__name__}; expected one for each of {names}")
     if set(given) != set(names):
         raise MaskError(f"{what} for {sorted(given)}; expected one for each of {sorted(names)}")
@@ -191,10 +194,11 @@ def _by_term(what: str, given: Any, names: Sequence[str], shared: bool = False) 
 
 def _check_one_loss_per_token(losses: Any, mask: Tensor) -> None:
     """Raise MaskError unless shapes match up to axes of length 1, or one is flat."""
-    if isinstance(losses, Tensor) and not is_plain(losses):
+    if is_plain(losses):
+        if losses.shape == mask.shape:
+            return
+    elif isinstance(losses, Tensor):
         raise MaskError(f"losses are {described(losses)}; expected a real, dense tensor")
-    if isinstance(losses, Tensor) and losses.shape == mask.shape:
-        return
     long = [[n for n in getattr(x, "shape", ()) if n != 1] for x in (losses, mask)]
     one_is_flat = min(map(len, long)) <= 1
     fits = isinstance(losses, Tensor) and losses.numel() == mask.numel()

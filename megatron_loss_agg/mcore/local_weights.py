@@ -20,7 +20,7 @@ from megatron_loss_agg.mcore.datasets import StepDatasets
 from megatron_loss_agg.mcore.mtp import DepthWeights
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.transfer import Stage, Staged
-from megatron_loss_agg.weights import at_least_fp32, dot, token_weights_of
+from megatron_loss_agg.weights import at_least_fp32, dot, in_dtype, token_weights_of
 
 _SHORT_ROW = 32
 """Weights of rows with fewer local tokens are computed before the step."""
@@ -117,7 +117,7 @@ class LocalWeights:
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], on the device of ``mask``, which is this rank's shard."""
         if self.weight_T is not None:
-            return self.weight_T.on(mask.device).to(dtype)
+            return in_dtype(self.weight_T.on(mask.device), dtype)
         assert self.coefficient_S is not None
         coefficient_S = self.coefficient_S.on(mask.device)
         return token_weights_of(coefficient_S, self._rows(mask), None, dtype).reshape(-1)
@@ -135,9 +135,10 @@ class LocalWeights:
         Row sums are enough for rows: their weights are made from the loss function's own mask.
         """
         if self.weight_T is None:
-            return self._rows(mask.detach()).sum(dim=-1, dtype=torch.float32)
+            return self._rows(mask).sum(dim=-1, dtype=torch.float32)
         weight_T = self.weight_T.on(mask.device)
-        return _product(mask.detach().to(weight_T.dtype), weight_T, self.signed).float()
+        product = _product(in_dtype(mask, weight_T.dtype), weight_T, self.signed)
+        return in_dtype(product, torch.float32)
 
     def _rows(self, mask: Tensor) -> Tensor:
         return mask if mask.shape == self.mask.shape else mask.reshape(self.mask.shape)

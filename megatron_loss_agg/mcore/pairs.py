@@ -6,7 +6,8 @@ and then divides the first by the second.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,20 @@ from megatron_loss_agg.mcore.evaluation import RunningMean, report_weight
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
 from megatron_loss_agg.mcore.step_weights import StepWeights
-from megatron_loss_agg.weights import at_least_fp32, weighted_sum_of_vectors
+from megatron_loss_agg.transfer import moved
+from megatron_loss_agg.weights import at_least_fp32, in_dtype, weighted_sum_of_vectors
+
+
+class Pair(NamedTuple):
+    """``(total * factor, count)``, until `make_pairs`."""
+
+    total: Tensor  # a scalar, whose dtype the pair gets
+    factor: float
+    count: float
 
 
 class Pairs:
-    """Makes pairs of this rank's parts of sums over the step.
+    """Pairs of this rank's parts of sums over the step.
 
     Args:
         mask: the first term's, of this rank's tokens.
@@ -44,33 +54,40 @@ class Pairs:
         # Of the step, over microbatches and ranks.
         self._reports = weights.counts.microbatches * call.scale.context_parallel_size
 
-    def summed(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
+    def summed(self, key: str, part: Tensor, denominator: float = 1.0) -> Pair:
         """The pair for a part of a sum over the step, whose quotient becomes the sum.
 
         In an evaluation of several calls, a call weighs as much as the denominator.
         """
+        part = part.detach()
         if self._weights.divided_by_host:
-            return _pair(part, 1 / self._copies, self._mask.total / self._copies)
+            return Pair(part, 1 / self._copies, self._mask.total / self._copies)
         number = self._reports // self._copies
         if self._running_means is not None:
             value = self._running_means[key].add(part, denominator, self._first)
-            return _pair(value.to(part.dtype), number, 1.0)
+            return Pair(value.to(part.dtype), number, 1.0)
         count = report_weight(denominator, self._reports) if self._evaluates else 1.0
-        return _pair(part, number * count, count)
+        return Pair(part, number * count, count)
 
-    def token_mean(self, key: str, losses: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def token_mean(self, key: str, losses: Tensor, mask: Tensor, dtype: torch.dtype) -> Pair:
         """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
-        wide = at_least_fp32(mask.dtype)
-        mask = mask.detach().reshape(-1).to(wide)
-        total = weighted_sum_of_vectors(mask, losses.detach()).to(dtype)
+        mask = in_dtype(mask.reshape(-1), at_least_fp32(mask.dtype))
+        total = in_dtype(weighted_sum_of_vectors(mask, losses.detach()), dtype)
         if self._running_means is None:
-            return _pair(total, 1 / self._copies, self._mask.total / self._copies)
+            return Pair(total, 1 / self._copies, self._mask.total / self._copies)
         tokens = self._weights.counts.all_tokens
         return self.summed(key, total / (tokens or 1.0), tokens)
 
 
-def _pair(total: Tensor, factor: float, count: float) -> Tensor:
-    """[2], in the dtype of ``total``: ``total * factor`` and ``count``; waits for no GPU."""
-    pair = total.new_full((2,), count)
-    pair.select(0, 0).copy_(total * factor)
-    return pair
+def make_pairs(reports: Iterable[dict[str, Any]]) -> None:
+    """Replace every `Pair` of ``reports`` by its tensor [2], all together; waits for no GPU."""
+    places = [(report, key) for report in reports for key in report if type(report[key]) is Pair]
+    if not places:
+        return
+    pairs = [report[key] for report, key in places]
+    totals = torch.stack([pair.total for pair in pairs])
+    made = torch.tensor([pair[1:] for pair in pairs], dtype=totals.dtype)
+    (made,) = moved([made], totals.device)
+    made.select(1, 0).mul_(totals)
+    for (report, key), pair, tensor in zip(places, pairs, made.unbind(), strict=True):
+        report[key] = in_dtype(tensor, pair.total.dtype)

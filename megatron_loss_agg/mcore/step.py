@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
-from megatron_loss_agg.mcore.distillation import with_teacher
+from megatron_loss_agg.mcore.distillation import KD, with_teacher
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
@@ -29,7 +29,7 @@ from megatron_loss_agg.mcore.host_loss import (
 )
 from megatron_loss_agg.mcore.local_weights import LocalWeights
 from megatron_loss_agg.mcore.mtp import Depths
-from megatron_loss_agg.mcore.pairs import Pairs
+from megatron_loss_agg.mcore.pairs import Pairs, make_pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_vectors
@@ -76,10 +76,12 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
+        self._has_teacher = [*terms][1:] == [KD]
         self._splits_tokens = call.scale.context_parallel_size > 1
         measures = options.verify or splits.gathers.is_open(terms)
         self.checks = Checks(call, terms.values(), self._splits_tokens and measures)
         self._next = 0
+        self._reports: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -88,23 +90,17 @@ class Step:
         with self.checks.watch(), depths.watch() if depths else contextlib.nullcontext():
             yield
 
-    def forward_step(self) -> Callable[..., Any]:
+    def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         """The script's forward step, with its loss function replaced by ours."""
-        forward_step = self._call.forward_step
-
-        @functools.wraps(forward_step)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            try:
-                output, loss_func = forward_step(*args, **kwargs)
-            except Exception as error:
-                # A script that splits a batch which cannot be split fails by itself.
-                unsplit = None if self._options.passes_unmasked else self._weights().unsplit
-                if unsplit is None:
-                    raise
-                raise unsplit from error
-            return output, functools.partial(self._loss, loss_func)
-
-        return hooked
+        try:
+            output, loss_func = self._call.forward_step(*args, **kwargs)
+        except Exception as error:
+            # A script that splits a batch which cannot be split fails by itself.
+            unsplit = None if self._options.passes_unmasked else self._weights().unsplit
+            if unsplit is None:
+                raise
+            raise unsplit from error
+        return output, functools.partial(self._loss, loss_func)
 
     def finish(self) -> None:
         """Checks after the last microbatch, before the optimizer's step.
@@ -122,6 +118,7 @@ class Step:
         self.checks.finish()
         if self._options.depths is not None:
             self._options.depths.finish()
+        make_pairs(self._reports)
 
     def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
         if self._options.passes_unmasked and not carries_mask(loss_func):
@@ -129,38 +126,40 @@ class Step:
         i, self._next = self._next, self._next + 1
         if i >= self._call.scale.num_microbatches:
             raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        training, verify = not self._call.forward_only, self._options.verify
-        loss_func, names = with_teacher(loss_func, self._terms, training, verify)
+        names = [*self._terms]
+        if self._has_teacher:
+            trains, verify = not self._call.forward_only, self._options.verify
+            loss_func, names = with_teacher(loss_func, self._terms, trains, verify)
         masks = token_masks(loss_func, names)
-        gather = self._gather(loss_func)
+        gather = self._gather(loss_func) if self._splits_tokens else None
+        all_tokens = gather is not None or not self._splits_tokens
 
         given = local = None
         if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
-            local = self._local_weights(self._first + i, masks, gather)
+            local = self._local_weights(self._first + i, masks, all_tokens)
             given = self._given(masks, local, gather)
         tokens = token_losses(loss_func, output, masks, given)
         # After the losses, whose errors name more than those of the mask.
-        local = local or self._local_weights(self._first + i, masks, gather)
+        local = local or self._local_weights(self._first + i, masks, all_tokens)
         made = self._made(tokens, local)
         self._check_losses(loss_func, tokens, made, gather)
         if i + 1 == self._call.scale.num_microbatches:
             self.checks.send()
-        parts = {n: weighted_sum_of_vectors(w, tokens.losses[n]) for n, w in made.items()}
-        scaled = [
-            times_coefficient(self._terms[name].coefficient, part, tokens.losses[name])
-            for name, part in parts.items()
-        ]
+        parts, scaled = {}, []
+        for name, w in made.items():
+            losses = tokens.losses[name]
+            parts[name] = part = weighted_sum_of_vectors(w, losses)
+            scaled.append(times_coefficient(self._terms[name].coefficient, part, losses))
         loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
             mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
             loss = loss + mtp.loss
             parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
-        step = self._weights()
-        mask = step.local_mask(self._first + i)
+        step, mask = self._weights(), local[names[0]].mask
         pairs = Pairs(self._call, step, mask, gather, self._options.running_means, i == 0)
-        detached = {name: part.detach() for name, part in parts.items()}
-        report = self._report(tokens, made, detached, loss.detach(), local, pairs)
+        report = self._report(tokens, made, parts, loss, local, pairs)
+        self._reports.append(report)
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, step.total_tokens, report, gather)
 
@@ -168,9 +167,7 @@ class Step:
         return torch.is_grad_enabled() and not self._call.forward_only
 
     def _gather(self, loss_func: Callable[..., Any]) -> str | None:
-        """How its losses were gathered over context-parallel ranks, if there are several."""
-        if not self._splits_tokens:
-            return None
+        """How its losses were gathered over several context-parallel ranks."""
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
         if self._options.verify and self._trains():
             check_same(gather, self._call.groups.cp)
@@ -195,15 +192,13 @@ class Step:
             check_is_masked_sum(tokens, not self._splits_tokens)
 
     def _local_weights(
-        self, i: int, masks: Mapping[str, Tensor], gather: str | None
+        self, i: int, masks: Mapping[str, Tensor], all_tokens: bool
     ) -> dict[str, LocalWeights]:
         """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
         self.checks.check_call()
-        all_tokens = gather is not None or not self._splits_tokens
         local = self._weights().choose(i, masks, self.checks, self._splits, all_tokens)
-        checked = {(id(local[name]), id(mask)): name for name, mask in masks.items()}
-        for name in checked.values():
-            self.checks.check(masks[name], local[name].mask, all_tokens)
+        for name, mask in masks.items():
+            self.checks.check(mask, local[name].mask, all_tokens)
         return local
 
     def _given(
@@ -245,10 +240,10 @@ class Step:
         """The script's report with an exact ``lm loss``, plus the aggregated losses."""
         weights, report = self._weights(), tokens.report
         denominators = weights.denominators
-        ours = {
-            (key := f"{name} loss"): pairs.summed(key, part, denominators.get(name, 1.0))
-            for name, part in parts.items()
-        }
+        ours: dict[str, Any] = {}
+        for name, part in parts.items():
+            key = f"{name} loss"
+            ours[key] = pairs.summed(key, part, denominators.get(name, 1.0))
         if self._options.total is not None and made.keys() == self._terms.keys():
             ours[self._options.total] = pairs.summed(self._options.total, loss)
         if weights.datasets is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -185,6 +185,20 @@ class StepWeights:
         splits.gathers.settle(all_tokens)
         if not all_tokens and self.unsplit is not None:
             raise self.unsplit
+        known = {name: _known(self.terms[name][i], all_tokens) for name in masks}
+        if None in known.values():
+            return self._recognise(i, masks, model_call, splits, all_tokens)
+        return cast(dict[str, LocalWeights], known)
+
+    def _recognise(
+        self,
+        i: int,
+        masks: Mapping[str, Tensor],
+        model_call: ModelCall,
+        splits: Splits,
+        all_tokens: bool,
+    ) -> dict[str, LocalWeights]:
+        """`choose` by the values of masks and token ids."""
         possible = {
             name: {
                 split: w
@@ -207,10 +221,6 @@ class StepWeights:
         chosen = {}
         for name, mask in masks.items():
             by_split = possible[name]
-            if len(by_split) == 1:
-                self.terms[name][i] = by_split
-                (chosen[name],) = by_split.values()
-                continue
             packed = next(iter(by_split.values())).mask.packed
             fitting = [split for split in splits.left(packed) if split in by_split] or [*by_split]
             local = chosen[name] = by_split[fitting[0]]
@@ -220,6 +230,12 @@ class StepWeights:
                     raise ambiguous(fitting)
             self.terms[name][i] = {fitting[0]: local}
         return chosen
+
+
+def _known(by_split: WeightsBySplit, all_tokens: bool) -> LocalWeights | None:
+    """The only ones that are possible, if no values tell whether they are."""
+    local = next(iter(by_split.values()))
+    return local if len(by_split) == 1 and (all_tokens or local.mask.values is None) else None
 
 
 def _by_term(

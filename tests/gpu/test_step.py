@@ -67,7 +67,7 @@ def losses_of(groups: Any, weights: StepWeights, masks: list[Tensor]) -> list[Te
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in masks:
-                output, loss = step.forward_step()()
+                output, loss = step.forward_step()
                 loss(output)[0].backward()
         finally:
             torch.cuda.set_sync_debug_mode(before)
