@@ -51,7 +51,7 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
         return model(losses[i]), functools.partial(checked_loss_func, masks[i])
 
     call = fake_call(groups, model, forward_step, NUMBER)
-    options = Options(False, set(), None, None, False)
+    options = Options(False, set(), None, None, False, reports_late=True)
 
     def hooked() -> None:
         step = Step(call, plans.terms, lambda: weights, splits, options)

@@ -150,9 +150,11 @@ class LocalCounts:
             self._counted_S = ~samples.rejected_S
             self.sums_S = self.sums_S.where(self._counted_S, 0.0)
         self._sizes = torch.tensor(samples.sizes, dtype=torch.int64)
-        self._by_microbatch: list[float] = torch.segment_reduce(
-            self.sums_S, "sum", lengths=self._sizes, unsafe=True
-        ).tolist()
+        self._by_microbatch = samples.totals
+        if self.sums_S is not samples.sums_S:
+            self._by_microbatch = torch.segment_reduce(
+                self.sums_S, "sum", lengths=self._sizes, unsafe=True
+            ).tolist()
         check_fits_fp32(agg, self.sums_S, self._by_microbatch)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch, rise_from_0
 from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import at_least_fp32
+from megatron_loss_agg.weights import at_least_fp32, in_dtype
 
 _LARGEST = torch.finfo(torch.float32).max
 _BLOCK = 2**16
@@ -24,6 +24,7 @@ class MaskSums(NamedTuple):
     """What was read from the masks of some microbatches."""
 
     by_sample: Tensor  # fp64 [samples of all of them], on the CPU
+    by_microbatch: list[float]
     active_tokens: list[int]  # of each microbatch: positions with a nonzero mask
 
     @classmethod
@@ -35,13 +36,28 @@ class MaskSums(NamedTuple):
                 mask whose sum is beyond fp32.
             GroupError: offsets that are not those of samples within the mask.
         """
-        found = [
-            _read(microbatch, place)
-            for place, microbatch in enumerate(brought_to_cpu(microbatches))
+        microbatches = brought_to_cpu(microbatches)
+        masks = [_with_arithmetic(microbatch.loss_mask.detach()) for microbatch in microbatches]
+        read = [
+            of_one
+            for begin, end in _blocks(masks)
+            for of_one in _read(microbatches[begin:end], masks[begin:end], begin)
         ]
-        sums = [by_sample for by_sample, _ in found]
-        by_sample = torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
-        return cls(by_sample, [active for _, active in found])
+        sums = [of_mask for of_mask, _ in read]
+        by_sample = torch.cat([torch.empty(0, dtype=torch.float64), *sums])
+        sizes = torch.tensor([len(x) for x in sums], dtype=torch.int64)
+        totals = torch.segment_reduce(by_sample, "sum", lengths=sizes, unsafe=True).tolist()
+        for place, total in enumerate(totals):
+            if total > _LARGEST:
+                raise MaskError(
+                    f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected "
+                    "smaller values"
+                )
+        active = [
+            int(total) if binary else int(mask.count_nonzero())
+            for mask, (_, binary), total in zip(masks, read, totals, strict=True)
+        ]
+        return cls(by_sample, totals, active)
 
 
 def predicting_mask(
@@ -81,41 +97,62 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     return torch.where(stays, result, torch.zeros_like(result))
 
 
-def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, int]:
-    """Sums by sample, fp64 [samples], and the number of active tokens.
+def _blocks(masks: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Where to cut ``masks`` into small ones of one dtype, and large ones alone."""
+    begin, size = 0, 0
+    for place, mask in enumerate(masks):
+        size += mask.numel()
+        if place > begin and (size > _BLOCK or mask.dtype != masks[begin].dtype):
+            yield begin, place
+            begin, size = place, mask.numel()
+    if masks:
+        yield begin, len(masks)
+
+
+def _read(
+    microbatches: Sequence[Microbatch], masks: Sequence[Tensor], first: int
+) -> list[tuple[Tensor, bool]]:
+    """Of each: `_by_sample`, and whether its mask is known to hold 0s and 1s alone.
 
     Args:
-        place: index of the microbatch in the step, for errors.
+        masks: theirs; looked at together, since call overhead dominates small ones.
+        first: index of the first one in the step, for errors.
     """
-    mask = _with_arithmetic(microbatch.loss_mask.detach())
-    least, largest = _ends(mask)
+    values = masks[0] if len(masks) == 1 else torch.cat([mask.reshape(-1) for mask in masks])
+    least, largest = _ends(values)
     if not (least >= 0 and largest <= _LARGEST):
+        if len(masks) > 1:  # one by one, to name the first that is bad
+            alone = [slice(k, k + 1) for k in range(len(masks))]
+            return [x for k in alone for x in _read(microbatches[k], masks[k], first + k.start)]
         raise MaskError(
-            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
+            f"microbatch {first}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
         )
-    # Sums of 0s and 1s count the active tokens, and are exact in every dtype that holds them.
-    binary = largest <= 1 and _is_whole(mask)
+    binary = largest <= 1 and _is_whole(values)
+    each = zip(microbatches, masks, strict=True)
+    return [
+        (_by_sample(microbatch, mask, binary, place), binary)
+        for place, (microbatch, mask) in enumerate(each, first)
+    ]
+
+
+def _by_sample(microbatch: Microbatch, mask: Tensor, binary: bool, place: int) -> Tensor:
+    """fp64 [samples]: the sums of ``mask``, which is that of ``microbatch``."""
+    # Sums of 0s and 1s are exact in every dtype that holds them.
     exact = binary and mask.numel() <= _COUNTED_BY_FP32
     if microbatch.cu_seqlens is None:
-        sums = mask.sum(dim=1, dtype=None if exact else torch.float64)
-    else:
-        dtype = at_least_fp32(mask.dtype) if exact else torch.float64
-        bounds = _bounds(microbatch, place)
-        parts = torch.segment_reduce(mask.reshape(-1).to(dtype), "sum", offsets=bounds, unsafe=True)
-        padded = microbatch.cu_seqlens_padded is not None
-        sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
-        if bool(outside.any()):
-            raise MaskError(
-                f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
-                f"expected 0 on padding {_offsets(microbatch)}"
-            )
-    total = float(sums.sum(dtype=torch.float64))
-    if total > _LARGEST:
+        return in_dtype(mask.sum(dim=1, dtype=None if exact else torch.float64), torch.float64)
+    bounds = _bounds(microbatch, place)
+    summed = in_dtype(mask.reshape(-1), at_least_fp32(mask.dtype) if exact else torch.float64)
+    parts = torch.segment_reduce(summed, "sum", offsets=bounds, unsafe=True)
+    padded = microbatch.cu_seqlens_padded is not None
+    sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
+    if bool(outside.any()):
         raise MaskError(
-            f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
+            f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
+            f"expected 0 on padding {_offsets(microbatch)}"
         )
-    return sums.double(), int(total) if binary else int(mask.count_nonzero())
+    return in_dtype(sums, torch.float64)
 
 
 def _with_arithmetic(mask: Tensor) -> Tensor:
@@ -123,7 +160,7 @@ def _with_arithmetic(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask.to(torch.uint8)
     if mask.is_floating_point():
-        return mask.to(at_least_fp32(mask.dtype))
+        return in_dtype(mask, at_least_fp32(mask.dtype))
     return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask
 
 
@@ -157,10 +194,10 @@ def _bounds(microbatch: Microbatch, place: int) -> Tensor:
         GroupError: the offsets do not start at 0, decrease, or leave their place or the mask.
     """
     assert microbatch.cu_seqlens is not None
-    real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
+    real, padded = in_dtype(microbatch.cu_seqlens, torch.int64), microbatch.cu_seqlens_padded
     bounds = real
     if padded is not None:
-        starts = padded.long()
+        starts = in_dtype(padded, torch.int64)
         bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
     if not rise_from_0(bounds) or (padded is not None and not rise_from_0(real)):

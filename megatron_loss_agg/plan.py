@@ -47,6 +47,7 @@ class StepPlan:
         aggregation: the `LossAggregation` it was built for.
         microbatches: copies of this rank's, in order; empty in a plan from mask sums.
         counts: `StepCounts` over all microbatches of all ranks.
+        mask_totals: the mask sum of each microbatch, rejected samples included.
         active_tokens: for each microbatch, the number of positions with a nonzero mask; empty in a
             plan from mask sums.
     """
@@ -62,6 +63,7 @@ class StepPlan:
         self.microbatches = list(microbatches)
         self.counts, by_sample, self._groups = step
         self._group_sums = dict(by_sample)
+        self.mask_totals = samples.totals
         self.active_tokens = samples.active_tokens or []
         self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
         self._mask_sums_S = samples.sums_S

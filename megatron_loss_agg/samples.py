@@ -17,7 +17,7 @@ from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
 from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import described, is_plain
+from megatron_loss_agg.weights import described, in_dtype, is_plain
 
 
 class Samples(NamedTuple):
@@ -25,6 +25,7 @@ class Samples(NamedTuple):
 
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
+    totals: list[float]  # mask sum of each microbatch
     ids: Mapping[Unit, Tensor]  # int64 [samples], by `BY_ID`, where given
     rejected_S: Tensor | None  # bool
     weights_S: Tensor | None  # fp64
@@ -34,7 +35,7 @@ class Samples(NamedTuple):
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
         """Of microbatches on the CPU; raises as `MaskSums.read`."""
-        sums_S, active_tokens = MaskSums.read(microbatches)
+        read = MaskSums.read(microbatches)
         ids: dict[Unit, Tensor] = {}
         for unit in BY_ID:
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
@@ -48,7 +49,8 @@ class Samples(NamedTuple):
             weights_S = _checked_weights(_filled(microbatches, "sample_weights", 1.0))
         sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
-        return cls(sums_S, sizes, ids, rejected_S, weights_S, active_tokens, routed)
+        sums_S, totals, active_tokens = read
+        return cls(sums_S, sizes, totals, ids, rejected_S, weights_S, active_tokens, routed)
 
     @classmethod
     def of_sums(
@@ -77,7 +79,9 @@ class Samples(NamedTuple):
         weights_S = None
         if sample_weights is not None:
             weights_S = _checked_weights(_tensors("sample_weights", sample_weights, None, sizes))
-        return cls(_joined(sums, torch.float64), sizes, by_unit, rejected_S, weights_S, None, [])
+        totals = [float(x.sum()) for x in sums]
+        sums_S = _joined(sums, torch.float64)
+        return cls(sums_S, sizes, totals, by_unit, rejected_S, weights_S, None, [])
 
 
 def read_terms(by_term: Iterable[Any]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
@@ -114,7 +118,8 @@ def listed(microbatches: Any) -> list[Any]:
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """``parts`` as one ``dtype`` vector on the CPU; empty if there are none."""
-    return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
+    on_cpu = (in_dtype(part if part.is_cpu else part.cpu(), dtype) for part in parts)
+    return torch.cat([torch.empty(0, dtype=dtype), *on_cpu])
 
 
 def _filled(microbatches: Sequence[Microbatch], name: str, default: float) -> list[Tensor]:

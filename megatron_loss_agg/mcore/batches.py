@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -230,14 +229,19 @@ class LookAhead:
 
 def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """Call ``function`` now; what is returned returns its result, or raises its exception."""
-    outcome: Future[Any] = Future()
     try:
-        outcome.set_result(function(*args))
+        result = function(*args)
     except Exception as error:
         # A traceback keeps the batch alive; ours says no more than the message.
         kept = None if isinstance(error, AggregationError) else error.__traceback__
-        outcome.set_exception(error.with_traceback(kept))
-    return outcome.result
+        failure = error.with_traceback(kept)
+    else:
+        return lambda: result
+
+    def fail() -> Any:
+        raise failure
+
+    return fail
 
 
 def checked_microbatches(

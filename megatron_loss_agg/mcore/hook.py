@@ -30,7 +30,7 @@ from megatron_loss_agg.mcore.batches import (
 from megatron_loss_agg.mcore.choices import checked_choices
 from megatron_loss_agg.mcore.datasets import SeenDatasets
 from megatron_loss_agg.mcore.evaluation import RunningMean
-from megatron_loss_agg.mcore.host import Call, stock
+from megatron_loss_agg.mcore.host import Call, is_own, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.late_masks import check_possible, plan_late, reader
 from megatron_loss_agg.mcore.moe import RouterLosses
@@ -325,7 +325,7 @@ class LossHook:
             if not call.forward_only:
                 stack.enter_context(self._router_losses.scaled(call, first, not step.left))
             if call.groups.last_stage:
-                hooked = self._step(call, step, first, lazily)
+                hooked = self._step(call, step, first, lazily, is_own(forward_backward))
                 stack.enter_context(hooked.watch())
                 result = call.run(forward_backward, hooked.forward_step, iterator)
                 hooked.finish()
@@ -367,7 +367,9 @@ class LossHook:
             line = summary(self.terms, call, weights, self._splits, measured, self._choices)
             print(line, flush=True)
 
-    def _step(self, call: Call, step: OptimizerStep, first: int, lazily: bool) -> Step:
+    def _step(
+        self, call: Call, step: OptimizerStep, first: int, lazily: bool, reports_late: bool
+    ) -> Step:
         options = Options(
             verify=not self._verified,
             checked_losses=self._checked_losses,
@@ -375,6 +377,7 @@ class LossHook:
             running_means=self._running_means(call),
             passes_unmasked=lazily,
             depths=Depths(call) if self._depths(call) else None,
+            reports_late=reports_late,
         )
 
         @functools.cache

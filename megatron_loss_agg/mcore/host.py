@@ -24,6 +24,7 @@ the gradient.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,10 +89,22 @@ class ParallelGroups:
             last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
 
-    @property
+    @functools.cached_property
     def reads_data(self) -> bool:
         """Whether this rank reads the step's batches for its tensor-parallel group."""
         return dist.get_rank(self.tp) == 0
+
+    @functools.cached_property
+    def cp_size(self) -> int:
+        return dist.get_world_size(self.cp)
+
+    @functools.cached_property
+    def cp_rank(self) -> int:
+        return dist.get_rank(self.cp)
+
+    def cp_part(self, tokens: int) -> int:
+        """This context-parallel rank's part of ``tokens``; parts differ by 1 at most."""
+        return (tokens + self.cp_rank) // self.cp_size
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ class Call:
             scale=HostScale(
                 num_microbatches=arguments["num_microbatches"],
                 data_parallel_size=dist.get_world_size(groups.dp),
-                context_parallel_size=dist.get_world_size(groups.cp),
+                context_parallel_size=groups.cp_size,
                 per_token=config.calculate_per_token_loss,
             ),
             config=config,
@@ -227,6 +240,13 @@ class Call:
 def chunks_of(model: Any) -> tuple[Any, ...]:
     """The model chunks of this rank, from what the schedule is given as its model."""
     return tuple(model) if isinstance(model, list) else (model,)
+
+
+def is_own(schedule: Callable[..., Any]) -> bool:
+    """Whether ``schedule`` is the host's own, defined where all of them are."""
+    from megatron.core.pipeline_parallel import schedules
+
+    return getattr(schedule, "__globals__", None) is vars(schedules)
 
 
 STOCK = "stock_schedule"

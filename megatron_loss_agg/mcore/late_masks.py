@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
@@ -36,9 +35,9 @@ from megatron_loss_agg.counts import LocalCounts, StepCounts, abandoning_on_erro
 from megatron_loss_agg.errors import GroupError, HostError, MaskError, ModeError, PeerError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
-from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host import Call, ParallelGroups
 from megatron_loss_agg.mcore.late_batches import checked_samples, read_samples
-from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights, rank_part
+from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.splits import WHOLE, Splits
 from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
 from megatron_loss_agg.mcore.tensor_parallel import on_group
@@ -147,7 +146,7 @@ def plan_late(
         denominators={name: c.across for name, c in zip(terms, counted, strict=True)},
         samples=sizes,
         aggregations={name: term.aggregation for name, term in terms.items()},
-        cp=groups.cp,
+        groups=groups,
     )
 
 
@@ -157,7 +156,7 @@ class LateWeights(StepWeights):
 
     samples: Sequence[int]  # of each microbatch
     aggregations: Mapping[str, LossAggregation]
-    cp: dist.ProcessGroup
+    groups: ParallelGroups
 
     @property
     def divided_by_host(self) -> bool:
@@ -169,7 +168,7 @@ class LateWeights(StepWeights):
         """What the host divides by, and the loss must be multiplied by."""
         if self.divided_by_host:  # by the true count, and the loss is left as it is
             return 1
-        return self.counts.microbatches * dist.get_world_size(self.cp)
+        return self.counts.microbatches * self.groups.cp_size
 
     def choose(
         self,
@@ -188,7 +187,7 @@ class LateWeights(StepWeights):
         """
         splits.gathers.settle(all_tokens)
         summed = any(self.aggregations[name].within in ("sample", "microbatch") for name in masks)
-        group = None if all_tokens or not summed else self.cp
+        group = None if all_tokens or not summed else self.groups.cp
         known: dict[str, LocalMask] = {}
         # NaN, where reading fails, tells the other ranks.
         sums = torch.full((len(masks), self.samples[i]), math.nan, dtype=torch.float64)
@@ -220,7 +219,7 @@ class LateWeights(StepWeights):
 
     def check_parts(self, losses: Tensor, mask: Tensor, all_tokens: bool, splits: Splits) -> None:
         """See `Gathers.compare`."""
-        splits.gathers.compare(losses, mask, all_tokens, self.cp)
+        splits.gathers.compare(losses, mask, all_tokens, self.groups.cp)
 
     def _read(
         self, i: int, name: str, mask: Tensor, model_call: ModelCall, all_tokens: bool
@@ -234,7 +233,7 @@ class LateWeights(StepWeights):
                 f"the model's mask of microbatch {i} has negative, infinite or NaN values, or "
                 "some beyond fp32; expected non-negative, finite ones"
             ) from error
-        (active,), total = read.active_tokens, float(read.by_sample.sum())
+        (active,), (total,) = read.active_tokens, read.by_microbatch
         agg, across = self.aggregations[name], self.denominators[name]
         check_fits_fp32(agg, read.by_sample, [total])
         check_normal_in_fp32(agg, across, total, active, self.samples[i], least_weight=1.0)
@@ -245,7 +244,7 @@ class LateWeights(StepWeights):
             )
         own = active if self.divided_by_host else 1
         if self.divided_by_host and all_tokens:
-            own = rank_part(active, self.cp)
+            own = self.groups.cp_part(active)
         return LocalMask(tuple(rows.shape), packed, own, read.by_sample, total, None, ())
 
     def _check_samples(self, i: int, name: str, mask: Tensor, model_call: ModelCall) -> bool:

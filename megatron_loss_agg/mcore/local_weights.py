@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.datasets import StepDatasets
+from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.mtp import DepthWeights
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.transfer import Stage, Staged
@@ -46,28 +46,28 @@ class LocalMask:
         i: int,
         layout: CPLayout | None,
         keeps_values: bool,
-        cp: dist.ProcessGroup,
+        groups: ParallelGroups,
         stage: Stage,
         datasets: StepDatasets | None,
     ) -> LocalMask:
-        microbatch = plan.microbatches[i]
-        mask, sums, active = microbatch.loss_mask, plan.mask_sums(i), plan.active_tokens[i]
+        microbatch, packed = plan.microbatches[i], plan.microbatches[i].cu_seqlens is not None
+        mask, total, active = microbatch.loss_mask, plan.mask_totals[i], plan.active_tokens[i]
+        sums = plan.mask_sums(i)
         token_ids: tuple[Tensor, ...] = ()
-        packed = microbatch.cu_seqlens is not None
         if layout is not None:
             mask = layout.shard(mask)
             sums, active = mask.sum(dim=-1, dtype=torch.float64), int(mask.count_nonzero())
+            total = float(sums.sum())
             if keeps_values:
                 token_ids = tuple(layout.shard(x).reshape(-1) for x in microbatch.token_ids)
         routed = microbatch.routed_tokens
         if layout is None or routed is not None:
-            active = rank_part(active if routed is None else routed, cp)
-        total = sums.sum()
+            active = groups.cp_part(active if routed is None else routed)
+        if packed:
+            sums = torch.tensor([total], dtype=torch.float64)
         values = mask if keeps_values else None
-        sums = total.view(1) if packed else sums
         dataset_T = None if datasets is None else stage.add(datasets.index_of(microbatch, layout))
-        shape = tuple(mask.shape)
-        return cls(shape, packed, active, sums, float(total), values, token_ids, dataset_T)
+        return cls(tuple(mask.shape), packed, active, sums, total, values, token_ids, dataset_T)
 
     def fits(self, mask: Tensor) -> bool:
         """Whether a loss function's mask has the planned values, or these were not kept."""
@@ -147,8 +147,3 @@ class LocalWeights:
 def _product(mask: Tensor, weights: Tensor, signed: bool) -> Tensor:
     """[1]: the sum of a mask's products with its weights' absolute values."""
     return dot(mask.reshape(-1), (weights.abs() if signed else weights).reshape(-1)).view(1)
-
-
-def rank_part(tokens: int, cp: dist.ProcessGroup) -> int:
-    """This context-parallel rank's part of ``tokens``; parts differ by 1 at most, and add up."""
-    return (tokens + dist.get_rank(cp)) // dist.get_world_size(cp)

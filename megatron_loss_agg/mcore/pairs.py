@@ -7,7 +7,8 @@ and then divides the first by the second.
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from megatron_loss_agg.transfer import moved
 from megatron_loss_agg.weights import at_least_fp32, in_dtype, weighted_sum_of_vectors
 
 
-class Pair(NamedTuple):
+@dataclass(slots=True)
+class Pair:
     """``(total * factor, count)``, until `make_pairs`."""
 
     total: Tensor  # a scalar, whose dtype the pair gets
@@ -86,7 +88,7 @@ def make_pairs(reports: Iterable[dict[str, Any]]) -> None:
         return
     pairs = [report[key] for report, key in places]
     totals = torch.stack([pair.total for pair in pairs])
-    made = torch.tensor([pair[1:] for pair in pairs], dtype=totals.dtype)
+    made = torch.tensor([(pair.factor, pair.count) for pair in pairs], dtype=totals.dtype)
     (made,) = moved([made], totals.device)
     made.select(1, 0).mul_(totals)
     for (report, key), pair, tensor in zip(places, pairs, made.unbind(), strict=True):

@@ -91,9 +91,9 @@ class Splits:
         Raises:
             LayoutError: none is possible, and losses are not of all tokens.
         """
-        if dist.get_world_size(groups.cp) == 1 or self.gathers.all_tokens:
+        if groups.cp_size == 1 or self.gathers.all_tokens:
             return {WHOLE: None}
-        found, error = self._possible(microbatch, groups.cp)
+        found, error = self._possible(microbatch, groups)
         if self.gathers.all_tokens is None:
             return {WHOLE: None, **found}
         if error is not None:
@@ -101,7 +101,7 @@ class Splits:
         return dict(found)
 
     def _possible(
-        self, microbatch: Microbatch, cp: dist.ProcessGroup
+        self, microbatch: Microbatch, groups: ParallelGroups
     ) -> tuple[dict[str, CPLayout], LayoutError | None]:
         """This rank's part under each split that is possible; or why none is."""
         packed = microbatch.cu_seqlens is not None
@@ -110,7 +110,7 @@ class Splits:
         errors = []
         for name in self._left[packed]:
             try:
-                found[name] = splits[name](microbatch, dist.get_world_size(cp), dist.get_rank(cp))
+                found[name] = splits[name](microbatch, groups.cp_size, groups.cp_rank)
             except LayoutError as error:
                 errors.append(error)
         return found, None if found else errors[0]
@@ -126,14 +126,14 @@ class Splits:
             LayoutError: that error, if losses are known not to be whole, or other pipeline stages
                 would wait for this one.
         """
-        size = dist.get_world_size(groups.cp)
+        size = groups.cp_size
         if size == 1 or self.gathers.all_tokens:
             return None
         lengths = torch.tensor([m.loss_mask.shape[-1] for m in microbatches])
         starts = [m.sample_starts for m in microbatches if m.sample_starts is not None]
         if not bool((torch.cat([lengths, *starts]) % (2 * size)).any()):
             return None
-        errors = (self._possible(microbatch, groups.cp)[1] for microbatch in microbatches)
+        errors = (self._possible(microbatch, groups)[1] for microbatch in microbatches)
         error = next((error for error in errors if error is not None), None)
         if error is not None and not self._may_be_whole(groups):
             raise error
@@ -151,8 +151,9 @@ class Splits:
 
     def _may_be_whole(self, groups: ParallelGroups) -> bool:
         """Whether an error waits for the first losses, which no other pipeline stage may hear."""
-        several, stages = (dist.get_world_size(group) > 1 for group in (groups.cp, groups.pp))
-        return several and not stages and self.gathers.all_tokens is None
+        if groups.cp_size == 1 or self.gathers.all_tokens is not None:
+            return False
+        return dist.get_world_size(groups.pp) == 1
 
     def narrow(
         self, packed: bool, shards: Mapping[str, Sequence[Tensor]], given: Sequence[Tensor]

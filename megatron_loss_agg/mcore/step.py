@@ -45,6 +45,7 @@ class Options(NamedTuple):
     running_means: defaultdict[str, RunningMean] | None
     passes_unmasked: bool  # leave loss functions without a mask alone
     depths: Depths | None = None  # whose losses are aggregated, too
+    reports_late: bool = False  # reports may be made when the call ends, since nothing reads them
 
 
 class Step:
@@ -160,6 +161,8 @@ class Step:
         pairs = Pairs(self._call, step, mask, gather, self._options.running_means, i == 0)
         report = self._report(tokens, made, parts, loss, local, pairs)
         self._reports.append(report)
+        if not self._options.reports_late:
+            make_pairs([report])
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, step.total_tokens, report, gather)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term, Unit
@@ -80,11 +79,9 @@ class StepWeights:
         """
 
         def plan_here() -> StepWeights:
-            several = dist.get_world_size(groups.cp) > 1
-
             def needs_token_ids(m: Microbatch) -> bool:
                 known = splits.recognised(m.cu_seqlens is not None)
-                return several and (wanted.masks or known is None)
+                return groups.cp_size > 1 and (wanted.masks or known is None)
 
             with abandoning_on_error(groups.dp):
                 microbatches = brought_to_cpu(read(), needs_token_ids)
@@ -263,7 +260,7 @@ def _by_term(
                     masks[id(microbatch)] = {
                         split: (
                             layout,
-                            LocalMask.of(plan, i, layout, keeps, groups.cp, stage, datasets),
+                            LocalMask.of(plan, i, layout, keeps, groups, stage, datasets),
                         )
                         for split, layout in layouts.items()
                     }

@@ -69,8 +69,8 @@ def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
 def test_a_bool_of_any_byte_counts_once():
     mask = torch.tensor([[255, 0, 1]], dtype=torch.uint8).view(torch.bool)
     for step in (Microbatch(mask), Microbatch(mask, torch.tensor([0, 3]))):
-        sums, active = MaskSums.read([step])
-        assert (sums.tolist(), active) == ([2], [2])
+        sums, totals, active = MaskSums.read([step])
+        assert (sums.tolist(), totals, active) == ([2], [2], [2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
