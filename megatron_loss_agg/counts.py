@@ -6,11 +6,11 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,6 @@ class LocalCounts:
         if samples.rejected_S is not None and agg.rejected == "skip":
             self._counted_S = ~samples.rejected_S
             self.sums_S = self.sums_S.where(self._counted_S, 0.0)
-        self._sizes = torch.tensor(samples.sizes, dtype=torch.int64)
         self._by_microbatch = samples.totals
         if self.sums_S is not samples.sums_S:
             self._by_microbatch = torch.segment_reduce(
@@ -238,7 +237,7 @@ class LocalCounts:
             kept_tokens=kept_tokens,
             all_tokens=all_tokens,
             active_tokens=math.nan if active is None else sum(active),
-            microbatches=len(self._sizes) * counts_samples,
+            microbatches=len(self.samples.sizes) * counts_samples,
             active_microbatches=sum(x > 0 for x in self._by_microbatch) * counts_samples,
             samples=samples * counts_samples,
             active_samples=int(self.sums_S.count_nonzero()) * counts_samples,
@@ -246,6 +245,10 @@ class LocalCounts:
             routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
             weighted=weighted,
         )
+
+    @cached_property
+    def _sizes(self) -> Tensor:
+        return torch.tensor(self.samples.sizes, dtype=torch.int64)
 
     @cached_property
     def _columns(self) -> Tensor:
@@ -315,12 +318,20 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
     groups = _groups_of_step(local, by_term, group)
     return [
         counts.of_step(
-            Totals(*map(math.fsum, zip(*(r.totals for r in of_ranks), strict=True))),
-            Extremes(*map(max, zip(*(r.extremes for r in of_ranks), strict=True))),
+            _over_ranks(math.fsum, [record.totals for record in of_ranks]),
+            _over_ranks(max, [record.extremes for record in of_ranks]),
             of_term,
         )
         for counts, of_ranks, of_term in zip(local, by_term, groups, strict=True)
     ]
+
+
+_Numbers = TypeVar("_Numbers", Totals, Extremes)
+
+
+def _over_ranks(combine: Callable[[Iterable[float]], float], rows: Sequence[_Numbers]) -> _Numbers:
+    """One record from all ranks', field by field."""
+    return rows[0] if len(rows) == 1 else type(rows[0])(*map(combine, zip(*rows, strict=True)))
 
 
 def _groups_of_step(

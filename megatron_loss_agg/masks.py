@@ -44,9 +44,7 @@ class MaskSums(NamedTuple):
             for of_one in _read(microbatches[begin:end], masks[begin:end], begin)
         ]
         sums = [of_mask for of_mask, _ in read]
-        by_sample = torch.cat([torch.empty(0, dtype=torch.float64), *sums])
-        sizes = torch.tensor([len(x) for x in sums], dtype=torch.int64)
-        totals = torch.segment_reduce(by_sample, "sum", lengths=sizes, unsafe=True).tolist()
+        totals = [float(x.sum()) for x in sums]
         for place, total in enumerate(totals):
             if total > _LARGEST:
                 raise MaskError(
@@ -57,6 +55,7 @@ class MaskSums(NamedTuple):
             int(total) if binary else int(mask.count_nonzero())
             for mask, (_, binary), total in zip(masks, read, totals, strict=True)
         ]
+        by_sample = torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
         return cls(by_sample, totals, active)
 
 
@@ -119,8 +118,8 @@ def _read(
         first: index of the first one in the step, for errors.
     """
     values = masks[0] if len(masks) == 1 else torch.cat([mask.reshape(-1) for mask in masks])
-    least, largest = _ends(values)
-    if not (least >= 0 and largest <= _LARGEST):
+    binary = _is_binary(values)
+    if not (binary or _in_range(values)):
         if len(masks) > 1:  # one by one, to name the first that is bad
             alone = [slice(k, k + 1) for k in range(len(masks))]
             return [x for k in alone for x in _read(microbatches[k], masks[k], first + k.start)]
@@ -128,7 +127,6 @@ def _read(
             f"microbatch {first}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
         )
-    binary = largest <= 1 and _is_whole(values)
     each = zip(microbatches, masks, strict=True)
     return [
         (_by_sample(microbatch, mask, binary, place), binary)
@@ -164,23 +162,21 @@ def _with_arithmetic(mask: Tensor) -> Tensor:
     return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask
 
 
-def _ends(mask: Tensor) -> tuple[float, float]:
-    """The least and the largest value, or NaN; 0 of an empty mask."""
-    if not mask.numel():
-        return 0.0, 0.0
-    # CPUs find both ends of floats faster one by one, and those of integers together.
-    if mask.is_floating_point():
-        return float(mask.amin()), float(mask.amax())
-    least, largest = mask.aminmax()
-    return float(least), float(largest)
-
-
-def _is_whole(mask: Tensor) -> bool:
-    """Whether all values, which are >= 0, are whole numbers; in blocks, which take less memory."""
-    if not mask.is_floating_point() or not mask.numel():
+def _is_binary(values: Tensor) -> bool:
+    """Whether all are 0 or 1."""
+    if not values.numel():
         return True
-    blocks = [mask] if mask.numel() <= _BLOCK else mask.reshape(-1).split(_BLOCK)
-    return not any(float(block.frac().amax()) for block in blocks)
+    if not values.is_floating_point():
+        least, largest = values.aminmax()
+        return int(least) >= 0 and int(largest) <= 1
+    # Those with x = x^2; in blocks, which take less memory.
+    blocks = [values] if values.numel() <= _BLOCK else values.reshape(-1).split(_BLOCK)
+    return not any(float(torch.addcmul(x, x, x, value=-1).abs_().amax()) for x in blocks)
+
+
+def _in_range(values: Tensor) -> bool:
+    """Whether all are finite in fp32, and >= 0."""
+    return float(values.amin()) >= 0 and float(values.amax()) <= _LARGEST
 
 
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:

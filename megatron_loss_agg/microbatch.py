@@ -142,8 +142,8 @@ class Microbatch:
     def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
         """With each tensor changed, but the `token_ids`."""
         own = object.__new__(type(self))  # not `replace`, which would check all fields again
-        for name, x in vars(self).items():
-            vars(own)[name] = change(x) if isinstance(x, Tensor) else x
+        fields = vars(self).items()
+        vars(own).update({name: change(x) if isinstance(x, Tensor) else x for name, x in fields})
         return own
 
     def _check_packed(self, cu_seqlens: Tensor) -> None:
@@ -175,7 +175,7 @@ MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
 
 def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
     """The microbatch of one term."""
-    if not isinstance(microbatch, Mapping):
+    if isinstance(microbatch, Microbatch) or not isinstance(microbatch, Mapping):
         return microbatch
     if name not in microbatch:
         raise MaskError(

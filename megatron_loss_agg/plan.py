@@ -311,7 +311,7 @@ class StepPlan:
             return self._group_sums[unit]
         own_S = self._group_sums["sample"]
         if unit == "step":
-            return own_S.new_tensor(self.counts.tokens).expand_as(own_S)
+            return torch.full_like(own_S, self.counts.tokens)
         if unit == "microbatch":
             sizes = torch.tensor(self._bounds).diff()
             sums = torch.segment_reduce(own_S, "sum", lengths=sizes, unsafe=True)

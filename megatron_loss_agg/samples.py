@@ -110,6 +110,8 @@ def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
 
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
+    if type(microbatches) is list:
+        return [*microbatches]
     sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
     if not sequence or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")

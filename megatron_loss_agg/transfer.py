@@ -6,7 +6,7 @@ A copy to the CPU waits for the GPU, and one from pageable memory makes the CPU 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -146,7 +146,7 @@ def brought_to_cpu(
     """
     needed: dict[int, Tensor] = {}
     for given in microbatches:
-        for microbatch in given.values() if isinstance(given, Mapping) else [given]:
+        for microbatch in [given] if isinstance(given, Microbatch) else given.values():
             tensors = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
             tensors += microbatch.token_ids if needs_token_ids(microbatch) else ()
             needed |= {id(x): x for x in tensors if not x.is_cpu}

@@ -125,7 +125,9 @@ def token_weights_of(
     """
     computed = at_least_fp32(dtype)
     mask = in_dtype(mask, computed)
-    coefficient_S = coefficient_S.to(mask.device, computed, non_blocking=True)
+    if coefficient_S.device != mask.device:
+        coefficient_S = coefficient_S.to(mask.device, non_blocking=True)
+    coefficient_S = in_dtype(coefficient_S, computed)
     if starts is None:
         weights = mask * coefficient_S.view(-1, 1)
     else:

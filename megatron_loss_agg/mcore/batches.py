@@ -264,7 +264,7 @@ def checked_microbatches(
         for microbatch in found:
             _check_readable(of_term(name, microbatch), term.aggregation)
     # A mapping may have entries that are no terms.
-    return [{n: m[n] for n in terms} if isinstance(m, Mapping) else m for m in found]
+    return [m if isinstance(m, Microbatch) else {n: m[n] for n in terms} for m in found]
 
 
 def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:

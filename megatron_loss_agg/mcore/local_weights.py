@@ -9,7 +9,7 @@ Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ _SHORT_ROW = 32
 """Weights of rows with fewer local tokens are computed before the step."""
 
 
-@dataclass(frozen=True)
-class LocalMask:
+class LocalMask(NamedTuple):
     """What the plan knows about a microbatch's mask on this rank; tensors are on the CPU."""
 
     shape: tuple[int, ...]
@@ -80,8 +79,7 @@ class LocalMask:
         return torch.equal(given.to(coarse), planned.to(coarse))
 
 
-@dataclass(frozen=True)
-class LocalWeights:
+class LocalWeights(NamedTuple):
     """Weights of one microbatch on this rank; terms with equal weights share them."""
 
     mask: LocalMask
