@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class MaskSums(NamedTuple):
     """What was read from the masks of some microbatches."""
 
     by_sample: Tensor  # fp64 [samples of all of them], on the CPU
-    by_microbatch: list[float]
+    totals: list[float]  # of each microbatch
     active_tokens: list[int]  # of each microbatch: positions with a nonzero mask
 
     @classmethod
@@ -36,27 +36,11 @@ class MaskSums(NamedTuple):
                 mask whose sum is beyond fp32.
             GroupError: offsets that are not those of samples within the mask.
         """
-        microbatches = brought_to_cpu(microbatches)
-        masks = [_with_arithmetic(microbatch.loss_mask.detach()) for microbatch in microbatches]
-        read = [
-            of_one
-            for begin, end in _blocks(masks)
-            for of_one in _read(microbatches[begin:end], masks[begin:end], begin)
-        ]
-        sums = [of_mask for of_mask, _ in read]
-        totals = [float(x.sum()) for x in sums]
-        for place, total in enumerate(totals):
-            if total > _LARGEST:
-                raise MaskError(
-                    f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected "
-                    "smaller values"
-                )
-        active = [
-            int(total) if binary else int(mask.count_nonzero())
-            for mask, (_, binary), total in zip(masks, read, totals, strict=True)
-        ]
-        by_sample = torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
-        return cls(by_sample, totals, active)
+        read = [_read(x, place) for place, x in enumerate(brought_to_cpu(microbatches))]
+        if not read:
+            return cls(torch.empty(0, dtype=torch.float64), [], [])
+        sums, totals, active_tokens = zip(*read, strict=True)
+        return cls(torch.cat(sums), [*totals], [*active_tokens])
 
 
 def predicting_mask(
@@ -96,61 +80,42 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     return torch.where(stays, result, torch.zeros_like(result))
 
 
-def _blocks(masks: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Where to cut ``masks`` into small ones of one dtype, and large ones alone."""
-    begin, size = 0, 0
-    for place, mask in enumerate(masks):
-        size += mask.numel()
-        if place > begin and (size > _BLOCK or mask.dtype != masks[begin].dtype):
-            yield begin, place
-            begin, size = place, mask.numel()
-    if masks:
-        yield begin, len(masks)
-
-
-def _read(
-    microbatches: Sequence[Microbatch], masks: Sequence[Tensor], first: int
-) -> list[tuple[Tensor, bool]]:
-    """Of each: `_by_sample`, and whether its mask is known to hold 0s and 1s alone.
+def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, float, int]:
+    """Sums by sample, fp64 [samples], their total, and the number of active tokens.
 
     Args:
-        masks: theirs; looked at together, since call overhead dominates small ones.
-        first: index of the first one in the step, for errors.
+        place: index of the microbatch in the step, for errors.
     """
-    values = masks[0] if len(masks) == 1 else torch.cat([mask.reshape(-1) for mask in masks])
-    binary = _is_binary(values)
-    if not (binary or _in_range(values)):
-        if len(masks) > 1:  # one by one, to name the first that is bad
-            alone = [slice(k, k + 1) for k in range(len(masks))]
-            return [x for k in alone for x in _read(microbatches[k], masks[k], first + k.start)]
+    mask = _with_arithmetic(microbatch.loss_mask.detach())
+    binary = _is_binary(mask)
+    if not (binary or (mask.amin() >= 0 and mask.amax() <= _LARGEST)):
         raise MaskError(
-            f"microbatch {first}: loss_mask has negative, infinite or NaN values, or some beyond "
+            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
         )
-    each = zip(microbatches, masks, strict=True)
-    return [
-        (_by_sample(microbatch, mask, binary, place), binary)
-        for place, (microbatch, mask) in enumerate(each, first)
-    ]
-
-
-def _by_sample(microbatch: Microbatch, mask: Tensor, binary: bool, place: int) -> Tensor:
-    """fp64 [samples]: the sums of ``mask``, which is that of ``microbatch``."""
-    # Sums of 0s and 1s are exact in every dtype that holds them.
+    # Sums of 0s and 1s count the active tokens, and are exact in every dtype that holds them.
     exact = binary and mask.numel() <= _COUNTED_BY_FP32
     if microbatch.cu_seqlens is None:
-        return in_dtype(mask.sum(dim=1, dtype=None if exact else torch.float64), torch.float64)
-    bounds = _bounds(microbatch, place)
-    summed = in_dtype(mask.reshape(-1), at_least_fp32(mask.dtype) if exact else torch.float64)
-    parts = torch.segment_reduce(summed, "sum", offsets=bounds, unsafe=True)
-    padded = microbatch.cu_seqlens_padded is not None
-    sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
-    if bool(outside.any()):
+        sums = mask.sum(dim=1, dtype=None if exact else torch.float64)
+    else:
+        dtype = at_least_fp32(mask.dtype) if exact else torch.float64
+        bounds = _bounds(microbatch, place)
+        flat = in_dtype(mask.reshape(-1), dtype)
+        parts = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
+        padded = microbatch.cu_seqlens_padded is not None
+        sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
+        if bool(outside.any()):
+            raise MaskError(
+                f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
+                f"expected 0 on padding {_offsets(microbatch)}"
+            )
+    sums = in_dtype(sums, torch.float64)
+    total = float(sums.sum())
+    if total > _LARGEST:
         raise MaskError(
-            f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
-            f"expected 0 on padding {_offsets(microbatch)}"
+            f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
         )
-    return in_dtype(sums, torch.float64)
+    return sums, total, int(total) if binary else int(mask.count_nonzero())
 
 
 def _with_arithmetic(mask: Tensor) -> Tensor:
@@ -162,21 +127,16 @@ def _with_arithmetic(mask: Tensor) -> Tensor:
     return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask
 
 
-def _is_binary(values: Tensor) -> bool:
-    """Whether all are 0 or 1."""
-    if not values.numel():
+def _is_binary(mask: Tensor) -> bool:
+    """Whether all values are 0 or 1."""
+    if not mask.numel():
         return True
-    if not values.is_floating_point():
-        least, largest = values.aminmax()
-        return int(least) >= 0 and int(largest) <= 1
+    if not mask.is_floating_point():
+        least, largest = mask.aminmax()
+        return bool(least >= 0) and bool(largest <= 1)
     # Those with x = x^2; in blocks, which take less memory.
-    blocks = [values] if values.numel() <= _BLOCK else values.reshape(-1).split(_BLOCK)
+    blocks = [mask] if mask.numel() <= _BLOCK else mask.reshape(-1).split(_BLOCK)
     return not any(float(torch.addcmul(x, x, x, value=-1).abs_().amax()) for x in blocks)
-
-
-def _in_range(values: Tensor) -> bool:
-    """Whether all are finite in fp32, and >= 0."""
-    return float(values.amin()) >= 0 and float(values.amax()) <= _LARGEST
 
 
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:

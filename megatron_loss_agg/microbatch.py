@@ -175,7 +175,7 @@ MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
 
 def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
     """The microbatch of one term."""
-    if isinstance(microbatch, Microbatch) or not isinstance(microbatch, Mapping):
+    if not isinstance(microbatch, Mapping):
         return microbatch
     if name not in microbatch:
         raise MaskError(

@@ -35,7 +35,7 @@ class Samples(NamedTuple):
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
         """Of microbatches on the CPU; raises as `MaskSums.read`."""
-        read = MaskSums.read(microbatches)
+        sums_S, totals, active_tokens = MaskSums.read(microbatches)
         ids: dict[Unit, Tensor] = {}
         for unit in BY_ID:
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
@@ -49,7 +49,6 @@ class Samples(NamedTuple):
             weights_S = _checked_weights(_filled(microbatches, "sample_weights", 1.0))
         sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
-        sums_S, totals, active_tokens = read
         return cls(sums_S, sizes, totals, ids, rejected_S, weights_S, active_tokens, routed)
 
     @classmethod

@@ -170,7 +170,7 @@ def token_losses(
         with torch.set_grad_enabled(False):
             reduced = loss_func(output)
         report = reduced[-1]
-    if not isinstance(report, (dict, Mapping)):
+    if not isinstance(report, Mapping):
         raise HostError(
             f"the loss function reports a {type(report).__name__}; expected a mapping of names"
         )
@@ -183,7 +183,7 @@ def token_losses(
 
 def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
     """``given`` by term, in the order of ``names``."""
-    if isinstance(given, Tensor) or not isinstance(given, Mapping):
+    if not isinstance(given, Mapping):
         if len(names) == 1:
             return {names[0]: given}
         raise MaskError(f"{what} are a {type(given).__name__}; expected one for each of {names}")

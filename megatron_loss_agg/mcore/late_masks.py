@@ -233,7 +233,7 @@ class LateWeights(StepWeights):
                 f"the model's mask of microbatch {i} has negative, infinite or NaN values, or "
                 "some beyond fp32; expected non-negative, finite ones"
             ) from error
-        (active,), (total,) = read.active_tokens, read.by_microbatch
+        (active,), (total,) = read.active_tokens, read.totals
         agg, across = self.aggregations[name], self.denominators[name]
         check_fits_fp32(agg, read.by_sample, [total])
         check_normal_in_fp32(agg, across, total, active, self.samples[i], least_weight=1.0)
