@@ -5,6 +5,7 @@ Both are called by Megatron's own schedule code, which also scales what they ret
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,7 +56,8 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
 
     def hooked() -> None:
         step = Step(call, plans.terms, lambda: weights, splits, options)
-        with step.watch():
+        with contextlib.ExitStack() as stack:
+            step.watch(stack)
             _schedule(step.forward_step, losses)
         step.finish()
 

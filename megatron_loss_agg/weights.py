@@ -35,7 +35,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x.to(dtype)``; skips no-op casts, whose call overhead dominates small microbatches."""
-    return x if x.dtype == dtype else x.to(dtype)
+    return x if x.dtype == dtype else x.to(dtype=dtype)
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
@@ -200,14 +200,18 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 def weighted_sum_of_vectors(w: Tensor, token_loss: Tensor) -> Tensor:
     """`weighted_sum` of vectors that are known to fit, with weights that have no gradient."""
-    dtype = w.dtype
-    if dtype == token_loss.dtype and dtype in (torch.float32, torch.float64):
-        return _weighted_sum(w, token_loss)
-    # torch promotes no integer dtype together with uint16 to uint64.
-    floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]
-    wider = torch.promote_types(floating[0], floating[-1])
-    dtype = at_least_fp32(wider)
-    return _weighted_sum(w.to(dtype), token_loss.to(dtype)).to(wider)
+    summed = w.dtype
+    if summed != token_loss.dtype or summed not in (torch.float32, torch.float64):
+        # torch promotes no integer dtype together with uint16 to uint64.
+        floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]
+        summed = torch.promote_types(floating[0], floating[-1])
+        w, token_loss = (x.to(at_least_fp32(summed)) for x in (w, token_loss))
+    # The gradient is w even where losses are not finite: only the value needs a repair.
+    total = dot(token_loss, w)
+    if not _is_known_finite(total):
+        with torch.no_grad():
+            total.detach().copy_(dot(where_weighted(w, token_loss), w))
+    return in_dtype(total, summed)
 
 
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
@@ -229,15 +233,6 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
     One vectorized pass: `torch.where` is several times slower on CPU.
     """
     return torch.ops.aten.hardshrink_backward(x, w, 0)
-
-
-def _weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
-    # The gradient is w even where losses are not finite: only the value needs a repair.
-    total = dot(token_loss, w)
-    if not _is_known_finite(total):
-        with torch.no_grad():
-            total.detach().copy_(dot(where_weighted(w, token_loss), w))
-    return total
 
 
 def dot(x: Tensor, w: Tensor) -> Tensor:

@@ -159,14 +159,17 @@ class Checks:
         given = (*args, *kwargs.values())
         cp = self._call.scale.context_parallel_size
         self._seen, self.inputs = True, [x for x in given if cp > 1 and holds_integers(x)]
-        # Tensors take long to say that they lack an attribute.
-        others = (x for x in given if not isinstance(x, Tensor))
-        packing = next((x for x in others if hasattr(x, "qkv_format")), None)
         self.packed_sequences = None
-        if getattr(packing, "qkv_format", None) == "thd":
+        self.release()
+        # Tensors take long to say that they lack an attribute.
+        for x in given:
+            if not isinstance(x, Tensor) and hasattr(x, "qkv_format"):
+                self._see_packing(x, cp)
+
+    def _see_packing(self, packing: Any, cp: int) -> None:
+        if packing.qkv_format == "thd":
             starts = getattr(packing, "cu_seqlens_q", None)
             self.packed_sequences = 0 if starts is None else starts.numel() - 1
-        self.release()
         own_size = getattr(packing, "local_cp_size", None)
         if own_size not in (None, cp):
             raise HostError(

@@ -326,7 +326,7 @@ class LossHook:
                 stack.enter_context(self._router_losses.scaled(call, first, not step.left))
             if call.groups.last_stage:
                 hooked = self._step(call, step, first, lazily, is_own(forward_backward))
-                stack.enter_context(hooked.watch())
+                hooked.watch(stack)
                 result = call.run(forward_backward, hooked.forward_step, iterator)
                 hooked.finish()
                 if isinstance(iterator, LookAhead):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -79,17 +79,16 @@ class Step:
         self._carried_tokens = carried_tokens
         self._has_teacher = [*terms][1:] == [KD]
         self._splits_tokens = call.scale.context_parallel_size > 1
-        measures = options.verify or splits.gathers.is_open(terms)
-        self.checks = Checks(call, terms.values(), self._splits_tokens and measures)
+        measures = self._splits_tokens and (options.verify or splits.gathers.is_open(terms))
+        self.checks = Checks(call, terms.values(), measures)
         self._next = 0
         self._reports: list[dict[str, Any]] = []
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Observe how the script calls the model."""
-        depths = self._options.depths
-        with self.checks.watch(), depths.watch() if depths else contextlib.nullcontext():
-            yield
+    def watch(self, stack: contextlib.ExitStack) -> None:
+        """Observe how the script calls the model, until ``stack`` ends."""
+        stack.enter_context(self.checks.watch())
+        if self._options.depths is not None:
+            stack.enter_context(self._options.depths.watch())
 
     def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
         """The script's forward step, with its loss function replaced by ours."""
