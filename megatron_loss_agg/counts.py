@@ -145,16 +145,14 @@ class LocalCounts:
         self.group_by = group_by
         self.samples = samples
         self._counted_S: Tensor | None = None  # None: all of them
-        self.sums_S = samples.sums_S
+        self.sums_S, self._mask_totals = samples.sums_S, samples.mask_totals
         if samples.rejected_S is not None and agg.rejected == "skip":
             self._counted_S = ~samples.rejected_S
             self.sums_S = self.sums_S.where(self._counted_S, 0.0)
-        self._by_microbatch = samples.totals
-        if self.sums_S is not samples.sums_S:
-            self._by_microbatch = torch.segment_reduce(
+            self._mask_totals = torch.segment_reduce(
                 self.sums_S, "sum", lengths=self._sizes, unsafe=True
             ).tolist()
-        check_fits_fp32(agg, self.sums_S, self._by_microbatch)
+        check_fits_fp32(agg, self.sums_S, self._mask_totals)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
         self._owner: int | None = None
@@ -223,7 +221,7 @@ class LocalCounts:
 
     def _totals(self) -> Totals:
         counts_samples = self._owner is None or self._owner == dist.get_rank()
-        tokens = all_tokens = kept_tokens = math.fsum(self._by_microbatch)
+        tokens = all_tokens = kept_tokens = math.fsum(self._mask_totals)
         if self.samples.rejected_S is not None:
             all_tokens = float(self.samples.sums_S.sum())
             kept_tokens = float(self.samples.sums_S.where(~self.samples.rejected_S, 0.0).sum())
@@ -238,7 +236,7 @@ class LocalCounts:
             all_tokens=all_tokens,
             active_tokens=math.nan if active is None else sum(active),
             microbatches=len(self.samples.sizes) * counts_samples,
-            active_microbatches=sum(x > 0 for x in self._by_microbatch) * counts_samples,
+            active_microbatches=sum(x > 0 for x in self._mask_totals) * counts_samples,
             samples=samples * counts_samples,
             active_samples=int(self.sums_S.count_nonzero()) * counts_samples,
             routed_tokens=sum(self.samples.routed_tokens) * counts_samples,

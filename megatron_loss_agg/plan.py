@@ -63,7 +63,7 @@ class StepPlan:
         self.microbatches = list(microbatches)
         self.counts, by_sample, self._groups = step
         self._group_sums = dict(by_sample)
-        self.mask_totals = samples.totals
+        self.mask_totals = samples.mask_totals
         self.active_tokens = samples.active_tokens or []
         self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
         self._mask_sums_S = samples.sums_S

@@ -13,13 +13,13 @@ from megatron_loss_agg.errors import MaskError
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, by_microbatch: Sequence[float]) -> None:
+def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, mask_totals: Sequence[float]) -> None:
     """Raise MaskError if the masks' sums or their reciprocals overflow fp32.
 
     Args:
-        sums_S: fp64 [samples], mask sums; ``by_microbatch`` adds them up.
+        sums_S: fp64 [samples], mask sums; ``mask_totals`` adds them up by microbatch.
     """
-    for i, total in enumerate(by_microbatch):
+    for i, total in enumerate(mask_totals):
         if (scaled := total * max(agg.scale, 1.0)) > _LARGEST:
             over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
             raise MaskError(

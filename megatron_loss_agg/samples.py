@@ -25,7 +25,7 @@ class Samples(NamedTuple):
 
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
-    totals: list[float]  # mask sum of each microbatch
+    mask_totals: list[float]  # of each microbatch
     ids: Mapping[Unit, Tensor]  # int64 [samples], by `BY_ID`, where given
     rejected_S: Tensor | None  # bool
     weights_S: Tensor | None  # fp64
@@ -109,8 +109,6 @@ def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
 
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
-    if type(microbatches) is list:
-        return [*microbatches]
     sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
     if not sequence or isinstance(microbatches, (Tensor, Mapping)):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")

@@ -117,6 +117,7 @@ class Checks:
             raise MaskError(_CHANGED_MASK)
 
     def _check_part(self, mask: Tensor, planned: LocalMask, all_tokens: bool) -> None:
+        """Raise LayoutError for a mask of all tokens instead of a part, or the other way round."""
         cp, size = self._call.scale.context_parallel_size, math.prod(planned.shape)
         if not all_tokens and mask.numel() == cp * size > 0:
             raise LayoutError(
@@ -165,6 +166,7 @@ class Checks:
         for x in given:
             if not isinstance(x, Tensor) and hasattr(x, "qkv_format"):
                 self._see_packing(x, cp)
+                break
 
     def _see_packing(self, packing: Any, cp: int) -> None:
         if packing.qkv_format == "thd":

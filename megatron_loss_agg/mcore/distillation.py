@@ -58,6 +58,11 @@ def terms_from(
     return {aggregation.label: Term(aggregation, 1 - alpha), KD: Term(aggregation, alpha)}
 
 
+def has_teacher(terms: Mapping[str, Term]) -> bool:
+    """Whether the terms are a loss's own, and that of the teacher."""
+    return [*terms][1:] == [KD]
+
+
 def with_teacher(
     loss_func: Callable[..., Any], terms: Mapping[str, Term], trains: bool, verify: bool
 ) -> tuple[Callable[..., Any], list[str]]:
@@ -66,7 +71,7 @@ def with_teacher(
     In evaluation the host has no teacher, and computes the first term alone.
 
     Args:
-        terms: the loss's own, and that of the teacher, `KD`.
+        terms: those of `has_teacher`.
         verify: check that it returned the sum of both, each times its coefficient; waits for the
             device.
 

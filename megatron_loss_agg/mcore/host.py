@@ -246,6 +246,7 @@ def is_own(schedule: Callable[..., Any]) -> bool:
     """Whether ``schedule`` is the host's own, defined where all of them are."""
     from megatron.core.pipeline_parallel import schedules
 
+    # Not `__module__`, which `functools.wraps` copies to a loop's wrapper.
     return getattr(schedule, "__globals__", None) is vars(schedules)
 
 

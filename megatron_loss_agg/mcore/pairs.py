@@ -23,7 +23,7 @@ from megatron_loss_agg.weights import at_least_fp32, in_dtype, weighted_sum_of_v
 
 @dataclass(slots=True)
 class Pair:
-    """``(total * factor, count)``, until `make_pairs`."""
+    """``(total * factor, count)``; `make_pairs` makes it a tensor."""
 
     total: Tensor  # a scalar, whose dtype the pair gets
     factor: float

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
 from megatron_loss_agg.mcore.checks import Checks
-from megatron_loss_agg.mcore.distillation import KD, with_teacher
+from megatron_loss_agg.mcore.distillation import has_teacher, with_teacher
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.gathers import check_same
 from megatron_loss_agg.mcore.host import Call
@@ -45,7 +45,7 @@ class Options(NamedTuple):
     running_means: defaultdict[str, RunningMean] | None
     passes_unmasked: bool  # leave loss functions without a mask alone
     depths: Depths | None = None  # whose losses are aggregated, too
-    reports_late: bool = False  # reports may be made when the call ends, since nothing reads them
+    reports_late: bool = False  # made when the call ends, for a schedule that reads none before
 
 
 class Step:
@@ -77,7 +77,7 @@ class Step:
         self._options = options
         self._first = first
         self._carried_tokens = carried_tokens
-        self._has_teacher = [*terms][1:] == [KD]
+        self._has_teacher = has_teacher(terms)
         self._splits_tokens = call.scale.context_parallel_size > 1
         measures = self._splits_tokens and (options.verify or splits.gathers.is_open(terms))
         self.checks = Checks(call, terms.values(), measures)
@@ -91,7 +91,7 @@ class Step:
             stack.enter_context(self._options.depths.watch())
 
     def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
-        """The script's forward step, with its loss function replaced by ours."""
+        """Call the script's forward step, and replace its loss function by ours."""
         try:
             output, loss_func = self._call.forward_step(*args, **kwargs)
         except Exception as error:
@@ -103,7 +103,7 @@ class Step:
         return output, functools.partial(self._loss, loss_func)
 
     def finish(self) -> None:
-        """Checks after the last microbatch, before the optimizer's step.
+        """Make the reports, and check the call; after its last microbatch.
 
         Raises:
             HostError: the schedule has not computed one loss for each microbatch.
@@ -145,12 +145,7 @@ class Step:
         self._check_losses(loss_func, tokens, made, gather)
         if i + 1 == self._call.scale.num_microbatches:
             self.checks.send()
-        parts, scaled = {}, []
-        for name, w in made.items():
-            losses = tokens.losses[name]
-            parts[name] = part = weighted_sum_of_vectors(w, losses)
-            scaled.append(times_coefficient(self._terms[name].coefficient, part, losses))
-        loss = scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum()
+        loss, parts = self._summed(tokens, made)
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
             mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
@@ -229,6 +224,17 @@ class Step:
                 self.checks.collect(of_term.checksum_of(mask), of_term.checksum)
             made[name] = shared[key]
         return made
+
+    def _summed(
+        self, tokens: TokenLosses, made: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and its weighted sums by term, without their coefficients."""
+        parts, scaled = {}, []
+        for name, w in made.items():
+            losses = tokens.losses[name]
+            parts[name] = part = weighted_sum_of_vectors(w, losses)
+            scaled.append(times_coefficient(self._terms[name].coefficient, part, losses))
+        return scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum(), parts
 
     def _report(
         self,

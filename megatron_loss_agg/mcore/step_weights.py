@@ -195,7 +195,7 @@ class StepWeights:
         splits: Splits,
         all_tokens: bool,
     ) -> dict[str, LocalWeights]:
-        """`choose` by the values of masks and token ids."""
+        """As `choose`, where values of masks and token ids decide."""
         possible = {
             name: {
                 split: w
@@ -230,7 +230,7 @@ class StepWeights:
 
 
 def _known(by_split: WeightsBySplit, all_tokens: bool) -> LocalWeights | None:
-    """The only ones that are possible, if no values tell whether they are."""
+    """The only weights that are possible, unless kept values must confirm them."""
     local = next(iter(by_split.values()))
     return local if len(by_split) == 1 and (all_tokens or local.mask.values is None) else None
 

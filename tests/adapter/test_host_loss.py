@@ -75,6 +75,15 @@ def test_the_bound_mask_is_found(how: str) -> None:
         check_is_masked_sum(tokens, whole_samples=True)
 
 
+def test_masks_lose_their_gradients_and_stay_shared():
+    mask = torch.ones(3, requires_grad=True)
+    losses = {"a": LOSSES, "b": LOSSES}
+    for given in (mask, {"a": mask, "b": mask}):
+        masks = token_masks(TokenLoss(lambda output: (losses, {}), given), ["a", "b"])
+        assert masks["a"] is masks["b"]
+        assert not masks["a"].requires_grad
+
+
 @pytest.mark.parametrize(
     "function", [lambda x, output_tensor: x, torch.add], ids=["own", "torch's"]
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
+import pytest
 import torch
 
+from megatron_loss_agg.mcore.host import is_own
 from megatron_loss_agg.mcore.pairs import Pair, make_pairs
 from tests.core.operations import Operations
 
@@ -40,3 +44,18 @@ def test_any_number_of_pairs_takes_the_same_operations():
 
     assert made(2).but_views == made(200).but_views <= 6
     assert not made(2).waits
+
+
+@pytest.mark.host
+def test_only_the_hosts_own_schedules_are_known_to_read_no_report_before_they_end():
+    from megatron.core.pipeline_parallel import schedules
+
+    own = schedules.forward_backward_no_pipelining
+
+    @functools.wraps(own)
+    def wrapper(**arguments):
+        return own(**arguments)
+
+    assert is_own(own)
+    assert not is_own(wrapper)
+    assert not is_own(functools.partial(own))
