@@ -338,6 +338,8 @@ def _groups_of_step(
     group: dist.ProcessGroup | None,
 ) -> list[dict[Unit, GroupSums]]:
     """Each term's groups over all ranks; of a unit only if every rank has ids for it."""
+    if not any(counts.groups for counts in local):
+        return [{} for _ in local]
     places = [
         (t, u)
         for t, of_ranks in enumerate(by_term)
