@@ -142,6 +142,7 @@ class HostScale:
                 f"a step of {total_tokens} tokens under calculate_per_token_loss, which the host "
                 f"counts as int32; expected at most {_MOST_TOKENS}: turn the flag off"
             )
+        # A new tensor even times 1: the host scales it in place, and reports are made later.
         loss = loss * self.multiplier(total_tokens, gather)
         if not self.per_token:
             return loss, report

@@ -25,7 +25,7 @@ from megatron_loss_agg.weights import at_least_fp32, in_dtype, weighted_sum_of_v
 class Pair:
     """``(total * factor, count)``; `make_pairs` makes it a tensor."""
 
-    total: Tensor  # a scalar, whose dtype the pair gets
+    total: Tensor  # a scalar; the pair gets its dtype, fp32 or fp64
     factor: float
     count: float
 
