@@ -6,11 +6,11 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -316,20 +316,12 @@ def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None
     groups = _groups_of_step(local, by_term, group)
     return [
         counts.of_step(
-            _over_ranks(math.fsum, [record.totals for record in of_ranks]),
-            _over_ranks(max, [record.extremes for record in of_ranks]),
+            Totals(*map(math.fsum, zip(*(r.totals for r in of_ranks), strict=True))),
+            Extremes(*map(max, zip(*(r.extremes for r in of_ranks), strict=True))),
             of_term,
         )
         for counts, of_ranks, of_term in zip(local, by_term, groups, strict=True)
     ]
-
-
-_Numbers = TypeVar("_Numbers", Totals, Extremes)
-
-
-def _over_ranks(combine: Callable[[Iterable[float]], float], rows: Sequence[_Numbers]) -> _Numbers:
-    """One record from all ranks', field by field."""
-    return rows[0] if len(rows) == 1 else type(rows[0])(*map(combine, zip(*rows, strict=True)))
 
 
 def _groups_of_step(

@@ -109,7 +109,7 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, float, int]:
                 f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
                 f"expected 0 on padding {_offsets(microbatch)}"
             )
-    sums = in_dtype(sums, torch.float64)
+    sums = sums.double()
     total = float(sums.sum())
     if total > _LARGEST:
         raise MaskError(
@@ -150,10 +150,10 @@ def _bounds(microbatch: Microbatch, place: int) -> Tensor:
         GroupError: the offsets do not start at 0, decrease, or leave their place or the mask.
     """
     assert microbatch.cu_seqlens is not None
-    real, padded = in_dtype(microbatch.cu_seqlens, torch.int64), microbatch.cu_seqlens_padded
+    real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
     bounds = real
     if padded is not None:
-        starts = in_dtype(padded, torch.int64)
+        starts = padded.long()
         bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
     if not rise_from_0(bounds) or (padded is not None and not rise_from_0(real)):

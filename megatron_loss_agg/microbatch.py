@@ -19,7 +19,7 @@ from megatron_loss_agg.weights import SUMMABLE, described, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
-_IDS = tuple(f"{unit}_ids" for unit in BY_ID)
+ID_FIELDS = tuple(f"{unit}_ids" for unit in BY_ID)
 _INTEGERS = {x for x in SUMMABLE if not x.is_floating_point and x != torch.bool}
 
 
@@ -85,7 +85,7 @@ class Microbatch:
                 )
         else:
             self._check_packed(self.cu_seqlens)
-        for name in _IDS:
+        for name in ID_FIELDS:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_ids(name, given, self.num_samples))
         if self.rejected is not None:

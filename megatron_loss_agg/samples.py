@@ -17,7 +17,7 @@ from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
 from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import described, in_dtype, is_plain
+from megatron_loss_agg.weights import described, is_plain
 
 
 class Samples(NamedTuple):
@@ -117,8 +117,7 @@ def listed(microbatches: Any) -> list[Any]:
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """``parts`` as one ``dtype`` vector on the CPU; empty if there are none."""
-    on_cpu = (in_dtype(part if part.is_cpu else part.cpu(), dtype) for part in parts)
-    return torch.cat([torch.empty(0, dtype=dtype), *on_cpu])
+    return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
 
 
 def _filled(microbatches: Sequence[Microbatch], name: str, default: float) -> list[Tensor]:

@@ -23,6 +23,7 @@ from megatron_loss_agg.errors import (
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
+    ID_FIELDS,
     Microbatch,
     MicrobatchOfTerms,
     for_each_term,
@@ -44,7 +45,7 @@ HOW_TO_READ = (
 )
 
 _TENSORS = ("rejected", "sample_weights")
-_BY_SAMPLE = (*(f"{unit}_ids" for unit in BY_ID), *_TENSORS)
+_BY_SAMPLE = (*ID_FIELDS, *_TENSORS)
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 

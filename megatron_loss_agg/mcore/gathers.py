@@ -183,7 +183,7 @@ def _norms(
 
     Under equal gradients, under those of the first rank alone, and under equal ones again.
     """
-    size, first = dist.get_world_size(groups.cp), dist.get_rank(groups.cp) == 0
+    size, first = groups.cp_size, groups.cp_rank == 0
     equal = weights / torch.linalg.vector_norm(weights).clamp(min=1e-37)
     row = []
     saved = _saved_by_functions(losses, outputs)

@@ -39,6 +39,7 @@ from megatron_loss_agg.mcore.inexact import inexact_setting
 GATHERS = ("local_grad", "reduced_grad")
 """How whole losses are gathered: without a sum over ranks in the backward pass, or with one."""
 
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MOST_TOKENS = 2**31 - 1  # the host adds up token counts as int32
 
 
@@ -103,7 +104,7 @@ class ParallelGroups:
         return dist.get_rank(self.cp)
 
     def cp_part(self, tokens: int) -> int:
-        """This context-parallel rank's part of ``tokens``; parts differ by 1 at most."""
+        """This `cp` rank's part of ``tokens``; parts add up, and differ by 1 at most."""
         return (tokens + self.cp_rank) // self.cp_size
 
 
@@ -245,10 +246,8 @@ def chunks_of(model: Any) -> tuple[Any, ...]:
 
 def is_own(schedule: Callable[..., Any]) -> bool:
     """Whether ``schedule`` is the host's own, defined where all of them are."""
-    from megatron.core.pipeline_parallel import schedules
-
-    # Not `__module__`, which `functools.wraps` copies to a loop's wrapper.
-    return getattr(schedule, "__globals__", None) is vars(schedules)
+    # Not by `__module__`, which `functools.wraps` copies to a loop's wrapper.
+    return getattr(schedule, "__globals__", {}).get("__name__") == _SCHEDULES
 
 
 STOCK = "stock_schedule"

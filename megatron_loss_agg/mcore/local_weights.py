@@ -135,8 +135,7 @@ class LocalWeights(NamedTuple):
         if self.weight_T is None:
             return self._rows(mask).sum(dim=-1, dtype=torch.float32)
         weight_T = self.weight_T.on(mask.device)
-        product = _product(in_dtype(mask, weight_T.dtype), weight_T, self.signed)
-        return in_dtype(product, torch.float32)
+        return _product(in_dtype(mask, weight_T.dtype), weight_T, self.signed).float()
 
     def _rows(self, mask: Tensor) -> Tensor:
         return mask if mask.shape == self.mask.shape else mask.reshape(self.mask.shape)

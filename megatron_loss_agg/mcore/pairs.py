@@ -83,7 +83,9 @@ class Pairs:
 
 def make_pairs(reports: Iterable[dict[str, Any]]) -> None:
     """Replace every `Pair` of ``reports`` by its tensor [2], all together; waits for no GPU."""
-    places = [(report, key) for report in reports for key in report if type(report[key]) is Pair]
+    places = [
+        (report, key) for report in reports for key in report if isinstance(report[key], Pair)
+    ]
     if not places:
         return
     pairs = [report[key] for report, key in places]

@@ -154,8 +154,9 @@ class Step:
         step, mask = self._weights(), local[names[0]].mask
         pairs = Pairs(self._call, step, mask, gather, self._options.running_means, i == 0)
         report = self._report(tokens, made, parts, loss, local, pairs)
-        self._reports.append(report)
-        if not self._options.reports_late:
+        if self._options.reports_late:
+            self._reports.append(report)
+        else:
             make_pairs([report])
         num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
         return self._call.scale.returned(loss, num_tokens, step.total_tokens, report, gather)

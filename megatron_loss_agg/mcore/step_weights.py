@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -182,20 +182,6 @@ class StepWeights:
         splits.gathers.settle(all_tokens)
         if not all_tokens and self.unsplit is not None:
             raise self.unsplit
-        known = {name: _known(self.terms[name][i], all_tokens) for name in masks}
-        if None in known.values():
-            return self._recognise(i, masks, model_call, splits, all_tokens)
-        return cast(dict[str, LocalWeights], known)
-
-    def _recognise(
-        self,
-        i: int,
-        masks: Mapping[str, Tensor],
-        model_call: ModelCall,
-        splits: Splits,
-        all_tokens: bool,
-    ) -> dict[str, LocalWeights]:
-        """As `choose`, where values of masks and token ids decide."""
         possible = {
             name: {
                 split: w
@@ -204,35 +190,43 @@ class StepWeights:
             }
             for name in masks
         }
-        for name, mask in masks.items():
-            by_split = possible[name]
-            known = next(iter(by_split.values())).mask
-            if all_tokens or known.values is None:
-                continue
-            fitting = [split for split, local in by_split.items() if local.mask.fits(mask)]
-            if not fitting:  # see `Checks.check`
-                continue
-            told = len(fitting) == 1 < len(by_split)  # by the mask alone
-            shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
-            splits.narrow(known.packed, shards, model_call.inputs)
+        if not all_tokens:
+            for name, mask in masks.items():
+                _narrow(possible[name], mask, model_call, splits)
         chosen = {}
         for name, mask in masks.items():
-            by_split = possible[name]
-            packed = next(iter(by_split.values())).mask.packed
-            fitting = [split for split in splits.left(packed) if split in by_split] or [*by_split]
-            local = chosen[name] = by_split[fitting[0]]
-            if local.mask.values is not None and local.mask.fits(mask) and len(fitting) > 1:
-                made = [by_split[split].compared_for(mask) for split in fitting]
-                if not all(torch.equal(other, made[0]) for other in made):
-                    raise ambiguous(fitting)
-            self.terms[name][i] = {fitting[0]: local}
+            split = _fitting(possible[name], mask, splits)
+            local = chosen[name] = possible[name][split]
+            self.terms[name][i] = {split: local}
         return chosen
 
 
-def _known(by_split: WeightsBySplit, all_tokens: bool) -> LocalWeights | None:
-    """The only weights that are possible, unless kept values must confirm them."""
-    local = next(iter(by_split.values()))
-    return local if len(by_split) == 1 and (all_tokens or local.mask.values is None) else None
+def _narrow(by_split: WeightsBySplit, mask: Tensor, model_call: ModelCall, splits: Splits) -> None:
+    """Keep the splits that fit a loss function's mask and the tokens of its model call."""
+    known = next(iter(by_split.values())).mask
+    if known.values is None:
+        return
+    fitting = [split for split, local in by_split.items() if local.mask.fits(mask)]
+    if not fitting:  # see `Checks.check`
+        return
+    told = len(fitting) == 1 < len(by_split)  # by the mask alone
+    shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
+    splits.narrow(known.packed, shards, model_call.inputs)
+
+
+def _fitting(by_split: WeightsBySplit, mask: Tensor, splits: Splits) -> str:
+    """The split that is left, or one of several that give ``mask`` the same weights."""
+    first, *others = by_split
+    if not others:
+        return first
+    left = splits.left(by_split[first].mask.packed)
+    fitting = [split for split in left if split in by_split] or [*by_split]
+    known = by_split[fitting[0]].mask
+    if len(fitting) > 1 and known.values is not None and known.fits(mask):
+        made = [by_split[split].compared_for(mask) for split in fitting]
+        if not all(torch.equal(other, made[0]) for other in made):
+            raise ambiguous(fitting)
+    return fitting[0]
 
 
 def _by_term(
