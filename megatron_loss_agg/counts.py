@@ -153,6 +153,7 @@ class LocalCounts:
                 self.sums_S, "sum", lengths=self._sizes, unsafe=True
             ).tolist()
         check_fits_fp32(agg, self.sums_S, self._mask_totals)
+        self._active_samples = int(self.sums_S.count_nonzero())
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
         self._owner: int | None = None
@@ -165,6 +166,15 @@ class LocalCounts:
             if (ids := self._ids_of(unit)) is not None
         }
         self.groups = {unit: self._group_sums(*ids) for unit, ids in self._ids.items()}
+
+    @property
+    def zero_S(self) -> Tensor | None:
+        """bool: samples of weight 0, which have no tokens or are rejected; None: there are none."""
+        rejected_S = self.samples.rejected_S
+        if self._active_samples == self.sums_S.numel():
+            return rejected_S
+        empty_S = self.sums_S == 0
+        return empty_S if rejected_S is None else empty_S | rejected_S
 
     def record(self) -> Record:
         numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
@@ -238,7 +248,7 @@ class LocalCounts:
             microbatches=len(self.samples.sizes) * counts_samples,
             active_microbatches=sum(x > 0 for x in self._mask_totals) * counts_samples,
             samples=samples * counts_samples,
-            active_samples=int(self.sums_S.count_nonzero()) * counts_samples,
+            active_samples=self._active_samples * counts_samples,
             routed_tokens=sum(self.samples.routed_tokens) * counts_samples,
             routed_microbatches=len(self.samples.routed_tokens) * counts_samples,
             weighted=weighted,

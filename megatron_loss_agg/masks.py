@@ -29,14 +29,14 @@ class MaskSums(NamedTuple):
 
     @classmethod
     def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """Waits for the device once, if any masks are on it.
+        """Of microbatches on the CPU.
 
         Raises:
             MaskError: values that are not finite and >= 0, or not 0 outside of all samples; or a
                 mask whose sum is beyond fp32.
             GroupError: offsets that are not those of samples within the mask.
         """
-        read = [_read(x, place) for place, x in enumerate(brought_to_cpu(microbatches))]
+        read = [_read(x, place) for place, x in enumerate(microbatches)]
         if not read:
             return cls(torch.empty(0, dtype=torch.float64), [], [])
         sums, totals, active_tokens = zip(*read, strict=True)
@@ -60,7 +60,7 @@ def predicting_mask(
         MaskError, GroupError: as `StepPlan.build` does.
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
-    MaskSums.read([microbatch])
+    MaskSums.read(brought_to_cpu([microbatch]))
     return shifted(loss_mask, microbatch, 1)
 
 

@@ -69,10 +69,8 @@ class StepPlan:
         self._mask_sums_S = samples.sums_S
         within = agg.within
         within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
-        zero_S = samples.sums_S == 0
-        if samples.rejected_S is not None:
-            zero_S |= samples.rejected_S
-        coefficient_S = sample_coefficients(within_S, self.counts.across, agg.scale, zero_S)
+        across = self.counts.across
+        coefficient_S = sample_coefficients(within_S, across, agg.scale, local.zero_S)
         if samples.weights_S is not None:
             coefficient_S *= samples.weights_S
         self._coefficient_S = coefficient_S

@@ -26,10 +26,9 @@ def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, mask_totals: Sequence[
                 f"microbatch {i}: loss_mask{over} sums to {scaled:g}, beyond fp32; expected "
                 f"smaller values{', or a larger divisor' if over else ''}"
             )
-    small = sums_S < 1 / _LARGEST
-    if agg.within is None or not bool(small.any()):
+    if agg.within is None or not sums_S.numel() or float(sums_S.amin()) >= 1 / _LARGEST:
         return
-    if positive := sums_S[small & (sums_S > 0)].tolist():
+    if positive := sums_S[(sums_S > 0) & (sums_S < 1 / _LARGEST)].tolist():
         raise MaskError(
             f"the loss_mask of a sample sums to {positive[0]:g}, whose reciprocal overflows fp32; "
             "expected 0, or larger values"

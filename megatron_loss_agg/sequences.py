@@ -13,6 +13,7 @@ from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coefficients
 
 
@@ -57,7 +58,7 @@ class SequenceMean:
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
                 "layout of the group: give both, or neither"
             )
-        sums_S = MaskSums.read([microbatch]).by_sample
+        sums_S = MaskSums.read(brought_to_cpu([microbatch])).by_sample
         mask, position = microbatch.loss_mask.detach(), None
         if layout is not None:
             mask, position = layout.shard(mask), layout.index.to(mask.device)
@@ -67,7 +68,7 @@ class SequenceMean:
             sample_T = rows.repeat_interleave(mask.shape[-1])
         # The extra entry is for tokens outside all sequences; their mask is 0.
         total_S = torch.nn.functional.pad(sums_S, (0, 1)).to(mask.device)
-        self._coefficient_S = sample_coefficients(total_S, across=1, scale=1.0)
+        self._coefficient_S = sample_coefficients(total_S, across=1, scale=1.0, zero_S=total_S == 0)
         self._mask = mask.to(torch.float64, copy=True)  # the script may change its own
         self._sample_T = sample_T
         self._group = group if ranks > 1 else None

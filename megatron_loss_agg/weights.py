@@ -90,23 +90,24 @@ def check_losses(losses: Mapping[str, Tensor], names: Collection[str]) -> None:
 
 
 def sample_coefficients(
-    within_S: Tensor, across: float, scale: float, zero_S: Tensor | None = None
+    within_S: Tensor, across: float, scale: float, zero_S: Tensor | None
 ) -> Tensor:
-    """``scale / (M_within(s) * N_across)``; 0 for a group without tokens.
+    """``scale / (M_within(s) * N_across)``.
 
     Args:
         within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
         across: number of groups in the whole step, or their weight ``V_across``.
         scale: ``1 / D``.
-        zero_S: bool, samples of coefficient 0, all those of groups without tokens among them.
+        zero_S: bool, samples of coefficient 0, all those of groups without tokens among them; None
+            if there are none.
 
     Returns:
         fp64 [samples].
     """
     if not across:
         return torch.zeros_like(within_S)
-    zero_S = within_S == 0 if zero_S is None else zero_S
-    return (within_S.reciprocal() * (scale / across)).masked_fill_(zero_S, 0.0)
+    coefficient_S = within_S.reciprocal() * (scale / across)
+    return coefficient_S if zero_S is None else coefficient_S.masked_fill_(zero_S, 0.0)
 
 
 def token_weights_of(

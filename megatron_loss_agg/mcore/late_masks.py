@@ -44,7 +44,7 @@ from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.ranges import check_fits_fp32, check_normal_in_fp32
 from megatron_loss_agg.samples import Samples
-from megatron_loss_agg.transfer import Stage
+from megatron_loss_agg.transfer import Stage, brought_to_cpu
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
 
 _POSSIBLE = (
@@ -209,7 +209,9 @@ class LateWeights(StepWeights):
             within_S = torch.ones_like(sums_S)
             if agg.within in ("sample", "microbatch"):
                 within_S = sums_S if agg.within == "sample" else sums_S.sum().expand_as(sums_S)
-            coefficient_S = sample_coefficients(within_S, self.denominators[name], agg.scale)
+            coefficient_S = sample_coefficients(
+                within_S, self.denominators[name], agg.scale, within_S == 0
+            )
             # A pack's samples have equal coefficients: see `_read`.
             coefficient_S = coefficient_S[:1] if local.packed else coefficient_S
             weights = LocalWeights(local, Stage().add(coefficient_S), None, False, local.sums)
@@ -227,7 +229,7 @@ class LateWeights(StepWeights):
         packed = self._check_samples(i, name, mask, model_call)
         rows = mask.detach().reshape((1, -1) if packed else mask.shape)
         try:
-            read = MaskSums.read([Microbatch(rows)])  # waits for the device once
+            read = MaskSums.read(brought_to_cpu([Microbatch(rows)]))
         except MaskError as error:
             raise MaskError(
                 f"the model's mask of microbatch {i} has negative, infinite or NaN values, or "
