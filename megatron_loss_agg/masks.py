@@ -15,7 +15,7 @@ from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import at_least_fp32, in_dtype
 
 _LARGEST = torch.finfo(torch.float32).max
-_BLOCK = 2**16
+_BLOCK = 2**18
 _COUNTED_BY_FP32 = 2**24
 """Up to here fp32 holds all whole numbers."""
 
@@ -40,7 +40,8 @@ class MaskSums(NamedTuple):
         if not read:
             return cls(torch.empty(0, dtype=torch.float64), [], [])
         sums, totals, active_tokens = zip(*read, strict=True)
-        return cls(torch.cat(sums), [*totals], [*active_tokens])
+        by_sample = torch.cat(sums) if len(sums) > 1 else sums[0]
+        return cls(by_sample, [*totals], [*active_tokens])
 
 
 def predicting_mask(
@@ -134,9 +135,11 @@ def _is_binary(mask: Tensor) -> bool:
     if not mask.is_floating_point():
         least, largest = mask.aminmax()
         return bool(least >= 0) and bool(largest <= 1)
-    # Those with x = x^2; in blocks, which take less memory.
+    # Those whose x - x^2 has no bit set: integers are compared faster. Blocks take less memory.
+    bits = torch.int32 if mask.dtype == torch.float32 else torch.int64
     blocks = [mask] if mask.numel() <= _BLOCK else mask.reshape(-1).split(_BLOCK)
-    return not any(float(torch.addcmul(x, x, x, value=-1).abs_().amax()) for x in blocks)
+    ends = (torch.addcmul(x, x, x, value=-1).view(bits).aminmax() for x in blocks)
+    return not any(map(any, ends))
 
 
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:

@@ -106,7 +106,7 @@ def sample_coefficients(
     """
     if not across:
         return torch.zeros_like(within_S)
-    coefficient_S = within_S.reciprocal() * (scale / across)
+    coefficient_S = torch.div(scale / across, within_S)
     return coefficient_S if zero_S is None else coefficient_S.masked_fill_(zero_S, 0.0)
 
 

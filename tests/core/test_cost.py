@@ -126,7 +126,7 @@ def test_any_number_of_sequences_takes_the_same_operations(name):
 
 @pytest.mark.parametrize("number", [1, 4])
 def test_reading_a_step_of_rows_takes_little_memory(number):
-    step = [Microbatch(torch.ones(512, 1024)) for _ in range(number)]
+    step = [Microbatch(torch.ones(1024, 1024)) for _ in range(number)]
     with LiveBytes() as counted:
         StepPlan.build(aggregation("sample_mean"), step)
     assert counted.peak <= (2 * number + 0.5) * step[0].loss_mask.nbytes  # the masks and copies
