@@ -27,6 +27,7 @@ from megatron_loss_agg.collectives import (
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
 from megatron_loss_agg.groups import GroupSums, exchange_groups
 from megatron_loss_agg.ranges import (
+    active_samples,
     check_fits_fp32,
     check_normal_in_fp32,
     check_sample_weights,
@@ -152,8 +153,8 @@ class LocalCounts:
             self._mask_totals = torch.segment_reduce(
                 self.sums_S, "sum", lengths=self._sizes, unsafe=True
             ).tolist()
-        check_fits_fp32(agg, self.sums_S, self._mask_totals)
-        self._active_samples = int(self.sums_S.count_nonzero())
+        self._active_samples, least = active_samples(self.sums_S)
+        check_fits_fp32(agg, least, self._mask_totals)
         # Where ranks hold parts of the same samples, the first of them owns the samples: it alone
         # counts them, and its rank is part of their ids.
         self._owner: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,11 +14,26 @@ from megatron_loss_agg.errors import MaskError
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, mask_totals: Sequence[float]) -> None:
+def active_samples(sums_S: Tensor) -> tuple[int, float]:
+    """How many samples have tokens, and the least of their mask sums; inf if there are none.
+
+    Args:
+        sums_S: fp64 [samples], mask sums.
+    """
+    least = float(sums_S.amin()) if sums_S.numel() else math.inf
+    if least > 0:
+        return sums_S.numel(), least
+    active_S = sums_S[sums_S > 0]
+    number = active_S.numel()
+    return number, float(active_S.amin()) if number else math.inf
+
+
+def check_fits_fp32(agg: LossAggregation, least: float, mask_totals: Sequence[float]) -> None:
     """Raise MaskError if the masks' sums or their reciprocals overflow fp32.
 
     Args:
-        sums_S: fp64 [samples], mask sums; ``mask_totals`` adds them up by microbatch.
+        least: see `active_samples`.
+        mask_totals: mask sums of microbatches.
     """
     for i, total in enumerate(mask_totals):
         if (scaled := total * max(agg.scale, 1.0)) > _LARGEST:
@@ -26,11 +42,9 @@ def check_fits_fp32(agg: LossAggregation, sums_S: Tensor, mask_totals: Sequence[
                 f"microbatch {i}: loss_mask{over} sums to {scaled:g}, beyond fp32; expected "
                 f"smaller values{', or a larger divisor' if over else ''}"
             )
-    if agg.within is None or not sums_S.numel() or float(sums_S.amin()) >= 1 / _LARGEST:
-        return
-    if positive := sums_S[(sums_S > 0) & (sums_S < 1 / _LARGEST)].tolist():
+    if agg.within is not None and least < 1 / _LARGEST:
         raise MaskError(
-            f"the loss_mask of a sample sums to {positive[0]:g}, whose reciprocal overflows fp32; "
+            f"the loss_mask of a sample sums to {least:g}, whose reciprocal overflows fp32; "
             "expected 0, or larger values"
         )
 

@@ -42,7 +42,7 @@ from megatron_loss_agg.mcore.splits import WHOLE, Splits
 from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
 from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.ranges import check_fits_fp32, check_normal_in_fp32
+from megatron_loss_agg.ranges import active_samples, check_fits_fp32, check_normal_in_fp32
 from megatron_loss_agg.samples import Samples
 from megatron_loss_agg.transfer import Stage, brought_to_cpu
 from megatron_loss_agg.weights import described, is_plain, sample_coefficients
@@ -237,7 +237,8 @@ class LateWeights(StepWeights):
             ) from error
         (active,), (total,) = read.active_tokens, read.totals
         agg, across = self.aggregations[name], self.denominators[name]
-        check_fits_fp32(agg, read.by_sample, [total])
+        _, least = active_samples(read.by_sample)
+        check_fits_fp32(agg, least, [total])
         check_normal_in_fp32(agg, across, total, active, self.samples[i], least_weight=1.0)
         if self.divided_by_host and total != active:
             raise MaskError(
