@@ -38,7 +38,7 @@ from megatron_loss_agg.sample_weights import (
     weight_of_step,
     weight_on_rank,
 )
-from megatron_loss_agg.samples import Samples
+from megatron_loss_agg.samples import Samples, vector
 
 CROSS_RANK_UNITS: tuple[Unit, ...] = (*BY_ID, "sample", "microbatch")
 """Units whose groups can span ranks; the last two do only where masks are sharded."""
@@ -295,7 +295,7 @@ class LocalCounts:
                 f"{what} groups by {unit} and a microbatch has no {unit}_ids; "
                 f"give {unit}_ids=, one for each sample"
             )
-        return ids
+        return None if ids is None else vector(ids, torch.int64)
 
 
 def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None) -> list[StepSums]:

@@ -26,7 +26,7 @@ class Samples(NamedTuple):
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
     mask_totals: list[float]  # of each microbatch
-    ids: Mapping[Unit, Tensor]  # int64 [samples], by `BY_ID`, where given
+    ids: Mapping[Unit, Sequence[Tensor]]  # int64 vectors, by `BY_ID`, where given
     rejected_S: Tensor | None  # bool
     weights_S: Tensor | None  # fp64
     active_tokens: list[int] | None  # of each microbatch; None where masks are unknown
@@ -36,14 +36,14 @@ class Samples(NamedTuple):
     def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
         """Of microbatches on the CPU; raises as `MaskSums.read`."""
         sums_S, totals, active_tokens = MaskSums.read(microbatches)
-        ids: dict[Unit, Tensor] = {}
+        ids: dict[Unit, Sequence[Tensor]] = {}
         for unit in BY_ID:
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
             if not any(part is None for part in given):
-                ids[unit] = _joined(given, torch.int64)
+                ids[unit] = given
         rejected_S = None
         if any(m.rejected is not None for m in microbatches):
-            rejected_S = _joined(_filled(microbatches, "rejected", False), torch.bool)
+            rejected_S = vector(_filled(microbatches, "rejected", False), torch.bool)
         weights_S = None
         if any(m.sample_weights is not None for m in microbatches):
             weights_S = _checked_weights(_filled(microbatches, "sample_weights", 1.0))
@@ -69,17 +69,15 @@ class Samples(NamedTuple):
         )  # an empty list is a rank without microbatches
         sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
         sizes = [x.numel() for x in sums]
-        by_unit = {
-            u: _joined_ids(f"{u}_ids", x, sizes) for u, x in (ids or {}).items() if x is not None
-        }
+        by_unit = {u: _ids(f"{u}_ids", x, sizes) for u, x in (ids or {}).items() if x is not None}
         rejected_S = None
         if rejected is not None:
-            rejected_S = _joined(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
+            rejected_S = vector(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
         weights_S = None
         if sample_weights is not None:
             weights_S = _checked_weights(_tensors("sample_weights", sample_weights, None, sizes))
         totals = [float(x.sum()) for x in sums]
-        sums_S = _joined(sums, torch.float64)
+        sums_S = vector(sums, torch.float64)
         return cls(sums_S, sizes, totals, by_unit, rejected_S, weights_S, None, [])
 
 
@@ -115,7 +113,7 @@ def listed(microbatches: Any) -> list[Any]:
     return list(microbatches)
 
 
-def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def vector(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """``parts`` as one ``dtype`` vector on the CPU; empty if there are none."""
     return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
 
@@ -141,7 +139,7 @@ def _tensors(
 
 def _checked_weights(parts: Sequence[Tensor]) -> Tensor:
     """fp64 [samples]; raises MaskError if fp32 cannot hold a weight, or its reciprocal."""
-    weights_S = _joined(parts, torch.float64)
+    weights_S = vector(parts, torch.float64)
     largest = torch.finfo(torch.float32).max
     held = (weights_S >= 1 / largest) & (weights_S <= largest)
     if not bool((held | (weights_S == 0)).all()):
@@ -153,9 +151,9 @@ def _checked_weights(parts: Sequence[Tensor]) -> Tensor:
     return weights_S
 
 
-def _joined_ids(name: str, given: Any, sizes: Sequence[int]) -> Tensor:
+def _ids(name: str, given: Any, sizes: Sequence[int]) -> list[Tensor]:
     parts = _by_microbatch(name, given, sizes)
-    return _joined([checked_ids(name, ids, size) for ids, size in parts], torch.int64)
+    return [checked_ids(name, ids, size) for ids, size in parts]
 
 
 def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:

@@ -104,7 +104,7 @@ class LocalWeights(NamedTuple):
             at_least_fp32(torch.get_default_dtype()),
         )
         if not (mask.packed or custom or depths) and mask.shape[-1] >= _SHORT_ROW:
-            return cls(mask, stage.add(plan.coefficients(i).to(dtype)), None, False, mask.sums)
+            return cls(mask, stage.add(plan.coefficients(i, dtype)), None, False, mask.sums)
         weights = plan.weights(i, dtype)
         planned = plan.microbatches[i].loss_mask
         of_depths = None

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.fake_groups import fake_groups
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term
-from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.mcore.tensor_parallel import packed
@@ -160,9 +159,9 @@ def test_masks_on_a_gpu_are_planned_as_on_the_cpu_and_take_one_wait_a_step(
             assert torch.equal(x, y)
 
 
-def test_masks_are_read_with_one_wait_and_token_ids_stay_where_nobody_needs_them():
+def test_microbatches_come_with_one_wait_and_token_ids_stay_where_nobody_needs_them():
     OnGpu.waits = 0
-    MaskSums.read([on_gpu(microbatch(4, "packs")), on_gpu(microbatch(4, "rows"))])
+    brought_to_cpu([on_gpu(microbatch(4, "packs")), on_gpu(microbatch(4, "rows"))])
     assert OnGpu.waits == 1
     (here,) = brought_to_cpu([on_gpu(microbatch(4, "packs"))])
     assert [type(x) for x in (here.loss_mask, *here.token_ids)] == [Tensor, OnGpu]
