@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch, rise_from_0
 from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import at_least_fp32, in_dtype
+from megatron_loss_agg.weights import at_least_fp32, detached, in_dtype
 
 _LARGEST = torch.finfo(torch.float32).max
 _BLOCK = 2**18
@@ -87,7 +87,7 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, float, int]:
     Args:
         place: index of the microbatch in the step, for errors.
     """
-    mask = _with_arithmetic(microbatch.loss_mask.detach())
+    mask = _with_arithmetic(detached(microbatch.loss_mask))
     binary = _is_binary(mask)
     if not (binary or (mask.amin() >= 0 and mask.amax() <= _LARGEST)):
         raise MaskError(

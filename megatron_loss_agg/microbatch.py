@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.weights import SUMMABLE, described, is_plain
+from megatron_loss_agg.weights import SUMMABLE, described, detached, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
@@ -138,7 +138,7 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """With tensors of its own, but the `token_ids`."""
-        return self.changed(lambda x: x.detach().clone())
+        return self.changed(lambda x: detached(x).clone())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
         """With each tensor changed, but the `token_ids`."""

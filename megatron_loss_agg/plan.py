@@ -66,14 +66,15 @@ class StepPlan:
         self.mask_totals = samples.mask_totals
         self.active_tokens = samples.active_tokens or []
         self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
-        self._mask_sums_S = samples.sums_S
         within = agg.within
         within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
         across = self.counts.across
         coefficient_S = sample_coefficients(within_S, across, agg.scale, local.zero_S)
         if samples.weights_S is not None:
             coefficient_S *= samples.weights_S
-        self._coefficient_S = coefficient_S
+        # Of each microbatch, as views.
+        self._coefficients = coefficient_S.split(samples.sizes)
+        self._mask_sums = samples.sums_S.split(samples.sizes)
 
     @classmethod
     def build(
@@ -202,11 +203,11 @@ class StepPlan:
 
         With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self._of_microbatch(i, self._coefficient_S).to(dtype, copy=True)
+        return self._coefficients[i].to(dtype, copy=True)
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self._of_microbatch(i, self._mask_sums_S).clone()
+        return self._mask_sums[i].clone()
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``.
@@ -256,9 +257,7 @@ class StepPlan:
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
         function = self.aggregation.function
         if function is None:
-            return token_weights_of(
-                self._of_microbatch(i, self._coefficient_S), mask, starts, dtype
-            )
+            return token_weights_of(self._coefficients[i], mask, starts, dtype)
         kept = None
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, starts, dtype)

@@ -38,6 +38,11 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype=dtype)
 
 
+def detached(x: Tensor) -> Tensor:
+    """``x.detach()``; skipped, too, where it changes nothing."""
+    return x.detach() if x.requires_grad else x
+
+
 def is_plain(x: object) -> TypeGuard[Tensor]:
     """Whether ``x`` is a tensor whose elements are real numbers that torch can sum.
 
@@ -196,7 +201,7 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     check_tensors(MaskError, "real", w=w, token_loss=token_loss)
     if token_loss.dim() != 1:  # a view of a vector would only add a backward node
         w, token_loss = w.reshape(-1), token_loss.reshape(-1)
-    return weighted_sum_of_vectors(w.detach(), token_loss)
+    return weighted_sum_of_vectors(detached(w), token_loss)
 
 
 def weighted_sum_of_vectors(w: Tensor, token_loss: Tensor) -> Tensor:

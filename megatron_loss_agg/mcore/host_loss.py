@@ -15,7 +15,13 @@ from torch import Tensor
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
 from megatron_loss_agg.microbatch import for_each_term
-from megatron_loss_agg.weights import at_least_fp32, described, is_plain, weighted_sum
+from megatron_loss_agg.weights import (
+    at_least_fp32,
+    described,
+    detached,
+    is_plain,
+    weighted_sum,
+)
 
 
 class TokenLoss:
@@ -131,12 +137,12 @@ def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str
                 "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
             )
     if isinstance(mask, Tensor):  # one for all terms
-        return dict.fromkeys(names, mask.detach())
+        return dict.fromkeys(names, detached(mask))
     masks = _by_term("masks", mask, names)
     for given in masks.values():
         if not isinstance(given, Tensor):
             raise MaskError(f"the loss mask is a {type(given).__name__}; expected a tensor")
-    return for_each_term(Tensor.detach, masks)
+    return for_each_term(detached, masks)
 
 
 def token_losses(

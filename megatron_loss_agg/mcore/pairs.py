@@ -90,8 +90,8 @@ def make_pairs(reports: Iterable[dict[str, Any]]) -> None:
         return
     pairs = [report[key] for report, key in places]
     totals = torch.stack([pair.total for pair in pairs])
-    made = torch.tensor([(pair.factor, pair.count) for pair in pairs], dtype=totals.dtype)
-    (made,) = moved([made], totals.device)
-    made.select(1, 0).mul_(totals)
-    for (report, key), pair, tensor in zip(places, pairs, made.unbind(), strict=True):
+    numbers = [number for pair in pairs for number in (pair.factor, pair.count)]
+    (made,) = moved([torch.tensor(numbers, dtype=totals.dtype)], totals.device)
+    made[::2].mul_(totals)
+    for (report, key), pair, tensor in zip(places, pairs, made.view(-1, 2).unbind(), strict=True):
         report[key] = in_dtype(tensor, pair.total.dtype)
