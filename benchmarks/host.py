@@ -33,7 +33,7 @@ def _training_step(results: Results) -> None:
     results.add("stock step", where, base, "s")
     for name, seconds in others.items():
         results.add(f"step with {name}", where, 1 + statistics.median(seconds) / base, "x stock")
-    _, small = _steps(SMALL_MODEL, rounds=60)
+    _, small = _steps(SMALL_MODEL, rounds=120)
     for name in NAMES:
         added = statistics.median(small[name])
         results.add(f"added by {name}", where, 1e3 * added, "ms", "added_ms")

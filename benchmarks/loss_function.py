@@ -62,7 +62,7 @@ def _one_shape(results: Results, shape: Shape, groups: ParallelGroups) -> None:
         step.finish()
 
     stock = functools.partial(_schedule, forward_step, losses)
-    base, found = ratios(stock, {"hooked": hooked}, rounds=60)
+    base, found = ratios(stock, {"hooked": hooked}, rounds=300)
     where = f"{shape.samples} x {shape.length} {shape.layout}, {NUMBER} microbatches"
     results.add("stock loss function", where, 1e6 * base / NUMBER, "us")
     what = "all of the hook's loss function"

@@ -31,8 +31,8 @@ def measure(results: Results) -> None:
             starts = torch.nn.functional.pad(uneven.cumsum(0), (1, 0)).int()
             where = f"{samples} x {length}, {str(dtype).removeprefix('torch.')} mask"
             of_rows, of_pack = _ours(rows), _ours(packed, starts)
-            _, found = ratios(_plain(rows), {"rows": of_rows, "pack": of_pack}, 40)
-            _, of_padded = ratios(_plain(padded), {"pack": of_pack}, 40)
+            _, found = ratios(_plain(rows), {"rows": of_rows, "pack": of_pack}, 150)
+            _, of_padded = ratios(_plain(padded), {"pack": of_pack}, 150)
             results.add("reduction of rows", where, found["rows"], "of plain mean", goal)
             results.add("of a pack", where, of_padded["pack"], "of plain mean, padded", goal)
             results.add("of a pack", where, found["pack"], "of it without padding")
