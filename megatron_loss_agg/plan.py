@@ -198,12 +198,12 @@ class StepPlan:
         """Whether every token of the whole step is masked or belongs to a rejected sample."""
         return self.counts.kept_tokens == 0
 
-    def coefficients(self, i: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: [samples].
+    def coefficients(self, i: int) -> Tensor:
+        """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
 
         With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self._coefficients[i].to(dtype, copy=True)
+        return self._coefficients[i].clone()
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""

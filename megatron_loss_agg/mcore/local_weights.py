@@ -83,7 +83,7 @@ class LocalWeights(NamedTuple):
     """Weights of one microbatch on this rank; terms with equal weights share them."""
 
     mask: LocalMask
-    coefficient_S: Staged | None  # for rows; in the dtype that models have by default, or fp32
+    coefficient_S: Staged | None  # fp32 or fp64; for rows
     weight_T: Staged | None  # for packs, short rows and custom functions
     signed: bool  # some weights may be negative
     checksum: Tensor  # fp64, of the planned mask: sums of its rows, or its product with the weights
@@ -104,7 +104,7 @@ class LocalWeights(NamedTuple):
             at_least_fp32(torch.get_default_dtype()),
         )
         if not (mask.packed or custom or depths) and mask.shape[-1] >= _SHORT_ROW:
-            return cls(mask, stage.add(plan.coefficients(i, dtype)), None, False, mask.sums)
+            return cls(mask, stage.add(plan.coefficients(i).to(dtype)), None, False, mask.sums)
         weights = plan.weights(i, dtype)
         planned = plan.microbatches[i].loss_mask
         of_depths = None
