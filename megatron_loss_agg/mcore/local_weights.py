@@ -99,10 +99,8 @@ class LocalWeights(NamedTuple):
         stage: Stage,
         depths: int = 0,
     ) -> LocalWeights:
-        custom, dtype = (
-            plan.aggregation.function is not None,
-            at_least_fp32(torch.get_default_dtype()),
-        )
+        custom = plan.aggregation.function is not None
+        dtype = at_least_fp32(torch.get_default_dtype())
         if not (mask.packed or custom or depths) and mask.shape[-1] >= _SHORT_ROW:
             return cls(mask, stage.add(plan.coefficients(i).to(dtype)), None, False, mask.sums)
         weights = plan.weights(i, dtype)
