@@ -103,12 +103,12 @@ def test_the_wider_dtype_is_summed_and_the_gradient_keeps_the_losses():
     assert total.item() == 700 and total.dtype == torch.float32
 
 
-def test_millions_of_tokens_add_up_as_torch_adds_them():
-    loss = torch.rand(2**22, generator=torch.Generator().manual_seed(0)) + 1
-    w = torch.full_like(loss, 2.0**-22)
+@pytest.mark.parametrize("number", [2**12, 2**16, 2**22])
+def test_many_tokens_add_up_whatever_the_cpu(number):
+    loss = torch.rand(number, generator=torch.Generator().manual_seed(0)) + 1
+    w = torch.full_like(loss, 1 / number)
     exact = float(loss.double().mean())
-    error, naive = (abs(float(x) / exact - 1) for x in (weighted_sum(w, loss), (w * loss).sum()))
-    assert error <= 2 * naive + torch.finfo(torch.float32).eps
+    assert float(weighted_sum(w, loss)) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("poison", [1.0, math.nan])
