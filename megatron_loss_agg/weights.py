@@ -199,13 +199,11 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
         MaskError: not two real tensors of the same shape; nothing is broadcast.
     """
     check_tensors(MaskError, "real", w=w, token_loss=token_loss)
-    if token_loss.dim() != 1:  # a view of a vector would only add a backward node
-        w, token_loss = w.reshape(-1), token_loss.reshape(-1)
-    return weighted_sum_of_vectors(detached(w), token_loss)
+    return weighted_sum_of_fitting(detached(w), token_loss)
 
 
-def weighted_sum_of_vectors(w: Tensor, token_loss: Tensor) -> Tensor:
-    """`weighted_sum` of vectors that are known to fit, with weights that have no gradient."""
+def weighted_sum_of_fitting(w: Tensor, token_loss: Tensor) -> Tensor:
+    """`weighted_sum` of tensors that are known to fit, with weights that have no gradient."""
     summed = w.dtype
     if summed != token_loss.dtype or summed not in (torch.float32, torch.float64):
         # torch promotes no integer dtype together with uint16 to uint64.
@@ -242,12 +240,14 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
 
 
 def dot(x: Tensor, w: Tensor) -> Tensor:
-    """``sum(x * w)`` of two vectors.
+    """``sum(x * w)`` of two tensors of one shape.
 
     `torch.dot` is faster, but its rounding error grows with the length on some CPUs, whose BLAS
     adds nearly one number after the other.
     """
-    return torch.dot(x, w) if x.numel() <= _SHORT or not x.is_cpu else (x * w).sum()
+    if x.numel() > _SHORT and x.is_cpu:
+        return (x * w).sum()
+    return torch.dot(x.flatten(), w.flatten())  # of a vector no node of the graph
 
 
 def _is_known_finite(total: Tensor) -> bool:

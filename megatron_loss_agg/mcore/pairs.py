@@ -18,7 +18,7 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
 from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.transfer import moved
-from megatron_loss_agg.weights import at_least_fp32, in_dtype, weighted_sum_of_vectors
+from megatron_loss_agg.weights import at_least_fp32, in_dtype, weighted_sum_of_fitting
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Pairs:
     def token_mean(self, key: str, losses: Tensor, mask: Tensor, dtype: torch.dtype) -> Pair:
         """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
         mask = in_dtype(mask.reshape(-1), at_least_fp32(mask.dtype))
-        total = in_dtype(weighted_sum_of_vectors(mask, losses.detach()), dtype)
+        total = in_dtype(weighted_sum_of_fitting(mask, losses.detach()), dtype)
         if self._running_means is None:
             return Pair(total, 1 / self._copies, self._mask.total / self._copies)
         tokens = self._weights.counts.all_tokens

@@ -32,7 +32,7 @@ from megatron_loss_agg.mcore.mtp import Depths
 from megatron_loss_agg.mcore.pairs import Pairs, make_pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
-from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_vectors
+from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_fitting
 
 
 class Options(NamedTuple):
@@ -233,7 +233,7 @@ class Step:
         parts, scaled = {}, []
         for name, w in made.items():
             losses = tokens.losses[name]
-            parts[name] = part = weighted_sum_of_vectors(w, losses)
+            parts[name] = part = weighted_sum_of_fitting(w, losses)
             scaled.append(times_coefficient(self._terms[name].coefficient, part, losses))
         return scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum(), parts
 
