@@ -22,7 +22,8 @@ from benchmarks.shapes import (
     many_microbatches,
     rows_of_rank,
 )
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, collectives, counts, groups
+from megatron_loss_agg import LossAggregation, StepPlan, collectives, exchange, groups
+from megatron_loss_agg.counts import LocalCounts
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
@@ -75,10 +76,11 @@ def _large_step(results: Results) -> None:
     """One rank's own work: the other ranks' rows are made beforehand, and not gathered."""
     samples, prompts, ranks = LARGE_PLAN
     aggregation = LossAggregation(mode="prompt_mean")
-    local = [_local_counts(aggregation, rows_of_rank(rank)) for rank in range(ranks)]
+    samples_of_ranks = [Samples.of_microbatches(rows_of_rank(rank)) for rank in range(ranks)]
+    local = [LocalCounts(aggregation, x, None) for x in samples_of_ranks]
     header = collectives.Header(failed=False, records=1, tag=0)
     records = [torch.tensor([c.record().row()], dtype=torch.float64) for c in local]
-    capacity = counts.TERMS_CAPACITY
+    capacity = exchange.TERMS_CAPACITY
     totals = torch.stack([collectives.padded_row(header, r, capacity) for r in records])
     size = 2 * max(c.groups["prompt"].ids.numel() for c in local)
     payload = torch.stack([groups.packed_groups([c.groups["prompt"]], size) for c in local])
@@ -101,13 +103,6 @@ def _large_step(results: Results) -> None:
     results.add("received by one rank", where, received, "MiB", "payload_mb")
     sent = (totals[0].nbytes + payload[0].nbytes) / 2**20
     results.add("sent by one rank", where, sent, "MiB", "payload_mb")
-
-
-def _local_counts(
-    aggregation: LossAggregation, microbatches: list[Microbatch]
-) -> counts.LocalCounts:
-    samples = Samples.of_microbatches(microbatches)
-    return counts.LocalCounts(aggregation, samples, None)
 
 
 def _memory(results: Results, layout: str, alone: ParallelGroups) -> None:

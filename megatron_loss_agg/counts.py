@@ -1,4 +1,4 @@
-"""Counts of a step: on this rank, then over all ranks.
+"""Counts of a step, on this rank and over all.
 
 Suffix: ``_S`` samples of all this rank's microbatches, in order.
 """
@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import collectives
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
-from megatron_loss_agg.collectives import (
-    Header,
-    abandon_records,
-    gather_records,
-    tag_of,
-)
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
-from megatron_loss_agg.groups import GroupSums, exchange_groups
+from megatron_loss_agg.groups import GroupSums
 from megatron_loss_agg.ranges import (
     active_samples,
     check_fits_fp32,
@@ -42,8 +33,6 @@ from megatron_loss_agg.samples import Samples, vector
 
 CROSS_RANK_UNITS: tuple[Unit, ...] = (*BY_ID, "sample", "microbatch")
 """Units whose groups can span ranks; the last two do only where masks are sharded."""
-TERMS_CAPACITY = 8
-"""Number of terms whose counts fit in the first collective."""
 UNDECIDED = (
     "some samples are rejected, and the aggregation does not say whether rejected samples count; "
     "expected LossAggregation(rejected='count') or rejected='skip'"
@@ -70,29 +59,33 @@ class Totals(NamedTuple):
     weighted: float  # see `weight_on_rank`
 
 
-_ENDS = [*accumulate((len(Totals._fields), len(Extremes._fields), 2))]
-_WIDTH = _ENDS[-1] + len(CROSS_RANK_UNITS)
-
-
 class Record(NamedTuple):
     """What one rank says of one term."""
 
     totals: Totals
     extremes: Extremes
-    shared: Sequence[float]  # owner, or -1; number of samples
-    groups: Sequence[float]  # number by unit; -1 without ids
+    owner: float  # of its samples; -1: itself alone
+    held_samples: float
+    groups: Mapping[Unit, float]  # number by unit of `CROSS_RANK_UNITS`; -1 without ids
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Record:
         """The record whose `row` this is."""
-        first, second, third = _ENDS
-        return cls(
-            Totals(*row[:first]), Extremes(*row[first:second]), row[second:third], row[third:]
-        )
+        totals, rest = row[: len(Totals._fields)], row[len(Totals._fields) :]
+        extremes, rest = rest[: len(Extremes._fields)], rest[len(Extremes._fields) :]
+        owner, held_samples, *numbers = rest
+        groups = dict(zip(CROSS_RANK_UNITS, numbers, strict=True))
+        return cls(Totals(*totals), Extremes(*extremes), owner, held_samples, groups)
 
     def row(self) -> list[float]:
-        """All numbers, joined."""
-        return [*self.totals, *self.extremes, *self.shared, *self.groups]
+        """All `RECORD_WIDTH` numbers, joined."""
+        return [
+            *(*self.totals, *self.extremes),
+            *(self.owner, self.held_samples, *self.groups.values()),
+        ]
+
+
+RECORD_WIDTH = len(Totals._fields) + len(Extremes._fields) + 2 + len(CROSS_RANK_UNITS)
 
 
 class StepCounts(NamedTuple):
@@ -178,10 +171,11 @@ class LocalCounts:
         return empty_S if rejected_S is None else empty_S | rejected_S
 
     def record(self) -> Record:
-        numbers = [self.groups[u].ids.numel() if u in self.groups else -1 for u in CROSS_RANK_UNITS]
+        numbers = dict.fromkeys(CROSS_RANK_UNITS, -1.0)
+        numbers |= {unit: groups.ids.numel() for unit, groups in self.groups.items()}
         owner = -1 if self._owner is None else self._owner
         extremes = Extremes.of(self.agg, self.sums_S, self.samples.weights_S)
-        return Record(self._totals(), extremes, (owner, self.sums_S.numel()), numbers)
+        return Record(self._totals(), extremes, owner, self.sums_S.numel(), numbers)
 
     def of_step(
         self, totals: Totals, extremes: Extremes, groups: Mapping[Unit, GroupSums]
@@ -298,93 +292,6 @@ class LocalCounts:
         return None if ids is None else vector(ids, torch.int64)
 
 
-def count_step(terms: Mapping[str, LocalCounts], group: dist.ProcessGroup | None) -> list[StepSums]:
-    """Sum every term's counts over ``group``; see `LocalCounts.of_step`.
-
-    At most two collectives for up to `TERMS_CAPACITY` terms, three for more.
-
-    Raises:
-        PeerError: another rank called `abandon`.
-        ModeError: ranks have different terms.
-        StepError: some microbatches have routed tokens, and others have none.
-        GroupError: ranks that share samples have different numbers of them.
-    """
-    local = list(terms.values())
-    by_rank = [[counts.record() for counts in local]]
-    if collectives.ranks_of(group) > 1:
-        rows = gather_records(
-            torch.tensor([record.row() for record in by_rank[0]], dtype=torch.float64),
-            TERMS_CAPACITY,
-            group,
-            tag=tag_of((name, *_defining(x.agg), x.group_by) for name, x in terms.items()),
-            failure="bad microbatches on rank(s) {} of the data-parallel group",
-            difference=_different_terms,
-        )
-        by_rank = [[*map(Record.of, of_rank)] for of_rank in rows.tolist()]
-    by_term = [*zip(*by_rank, strict=True)]
-    for of_ranks in by_term:
-        _check_sharded_samples([record.shared for record in of_ranks])
-    groups = _groups_of_step(local, by_term, group)
-    return [
-        counts.of_step(
-            Totals(*map(math.fsum, zip(*(r.totals for r in of_ranks), strict=True))),
-            Extremes(*map(max, zip(*(r.extremes for r in of_ranks), strict=True))),
-            of_term,
-        )
-        for counts, of_ranks, of_term in zip(local, by_term, groups, strict=True)
-    ]
-
-
-def _groups_of_step(
-    local: Sequence[LocalCounts],
-    by_term: Sequence[Sequence[Record]],
-    group: dist.ProcessGroup | None,
-) -> list[dict[Unit, GroupSums]]:
-    """Each term's groups over all ranks; of a unit only if every rank has ids for it."""
-    if not any(counts.groups for counts in local):
-        return [{} for _ in local]
-    places = [
-        (t, u)
-        for t, of_ranks in enumerate(by_term)
-        for u, numbers in enumerate(zip(*(record.groups for record in of_ranks), strict=True))
-        if min(numbers) >= 0
-    ]
-    mine = [local[t].groups[CROSS_RANK_UNITS[u]] for t, u in places]
-    sizes = [
-        [int(of_terms[t].groups[u]) for t, u in places] for of_terms in zip(*by_term, strict=True)
-    ]
-    groups: list[dict[Unit, GroupSums]] = [{} for _ in local]
-    for (t, u), sums in zip(places, exchange_groups(mine, sizes, group), strict=True):
-        groups[t][CROSS_RANK_UNITS[u]] = sums
-    return groups
-
-
-def abandon(group: dist.ProcessGroup | None) -> None:
-    """Call instead of `count_step` on a rank that failed: the others raise PeerError."""
-    abandon_records(TERMS_CAPACITY, _WIDTH, group)
-
-
-def abandoning_on_error(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    """Call `abandon` if the body fails."""
-    return collectives.abandoning_on_error(TERMS_CAPACITY, _WIDTH, group)
-
-
-def _defining(agg: LossAggregation) -> tuple[object, ...]:
-    """What must be the same on every rank."""
-    options = agg.empty, agg.rejected, agg.sample_weights
-    return agg.mode, agg.within, agg.across, agg.scale, *options
-
-
-def _different_terms(headers: Sequence[Header]) -> ModeError:
-    numbers = sorted({round(header.records) for header in headers})
-    if len(numbers) > 1:
-        return ModeError(f"ranks have {numbers} terms; expected the same number on every rank")
-    return ModeError(
-        "ranks have different aggregations, or terms in another order; expected the same on every "
-        "rank"
-    )
-
-
 def _routed_tokens(totals: Totals) -> int | None:
     """Of the step; raises StepError, on every rank alike, if only some microbatches say it."""
     if not totals.routed_microbatches:
@@ -395,18 +302,3 @@ def _routed_tokens(totals: Totals) -> int | None:
             "have routed_tokens; expected all of them, or none: give each Microbatch its own"
         )
     return round(totals.routed_tokens)
-
-
-def _check_sharded_samples(rows: Sequence[Sequence[float]]) -> None:
-    """Raise GroupError on every rank if ranks with the same owner differ in number of samples.
-
-    Args:
-        rows: for every rank, the owner of its samples (-1 for none) and their number.
-    """
-    samples: dict[float, float] = {}
-    for owner, number in rows:
-        if owner >= 0 and samples.setdefault(owner, number) != number:
-            raise GroupError(
-                f"ranks that share samples have {samples[owner]:.0f} and {number:.0f} of them; "
-                "expected parts of the same samples on every rank of sharded_over"
-            )

@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.microbatch import Microbatch, rise_from_0
 from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import at_least_fp32, detached, in_dtype
+from megatron_loss_agg.weights import LARGEST_FP32, at_least_fp32, detached, in_dtype
 
-_LARGEST = torch.finfo(torch.float32).max
 _BLOCK = 2**18
 _COUNTED_BY_FP32 = 2**24
 """Up to here fp32 holds all whole numbers."""
@@ -89,7 +88,7 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, float, int]:
     """
     mask = _with_arithmetic(detached(microbatch.loss_mask))
     binary = _is_binary(mask)
-    if not (binary or (mask.amin() >= 0 and mask.amax() <= _LARGEST)):
+    if not (binary or (mask.amin() >= 0 and mask.amax() <= LARGEST_FP32)):
         raise MaskError(
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
@@ -112,7 +111,7 @@ def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, float, int]:
             )
     sums = sums.double()
     total = float(sums.sum())
-    if total > _LARGEST:
+    if total > LARGEST_FP32:
         raise MaskError(
             f"microbatch {place}: loss_mask sums to {total:g}, beyond fp32; expected smaller values"
         )

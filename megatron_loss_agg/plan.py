@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,14 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
-from megatron_loss_agg.counts import (
-    LocalCounts,
-    StepSums,
-    abandon,
-    abandoning_on_error,
-    count_step,
-)
+from megatron_loss_agg.counts import LocalCounts, StepSums
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
+from megatron_loss_agg.exchange import abandon, abandoning_on_error, count_step
 from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.samples import Samples, listed, read_terms
 from megatron_loss_agg.weights import (
@@ -65,7 +59,7 @@ class StepPlan:
         self._group_sums = dict(by_sample)
         self.mask_totals = samples.mask_totals
         self.active_tokens = samples.active_tokens or []
-        self._bounds = [0, *accumulate(samples.sizes)]  # of each microbatch's samples
+        self._sizes = samples.sizes  # of each microbatch
         within = agg.within
         within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
         across = self.counts.across
@@ -217,7 +211,9 @@ class StepPlan:
         Raises:
             GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
-        return self._of_microbatch(i, self._sums_of(unit)).clone()
+        i = range(len(self._sizes))[i]  # also from the end, as in a list
+        begin = sum(self._sizes[:i])
+        return self._sums_of(unit)[begin : begin + self._sizes[i]].clone()
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.
@@ -310,7 +306,7 @@ class StepPlan:
         if unit == "step":
             return torch.full_like(own_S, self.counts.tokens)
         if unit == "microbatch":
-            sizes = torch.tensor(self._bounds).diff()
+            sizes = torch.tensor(self._sizes, dtype=torch.int64)
             sums = torch.segment_reduce(own_S, "sum", lengths=sizes, unsafe=True)
             # Kept, since a custom function may ask for every microbatch's.
             self._group_sums[unit] = sums.repeat_interleave(sizes)
@@ -321,16 +317,12 @@ class StepPlan:
         )
 
     def _microbatch(self, i: int) -> Microbatch:
-        if not self.microbatches and len(self._bounds) > 1:
+        if not self.microbatches and self._sizes:
             raise MaskError(
                 "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
                 "multiply your mask by coefficients(i)"
             )
         return self.microbatches[i]
-
-    def _of_microbatch(self, i: int, x_S: Tensor) -> Tensor:
-        i = range(len(self._bounds) - 1)[i]  # also from the end, as in a list
-        return x_S[self._bounds[i] : self._bounds[i + 1]]
 
 
 class StepTerms(Mapping[str, StepPlan]):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_loss_agg.elementwise import LOG_RATIO_BOUND, clamp_log_ratio, nan_unless, prepare
 from megatron_loss_agg.errors import PolicyError
-from megatron_loss_agg.weights import check_tensors
+from megatron_loss_agg.weights import LARGEST_FP32, check_tensors
 
 __all__ = [
     "PolicyLoss",
@@ -30,8 +30,6 @@ __all__ = [
     "token_entropy",
     "truncated_importance_weight",
 ]
-
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class PolicyLoss(NamedTuple):
@@ -296,8 +294,8 @@ def _number(name: str, given: Any, above: float | None = None) -> float:
     try:
         value = float(given) if number else math.nan
     except OverflowError:
-        value = 2 * _LARGEST
-    if not (value >= 0 if above is None else value > above) or _LARGEST < value < math.inf:
+        value = 2 * LARGEST_FP32
+    if not (value >= 0 if above is None else value > above) or LARGEST_FP32 < value < math.inf:
         raise PolicyError(
             f"{name}={given!r}; expected a number {least} that fp32 holds, or inf for no limit"
         )

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import MaskError
-
-_LARGEST = torch.finfo(torch.float32).max
+from megatron_loss_agg.weights import LARGEST_FP32
 
 
 def active_samples(sums_S: Tensor) -> tuple[int, float]:
@@ -36,13 +35,13 @@ def check_fits_fp32(agg: LossAggregation, least: float, mask_totals: Sequence[fl
         mask_totals: mask sums of microbatches.
     """
     for i, total in enumerate(mask_totals):
-        if (scaled := total * max(agg.scale, 1.0)) > _LARGEST:
+        if (scaled := total * max(agg.scale, 1.0)) > LARGEST_FP32:
             over = "" if agg.divisor is None else f" over the divisor {float(agg.divisor):g}"
             raise MaskError(
                 f"microbatch {i}: loss_mask{over} sums to {scaled:g}, beyond fp32; expected "
                 f"smaller values{', or a larger divisor' if over else ''}"
             )
-    if agg.within is not None and least < 1 / _LARGEST:
+    if agg.within is not None and least < 1 / LARGEST_FP32:
         raise MaskError(
             f"the loss_mask of a sample sums to {least:g}, whose reciprocal overflows fp32; "
             "expected 0, or larger values"
@@ -87,7 +86,7 @@ def check_sample_weights(agg: LossAggregation, across: float, largest: float) ->
     Args:
         largest: of ``v_s / M_within`` and ``v_s m_t / M_within``, a bound over all ranks.
     """
-    if across and agg.scale / across * largest > _LARGEST:
+    if across and agg.scale / across * largest > LARGEST_FP32:
         raise MaskError(
             f"weights of tokens can be {agg.scale / across * largest:g}, beyond fp32; expected "
             "smaller sample_weights, or masks that are not as small"

@@ -17,7 +17,7 @@ from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
 from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import described, is_plain
+from megatron_loss_agg.weights import LARGEST_FP32, described, is_plain
 
 
 class Samples(NamedTuple):
@@ -41,12 +41,10 @@ class Samples(NamedTuple):
             given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
             if not any(part is None for part in given):
                 ids[unit] = given
-        rejected_S = None
-        if any(m.rejected is not None for m in microbatches):
-            rejected_S = vector(_filled(microbatches, "rejected", False), torch.bool)
-        weights_S = None
-        if any(m.sample_weights is not None for m in microbatches):
-            weights_S = _checked_weights(_filled(microbatches, "sample_weights", 1.0))
+        rejected_S = _filled(microbatches, "rejected", False, torch.bool)
+        weights_S = _filled(microbatches, "sample_weights", 1.0, torch.float64)
+        if weights_S is not None:
+            _check_weights(weights_S)
         sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
         return cls(sums_S, sizes, totals, ids, rejected_S, weights_S, active_tokens, routed)
@@ -75,7 +73,9 @@ class Samples(NamedTuple):
             rejected_S = vector(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
         weights_S = None
         if sample_weights is not None:
-            weights_S = _checked_weights(_tensors("sample_weights", sample_weights, None, sizes))
+            given = _tensors("sample_weights", sample_weights, None, sizes)
+            weights_S = vector(given, torch.float64)
+            _check_weights(weights_S)
         totals = [float(x.sum()) for x in sums]
         sums_S = vector(sums, torch.float64)
         return cls(sums_S, sizes, totals, by_unit, rejected_S, weights_S, None, [])
@@ -118,14 +118,18 @@ def vector(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
 
 
-def _filled(microbatches: Sequence[Microbatch], name: str, default: float) -> list[Tensor]:
-    """The field ``name`` of each, [samples]; ``default`` of all samples where it is None."""
-    given = [(m, getattr(m, name)) for m in microbatches]
-    dtype = torch.bool if isinstance(default, bool) else torch.float64
-    return [
+def _filled(
+    microbatches: Sequence[Microbatch], name: str, default: float, dtype: torch.dtype
+) -> Tensor | None:
+    """The field ``name`` of all, ``default`` where some are None; None if all are."""
+    given = [getattr(m, name) for m in microbatches]
+    if all(x is None for x in given):
+        return None
+    parts = [
         torch.full((m.num_samples,), default, dtype=dtype) if x is None else x.detach()
-        for m, x in given
+        for m, x in zip(microbatches, given, strict=True)
     ]
+    return vector(parts, dtype)
 
 
 def _tensors(
@@ -137,18 +141,15 @@ def _tensors(
     return [part.detach() for part, _ in parts]
 
 
-def _checked_weights(parts: Sequence[Tensor]) -> Tensor:
-    """fp64 [samples]; raises MaskError if fp32 cannot hold a weight, or its reciprocal."""
-    weights_S = vector(parts, torch.float64)
-    largest = torch.finfo(torch.float32).max
-    held = (weights_S >= 1 / largest) & (weights_S <= largest)
+def _check_weights(weights_S: Tensor) -> None:
+    """Raise MaskError if fp32 cannot hold a weight, or its reciprocal."""
+    held = (weights_S >= 1 / LARGEST_FP32) & (weights_S <= LARGEST_FP32)
     if not bool((held | (weights_S == 0)).all()):
         bad = weights_S[~(held | (weights_S == 0))][0].item()
         raise MaskError(
             f"sample_weights has the value {bad:g}; expected finite numbers >= 0 that fp32 holds, "
-            f"0 or from {1 / largest:.3g} to {largest:.3g}"
+            f"0 or from {1 / LARGEST_FP32:.3g} to {LARGEST_FP32:.3g}"
         )
-    return weights_S
 
 
 def _ids(name: str, given: Any, sizes: Sequence[int]) -> list[Tensor]:

@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
-_SHORT = 2**12
+LARGEST_FP32 = torch.finfo(torch.float32).max
+_LONGEST_DOT = 2**12
 SUMMABLE = {torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64}
 SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
 SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
@@ -245,7 +246,7 @@ def dot(x: Tensor, w: Tensor) -> Tensor:
     `torch.dot` is faster, but its rounding error grows with the length on some CPUs, whose BLAS
     adds nearly one number after the other.
     """
-    if x.numel() > _SHORT and x.is_cpu:
+    if x.numel() > _LONGEST_DOT and x.is_cpu:
         return (x * w).sum()
     return torch.dot(x.flatten(), w.flatten())  # of a vector no node of the graph
 

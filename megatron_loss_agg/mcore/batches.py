@@ -87,19 +87,18 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
         if name in given and not isinstance(given[name], Tensor):
             kind = type(given[name]).__name__
             raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
-    ids = {
-        name: x.reshape(-1) if isinstance(x := given[name], Tensor) else hashed(name, x)
-        for name in _BY_SAMPLE
-        if name in given
+    by_sample = {
+        name: x.reshape(-1) if isinstance(x, Tensor) else hashed(name, x)
+        for name, x in given.items()
     }
-    numbers = {value.numel() for value in ids.values()}
+    numbers = {value.numel() for value in by_sample.values()}
     mask = batch["loss_mask"]
     offsets = pack_offsets(batch, mask, numbers)
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
-    if dataset_id and "dataset_ids" not in ids and batch.get("dataset_id") is not None:
-        ids["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
-    return Microbatch(mask, **offsets, **ids, token_ids=_token_ids(batch, mask))
+    if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
+        by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
+    return Microbatch(mask, **offsets, **by_sample, token_ids=_token_ids(batch, mask))
 
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
@@ -131,10 +130,8 @@ def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Te
 
 def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
     """The tensors of ``batch`` that tell its tokens apart."""
-    found: list[Any] = []
-    if isinstance(batch, Mapping):
-        found = [batch[name] for name in _TOKEN_IDS if holds_integers(batch.get(name))]
-    return [x for x in found if x.numel() == mask.numel()]
+    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
+    return [x for x in given if holds_integers(x) and x.numel() == mask.numel()]
 
 
 def _identified(microbatch: Any, batch: Any) -> Any:
@@ -163,7 +160,6 @@ class LookAhead:
         self._source = source
         self._number = number
         self._read = read
-        self._identifies = getattr(read, "func", read) is read_batch
         self._lazily = lazily
         self._drawn: list[Callable[[], MicrobatchOfTerms]] = []
         self._served: deque[Any] = deque()
@@ -220,9 +216,7 @@ class LookAhead:
         return batch
 
     def _microbatch(self, batch: Any) -> MicrobatchOfTerms:
-        read: Any = self._read(batch)
-        if not self._identifies:
-            read = for_each_term(lambda x: _identified(x, batch), read)
+        read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
         # Planned when the script may have changed the batch already.
         found: MicrobatchOfTerms = for_each_term(copied, read) if self._lazily else read
         return found

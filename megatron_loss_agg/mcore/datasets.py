@@ -66,16 +66,14 @@ class SeenDatasets:
         self._since: dict[int, int] = {}  # by id, the step that had it first
         self._steps = 0
 
-    def note(self, step: StepDatasets, trains: bool) -> None:
-        """Decide what a newly planned step reports.
+    def note(self, step: StepDatasets) -> None:
+        """Decide what a newly planned training step reports.
 
         Megatron's log adds up a name's values over the steps that the optimizer does not skip, and
         divides by the number of all of them. So a mean of a data set is 0/0 in a step where it is
         missing, and for as many steps as the log averages where it comes later than in the first
         step: no number is logged for it in that interval.
         """
-        if not trains:
-            return
         for d in step.ids:
             self._since.setdefault(d, self._steps)
         step.missing = sorted(self._since.keys() - {*step.ids})

@@ -21,9 +21,7 @@ from megatron_loss_agg.mcore.batches import (
     LookAhead,
     ReadBatch,
     ReadStep,
-    attempt,
     checked_microbatches,
-    copied,
     read_batch,
     reading,
 )
@@ -41,7 +39,7 @@ from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 from megatron_loss_agg.mcore.summary import summary
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, for_each_term
+from megatron_loss_agg.microbatch import MicrobatchOfTerms
 from megatron_loss_agg.samples import listed
 
 _MARK = "wrapped_by_loss_hook"
@@ -156,12 +154,7 @@ class LossHook:
         self.terms = named_terms(aggregation)
         if mtp == "same":
             check_first_term(self.terms)
-        _check_names(self.terms, total)
-        if mtp == "same" and any(name.startswith("mtp_") for name in (*self.terms, total)):
-            raise ModeError(
-                f"mtp='same' and reports of {[*self.terms, total]}; expected other names than "
-                "mtp_..., which are those of multi-token prediction"
-            )
+        _check_names(self.terms, total, mtp)
         self._total = total
         self._mtp = mtp
         self._late = mask == "model"
@@ -237,18 +230,23 @@ class LossHook:
             if not self._agreed:
                 agree(self._settings, call.groups, self._patience)
                 self._agreed = True
+            step = None if call.forward_only else self._open_step
             if not call.forward_only:
                 self._check_model(call)
                 self._router_losses.check(call)
-            # Once a step: data-parallel ranks may differ in how many calls a step has.
-            if not call.forward_only and (self._open_step is None or self._open_step.is_whole):
-                self._auditor.check(call)
+                # Once a step: data-parallel ranks may differ in how many calls a step has.
+                if step is None or step.is_whole:
+                    self._auditor.check(call)
             if call.collects_other_data:
                 return forward_backward(**arguments)
-            if self._open_step is not None and not call.forward_only:
-                return self._run(forward_backward, call, self._open_step, call.data_iterator)
-            step, iterator = self._read_ahead(call)
-            return self._run(forward_backward, call, step, iterator)
+            # Forward-only calls of custom loops may compute log-probabilities, without a mask.
+            lazily = call.forward_only and not self._in_training_loop
+            iterator = call.data_iterator
+            if step is None:
+                step, iterator = OptimizerStep.of_call(
+                    call, self.read_batch, self.read_step, lazily
+                )
+            return self._run(forward_backward, call, step, iterator, lazily)
 
         setattr(wrapped, _MARK, True)
         return wrapped
@@ -290,34 +288,16 @@ class LossHook:
         finally:
             self._open_step = None
 
-    def _read_ahead(self, call: Call) -> tuple[OptimizerStep, Any]:
-        """The step of a call outside `step`, and the iterator to pass to the schedule."""
-        number, iterator = call.scale.num_microbatches, call.data_iterator
-        if not call.groups.last_stage or not call.groups.reads_data:
-            return OptimizerStep(number), iterator
-        lazily = self._plans_lazily(call)
-        if self.read_step is not None:
-            given = functools.partial(self.read_step, iterator, number)
-            read: Callable[[], Any] = given
-            # Now, since it may look at the iterator, from which the forward steps draw.
-            if lazily:  # planned when the script may have changed the batches already
-                read = attempt(lambda: [for_each_term(copied, x) for x in listed(given())])
-            return OptimizerStep(number, read), iterator
-        if not hasattr(iterator, "__next__"):
-            return OptimizerStep(number, functools.partial(_refuse_iterator, iterator)), iterator
-        ahead = LookAhead(iterator, number, self.read_batch, lazily)
-        return OptimizerStep(number, ahead.microbatches), ahead
-
-    def _plans_lazily(self, call: Call) -> bool:
-        """Forward-only calls of custom loops may compute log-probabilities, without a mask."""
-        return call.forward_only and not self._in_training_loop
-
     def _run(
-        self, forward_backward: Callable[..., Any], call: Call, step: OptimizerStep, iterator: Any
+        self,
+        forward_backward: Callable[..., Any],
+        call: Call,
+        step: OptimizerStep,
+        iterator: Any,
+        lazily: bool,
     ) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
-        lazily = self._plans_lazily(call)
         is_empty = False if lazily else self._plan_together(step, call, first)
         with contextlib.ExitStack() as stack:
             if step.left:
@@ -332,7 +312,7 @@ class LossHook:
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
                 if not (self._verified or call.forward_only or step.left):
-                    weights = step.weights(functools.partial(self._plan, call))
+                    weights = self._weights(call, step)
                     if not weights.is_empty:  # of masked tokens nothing can be compared
                         self._report_first(call, weights)
                         self._verified = True
@@ -343,7 +323,10 @@ class LossHook:
         return result
 
     def _check_model(self, call: Call) -> None:
-        """Raise HostError for a second model: averaging and losses are those of the first one."""
+        """Raise HostError for a second model, or one whose MTP cannot be aggregated.
+
+        Averaging and losses are those of the first one.
+        """
         model = call.chunks[0]
         if self._model is None:
             self._model = weakref.ref(model)
@@ -383,7 +366,7 @@ class LossHook:
         @functools.cache
         def weights() -> StepWeights:
             with failing_together([call.groups.cp] if lazily else [], _FAILED):
-                return step.weights(functools.partial(self._plan, call))
+                return self._weights(call, step)
 
         carried = step.carried_tokens(first)
         return Step(call, self.terms, weights, self._splits, options, first, carried)
@@ -408,7 +391,7 @@ class LossHook:
         is_empty = False
         with failing_together([groups.cp, groups.pp] if likely and not first else [], _FAILED):
             if groups.last_stage:
-                weights = step.weights(functools.partial(self._plan, call))
+                weights = self._weights(call, step)
                 is_empty = weights.is_empty
                 if is_empty and trains and self.empty_step == "error":
                     raise MaskError(
@@ -429,6 +412,9 @@ class LossHook:
             not self._verified, self._depths(call), datasets, trains=not call.forward_only
         )
 
+    def _weights(self, call: Call, step: OptimizerStep) -> StepWeights:
+        return step.weights(functools.partial(self._plan, call))
+
     def _plan(self, call: Call, read: Callable[[], Any], number: int) -> StepWeights:
         """The weights of ``number`` microbatches; on every rank of the last stage."""
 
@@ -441,9 +427,10 @@ class LossHook:
             weights = StepWeights.plan(
                 checked, self.terms, call.groups, self._splits, self._wanted(call)
             )
-        if self._datasets is not None and weights.datasets is not None:
-            self._datasets.note(weights.datasets, not call.forward_only)
-        reads = call.groups.reads_data and not call.forward_only and self._open_step is None
+        trains = not call.forward_only
+        if trains and self._datasets is not None and weights.datasets is not None:
+            self._datasets.note(weights.datasets)
+        reads = call.groups.reads_data and trains and self._open_step is None
         if reads and self.read_step is None:
             prefetch = prefetch_of(call.data_iterator, insert=self._in_training_loop)
             if prefetch is not None:
@@ -451,7 +438,7 @@ class LossHook:
         return weights
 
 
-def _check_names(terms: Mapping[str, Term], total: str) -> None:
+def _check_names(terms: Mapping[str, Term], total: str, mtp: str) -> None:
     """Raise ModeError if two reports of the hook had the same name."""
     if "lm" in terms:
         raise ModeError(
@@ -459,11 +446,8 @@ def _check_names(terms: Mapping[str, Term], total: str) -> None:
         )
     if not isinstance(total, str) or total in ("lm loss", *(f"{name} loss" for name in terms)):
         raise ModeError(f"total={total!r}; expected a name that no other report of the hook has")
-
-
-def _refuse_iterator(data_iterator: Any) -> Any:
-    raise HostError(
-        f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
-        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, "
-        "one for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
-    )
+    if mtp == "same" and any(name.startswith("mtp_") for name in (*terms, total)):
+        raise ModeError(
+            f"mtp='same' and reports of {[*terms, total]}; expected other names than mtp_..., "
+            "which are those of multi-token prediction"
+        )

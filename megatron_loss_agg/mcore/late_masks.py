@@ -31,8 +31,9 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import all_gather
-from megatron_loss_agg.counts import LocalCounts, StepCounts, abandoning_on_error, count_step
+from megatron_loss_agg.counts import LocalCounts, StepCounts
 from megatron_loss_agg.errors import GroupError, HostError, MaskError, ModeError, PeerError
+from megatron_loss_agg.exchange import abandoning_on_error, count_step
 from megatron_loss_agg.masks import MaskSums
 from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
 from megatron_loss_agg.mcore.host import Call, ParallelGroups

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_loss_agg.errors import StepError
+from megatron_loss_agg.errors import HostError, StepError
+from megatron_loss_agg.mcore.batches import LookAhead, ReadBatch, ReadStep, attempt, copied
+from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step_weights import StepWeights
+from megatron_loss_agg.microbatch import for_each_term
+from megatron_loss_agg.samples import listed
 
 
 class OptimizerStep:
@@ -17,6 +22,29 @@ class OptimizerStep:
         self.left = number
         self._read = read
         self._weights: StepWeights | None = None
+
+    @classmethod
+    def of_call(
+        cls, call: Call, read_batch: ReadBatch, read_step: ReadStep | None, lazily: bool
+    ) -> tuple[OptimizerStep, Any]:
+        """The step that is one call, and the iterator to pass to the schedule.
+
+        Args:
+            lazily: planned when the script may have changed the batches already.
+        """
+        number, iterator = call.scale.num_microbatches, call.data_iterator
+        if not call.groups.last_stage or not call.groups.reads_data:
+            return cls(number), iterator
+        if read_step is not None:
+            read: Callable[[], Any] = functools.partial(read_step, iterator, number)
+            if lazily:  # now, since it may look at the iterator, from which the forward steps draw
+                given = read
+                read = attempt(lambda: [for_each_term(copied, x) for x in listed(given())])
+            return cls(number, read), iterator
+        if not hasattr(iterator, "__next__"):
+            return cls(number, functools.partial(_refuse_iterator, iterator)), iterator
+        ahead = LookAhead(iterator, number, read_batch, lazily)
+        return cls(number, ahead.microbatches), ahead
 
     @property
     def is_whole(self) -> bool:
@@ -53,3 +81,11 @@ class OptimizerStep:
             return 0
         assert self._weights is not None
         return sum(self._weights.local_mask(i).own_tokens for i in range(first))
+
+
+def _refuse_iterator(data_iterator: Any) -> Any:
+    raise HostError(
+        f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
+        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, "
+        "one for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
+    )

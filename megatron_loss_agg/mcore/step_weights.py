@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term, Unit
 from megatron_loss_agg.collectives import failing_together
-from megatron_loss_agg.counts import StepCounts, abandoning_on_error
+from megatron_loss_agg.counts import StepCounts
 from megatron_loss_agg.errors import AggregationError
+from megatron_loss_agg.exchange import abandoning_on_error
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.datasets import StepDatasets, have_dataset_ids
 from megatron_loss_agg.mcore.evaluation import denominator
