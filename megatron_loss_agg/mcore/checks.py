@@ -1,4 +1,4 @@
-"""Compares a call's model calls and masks with what was planned.
+"""Compares the masks of a call's loss functions with the planned ones.
 
 Weights come from the planned masks, but the script masks its losses with those that it passes to
 its loss functions. The loss is right only if both are the same.
@@ -6,21 +6,16 @@ its loss functions. The loss is right only if both are the same.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_loss_agg.aggregation import Term
-from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
+from megatron_loss_agg.errors import GroupError, LayoutError, MaskError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.local_weights import LocalMask
-from megatron_loss_agg.microbatch import holds_integers
+from megatron_loss_agg.mcore.model_calls import ModelCalls
 from megatron_loss_agg.transfer import Arriving
 
 _CHANGED_MASK = (
@@ -30,65 +25,19 @@ _CHANGED_MASK = (
 )
 
 
-class Checks:
-    """What a call's model calls and masks were, against what was planned.
+class MaskChecks:
+    """The masks of a call's loss functions, against what was planned.
 
     Values on the device are collected, and read once by `finish`: reading them in each microbatch
     would wait for the device each time.
-
-    Attributes:
-        inputs: the integer tensors of the last model call: this rank's tokens, labels, positions;
-            only if there are several context-parallel ranks.
-        packed_sequences: their number in the last model call; None: rows.
-        outputs: of it, if kept. GradientEdges, not tensors: an in-place edit by the script would
-            move a tensor's edge.
-
-    Args:
-        keeps_outputs: keep them until `release`.
     """
 
-    def __init__(self, call: Call, terms: Iterable[Term], keeps_outputs: bool) -> None:
+    def __init__(self, call: Call, model_calls: ModelCalls) -> None:
         self._call = call
-        self._keeps_outputs = keeps_outputs
-        self.outputs: list[GradientEdge] = []
-        self._groups_samples = any(map(_groups_samples, terms))
-        self._seen = False  # whether the model was called since the last loss
-        self.inputs: list[Tensor] = []
-        self.packed_sequences: int | None = None
+        self._model_calls = model_calls
         self._checksums: list[Tensor] = []
         self._sent: Arriving | None = None
         self._expected: list[Tensor] = []
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Observe how the script calls the last model chunk, which computes the loss."""
-        model = self._call.chunks[-1]
-        while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
-            model = model.module
-        handles = [model.register_forward_pre_hook(self._see_call, with_kwargs=True)]
-        if self._keeps_outputs:
-            handles.append(model.register_forward_hook(self._see_outputs))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.release()
-
-    def release(self) -> None:
-        """Let go of the autograd graph."""
-        self.outputs = []
-
-    def check_call(self) -> None:
-        """Raise HostError unless the model was called, as far as its calls matter."""
-        matter = self._groups_samples or self._call.scale.context_parallel_size > 1
-        if matter and not self._seen:
-            raise HostError(
-                "a loss without a call of the model that the schedule was given: its packing and "
-                "its split over context-parallel ranks are unknown; expected the forward step to "
-                "call that model (--overlap-moe-expert-parallel-comm does not: drop it)"
-            )
-        self._seen = False
 
     def check(self, mask: Tensor, planned: LocalMask, all_tokens: bool) -> None:
         """Check a loss function's mask against what is known about the planned one.
@@ -101,10 +50,11 @@ class Checks:
             LayoutError: it is of all tokens and should not be, or the other way round.
             GroupError: samples are packed, but were planned as rows.
         """
-        one_sequence = self.packed_sequences == planned.shape[0] == 1
+        packed_sequences = self._model_calls.packed_sequences
+        one_sequence = packed_sequences == planned.shape[0] == 1
         rows = not planned.packed and not one_sequence
-        lacks_offsets = self.packed_sequences is not None and rows
-        if lacks_offsets and (self._groups_samples or not planned.fits(mask)):
+        lacks_offsets = packed_sequences is not None and rows
+        if lacks_offsets and (self._model_calls.groups_samples or not planned.fits(mask)):
             raise GroupError(
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
                 f"expected that key: add it, or {HOW_TO_READ}"
@@ -157,47 +107,6 @@ class Checks:
         excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
         if not float(excess.amax()) <= 0:  # NaN, too
             raise MaskError(_CHANGED_MASK)
-
-    def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        given = (*args, *kwargs.values())
-        cp = self._call.scale.context_parallel_size
-        self._seen, self.inputs = True, [x for x in given if cp > 1 and holds_integers(x)]
-        self.packed_sequences = None
-        self.release()
-        # Tensors take long to say that they lack an attribute.
-        for x in given:
-            if not isinstance(x, Tensor) and hasattr(x, "qkv_format"):
-                self._see_packing(x, cp)
-                break
-
-    def _see_packing(self, packing: Any, cp: int) -> None:
-        if packing.qkv_format == "thd":
-            starts = getattr(packing, "cu_seqlens_q", None)
-            self.packed_sequences = 0 if starts is None else starts.numel() - 1
-        own_size = getattr(packing, "local_cp_size", None)
-        if own_size not in (None, cp):
-            raise HostError(
-                f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
-                f"expected one group of {cp} for all: drop --hybrid-context-parallel"
-            )
-
-    def _see_outputs(self, module: Any, args: Any, outputs: Any) -> None:
-        self.outputs = [get_gradient_edge(x) for x in _with_gradient(outputs)]
-
-
-def _with_gradient(x: Any) -> list[Tensor]:
-    """The tensors in what a model returned."""
-    if isinstance(x, Tensor):
-        return [x] if x.requires_grad else []
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _with_gradient(part)]
-
-
-def _groups_samples(term: Term) -> bool:
-    """Whether the weights of a term depend on how tokens group into samples."""
-    aggregation = term.aggregation
-    units = {aggregation.within, aggregation.across}
-    return aggregation.function is not None or not units <= {"step", "microbatch", None}
 
 
 def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:

@@ -39,8 +39,9 @@ from megatron_loss_agg.mcore.batches import ReadBatch, read_batch
 from megatron_loss_agg.mcore.host import Call, ParallelGroups
 from megatron_loss_agg.mcore.late_batches import checked_samples, read_samples
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.model_calls import ModelCalls
 from megatron_loss_agg.mcore.splits import WHOLE, Splits
-from megatron_loss_agg.mcore.step_weights import ModelCall, StepWeights
+from megatron_loss_agg.mcore.step_weights import StepWeights
 from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.ranges import active_samples, check_fits_fp32, check_normal_in_fp32
@@ -175,7 +176,7 @@ class LateWeights(StepWeights):
         self,
         i: int,
         masks: Mapping[str, Tensor],
-        model_call: ModelCall,
+        model_calls: ModelCalls,
         splits: Splits,
         all_tokens: bool,
     ) -> dict[str, LocalWeights]:
@@ -194,7 +195,7 @@ class LateWeights(StepWeights):
         sums = torch.full((len(masks), self.samples[i]), math.nan, dtype=torch.float64)
         try:
             for row, (name, mask) in zip(sums, masks.items(), strict=True):
-                known[name] = local = self._read(i, name, mask, model_call, all_tokens)
+                known[name] = local = self._read(i, name, mask, model_calls, all_tokens)
                 row.zero_()[: local.sums.numel()] = local.sums
         finally:
             of_ranks = all_gather(sums.view(-1), group)
@@ -225,9 +226,9 @@ class LateWeights(StepWeights):
         splits.gathers.compare(losses, mask, all_tokens, self.groups.cp)
 
     def _read(
-        self, i: int, name: str, mask: Tensor, model_call: ModelCall, all_tokens: bool
+        self, i: int, name: str, mask: Tensor, model_calls: ModelCalls, all_tokens: bool
     ) -> LocalMask:
-        packed = self._check_samples(i, name, mask, model_call)
+        packed = self._check_samples(i, name, mask, model_calls)
         rows = mask.detach().reshape((1, -1) if packed else mask.shape)
         try:
             read = MaskSums.read(brought_to_cpu([Microbatch(rows)]))
@@ -251,11 +252,11 @@ class LateWeights(StepWeights):
             own = self.groups.cp_part(active)
         return LocalMask(tuple(rows.shape), packed, own, read.by_sample, total, None, ())
 
-    def _check_samples(self, i: int, name: str, mask: Tensor, model_call: ModelCall) -> bool:
+    def _check_samples(self, i: int, name: str, mask: Tensor, model_calls: ModelCalls) -> bool:
         """Whether the model was called with packed sequences; raises if it cannot be planned so."""
         if not is_plain(mask):
             raise MaskError(f"the model's mask is {described(mask)}; expected a real, dense tensor")
-        found, packed = model_call.packed_sequences, model_call.packed_sequences is not None
+        found, packed = model_calls.packed_sequences, model_calls.packed_sequences is not None
         if found is None:
             found = mask.shape[0] if mask.dim() == 2 else None
         if found != self.samples[i]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError, ReportError
-from megatron_loss_agg.mcore.checks import Checks
+from megatron_loss_agg.mcore.checks import MaskChecks
 from megatron_loss_agg.mcore.distillation import has_teacher, with_teacher
 from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.gathers import check_same
@@ -28,6 +28,7 @@ from megatron_loss_agg.mcore.host_loss import (
     token_masks,
 )
 from megatron_loss_agg.mcore.local_weights import LocalWeights
+from megatron_loss_agg.mcore.model_calls import ModelCalls
 from megatron_loss_agg.mcore.mtp import Depths
 from megatron_loss_agg.mcore.pairs import Pairs, make_pairs
 from megatron_loss_agg.mcore.splits import Splits
@@ -80,13 +81,14 @@ class Step:
         self._has_teacher = has_teacher(terms)
         self._splits_tokens = call.scale.context_parallel_size > 1
         measures = self._splits_tokens and (options.verify or splits.gathers.is_open(terms))
-        self.checks = Checks(call, terms.values(), measures)
+        self._model_calls = ModelCalls(call, terms.values(), measures)
+        self._mask_checks = MaskChecks(call, self._model_calls)
         self._next = 0
         self._reports: list[dict[str, Any]] = []
 
     def watch(self, stack: contextlib.ExitStack) -> None:
         """Observe how the script calls the model, until ``stack`` ends."""
-        stack.enter_context(self.checks.watch())
+        stack.enter_context(self._model_calls.watch())
         if self._options.depths is not None:
             stack.enter_context(self._options.depths.watch())
 
@@ -115,7 +117,7 @@ class Step:
                 f"the schedule computed {self._next} losses for {expected} "
                 "microbatches; expected one each"
             )
-        self.checks.finish()
+        self._mask_checks.finish()
         if self._options.depths is not None:
             self._options.depths.finish()
         make_pairs(self._reports)
@@ -144,7 +146,7 @@ class Step:
         made = self._made(tokens, local)
         self._check_losses(loss_func, tokens, made, gather)
         if i + 1 == self._call.scale.num_microbatches:
-            self.checks.send()
+            self._mask_checks.send()
         loss, parts = self._summed(tokens, made)
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
@@ -181,9 +183,9 @@ class Step:
         if self._splits_tokens and self._trains():
             self._weights().check_parts(*tokens.first, gather is not None, self._splits)
             if gather is not None:
-                outputs, groups = self.checks.outputs, self._call.groups
+                outputs, groups = self._model_calls.outputs, self._call.groups
                 self._splits.gathers.check(gather, tokens.losses, made, outputs, groups)
-        self.checks.release()
+        self._model_calls.release()
         kind, checked = kind_of(loss_func), self._options.checked_losses
         if self._options.verify or kind not in checked:
             checked.add(kind)
@@ -193,10 +195,10 @@ class Step:
         self, i: int, masks: Mapping[str, Tensor], all_tokens: bool
     ) -> dict[str, LocalWeights]:
         """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
-        self.checks.check_call()
-        local = self._weights().choose(i, masks, self.checks, self._splits, all_tokens)
+        self._model_calls.check()
+        local = self._weights().choose(i, masks, self._model_calls, self._splits, all_tokens)
         for name, mask in masks.items():
-            self.checks.check(mask, local[name].mask, all_tokens)
+            self._mask_checks.check(mask, local[name].mask, all_tokens)
         return local
 
     def _given(
@@ -222,7 +224,7 @@ class Step:
             key = id(of_term), id(mask), dtype
             if key not in shared:
                 shared[key] = of_term.made_for(mask, dtype)
-                self.checks.collect(of_term.checksum_of(mask), of_term.checksum)
+                self._mask_checks.collect(of_term.checksum_of(mask), of_term.checksum)
             made[name] = shared[key]
         return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from megatron_loss_agg.mcore.datasets import StepDatasets, have_dataset_ids
 from megatron_loss_agg.mcore.evaluation import denominator
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
+from megatron_loss_agg.mcore.model_calls import ModelCalls
 from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
 from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
@@ -27,13 +28,6 @@ from megatron_loss_agg.transfer import Stage, brought_to_cpu
 
 WeightsBySplit = dict[str, LocalWeights]
 """The weights of a microbatch under each split that the script may use; one where it is known."""
-
-
-class ModelCall(Protocol):
-    """How the script called the model for a microbatch."""
-
-    inputs: list[Tensor]  # the integer tensors
-    packed_sequences: int | None  # None: rows
 
 
 class Wanted(NamedTuple):
@@ -165,7 +159,7 @@ class StepWeights:
         self,
         i: int,
         masks: Mapping[str, Tensor],
-        model_call: ModelCall,
+        model_calls: ModelCalls,
         splits: Splits,
         all_tokens: bool,
     ) -> dict[str, LocalWeights]:
@@ -193,7 +187,7 @@ class StepWeights:
         }
         if not all_tokens:
             for name, mask in masks.items():
-                _narrow(possible[name], mask, model_call, splits)
+                _narrow(possible[name], mask, model_calls, splits)
         chosen = {}
         for name, mask in masks.items():
             split = _fitting(possible[name], mask, splits)
@@ -202,7 +196,9 @@ class StepWeights:
         return chosen
 
 
-def _narrow(by_split: WeightsBySplit, mask: Tensor, model_call: ModelCall, splits: Splits) -> None:
+def _narrow(
+    by_split: WeightsBySplit, mask: Tensor, model_calls: ModelCalls, splits: Splits
+) -> None:
     """Keep the splits that fit a loss function's mask and the tokens of its model call."""
     known = next(iter(by_split.values())).mask
     if known.values is None:
@@ -212,7 +208,7 @@ def _narrow(by_split: WeightsBySplit, mask: Tensor, model_call: ModelCall, split
         return
     told = len(fitting) == 1 < len(by_split)  # by the mask alone
     shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
-    splits.narrow(known.packed, shards, model_call.inputs)
+    splits.narrow(known.packed, shards, model_calls.inputs)
 
 
 def _fitting(by_split: WeightsBySplit, mask: Tensor, splits: Splits) -> str:

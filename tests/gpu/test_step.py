@@ -63,7 +63,7 @@ def losses_of(groups: Any, weights: StepWeights, masks: list[Tensor]) -> list[Te
     options = Options(False, {loss_func.__code__}, None, None, False)
     step = Step(call, TERMS, lambda: weights, Splits(), options)
     before = torch.cuda.get_sync_debug_mode()
-    with step.checks.watch():
+    with step._model_calls.watch():
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in masks:
