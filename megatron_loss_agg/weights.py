@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
 LARGEST_FP32 = torch.finfo(torch.float32).max
-_LONGEST_DOT = 2**12
+_LONGEST_DOT = 2**10
 SUMMABLE = {torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64}
 SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
 SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}

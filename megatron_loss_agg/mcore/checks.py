@@ -21,7 +21,8 @@ from megatron_loss_agg.transfer import Arriving
 _CHANGED_MASK = (
     "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
     "expected the script to split it over context-parallel ranks as CPLayout can and to leave it "
-    f"unchanged: otherwise {HOW_TO_READ} with the final mask"
+    "unchanged (a cast to half precision changes fractions): "
+    f"otherwise {HOW_TO_READ} with the final mask"
 )
 
 

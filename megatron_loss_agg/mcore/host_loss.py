@@ -238,7 +238,7 @@ def check_is_masked_sum(tokens: TokenLosses, whole_samples: bool) -> None:
     total, absolute = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
     divisors = [torch.ones_like(total)]
     if len(tokens.reduced) != 3:
-        divisors.append(mask.sum().clamp(min=1))
+        divisors += [mask.sum(), mask.sum().clamp(min=1)]
     divisor = torch.stack(divisors)
     # Where losses cancel, the rounding error of their sum dominates.
     allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * absolute

@@ -86,7 +86,7 @@ class LocalWeights(NamedTuple):
     coefficient_S: Staged | None  # fp32 or fp64; for rows
     weight_T: Staged | None  # for packs, short rows and custom functions
     signed: bool  # some weights may be negative
-    checksum: Tensor  # fp64, of the planned mask: sums of its rows, or its product with the weights
+    checksum: Tensor  # fp64, of the planned mask; see `checksum_of`
     of_depths: DepthWeights | None = None  # for MTP's losses
 
     @classmethod
@@ -110,7 +110,7 @@ class LocalWeights(NamedTuple):
             of_depths = DepthWeights.of(plan.microbatches[i], weights, depths, layout, stage)
         if layout is not None:
             weights, planned = layout.shard(weights), layout.shard(planned)
-        checksum = _product(planned.double(), weights.double(), custom)
+        checksum = _checksum(planned.double(), weights.double(), custom)
         return cls(mask, None, stage.add(weights.reshape(-1)), custom, checksum, of_depths)
 
     def made_for(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,16 +132,18 @@ class LocalWeights(NamedTuple):
         """The checksum of a loss function's mask; on its device.
 
         Row sums are enough for rows: their weights are made from the loss function's own mask.
+        Otherwise it is the mask's product with the weights, to which tokens of weight 0 add
+        nothing, and its sum.
         """
         if self.weight_T is None:
             return self._rows(mask).sum(dim=-1, dtype=torch.float32)
         weight_T = self.weight_T.on(mask.device)
-        return _product(in_dtype(mask, weight_T.dtype), weight_T, self.signed).float()
+        return _checksum(in_dtype(mask, weight_T.dtype).reshape(-1), weight_T, self.signed).float()
 
     def _rows(self, mask: Tensor) -> Tensor:
         return mask if mask.shape == self.mask.shape else mask.reshape(self.mask.shape)
 
 
-def _product(mask: Tensor, weights: Tensor, signed: bool) -> Tensor:
-    """[1]: the sum of a mask's products with its weights' absolute values."""
-    return dot(mask.reshape(-1), (weights.abs() if signed else weights).reshape(-1)).view(1)
+def _checksum(mask: Tensor, weights: Tensor, signed: bool) -> Tensor:
+    """[2]: the sum of a mask's products with its weights' absolute values, and its own sum."""
+    return torch.stack([dot(mask, weights.abs() if signed else weights), mask.sum()])

@@ -113,6 +113,11 @@ def test_losses_that_cancel_are_a_masked_sum(function: Any) -> None:
         check_is_masked_sum(tokens, whole_samples=True)
 
 
+def test_a_mean_over_less_than_a_token_is_a_masked_mean():
+    tokens = read(functools.partial(mean, 0.25 * MASK), LOSSES)
+    check_is_masked_sum(tokens, whole_samples=True)
+
+
 @pytest.mark.parametrize("repeats", [1, 1024])
 @pytest.mark.parametrize("function", [plain, mean, counted])
 def test_a_term_beside_losses_that_cancel_is_refused(function: Any, repeats: int) -> None:

@@ -52,6 +52,10 @@ def with_first_token(value: float, stock: Any, mask: Tensor) -> Any:
     return functools.partial(stock, mask.masked_fill(mask.cumsum(dim=-1) == 1, value))
 
 
+def with_every_token(stock: Any, mask: Tensor) -> Any:
+    return functools.partial(stock, torch.ones_like(mask))
+
+
 def with_part_of_the_losses(stock: Any, mask: Tensor) -> Any:
 
     return TokenLoss(lambda output: (output[:, 1:], {}), mask)

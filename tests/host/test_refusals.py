@@ -82,6 +82,12 @@ CASES = {
     ),
     "mask changed later": Case(CHANGED, partial(scripts.with_first_token, 0.0), after="step"),
     "mask of NaN later": Case(CHANGED, partial(scripts.with_first_token, torch.nan), after="step"),
+    **{
+        f"every token later, {layout}": Case(
+            CHANGED, scripts.with_every_token, data=in_layout(layout), after="step"
+        )
+        for layout in ("bshd", "thd")
+    },
     "transposed": Case(
         ("MaskError", "expected [samples, seq]", "transpose both"), step=scripts.transposed
     ),
