@@ -63,9 +63,9 @@ class StepPlan:
         within = agg.within
         within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
         across = self.counts.across
-        coefficient_S = sample_coefficients(within_S, across, agg.scale, local.zero_S)
-        if samples.weights_S is not None:
-            coefficient_S *= samples.weights_S
+        coefficient_S = sample_coefficients(
+            within_S, across, agg.scale, local.zero_S, samples.weights_S
+        )
         # Of each microbatch, as views.
         self._coefficients = coefficient_S.split(samples.sizes)
         self._mask_sums = samples.sums_S.split(samples.sizes)

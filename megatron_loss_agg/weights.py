@@ -96,9 +96,13 @@ def check_losses(losses: Mapping[str, Tensor], names: Collection[str]) -> None:
 
 
 def sample_coefficients(
-    within_S: Tensor, across: float, scale: float, zero_S: Tensor | None
+    within_S: Tensor,
+    across: float,
+    scale: float,
+    zero_S: Tensor | None,
+    weights_S: Tensor | None = None,
 ) -> Tensor:
-    """``scale / (M_within(s) * N_across)``.
+    """``v_s * scale / (M_within(s) * N_across)``.
 
     Args:
         within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
@@ -106,6 +110,7 @@ def sample_coefficients(
         scale: ``1 / D``.
         zero_S: bool, samples of coefficient 0, all those of groups without tokens among them; None
             if there are none.
+        weights_S: fp64 [samples], ``v_s``; None: all 1.
 
     Returns:
         fp64 [samples].
@@ -113,7 +118,9 @@ def sample_coefficients(
     if not across:
         return torch.zeros_like(within_S)
     coefficient_S = torch.div(scale / across, within_S)
-    return coefficient_S if zero_S is None else coefficient_S.masked_fill_(zero_S, 0.0)
+    if zero_S is not None:
+        coefficient_S.masked_fill_(zero_S, 0.0)
+    return coefficient_S if weights_S is None else coefficient_S.mul_(weights_S)
 
 
 def token_weights_of(

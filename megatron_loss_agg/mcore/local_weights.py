@@ -1,8 +1,8 @@
 """The weights of a microbatch's tokens on this rank, and what is known of its mask.
 
 Weights of rows are computed in the loss function, from one coefficient per row and this rank's
-shard of the mask. Weights of packs, of short rows and of custom functions are computed before the
-step, since finding the sample of every token takes longer than summing the losses.
+shard of the mask. Weights of packs, of short rows, of custom functions and of a loss with MTP's are
+computed before the step, since finding the sample of every token takes longer than summing losses.
 
 Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 """
@@ -83,8 +83,8 @@ class LocalWeights(NamedTuple):
     """Weights of one microbatch on this rank; terms with equal weights share them."""
 
     mask: LocalMask
-    coefficient_S: Staged | None  # fp32 or fp64; for rows
-    weight_T: Staged | None  # for packs, short rows and custom functions
+    coefficient_S: Staged | None  # fp32 or fp64
+    weight_T: Staged | None  # if they are computed before the step
     signed: bool  # some weights may be negative
     checksum: Tensor  # fp64, of the planned mask; see `checksum_of`
     of_depths: DepthWeights | None = None  # for MTP's losses

@@ -214,7 +214,7 @@ class Step:
         return made
 
     def _made(self, tokens: TokenLosses, local: Mapping[str, LocalWeights]) -> dict[str, Tensor]:
-        """[tokens] of each term, in the dtype of its losses or fp32."""
+        """[tokens] of each term, in the dtype of its losses or fp32; collects masks to check."""
         # Terms with equal weights share them, and the checks.
         shared: dict[tuple[int, int, torch.dtype], Tensor] = {}
         made = {}
