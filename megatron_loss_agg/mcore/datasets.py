@@ -119,7 +119,7 @@ class StepDatasets:
         terms: Mapping[str, Term],
         denominators: Mapping[str, float],
         tokens: TokenLosses,
-        made: Mapping[str, Tensor],
+        weights_T: Mapping[str, Tensor],
         indices: Mapping[str, Staged | None],
         summed: Callable[[str, Tensor, float], Any],
     ) -> dict[str, Any]:
@@ -127,14 +127,14 @@ class StepDatasets:
 
         Args:
             denominators: of the terms; means weigh a call of an evaluation by them.
-            tokens, made, indices: losses, weights and data sets of this rank's tokens, by term.
+            tokens, weights_T, indices: of this rank's tokens, by term: losses, weights, data sets.
             summed: (name, part, denominator) -> the pair for a part of a sum.
         """
         first = next(iter(tokens.losses))
         losses, mask = tokens.first
         found: dict[str, Any] = self._means("lm loss", indices[first], mask.reshape(-1), losses)
         for name, losses in tokens.losses.items():
-            what, w, place_T = f"{name} loss", made[name].double(), indices[name]
+            what, w, place_T = f"{name} loss", weights_T[name].double(), indices[name]
             if terms[name].aggregation.within is not None:
                 found |= self._means(what, place_T, w * denominators[name], losses)
                 continue

@@ -1,4 +1,7 @@
-"""One call of the host's schedule, with weighted losses and exact reports."""
+"""One call of the host's schedule, with weighted losses and exact reports.
+
+Suffix: ``_T`` tokens of this rank.
+"""
 
 from __future__ import annotations
 
@@ -143,11 +146,11 @@ class Step:
         tokens = token_losses(loss_func, output, masks, given)
         # After the losses, whose errors name more than those of the mask.
         local = local or self._local_weights(self._first + i, masks, all_tokens)
-        made = self._made(tokens, local)
-        self._check_losses(loss_func, tokens, made, gather)
+        weights_T = self._weights_of_tokens(tokens, local)
+        self._check_losses(loss_func, tokens, weights_T, gather)
         if i + 1 == self._call.scale.num_microbatches:
             self._mask_checks.send()
-        loss, parts = self._summed(tokens, made)
+        loss, parts = self._summed(tokens, weights_T)
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
             mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
@@ -155,7 +158,7 @@ class Step:
             parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
         step, mask = self._weights(), local[names[0]].mask
         pairs = Pairs(self._call, step, mask, gather, self._options.running_means, i == 0)
-        report = self._report(tokens, made, parts, loss, local, pairs)
+        report = self._report(tokens, weights_T, parts, loss, local, pairs)
         if self._options.reports_late:
             self._reports.append(report)
         else:
@@ -177,14 +180,14 @@ class Step:
         self,
         loss_func: Callable[..., Any],
         tokens: TokenLosses,
-        made: Mapping[str, Tensor],
+        weights_T: Mapping[str, Tensor],
         gather: str | None,
     ) -> None:
         if self._splits_tokens and self._trains():
             self._weights().check_parts(*tokens.first, gather is not None, self._splits)
             if gather is not None:
                 outputs, groups = self._model_calls.outputs, self._call.groups
-                self._splits.gathers.check(gather, tokens.losses, made, outputs, groups)
+                self._splits.gathers.check(gather, tokens.losses, weights_T, outputs, groups)
         self._model_calls.release()
         kind, checked = kind_of(loss_func), self._options.checked_losses
         if self._options.verify or kind not in checked:
@@ -206,18 +209,20 @@ class Step:
     ) -> dict[str, Tensor]:
         """Weights for a script, in the masks' shapes; summed over ranks they are the plan's."""
         copies = self._call.scale.loss_copies(gather)
-        made = {}
+        weights_T = {}
         for name, mask in masks.items():
             dtype = at_least_fp32(mask.dtype)
             # A copy: the script may edit it.
-            made[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
-        return made
+            weights_T[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
+        return weights_T
 
-    def _made(self, tokens: TokenLosses, local: Mapping[str, LocalWeights]) -> dict[str, Tensor]:
+    def _weights_of_tokens(
+        self, tokens: TokenLosses, local: Mapping[str, LocalWeights]
+    ) -> dict[str, Tensor]:
         """[tokens] of each term, in the dtype of its losses or fp32; collects masks to check."""
         # Terms with equal weights share them, and the checks.
         shared: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        made = {}
+        weights_T = {}
         for name, losses in tokens.losses.items():
             mask, of_term = tokens.masks[name], local[name]
             dtype = at_least_fp32(losses.dtype)
@@ -225,15 +230,15 @@ class Step:
             if key not in shared:
                 shared[key] = of_term.made_for(mask, dtype)
                 self._mask_checks.collect(of_term.checksum_of(mask), of_term.checksum)
-            made[name] = shared[key]
-        return made
+            weights_T[name] = shared[key]
+        return weights_T
 
     def _summed(
-        self, tokens: TokenLosses, made: Mapping[str, Tensor]
+        self, tokens: TokenLosses, weights_T: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and its weighted sums by term, without their coefficients."""
         parts, scaled = {}, []
-        for name, w in made.items():
+        for name, w in weights_T.items():
             losses = tokens.losses[name]
             parts[name] = part = weighted_sum_of_fitting(w, losses)
             scaled.append(times_coefficient(self._terms[name].coefficient, part, losses))
@@ -242,7 +247,7 @@ class Step:
     def _report(
         self,
         tokens: TokenLosses,
-        made: Mapping[str, Tensor],
+        weights_T: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         loss: Tensor,
         local: Mapping[str, LocalWeights],
@@ -255,12 +260,12 @@ class Step:
         for name, part in parts.items():
             key = f"{name} loss"
             ours[key] = pairs.summed(key, part, denominators.get(name, 1.0))
-        if self._options.total is not None and made.keys() == self._terms.keys():
+        if self._options.total is not None and weights_T.keys() == self._terms.keys():
             ours[self._options.total] = pairs.summed(self._options.total, loss)
         if weights.datasets is not None:
             indices = {name: of_term.mask.dataset_T for name, of_term in local.items()}
             ours |= weights.datasets.reports(
-                self._terms, denominators, tokens, made, indices, pairs.summed
+                self._terms, denominators, tokens, weights_T, indices, pairs.summed
             )
         if not ours.keys().isdisjoint(report):
             taken = sorted(ours.keys() & report.keys())
