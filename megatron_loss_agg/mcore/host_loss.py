@@ -183,7 +183,7 @@ def token_losses(
     flat = {}
     for name, of_term in _by_term("losses", losses, names).items():
         _check_one_loss_per_token(of_term, masks[name])
-        flat[name] = of_term.reshape(-1)
+        flat[name] = of_term.flatten()  # of a vector no node of the graph
     return TokenLosses(flat, masks, dict(report), reduced)
 
 

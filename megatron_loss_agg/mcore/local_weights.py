@@ -138,7 +138,7 @@ class LocalWeights(NamedTuple):
         if self.weight_T is None:
             return self._rows(mask).sum(dim=-1, dtype=torch.float32)
         weight_T = self.weight_T.on(mask.device)
-        return _checksum(in_dtype(mask, weight_T.dtype).reshape(-1), weight_T, self.signed).float()
+        return _checksum(in_dtype(mask, weight_T.dtype).flatten(), weight_T, self.signed).float()
 
     def _rows(self, mask: Tensor) -> Tensor:
         return mask if mask.shape == self.mask.shape else mask.reshape(self.mask.shape)

@@ -73,7 +73,7 @@ class Pairs:
 
     def token_mean(self, key: str, losses: Tensor, mask: Tensor, dtype: torch.dtype) -> Pair:
         """The pair of a microbatch's masked sum and mask sum, whose quotient is the mean."""
-        mask = in_dtype(mask.reshape(-1), at_least_fp32(mask.dtype))
+        mask = in_dtype(mask.flatten(), at_least_fp32(mask.dtype))
         total = in_dtype(weighted_sum_of_fitting(mask, losses.detach()), dtype)
         if self._running_means is None:
             return Pair(total, 1 / self._copies, self._mask.total / self._copies)
