@@ -114,7 +114,7 @@ def _run(job: _Job) -> list[bytes]:
             sender.close()
             receivers[receiver] = rank
             processes.append(process)
-        results = _collect(receivers, deadline, job.timeout)
+        results = _collect(receivers, processes, deadline, job.timeout)
     except BaseException:
         for process in processes:
             process.kill()
@@ -125,7 +125,9 @@ def _run(job: _Job) -> list[bytes]:
     return results
 
 
-def _collect(receivers: dict[Any, int], deadline: float, timeout: float) -> list[bytes]:
+def _collect(
+    receivers: dict[Any, int], processes: list[Any], deadline: float, timeout: float
+) -> list[bytes]:
     results: dict[int, bytes] = {}
     while len(results) < len(receivers):
         pending = [receiver for receiver, rank in receivers.items() if rank not in results]
@@ -140,9 +142,22 @@ def _collect(receivers: dict[Any, int], deadline: float, timeout: float) -> list
             except EOFError:
                 raise RankFailed(f"rank {rank} died without a word") from None
             if not succeeded:
+                dead = _died(processes) if "/gloo/" in payload else None
+                if dead is not None:
+                    raise RankFailed(f"rank {dead} died without a word")
                 raise RankFailed(f"rank {rank} failed:\n{payload}")
             results[rank] = payload
     return [results[rank] for rank in range(len(receivers))]
+
+
+def _died(processes: list[Any]) -> int | None:
+    """A rank whose death may have closed another's connections, shortly before it is known here."""
+    for _ in range(100):
+        for rank, process in enumerate(processes):
+            if process.exitcode not in (None, 0):
+                return rank
+        time.sleep(0.01)
+    return None
 
 
 def _rank_main(rank: int, job: _Job, sender: Connection) -> None:
