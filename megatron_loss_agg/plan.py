@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -59,16 +61,15 @@ class StepPlan:
         self._group_sums = dict(by_sample)
         self.mask_totals = samples.mask_totals
         self.active_tokens = samples.active_tokens or []
-        self._sizes = samples.sizes  # of each microbatch
+        # Of each microbatch's samples, in the vectors of all.
+        self._places = [slice(*ends) for ends in pairwise(accumulate(samples.sizes, initial=0))]
         within = agg.within
         within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
         across = self.counts.across
-        coefficient_S = sample_coefficients(
+        self._coefficient_S = sample_coefficients(
             within_S, across, agg.scale, local.zero_S, samples.weights_S
         )
-        # Of each microbatch, as views.
-        self._coefficients = coefficient_S.split(samples.sizes)
-        self._mask_sums = samples.sums_S.split(samples.sizes)
+        self._sums_S = samples.sums_S
 
     @classmethod
     def build(
@@ -197,11 +198,11 @@ class StepPlan:
 
         With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self._coefficients[i].clone()
+        return self._coefficient_S[self._places[i]].clone()
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self._mask_sums[i].clone()
+        return self._sums_S[self._places[i]].clone()
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``.
@@ -211,9 +212,7 @@ class StepPlan:
         Raises:
             GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
-        i = range(len(self._sizes))[i]  # also from the end, as in a list
-        begin = sum(self._sizes[:i])
-        return self._sums_of(unit)[begin : begin + self._sizes[i]].clone()
+        return self._sums_of(unit)[self._places[i]].clone()
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.
@@ -253,19 +252,12 @@ class StepPlan:
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
         function = self.aggregation.function
         if function is None:
-            return token_weights_of(self._coefficients[i], mask, starts, dtype)
+            coefficient_S = self._coefficient_S[self._places[i]]
+            return token_weights_of(coefficient_S, mask, starts, dtype)
         kept = None
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, starts, dtype)
-        own = mask.clone()
-        weights = custom_weights(function(self, i), own, kept, dtype)
-        if not torch.equal(mask, own):
-            mask.copy_(own)
-            raise FunctionError(
-                "the aggregation function edited plan.microbatches[i].loss_mask in place; expected "
-                "a new tensor"
-            )
-        return weights
+        return custom_weights(functools.partial(function, self, i), mask, kept, dtype)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
@@ -306,7 +298,7 @@ class StepPlan:
         if unit == "step":
             return torch.full_like(own_S, self.counts.tokens)
         if unit == "microbatch":
-            sizes = torch.tensor(self._sizes, dtype=torch.int64)
+            sizes = torch.tensor([x.stop - x.start for x in self._places], dtype=torch.int64)
             sums = torch.segment_reduce(own_S, "sum", lengths=sizes, unsafe=True)
             # Kept, since a custom function may ask for every microbatch's.
             self._group_sums[unit] = sums.repeat_interleave(sizes)
@@ -317,7 +309,7 @@ class StepPlan:
         )
 
     def _microbatch(self, i: int) -> Microbatch:
-        if not self.microbatches and self._sizes:
+        if not self.microbatches and self._places:
             raise MaskError(
                 "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
                 "multiply your mask by coefficients(i)"

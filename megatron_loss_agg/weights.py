@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeGuard
 
 import torch
@@ -158,17 +158,26 @@ def token_weights_of(
 
 
 def custom_weights(
-    weights: object, mask: Tensor, kept: Tensor | None, dtype: torch.dtype
+    function: Callable[[], object], mask: Tensor, kept: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """A copy of what a custom function returned, in ``dtype``.
+    """A copy of what a custom function returns, in ``dtype``.
 
     Args:
+        mask: the plan's, which the function can reach.
         kept: 0 on tokens of rejected samples, in the shape of ``mask``; None if there are none.
 
     Raises:
         FunctionError: not real, finite weights in the shape of ``mask``, or not 0 on masked tokens
-            or on rejected samples.
+            or on rejected samples; or the function edited ``mask``, which is then restored.
     """
+    unedited = mask.clone()
+    weights = function()
+    if not torch.equal(mask, unedited):
+        mask.copy_(unedited)
+        raise FunctionError(
+            "the aggregation function edited plan.microbatches[i].loss_mask in place; expected a "
+            "new tensor"
+        )
     if not is_plain(weights) or weights.shape != mask.shape:
         got = tuple(weights.shape) if is_plain(weights) else described(weights)
         raise FunctionError(
