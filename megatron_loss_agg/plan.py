@@ -61,7 +61,7 @@ class StepPlan:
         self._group_sums = dict(by_sample)
         self.mask_totals = samples.mask_totals
         self.active_tokens = samples.active_tokens or []
-        # Of each microbatch's samples, in the vectors of all.
+        # Where each microbatch's samples lie in the vectors of all.
         self._places = [slice(*ends) for ends in pairwise(accumulate(samples.sizes, initial=0))]
         within = agg.within
         within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
