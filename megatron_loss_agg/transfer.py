@@ -36,6 +36,11 @@ def kinds_of(tensors: Sequence[Tensor]) -> list[Kind]:
     return [Kind(x.dtype, tuple(x.shape)) for x in tensors]
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """uint8 [bytes]; a view if ``x`` is contiguous."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def joined(tensors: Sequence[Tensor], pinned: bool = False) -> Tensor:
     """uint8: the bytes of one tensor or more on one device, each filled up to `_ALIGNMENT`.
 
@@ -46,7 +51,7 @@ def joined(tensors: Sequence[Tensor], pinned: bool = False) -> Tensor:
     parts: list[Tensor] = []
     fill = tensors[0].new_zeros(_ALIGNMENT, dtype=torch.uint8)
     for x in tensors:
-        part = x.detach().contiguous().view(-1).view(torch.uint8)
+        part = bytes_of(x)
         parts += [part, fill[: -len(part) % _ALIGNMENT]]
     whole = fill.new_empty(sum(map(len, parts)), pin_memory=pinned)
     return torch.cat(parts, out=whole)

@@ -20,6 +20,7 @@ from megatron_loss_agg.errors import (
     MaskError,
     StepError,
 )
+from megatron_loss_agg.mcore.held import HeldBatch, tensors_in
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
@@ -142,6 +143,13 @@ def _identified(microbatch: Any, batch: Any) -> Any:
     return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
 
 
+def _tensors_of(read: Any) -> list[Tensor]:
+    """Those of a microbatch, or of each term's."""
+    microbatches = read.values() if isinstance(read, Mapping) else [read]
+    found = [vars(x).values() for x in microbatches if isinstance(x, Microbatch)]
+    return tensors_in([[*fields] for fields in found])
+
+
 def copied(microbatch: Any) -> Any:
     """A copy, which later edits of the batch do not reach."""
     return microbatch.copied() if isinstance(microbatch, Microbatch) else microbatch
@@ -154,15 +162,19 @@ class LookAhead:
         source: anything with ``__next__``; Megatron's own data iterators have nothing else.
         read: batch -> microbatch. It is called once for each batch, before the batch is returned.
         lazily: the batches may never be asked for, so methods of ``source`` stay available.
+        keeps_values: compare what was read by value, too, to notice that ``source`` changes it.
     """
 
-    def __init__(self, source: Any, number: int, read: ReadBatch, lazily: bool) -> None:
+    def __init__(
+        self, source: Any, number: int, read: ReadBatch, lazily: bool, keeps_values: bool
+    ) -> None:
         self._source = source
         self._number = number
         self._read = read
         self._lazily = lazily
+        self._keeps_values = keeps_values
         self._drawn: list[Callable[[], MicrobatchOfTerms]] = []
-        self._served: deque[Any] = deque()
+        self._held: deque[HeldBatch] = deque()
         self._taken = 0
 
     def microbatches(self) -> list[MicrobatchOfTerms]:
@@ -173,7 +185,9 @@ class LookAhead:
                 "expected that, or LossHook(read_step=...)"
             )
         while len(self._drawn) < self._number:
-            self._served.append(self._draw())
+            self._held.append(self._draw())
+        for batch in self._held:
+            batch.check()
         return [outcome() for outcome in self._drawn]
 
     def __iter__(self) -> LookAhead:
@@ -189,9 +203,9 @@ class LookAhead:
 
     def __next__(self) -> Any:
         self._taken += 1
-        if self._served:
-            return self._served.popleft()
-        return self._draw() if len(self._drawn) < self._number else next(self._source)
+        if self._held:
+            return self._held.popleft().taken()
+        return self._draw().taken() if len(self._drawn) < self._number else next(self._source)
 
     def __getattr__(self, name: str) -> Any:
         if self._lazily:
@@ -201,7 +215,7 @@ class LookAhead:
             "expected next(data_iterator) alone: give LossHook(read_step=...)"
         )
 
-    def _draw(self) -> Any:
+    def _draw(self) -> HeldBatch:
         try:
             batch = next(self._source)
         except StopIteration:
@@ -212,11 +226,14 @@ class LookAhead:
                 "of a call; expected num_microbatches of them: leave out the last, smaller step, "
                 "or lower num_microbatches for it"
             ) from None
-        self._drawn.append(attempt(self._microbatch, batch))
-        return batch
+        held = HeldBatch(batch)
+        self._drawn.append(attempt(self._microbatch, batch, held))
+        return held
 
-    def _microbatch(self, batch: Any) -> MicrobatchOfTerms:
+    def _microbatch(self, batch: Any, held: HeldBatch) -> MicrobatchOfTerms:
         read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
+        if self._keeps_values:
+            held.keep_values(_tensors_of(read))
         # Planned when the script may have changed the batch already.
         found: MicrobatchOfTerms = for_each_term(copied, read) if self._lazily else read
         return found

@@ -244,7 +244,7 @@ class LossHook:
             iterator = call.data_iterator
             if step is None:
                 step, iterator = OptimizerStep.of_call(
-                    call, self.read_batch, self.read_step, lazily
+                    call, self.read_batch, self.read_step, lazily, not self._verified
                 )
             return self._run(forward_backward, call, step, iterator, lazily)
 
@@ -408,8 +408,13 @@ class LossHook:
     def _wanted(self, call: Call) -> Wanted:
         # Under --sft, an evaluation averages quotients: none by data set would be exact.
         datasets = self._datasets is not None and self._running_means(call) is None
+        given = self.read_step is not None or self._open_step is not None
         return Wanted(
-            not self._verified, self._depths(call), datasets, trains=not call.forward_only
+            masks=not self._verified,
+            order=given and not self._verified,
+            depths=self._depths(call),
+            datasets=datasets,
+            trains=not call.forward_only,
         )
 
     def _weights(self, call: Call, step: OptimizerStep) -> StepWeights:

@@ -35,7 +35,7 @@ class LocalMask(NamedTuple):
     sums: Tensor  # fp64: of each row, or of the pack
     total: float
     values: Tensor | None  # if the loss function's mask is compared by value
-    token_ids: tuple[Tensor, ...]  # vectors; if the split is not recognised yet
+    token_ids: tuple[Tensor, ...]  # vectors; if the model's tokens are compared
     dataset_T: Staged | None = None  # index in `StepDatasets.ids`; if they are reported
 
     @classmethod
@@ -45,6 +45,7 @@ class LocalMask(NamedTuple):
         i: int,
         layout: CPLayout | None,
         keeps_values: bool,
+        keeps_ids: bool,
         groups: ParallelGroups,
         stage: Stage,
         datasets: StepDatasets | None,
@@ -52,21 +53,21 @@ class LocalMask(NamedTuple):
         microbatch, packed = plan.microbatches[i], plan.microbatches[i].cu_seqlens is not None
         mask, total, active = microbatch.loss_mask, plan.mask_totals[i], plan.active_tokens[i]
         sums = plan.mask_sums(i)
-        token_ids: tuple[Tensor, ...] = ()
+        token_ids = microbatch.token_ids if keeps_ids else ()
         if layout is not None:
             mask = layout.shard(mask)
             sums, active = mask.sum(dim=-1, dtype=torch.float64), int(mask.count_nonzero())
             total = float(sums.sum())
-            if keeps_values:
-                token_ids = tuple(layout.shard(x).reshape(-1) for x in microbatch.token_ids)
+            token_ids = [layout.shard(x) for x in token_ids]
         routed = microbatch.routed_tokens
         if layout is None or routed is not None:
             active = groups.cp_part(active if routed is None else routed)
         if packed:
             sums = torch.tensor([total], dtype=torch.float64)
         values = mask if keeps_values else None
+        flat_ids = tuple(x.reshape(-1) for x in token_ids)
         dataset_T = None if datasets is None else stage.add(datasets.index_of(microbatch, layout))
-        return cls(tuple(mask.shape), packed, active, sums, total, values, token_ids, dataset_T)
+        return cls(tuple(mask.shape), packed, active, sums, total, values, flat_ids, dataset_T)
 
     def fits(self, mask: Tensor) -> bool:
         """Whether a loss function's mask has the planned values, or these were not kept."""

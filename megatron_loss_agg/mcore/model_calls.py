@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.held import tensors_in
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.microbatch import holds_integers
 
@@ -20,18 +21,22 @@ class ModelCalls:
 
     Attributes:
         groups_samples: whether weights depend on how tokens group into samples.
-        inputs: the integer tensors of the last call: this rank's tokens, labels, positions; only if
-            there are several context-parallel ranks.
+        inputs: the integer tensors of the last call, if kept: this rank's tokens, labels and
+            positions.
         packed_sequences: their number in the last call; None: rows.
         outputs: of it, if kept. GradientEdges, not tensors: an in-place edit by the script would
             move a tensor's edge.
 
     Args:
+        keeps_inputs: keep them until the next call.
         keeps_outputs: keep them until `release`.
     """
 
-    def __init__(self, call: Call, terms: Iterable[Term], keeps_outputs: bool) -> None:
+    def __init__(
+        self, call: Call, terms: Iterable[Term], keeps_inputs: bool, keeps_outputs: bool
+    ) -> None:
         self._call = call
+        self._keeps_inputs = keeps_inputs
         self._keeps_outputs = keeps_outputs
         self._seen = False  # whether the model was called since the last loss
         self.groups_samples = any(map(_groups_samples, terms))
@@ -72,21 +77,24 @@ class ModelCalls:
 
     def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
-        cp = self._call.scale.context_parallel_size
-        self._seen, self.inputs = True, [x for x in given if cp > 1 and holds_integers(x)]
+        self._seen = True
+        self.inputs = [x for x in given if self._keeps_inputs and holds_integers(x)]
         self.packed_sequences = None
         self.release()
         # Tensors take long to say that they lack an attribute.
         for x in given:
             if not isinstance(x, Tensor) and hasattr(x, "qkv_format"):
-                self._see_packing(x, cp)
+                self._see_packing(x)
                 break
 
-    def _see_packing(self, packing: Any, cp: int) -> None:
+    def _see_packing(self, packing: Any) -> None:
         if packing.qkv_format == "thd":
             starts = getattr(packing, "cu_seqlens_q", None)
             self.packed_sequences = 0 if starts is None else starts.numel() - 1
-        own_size = getattr(packing, "local_cp_size", None)
+        cp, own_size = (
+            self._call.scale.context_parallel_size,
+            getattr(packing, "local_cp_size", None),
+        )
         if own_size not in (None, cp):
             raise HostError(
                 f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
@@ -94,15 +102,7 @@ class ModelCalls:
             )
 
     def _see_outputs(self, module: Any, args: Any, outputs: Any) -> None:
-        self.outputs = [get_gradient_edge(x) for x in _with_gradient(outputs)]
-
-
-def _with_gradient(x: Any) -> list[Tensor]:
-    """The tensors in what a model returned."""
-    if isinstance(x, Tensor):
-        return [x] if x.requires_grad else []
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _with_gradient(part)]
+        self.outputs = [get_gradient_edge(x) for x in tensors_in(outputs) if x.requires_grad]
 
 
 def _groups_samples(term: Term) -> bool:

@@ -25,12 +25,18 @@ class OptimizerStep:
 
     @classmethod
     def of_call(
-        cls, call: Call, read_batch: ReadBatch, read_step: ReadStep | None, lazily: bool
+        cls,
+        call: Call,
+        read_batch: ReadBatch,
+        read_step: ReadStep | None,
+        lazily: bool,
+        verify: bool,
     ) -> tuple[OptimizerStep, Any]:
         """The step that is one call, and the iterator to pass to the schedule.
 
         Args:
             lazily: planned when the script may have changed the batches already.
+            verify: look for changes of batches that were drawn ahead by value, too.
         """
         number, iterator = call.scale.num_microbatches, call.data_iterator
         if not call.groups.last_stage or not call.groups.reads_data:
@@ -43,7 +49,7 @@ class OptimizerStep:
             return cls(number, read), iterator
         if not hasattr(iterator, "__next__"):
             return cls(number, functools.partial(_refuse_iterator, iterator)), iterator
-        ahead = LookAhead(iterator, number, read_batch, lazily)
+        ahead = LookAhead(iterator, number, read_batch, lazily, verify)
         return cls(number, ahead.microbatches), ahead
 
     @property

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from megatron_loss_agg.mcore.held import HeldBatch, changed
+
 _POSITIONS = ("state_dict", "save_state")
 """Methods that return a data loader's position, for checkpoints."""
 
@@ -40,6 +42,7 @@ class Prefetch:
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._drawn: deque[tuple[dict[str, Any], Any]] = deque()  # (position before it, batch)
+        self._returned: HeldBatch | None = None  # the last one
         self._failure: tuple[dict[str, Any], BaseException] | None = None
         self._thread: Thread | None = None
 
@@ -56,12 +59,12 @@ class Prefetch:
 
     def __next__(self) -> Any:
         self._wait()
-        if self._drawn:
-            return self._drawn.popleft()[1]
-        if self._failure is not None:
+        if self._failure is not None and not self._drawn:
             (_, failure), self._failure = self._failure, None
             raise failure
-        return next(self._source)
+        batch = self._drawn.popleft()[1] if self._drawn else next(self._source)
+        self._returned = HeldBatch(batch)
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         if name in _POSITIONS and hasattr(self._source, name):
@@ -91,7 +94,10 @@ class Prefetch:
         for _ in range(number):
             positions = self._positions()
             try:
-                self._drawn.append((positions, next(self._source)))
+                batch = next(self._source)
+                if self._returned is not None and self._returned.is_overwritten_by(batch):
+                    raise changed()
+                self._drawn.append((positions, batch))
             except BaseException as failure:  # raised later in the reader, StopIteration too
                 self._failure = positions, failure
                 return

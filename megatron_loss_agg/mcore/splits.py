@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import any_rank
-from megatron_loss_agg.errors import AggregationError, LayoutError, PeerError
+from megatron_loss_agg.errors import AggregationError, LayoutError, PeerError, StepError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.gathers import Gathers
 from megatron_loss_agg.mcore.host import ParallelGroups
@@ -170,7 +170,7 @@ class Splits:
         """
         # The step's earlier microbatches may have left fewer than when it was planned.
         fitting = [name for name in self._left[packed] if name in shards]
-        flat = [x.reshape(-1).cpu() for x in given if not _counts_up(x)]
+        flat = _telling(given)
         compared = matched = False
         for k, ids in enumerate(next(iter(shards.values()))):
             parts = [x.to(ids.dtype) for x in flat if x.numel() == ids.numel()]
@@ -185,6 +185,29 @@ class Splits:
                 "or tokens of the call"
             )
         self._left[packed] = fitting
+
+
+def check_order(i: int, token_ids: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Raise StepError if the model is called with other tokens than microbatch ``i`` has.
+
+    Args:
+        token_ids: of the microbatch; vectors.
+        given: the integer tensors that the model is called with, if nothing is split.
+    """
+    flat = _telling(given)
+    comparable = [(x, y) for x in token_ids for y in flat if x.numel() == y.numel()]
+    if comparable and not any(torch.equal(x, y.to(x.dtype)) for x, y in comparable):
+        raise StepError(
+            f"microbatch {i} of the step has other tokens than its call of the model; expected the "
+            "microbatches in the order of the forward steps, their samples in that of the model's "
+            "rows, and as token_ids the labels or tokens that the model is called with: see the "
+            "function that reads batches or the step"
+        )
+
+
+def _telling(given: Sequence[Tensor]) -> list[Tensor]:
+    """Vectors on the CPU, without those that tell nothing."""
+    return [x.reshape(-1).cpu() for x in given if not _counts_up(x)]
 
 
 def _counts_up(x: Tensor) -> bool:

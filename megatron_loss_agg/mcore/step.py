@@ -84,7 +84,8 @@ class Step:
         self._has_teacher = has_teacher(terms)
         self._splits_tokens = call.scale.context_parallel_size > 1
         measures = self._splits_tokens and (options.verify or splits.gathers.is_open(terms))
-        self._model_calls = ModelCalls(call, terms.values(), measures)
+        compares = self._splits_tokens or options.verify
+        self._model_calls = ModelCalls(call, terms.values(), compares, measures)
         self._mask_checks = MaskChecks(call, self._model_calls)
         self._next = 0
         self._reports: list[dict[str, Any]] = []
@@ -95,7 +96,7 @@ class Step:
         if self._options.depths is not None:
             stack.enter_context(self._options.depths.watch())
 
-    def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any] | None]:
         """Call the script's forward step, and replace its loss function by ours."""
         try:
             output, loss_func = self._call.forward_step(*args, **kwargs)
@@ -105,6 +106,8 @@ class Step:
             if unsplit is None:
                 raise
             raise unsplit from error
+        if loss_func is None and self._options.passes_unmasked:
+            return output, None  # the schedule returns the outputs themselves
         return output, functools.partial(self._loss, loss_func)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from megatron_loss_agg.mcore.evaluation import denominator
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.local_weights import LocalMask, LocalWeights
 from megatron_loss_agg.mcore.model_calls import ModelCalls
-from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous
+from megatron_loss_agg.mcore.splits import WHOLE, Splits, ambiguous, check_order
 from megatron_loss_agg.mcore.tensor_parallel import on_group
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, of_term
 from megatron_loss_agg.plan import StepPlan, StepTerms
@@ -35,6 +35,8 @@ class Wanted(NamedTuple):
 
     # Mask values, to compare the loss functions' masks with, even where the split is recognised.
     masks: bool
+    # Token ids, to check that the model is called in the order of the microbatches.
+    order: bool = False
     depths: int = 0  # of MTP, whose losses get the first term's weights; 0: they are the host's
     datasets: bool = False  # the data set of each token
     trains: bool = True
@@ -76,7 +78,8 @@ class StepWeights:
         def plan_here() -> StepWeights:
             def needs_token_ids(m: Microbatch) -> bool:
                 known = splits.recognised(m.cu_seqlens is not None)
-                return groups.cp_size > 1 and (wanted.masks or known is None)
+                splits_here = groups.cp_size > 1 and (wanted.masks or known is None)
+                return splits_here or wanted.order
 
             with abandoning_on_error(groups.dp):
                 microbatches = brought_to_cpu(read(), needs_token_ids)
@@ -172,6 +175,7 @@ class StepWeights:
         Raises:
             LayoutError: no split fits, or several, which give different weights; or losses are
                 whole in some calls only.
+            StepError: see `check_order`.
             PeerError: another data-parallel rank's batches cannot be split.
         """
         splits.gathers.settle(all_tokens)
@@ -185,9 +189,11 @@ class StepWeights:
             }
             for name in masks
         }
-        if not all_tokens:
-            for name, mask in masks.items():
+        for name, mask in masks.items():
+            if not all_tokens:
                 _narrow(possible[name], mask, model_calls, splits)
+            else:
+                check_order(i, possible[name][WHOLE].mask.token_ids, model_calls.inputs)
         chosen = {}
         for name, mask in masks.items():
             split = _fitting(possible[name], mask, splits)
@@ -248,13 +254,11 @@ def _by_term(
                     layouts = splits.layouts(microbatch, groups)
                     packed = microbatch.cu_seqlens is not None
                     keeps = wanted.masks or splits.undecided(packed, layouts)
-                    masks[id(microbatch)] = {
-                        split: (
-                            layout,
-                            LocalMask.of(plan, i, layout, keeps, groups, stage, datasets),
-                        )
-                        for split, layout in layouts.items()
-                    }
+                    masks[id(microbatch)] = {}
+                    for split, layout in layouts.items():
+                        ids = wanted.order if layout is None else keeps
+                        known = LocalMask.of(plan, i, layout, keeps, ids, groups, stage, datasets)
+                        masks[id(microbatch)][split] = layout, known
                 found = {
                     split: LocalWeights.of(plan, i, *of_split, stage, 0 if made else wanted.depths)
                     for split, of_split in masks[id(microbatch)].items()

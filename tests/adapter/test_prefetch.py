@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.mcore import Prefetch
 
 PATIENCE = 30.0  # seconds until a test that would hang fails
@@ -136,3 +139,31 @@ def test_a_position_that_cannot_be_had_is_no_matter_until_it_is_asked_for() -> N
     with pytest.raises(NotImplementedError):
         prefetch.state_dict()
     assert next(prefetch) == 1
+
+
+@pytest.mark.parametrize(("buffers", "refused"), [(1, True), (2, False)])
+def test_memory_that_the_reader_may_still_use_is_not_filled_again(
+    buffers: int, refused: bool
+) -> None:
+    kept = [torch.zeros(2) for _ in range(buffers)]
+
+    def source() -> Iterator[dict[str, torch.Tensor]]:
+        for i in itertools.count():
+            yield {"tokens": kept[i % buffers].fill_(i)}
+
+    prefetch = Prefetch(source())
+    next(prefetch)
+    prefetch.fetch(1)
+    if refused:
+        with pytest.raises(StepError, match="a batch was changed"):
+            next(prefetch)
+    else:
+        assert next(prefetch)["tokens"].tolist() == [1, 1]
+
+
+def test_one_batch_again_and_again_is_no_change() -> None:
+    batch = {"tokens": torch.zeros(2), "none": torch.zeros(0), "sparse": torch.eye(2).to_sparse()}
+    prefetch = Prefetch(itertools.repeat(batch))
+    next(prefetch)
+    prefetch.fetch(1)
+    assert next(prefetch) is batch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LossHook
@@ -22,7 +24,17 @@ from tests.host.harness import (
     run_host_ranks,
 )
 from tests.host.reference import reference
-from tests.host.steps import MODES, N_MB, PLACES, Places, aggregation, batches, weights_of
+from tests.host.steps import (
+    MODES,
+    N_MB,
+    PLACES,
+    Places,
+    aggregation,
+    batch_of,
+    batches,
+    sequences,
+    weights_of,
+)
 
 pytestmark = pytest.mark.host
 
@@ -195,6 +207,70 @@ def undrawn_steps(cp: int, gradient: Any, loss: float) -> dict[str, Any]:
     answer["asked"] = asked
     answer["drawn"].append(drawn)
     return {**answer, "names": [list(report) for report in reports]}
+
+
+ORDERS = {"read_step": (1, 0), "hook.step": (0, 2), "in order": (0, 1), "told nothing": (1, 0)}
+
+
+def orders_on_host() -> dict[str, str | None]:
+    """One rank: what becomes of two microbatches with equal masks that are given in an order."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.ddp_model()
+    given = [batch_of([sample], "bshd") for sample in sequences()[:3]]
+    full = [{**batch, "loss_mask": torch.ones_like(batch["loss_mask"])} for batch in given]
+
+    def answer(name: str, order: tuple[int, ...]) -> str | None:
+        step = [read_batch(full[i]) for i in order]
+        if name == "told nothing":
+            step = [Microbatch(x.loss_mask, prompt_ids=x.prompt_ids) for x in step]
+        hook = LossHook(aggregation("prompt_mean"), read_step=lambda *_: step)
+        opened = hook.step(step) if name == "hook.step" else nullcontext()
+        with opened:
+            gpt.run_step(hook, model, iter(full), 2)
+        return None
+
+    return {name: error_of(answer, name, order) for name, order in ORDERS.items()}
+
+
+def test_microbatches_in_another_order_than_the_forward_steps_are_refused() -> None:
+    (answers,) = run_host_ranks(orders_on_host, 1)
+    assert answers.pop("in order") is None
+    assert answers.pop("told nothing") is None  # without token ids nothing tells
+    wanted = {"read_step": 0, "hook.step": 1}
+    assert answers.keys() == wanted.keys()
+    for name, i in wanted.items():
+        text = f"StepError: microbatch {i} of the step has other tokens than its call of the model"
+        assert answers[name].startswith(text), answers[name]
+
+
+def outputs_alone() -> list[Any]:
+    """One rank: what a forward-only call without a loss function returns, stock and hooked."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.ddp_model()
+    answers: list[Any] = []
+
+    def outputs(iterator: Any, chunk: Any) -> Any:
+        return gpt.forward_step(iterator, chunk)[0], None
+
+    def run(hook: LossHook | None, forward_only: bool) -> None:
+        options = {"forward_step_func": outputs, "forward_only": forward_only}
+        answers.append(gpt.run_step(hook, model, Data(), N_MB, **options))
+
+    hook = LossHook(aggregation("prompt_mean"))
+    errors = [error_of(run, None, True), error_of(run, hook, True), error_of(run, hook, False)]
+    return [answers, errors]
+
+
+def test_a_call_without_loss_functions_is_left_to_the_host() -> None:
+    ((answers, (stock, hooked, trained)),) = run_host_ranks(outputs_alone, 1)
+    assert stock == hooked  # before 0.19 both fail: the schedule itself calls the loss function
+    if stock is None:
+        assert all(map(torch.equal, *answers))
+    assert "the loss function NoneType, which carries no mask" in trained
 
 
 @pytest.mark.parametrize("cp", [1, 2])

@@ -1,0 +1,181 @@
+"""A data iterator that fills the same memory for every batch is refused: a step is drawn ahead.
+
+Stock Megatron is right with one, since it draws each batch before its own forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_loss_agg.mcore import LossHook, Prefetch
+from tests.host.harness import EXACT, error_of, run_host_ranks
+from tests.host.steps import aggregation, batch_of, sequences
+
+pytestmark = pytest.mark.host
+
+CHANGED = "StepError: a batch was changed between its draw and its forward step"
+FAILED_PEER = "PeerError: bad microbatches on rank(s) [1]"
+Batch = dict[str, Any]
+
+
+def new() -> Iterator[Batch]:
+    """New tensors for every batch; as many as a test asks for, with full masks alike."""
+    for sample in sequences() * 2:
+        batch = batch_of([sample], "bshd")
+        yield {**batch, "loss_mask": torch.ones_like(batch["loss_mask"])}
+
+
+def written_by_torch(kept: Batch, batch: Batch) -> Batch:
+    for name, x in batch.items():
+        kept[name].copy_(x)
+    return kept
+
+
+def written_by_numpy(kept: Batch, batch: Batch) -> Batch:
+    for name, x in batch.items():
+        kept[name].numpy()[...] = x.numpy()
+    return dict(kept)
+
+
+def one_mapping(kept: Batch, batch: Batch) -> Batch:
+    kept.update(batch)
+    return kept
+
+
+def refilled(write: Callable[[Batch, Batch], Batch], buffers: int = 1) -> Iterator[Batch]:
+    """The batches of `new`, by turns in the memory of as many as there are ``buffers``."""
+    kept: list[Batch] = []
+    for i, batch in enumerate(new()):
+        if len(kept) < buffers:
+            kept.append(batch)
+            yield batch
+        else:
+            yield write(kept[i % buffers], batch)
+
+
+class Collated:
+    """The function of a loader that fills the batch that it returned last."""
+
+    def __init__(self) -> None:
+        self.kept: Batch | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        if self.kept is None:
+            self.kept = batch
+            return batch
+        return written_by_torch(self.kept, batch)
+
+
+SOURCES: dict[str, Callable[[], Iterator[Batch]]] = {
+    "torch": lambda: refilled(written_by_torch),
+    "torch, two by turns": lambda: refilled(written_by_torch, 2),
+    "numpy": lambda: refilled(written_by_numpy),
+    "numpy, two by turns": lambda: refilled(written_by_numpy, 2),
+    "one mapping": lambda: refilled(one_mapping),
+}
+N_MB = 4
+
+
+def steps_on_host() -> dict[str, Any]:
+    """One rank: by source, stock Megatron's error in its gradient, and what the hook says."""
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    model = gpt.ddp_model(per_token=True)
+
+    def gradient(hook: LossHook | None, data: Any) -> torch.Tensor:
+        gpt.run_step(hook, model, data, N_MB)
+        return gradients.flat(model)
+
+    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        return float((found - wanted).norm() / wanted.norm())
+
+    wanted, answers = gradient(None, new()), {}
+    for name, source in SOURCES.items():
+        says = [
+            error_of(gpt.run_step, LossHook(aggregation("token_mean")), model, source(), N_MB, **o)
+            for o in ({}, {"forward_only": True})
+        ]
+        answers[name] = error(gradient(None, source()), wanted), says
+    hook = LossHook(aggregation("token_mean"))
+    # After the first step values are compared no more, but writes of torch are.
+    answers["later"] = [
+        error(gradient(hook, new()), wanted),
+        error_of(gpt.run_step, hook, model, SOURCES["torch"](), N_MB),
+    ]
+    alike = next(new())
+    answers["repeated"] = error(gradient(hook, repeat(alike)), gradient(None, repeat(alike)))
+    return answers
+
+
+def test_a_step_in_refilled_memory_is_refused() -> None:
+    (answers,) = run_host_ranks(steps_on_host, 1)
+    exact, later = answers.pop("later")
+    assert exact <= EXACT and later.startswith(CHANGED)
+    assert answers.pop("repeated") <= EXACT
+    assert answers.keys() == SOURCES.keys()
+    for name, (stock, (trained, evaluated)) in answers.items():
+        assert stock == 0, name
+        assert trained.startswith(CHANGED), (name, trained)
+        assert evaluated.startswith(CHANGED), (name, evaluated)
+
+
+def prefetched_on_host(buffers: int, number: int) -> list[Any]:
+    """One rank: what each of three steps says, over a `Prefetch` of refilled memory."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model, hook = gpt.ddp_model(), LossHook(aggregation("token_mean"))
+    batches = Prefetch(refilled(written_by_torch, buffers))
+    return [error_of(gpt.run_step, hook, model, batches, number) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("buffers", "number"), [(1, 1), (2, 2)])
+def test_memory_that_is_refilled_for_the_next_step_is_refused(buffers: int, number: int) -> None:
+    (errors,) = run_host_ranks(prefetched_on_host, 1, buffers, number)
+    assert any(error is not None and error.startswith(CHANGED) for error in errors[:2])
+
+
+def test_a_prefetch_of_more_memory_than_it_draws_ahead_goes_on() -> None:
+    assert run_host_ranks(prefetched_on_host, 1, 4, 2) == [[None] * 3]
+
+
+def loader_on_host() -> list[Any]:
+    """One rank: three steps of Megatron's training loop over a loader that refills its memory."""
+    from megatron.core import rerun_state_machine
+
+    from tests.host import gpt
+
+    gpt.initialize()
+    rerun_state_machine.initialize_rerun_state_machine()
+    model = gpt.ddp_model()
+    hook = LossHook(aggregation("token_mean"), in_training_loop=True)
+    loader = DataLoader(list(new()), batch_size=None, collate_fn=Collated())
+    data = rerun_state_machine.RerunDataIterator(iter(loader))
+    return [error_of(gpt.run_step, hook, model, data, 1) for _ in range(3)]
+
+
+def test_a_loader_that_refills_its_memory_is_refused() -> None:
+    (errors,) = run_host_ranks(loader_on_host, 1)
+    assert any(error is not None and error.startswith(CHANGED) for error in errors[:2])
+
+
+def one_of_two_ranks() -> str | None:
+    from tests.host import gpt
+
+    gpt.initialize()
+    hook = LossHook(aggregation("token_mean"))
+    data = refilled(written_by_torch) if gpt.data_rank() else new()
+    return error_of(gpt.run_step, hook, gpt.ddp_model(), data, N_MB)
+
+
+def test_the_other_ranks_hear_of_it() -> None:
+    peer, own = run_host_ranks(one_of_two_ranks, 2)
+    assert own is not None and own.startswith(CHANGED)
+    assert peer is not None and peer.startswith(FAILED_PEER)
