@@ -53,7 +53,6 @@ class GivenFlags:
         self.skips_step = False
         self._called = self._has_trained = False
         self._trained: WeakSet[Any] = WeakSet()  # models
-        self._unstepped: WeakSet[Any] = WeakSet()  # models trained since an optimizer's last step
         self._host_steps = False
 
     def complete(self, args: Any) -> None:
@@ -79,21 +78,13 @@ class GivenFlags:
             trained: the model that it trains; None: it is forward-only.
 
         Raises:
-            HostError: empty steps are to be skipped, and several models train in this process; or
-                the model still has the gradients of another call.
+            HostError: empty steps are to be skipped, and several models train in this process.
         """
         self._called = True
         if trained is None:
             return
-        if trained in self._unstepped and _has_gradients(trained):
-            raise HostError(
-                "a second forward-backward call before the optimizer's step, which would add up "
-                "means of parts; expected one call for each step: for several, drop the flags and "
-                "use LossHook.step"
-            )
         self._has_trained = True
         self._trained.add(trained)
-        self._unstepped.add(trained)
         if len(self._trained) > 1 and self.values.get("loss_aggregation_empty_step") == "skip":
             raise HostError(
                 f"--loss-aggregation-empty-step skip, and {len(self._trained)} models train in "
@@ -110,7 +101,6 @@ class GivenFlags:
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
         """As `check_before_step`, for an optimizer of torch, whose steps cannot be skipped."""
-        self._unstepped.clear()
         if self._host_steps:
             return
         self.check_before_step(optimizer)
@@ -122,7 +112,6 @@ class GivenFlags:
 
     def check_before_step(self, optimizer: Any) -> None:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
-        self._unstepped.clear()
         if self.values and not self._has_trained:
             raise HostError(
                 f"{_first(self.values)} has no effect: {type(optimizer).__name__} is about to "
@@ -147,12 +136,6 @@ class GivenFlags:
 
 given = GivenFlags([])
 """Of the process; `take` sets it."""
-
-
-def _has_gradients(model: Any) -> bool:
-    """Whether some gradient is not 0."""
-    gradients = (getattr(p, "main_grad", p.grad) for p in model.parameters())
-    return any(g is not None and bool(g.any()) for g in gradients)
 
 
 def _first(values: dict[str, Any]) -> str:

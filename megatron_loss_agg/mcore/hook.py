@@ -31,6 +31,7 @@ from megatron_loss_agg.mcore.evaluation import RunningMean
 from megatron_loss_agg.mcore.host import Call, is_own, stock
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.late_masks import check_possible, plan_late, reader
+from megatron_loss_agg.mcore.left_gradients import LeftGradients
 from megatron_loss_agg.mcore.moe import RouterLosses
 from megatron_loss_agg.mcore.mtp import Depths, check_first_term, number_of_depths
 from megatron_loss_agg.mcore.optimizer_step import OptimizerStep
@@ -185,6 +186,7 @@ class LossHook:
         self._verified = False
         self._model: weakref.ref[Any] | None = None
         self._checked_losses: set[Any] = set()  # kinds of loss functions
+        self._left_gradients = LeftGradients()
         self._splits = Splits()
         self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
         self._open_step: OptimizerStep | None = None
@@ -213,7 +215,8 @@ class LossHook:
             ModeError: when called: ranks have different settings.
             HostError: ``forward_backward`` is wrapped already; or, when called: the host scales or
                 calls the loss in another way than planned.
-            StepError: when called: see `step`.
+            StepError: when called: a second call before the optimizer's step, batches that change,
+                or as `step`.
             PeerError: when called: another rank failed, or has no hook.
         """
         forward_backward = stock(forward_backward)
@@ -236,6 +239,7 @@ class LossHook:
                 self._router_losses.check(call)
                 # Once a step: data-parallel ranks may differ in how many calls a step has.
                 if step is None or step.is_whole:
+                    self._left_gradients.check(call.chunks[0])
                     self._auditor.check(call)
             if call.collects_other_data:
                 return forward_backward(**arguments)
@@ -318,6 +322,8 @@ class LossHook:
                         self._verified = True
             else:
                 result = call.run(forward_backward, call.forward_step, iterator)
+        if not call.forward_only:
+            self._left_gradients.note(call.chunks[0])
         if self.empty_step == "skip" and not call.forward_only:
             self.step_is_empty = any_rank(is_empty, call.groups.pp)
         return result

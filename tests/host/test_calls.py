@@ -245,6 +245,32 @@ def test_microbatches_in_another_order_than_the_forward_steps_are_refused() -> N
         assert answers[name].startswith(text), answers[name]
 
 
+def calls_on_host() -> list[str | None]:
+    """One rank: calls of one hook, by what happens to the gradients before each."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model, hook = gpt.ddp_model(), LossHook(aggregation("token_mean"))
+
+    def call(**options: Any) -> str | None:
+        data = batches(PLACES[1][0], "thd")
+        return error_of(gpt.run_step, hook, model, data, N_MB, **options)
+
+    found = [call(), call(zero_grad=False)]
+    model.zero_grad_buffer()
+    found += [call(zero_grad=False), call(zero_grad=False, forward_only=True), call()]
+    masked = batches(PLACES[1][0], "thd")
+    empty = [{**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])} for batch in masked]
+    found.append(error_of(gpt.run_step, hook, model, iter(empty), N_MB))
+    return [*found, call(zero_grad=False)]  # the empty step's gradients are zero
+
+
+def test_a_call_on_the_gradients_of_the_last_one_is_refused() -> None:
+    ((first, second, *others),) = run_host_ranks(calls_on_host, 1)
+    assert first is None and others == [None] * 5
+    assert second.startswith("StepError: a forward-backward call on the gradients that the last")
+
+
 def outputs_alone() -> list[Any]:
     """One rank: what a forward-only call without a loss function returns, stock and hooked."""
     from tests.host import gpt

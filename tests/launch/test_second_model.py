@@ -69,7 +69,7 @@ def facts_of_rank() -> dict[str, Any]:
     facts["reports"] = sorted(call(models[0])[0])
     facts["two calls"] = error_of(call, models[0], zero=False)
     facts["trained"] = error_of(sgd.step)
-    facts["after a step"] = error_of(call, models[0], zero=False)
+    facts["zeroed"] = error_of(call, models[0])
     facts["second model, other loss"] = error_of(call, models[1], None, squares)
     kept = get_forward_backward_func()
 
@@ -120,8 +120,10 @@ def test_an_evaluation_is_no_training() -> None:
 
 def test_calls_that_would_add_up_are_refused() -> None:
     error = facts()["two calls"]
-    assert error.startswith("HostError: a second forward-backward call before the optimizer's step")
-    assert facts()["after a step"] is None
+    assert error.startswith(
+        "StepError: a forward-backward call on the gradients that the last one left"
+    )
+    assert facts()["zeroed"] is None
 
 
 def test_a_schedule_that_the_loop_has_kept_is_uninstalled() -> None:
