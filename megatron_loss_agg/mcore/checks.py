@@ -18,13 +18,6 @@ from megatron_loss_agg.mcore.local_weights import LocalMask
 from megatron_loss_agg.mcore.model_calls import ModelCalls
 from megatron_loss_agg.transfer import Arriving
 
-_CHANGED_MASK = (
-    "the loss function's mask is not this rank's part of the batch's 'loss_mask'; "
-    "expected the script to split it over context-parallel ranks as CPLayout can and to leave it "
-    "unchanged (a cast to half precision changes fractions): "
-    f"otherwise {HOW_TO_READ} with the final mask"
-)
-
 
 class MaskChecks:
     """The masks of a call's loss functions, against what was planned.
@@ -65,7 +58,8 @@ class MaskChecks:
         if mask.shape != planned.shape:
             _check_shape(mask, planned.shape)
         if not planned.fits(mask):
-            raise MaskError(_CHANGED_MASK)
+            sums = f": it sums to {float(mask.sum()):g}, and that to {planned.total:g}"
+            raise self._changed(sums)
 
     def _check_part(self, mask: Tensor, planned: LocalMask, all_tokens: bool) -> None:
         """Raise LayoutError for a mask of all tokens instead of a part, or the other way round."""
@@ -107,7 +101,16 @@ class MaskChecks:
         # `torch.allclose` takes twice as long, a noticeable part of a small step.
         excess = (given - expected).abs_().sub_(expected, alpha=1e-5)
         if not float(excess.amax()) <= 0:  # NaN, too
-            raise MaskError(_CHANGED_MASK)
+            raise self._changed()
+
+    def _changed(self, sums: str = "") -> MaskError:
+        several = self._call.scale.context_parallel_size > 1
+        split = "split it over context-parallel ranks as CPLayout can and " if several else ""
+        return MaskError(
+            f"the loss function's mask is not this rank's part of the batch's 'loss_mask'{sums}; "
+            f"expected the script to {split}leave it as it is, undivided (a cast to half precision "
+            f"changes fractions): otherwise {HOW_TO_READ} with the final mask"
+        )
 
 
 def _check_shape(mask: Tensor, expected: tuple[int, ...]) -> None:

@@ -40,8 +40,9 @@ class TokenLoss:
 
     Args:
         compute: model output -> (per-token losses, report); the losses in the shape of
-            ``loss_mask``. The report is a mapping of names to (sum, count) pairs, for Megatron's
-            training loop, or to the metrics of `megatron_loss_agg.report`, for `reduce_reports`.
+            ``loss_mask``, neither masked nor divided: a factor in them stays in the loss, unseen.
+            The report is a mapping of names to (sum, count) pairs, for Megatron's training loop, or
+            to the metrics of `megatron_loss_agg.report`, for `reduce_reports`.
         loss_mask: of this rank's tokens: its context-parallel shard of the batch's mask.
         whole: if every context-parallel rank has the losses, and ``loss_mask``, of all tokens of
             the microbatch: how they were gathered. ``local_grad``: in the backward pass, a rank's
@@ -161,7 +162,7 @@ def token_losses(
         weights: for a `TokenLoss` that takes them, by term, in the masks' shapes.
 
     Raises:
-        HostError: the report is not a mapping.
+        HostError: another number of results, or a report that is not a mapping.
         MaskError: not one loss per element of the mask, or losses for other terms.
     """
     names = list(masks)
@@ -170,11 +171,14 @@ def token_losses(
         given: list[Any] = []
         if weights is not None:
             given = [weights if len(names) > 1 else weights[names[0]]]
-        losses, report = loss_func.compute(output, *given)
+        returned = loss_func.compute(output, *given)
+        losses, report = _parts(returned, "a TokenLoss's function", "(losses, report)", 2)
         reduced = None
     else:
         with torch.set_grad_enabled(False):  # `no_grad` does it in twice the calls
-            reduced = loss_func(output)
+            returned = loss_func(output)
+        wanted = "(loss, report) or (loss, number of tokens, report)"
+        reduced = _parts(returned, "the loss function", wanted, 2, 3)
         report = reduced[-1]
     if not isinstance(report, Mapping):
         raise HostError(
@@ -185,6 +189,15 @@ def token_losses(
         _check_one_loss_per_token(of_term, masks[name])
         flat[name] = of_term.flatten()  # of a vector no node of the graph
     return TokenLosses(flat, masks, dict(report), reduced)
+
+
+def _parts(returned: Any, who: str, wanted: str, *lengths: int) -> Any:
+    """``returned``; raises HostError unless it is a tuple, or a list, of one of ``lengths``."""
+    if not isinstance(returned, (tuple, list)) or len(returned) not in lengths:
+        several = isinstance(returned, (tuple, list))
+        got = f"{len(returned)} results" if several else described(returned)
+        raise HostError(f"{who} returned {got}; expected {wanted}")
+    return returned
 
 
 def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -247,8 +260,9 @@ def check_is_masked_sum(tokens: TokenLosses, whole_samples: bool) -> None:
         raise HostError(
             f"the loss function returned {loss.item():.6g}, and the masked sum of the model's "
             f"losses is {total.item():.6g}; expected a masked sum, since its reduction is "
-            "replaced: return a TokenLoss with the full per-token loss instead, or, if it is "
-            "Megatron's for distillation, give the hook a second term named 'kd'"
+            "replaced: drop its own factors and divisions; for another loss return a TokenLoss "
+            "with that of each token; or, if it is Megatron's for distillation, give the hook a "
+            "second term named 'kd'"
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
-from megatron_loss_agg.errors import HostError, ReportError
+from megatron_loss_agg.errors import AggregationError, HostError, ReportError
 from megatron_loss_agg.mcore.checks import MaskChecks
 from megatron_loss_agg.mcore.distillation import has_teacher, with_teacher
 from megatron_loss_agg.mcore.evaluation import RunningMean
@@ -146,7 +146,13 @@ class Step:
         if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
             local = self._local_weights(self._first + i, masks, all_tokens)
             given = self._given(masks, local, gather)
-        tokens = token_losses(loss_func, output, masks, given)
+        try:
+            tokens = token_losses(loss_func, output, masks, given)
+        except AggregationError:
+            raise
+        except Exception:  # a script's own, which a mask that is not this rank's part may cause
+            self._local_weights(self._first + i, masks, all_tokens)
+            raise
         # After the losses, whose errors name more than those of the mask.
         local = local or self._local_weights(self._first + i, masks, all_tokens)
         weights_T = self._weights_of_tokens(tokens, local)
@@ -154,6 +160,11 @@ class Step:
         if i + 1 == self._call.scale.num_microbatches:
             self._mask_checks.send()
         loss, parts = self._summed(tokens, weights_T)
+        if self._trains() and not loss.requires_grad:
+            raise HostError(
+                "losses without a gradient in a training step; expected those of the model's "
+                "output, not detached"
+            )
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
             mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)

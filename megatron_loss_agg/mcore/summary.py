@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.mcore.choices import CHOICES
@@ -46,6 +48,8 @@ def summary(
         found = {splits.recognised(kind) or "any (all give the same weights)" for kind in packed}
         split = f"; context-parallel split: {', '.join(sorted(found))}"
     tokens = f"{counts.tokens:.10g} tokens"
+    if counts.active_tokens not in (None, counts.tokens):
+        tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
     if math.isnan(counts.tokens):
         tokens, split = "masks that the model makes", ""
     others = [f"; {n}: {choices[n]}" for n in ("mtp", "moe") if choices[n] != CHOICES[n][0]]
@@ -60,12 +64,24 @@ def summary(
 
 
 def _mode(name: str, term: Term) -> str:
-    label, mode = term.aggregation.label, term.aggregation.mode
-    shown = mode if label == mode else f"{mode} ({label})"
-    if term.aggregation.sample_weights is not None:
-        shown += f" (sample weights: {term.aggregation.sample_weights})"
+    """The mode, and all settings that are not the default."""
+    aggregation = term.aggregation
+    label, mode = aggregation.label, aggregation.mode
+    settings = [] if label == mode else [label]
+    for field in dataclasses.fields(aggregation):
+        value = getattr(aggregation, field.name)
+        if field.name not in ("mode", "name") and value != field.default:
+            settings.append(f"{field.name.replace('_', ' ')}: {_shown(value)}")
+    shown = f"{mode} ({', '.join(settings)})" if settings else mode
     coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
     return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")
+
+
+def _shown(value: Any) -> str:
+    """A word, a number, or the name of a function."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return value if isinstance(value, str) else f"{float(value):.10g}"
 
 
 def without_perplexities(line: str, losses: Iterable[str]) -> str:

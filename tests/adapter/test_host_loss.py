@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -178,3 +179,23 @@ def test_without_a_hook_it_is_a_stock_loss_function() -> None:
     # 1 + 3 over the mask, whose 2 tokens Megatron counts in int32; what is masked may be NaN.
     total, number, report = total_of(torch.tensor([1.0, torch.nan, 3.0]), MASK)
     assert (total.item(), number.item(), number.dtype, report) == (4.0, 2, torch.int, {"own": 1})
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (torch.tensor(1.0), "a torch.float32 tensor of shape ()"),
+        (torch.ones(2, 3), "a torch.float32 tensor of shape (2, 3)"),
+        ((torch.tensor(1.0),), "1 results"),
+        ((LOSSES, MASK, MASK, {}), "4 results"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_another_number_of_results_is_refused(returned: Any, got: str, own: bool) -> None:
+    def stock(loss_mask: Tensor, output: Tensor) -> Any:
+        return returned
+
+    loss_func = TokenLoss(lambda _: returned, MASK) if own else functools.partial(stock, MASK)
+    wanted = "(losses, report)" if own else "(loss, report) or (loss, number of tokens, report)"
+    with pytest.raises(HostError, match=re.escape(f"returned {got}; expected {wanted}")):
+        read(loss_func, LOSSES)

@@ -147,7 +147,10 @@ def test_a_prefetch_of_more_memory_than_it_draws_ahead_goes_on() -> None:
 
 
 def loader_on_host() -> list[Any]:
-    """One rank: three steps of Megatron's training loop over a loader that refills its memory."""
+    """One rank: three steps of Megatron's training loop over a loader that refills its memory.
+
+    The `Prefetch` that it gets has not returned a batch before the second one.
+    """
     from megatron.core import rerun_state_machine
 
     from tests.host import gpt
@@ -163,7 +166,7 @@ def loader_on_host() -> list[Any]:
 
 def test_a_loader_that_refills_its_memory_is_refused() -> None:
     (errors,) = run_host_ranks(loader_on_host, 1)
-    assert any(error is not None and error.startswith(CHANGED) for error in errors[:2])
+    assert any(error is not None and error.startswith(CHANGED) for error in errors)
 
 
 def one_of_two_ranks() -> str | None:

@@ -75,8 +75,11 @@ CASES = {
     "object that is no partial": Case(
         ("HostError", "HoldsMask, which carries no mask"), scripts.HoldsMask
     ),
-    "term": Case(("HostError", "expected a masked sum", "return a TokenLoss"), scripts.with_a_term),
-    "changed mask": Case(CHANGED, scripts.with_a_changed_mask),
+    "term": Case(
+        ("HostError", "expected a masked sum", "drop its own factors", "return a TokenLoss"),
+        scripts.with_a_term,
+    ),
+    "changed mask": Case((*CHANGED, "it sums to"), scripts.with_a_changed_mask),
     "changed mask after an evaluation": Case(
         CHANGED, scripts.with_a_changed_mask, after="evaluation"
     ),
@@ -93,6 +96,13 @@ CASES = {
     ),
     "part of the losses": Case(
         ("MaskError", "expected one loss per token"), scripts.with_part_of_the_losses
+    ),
+    "part of the mask": Case(
+        ("MaskError", "local losses for", "expected a batch that is whole"),
+        scripts.with_part_of_the_mask,
+    ),
+    "detached losses": Case(
+        ("HostError", "losses without a gradient", "not detached"), scripts.with_detached_losses
     ),
     "no prompts": Case(
         ("GroupError", "have no 'prompt_ids'", "add that key"), data=lacking("prompt_ids")

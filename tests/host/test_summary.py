@@ -18,7 +18,7 @@ pytestmark = pytest.mark.host
 TOKENS = sum(sum(s.sample.mask) for s in sequences())
 TERMS = {
     "policy": LossAggregation.preset("skyrl/prompt_mean"),
-    "kl": Term(LossAggregation(mode="token_mean", sample_weights="skip"), 0.5),
+    "kl": Term(LossAggregation(mode="sum", divisor=1634, sample_weights="skip"), 0.5),
 }
 SAID = {
     ("dp2", "bshd", False): (
@@ -32,7 +32,8 @@ SAID = {
         "; context-parallel split: zigzag inside every sequence",
     ),
     ("pp2", "thd", True): (
-        "policy: prompt_mean (skyrl/prompt_mean) + 0.5 * kl: token_mean (sample weights: skip); "
+        "policy: prompt_mean (skyrl/prompt_mean) + "
+        "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
         "a step of 4 microbatches on 1 data-parallel rank, 10 samples (packed sequences), "
         "4 prompts",
         "",
