@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.aggregation import BY_ID, Term
 from megatron_loss_agg.errors import AggregationError, HostError, InputError
 from megatron_loss_agg.mcore import effect, flags
 from megatron_loss_agg.mcore.install import hook_from_args
@@ -30,6 +31,10 @@ def check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     Args:
         with_host: whether ``megatron.training`` can be imported, to read Megatron's own flags.
     """
+    script = script_flags[0] if script_flags else "--"
+    if not script.startswith("-") and not Path(script).is_file():
+        text = f"{script} is not a file; expected the path of a training script, or flags alone"
+        return Finding("FAIL", "flags", text)
     parser: argparse.ArgumentParser = _Parser(add_help=False, allow_abbrev=False)
     try:
         training = seams().training if with_host else None
@@ -57,7 +62,10 @@ def check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     if unknown:
         text = f"{mode}; Megatron has no {', '.join(unknown)}: valid only if the script adds them"
         return Finding("WARN", "flags", text)
-    return Finding("OK", "flags", f"{mode}, and no other flag conflicts with it")
+    units = {u for t in hook.terms.values() for u in (t.aggregation.within, t.aggregation.across)}
+    needs = [f"{unit}_ids" for unit in BY_ID if unit in units]
+    read = f"; the batches must have {' and '.join(needs)}" if needs else ""
+    return Finding("OK", "flags", f"{mode}, and no other flag conflicts with it{read}")
 
 
 def _check_model(

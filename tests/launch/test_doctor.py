@@ -66,7 +66,10 @@ def test_this_environment_is_fit():
 def test_flags_of_a_launch_script_are_checked_against_each_other():
     mode = "--loss-aggregation prompt_mean"
     cases = {
-        f"pretrain_gpt.py --num-layers 2 {mode}": "OK: prompt_mean, and no other flag",
+        f"examples/pretrain_gpt.py --num-layers 2 {mode}": (
+            "OK: prompt_mean, and no other flag conflicts with it; the batches must have prompt_ids"
+        ),
+        f"nosuch.py {mode}": "FAIL: nosuch.py is not a file; expected the path",
         "--num-layers 2": "WARN: without --loss-aggregation the plugin does nothing",
         f"--my-own-flag {mode}": "WARN: prompt_mean; Megatron has no --my-own-flag",
         f"--num-layers two {mode}": "FAIL: InputError: argument --num-layers: invalid int",
