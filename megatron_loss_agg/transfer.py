@@ -6,9 +6,9 @@ A copy to the CPU waits for the GPU, and one from pageable memory makes the CPU 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ class Kind(NamedTuple):
 
 def kinds_of(tensors: Sequence[Tensor]) -> list[Kind]:
     return [Kind(x.dtype, tuple(x.shape)) for x in tensors]
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors in mappings, lists and tuples; not in lists of numbers or strings."""
+    if isinstance(x, Tensor):
+        return [x]
+    parts: Iterable[Any] = ()
+    if isinstance(x, Mapping):
+        parts = x.values()
+    elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], (str, int, float)):
+        parts = x
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def bytes_of(x: Tensor) -> Tensor:

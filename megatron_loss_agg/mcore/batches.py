@@ -20,7 +20,7 @@ from megatron_loss_agg.errors import (
     MaskError,
     StepError,
 )
-from megatron_loss_agg.mcore.held import HeldBatch, tensors_in
+from megatron_loss_agg.mcore.held import HeldBatch
 from megatron_loss_agg.mcore.late_batches import LateMicrobatch
 from megatron_loss_agg.mcore.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
@@ -33,6 +33,7 @@ from megatron_loss_agg.microbatch import (
     of_term,
 )
 from megatron_loss_agg.samples import listed
+from megatron_loss_agg.transfer import tensors_in
 from megatron_loss_agg.weights import described
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms | LateMicrobatch]
@@ -162,19 +163,19 @@ class LookAhead:
         source: anything with ``__next__``; Megatron's own data iterators have nothing else.
         read: batch -> microbatch. It is called once for each batch, before the batch is returned.
         lazily: the batches may never be asked for, so methods of ``source`` stay available.
-        keeps_values: compare what was read by value, too, to notice that ``source`` changes it.
+        verify: look for changes of batches by later draws by value, too.
     """
 
     def __init__(
-        self, source: Any, number: int, read: ReadBatch, lazily: bool, keeps_values: bool
+        self, source: Any, number: int, read: ReadBatch, lazily: bool, verify: bool
     ) -> None:
         self._source = source
         self._number = number
         self._read = read
         self._lazily = lazily
-        self._keeps_values = keeps_values
+        self._verify = verify
         self._drawn: list[Callable[[], MicrobatchOfTerms]] = []
-        self._held: deque[HeldBatch] = deque()
+        self._served: deque[Any] = deque()
         self._taken = 0
 
     def microbatches(self) -> list[MicrobatchOfTerms]:
@@ -184,10 +185,10 @@ class LookAhead:
                 "a loss function with a mask, whose batch was not drawn by next(data_iterator); "
                 "expected that, or LossHook(read_step=...)"
             )
-        while len(self._drawn) < self._number:
-            self._held.append(self._draw())
-        for batch in self._held:
+        held = [self._draw() for _ in range(len(self._drawn), self._number)]
+        for batch in held:
             batch.check()
+        self._served.extend(batch.batch for batch in held)
         return [outcome() for outcome in self._drawn]
 
     def __iter__(self) -> LookAhead:
@@ -203,9 +204,9 @@ class LookAhead:
 
     def __next__(self) -> Any:
         self._taken += 1
-        if self._held:
-            return self._held.popleft().taken()
-        return self._draw().taken() if len(self._drawn) < self._number else next(self._source)
+        if self._served:
+            return self._served.popleft()
+        return self._draw().batch if len(self._drawn) < self._number else next(self._source)
 
     def __getattr__(self, name: str) -> Any:
         if self._lazily:
@@ -232,7 +233,7 @@ class LookAhead:
 
     def _microbatch(self, batch: Any, held: HeldBatch) -> MicrobatchOfTerms:
         read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
-        if self._keeps_values:
+        if self._verify:
             held.keep_values(_tensors_of(read))
         # Planned when the script may have changed the batch already.
         found: MicrobatchOfTerms = for_each_term(copied, read) if self._lazily else read

@@ -206,7 +206,8 @@ class LossHook:
 
         Returns:
             a function that takes the schedule's arguments, by keyword, and returns its result. Once
-            it returns, it keeps nothing of the call; only a `Prefetch` still reads the iterator.
+            it returns, it keeps nothing of the call; only a `Prefetch` keeps its batches, and still
+            reads the iterator.
 
         Raises:
             MaskError, GroupError, LayoutError, FunctionError: when called: bad batches, masks or
@@ -215,8 +216,8 @@ class LossHook:
             ModeError: when called: ranks have different settings.
             HostError: ``forward_backward`` is wrapped already; or, when called: the host scales or
                 calls the loss in another way than planned.
-            StepError: when called: a second call before the optimizer's step, batches that change,
-                or as `step`.
+            StepError: when called: gradients that the last call left, batches that change or are in
+                another order than the microbatches, or as `step`.
             PeerError: when called: another rank failed, or has no hook.
         """
         forward_backward = stock(forward_backward)
@@ -315,6 +316,8 @@ class LossHook:
                 hooked.finish()
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
+                if (prefetch := prefetch_of(call.data_iterator, insert=False)) is not None:
+                    prefetch.check()
                 if not (self._verified or call.forward_only or step.left):
                     weights = self._weights(call, step)
                     if not weights.is_empty:  # of masked tokens nothing can be compared
@@ -414,6 +417,7 @@ class LossHook:
     def _wanted(self, call: Call) -> Wanted:
         # Under --sft, an evaluation averages quotients: none by data set would be exact.
         datasets = self._datasets is not None and self._running_means(call) is None
+        # Batches that the hook draws are in order.
         given = self.read_step is not None or self._open_step is not None
         return Wanted(
             masks=not self._verified,

@@ -11,9 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.held import tensors_in
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.microbatch import holds_integers
+from megatron_loss_agg.transfer import tensors_in
 
 
 class ModelCalls:

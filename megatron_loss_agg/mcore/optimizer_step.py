@@ -36,7 +36,7 @@ class OptimizerStep:
 
         Args:
             lazily: planned when the script may have changed the batches already.
-            verify: look for changes of batches that were drawn ahead by value, too.
+            verify: see `LookAhead`.
         """
         number, iterator = call.scale.num_microbatches, call.data_iterator
         if not call.groups.last_stage or not call.groups.reads_data:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.mcore.held import HeldBatch, changed
 
 _POSITIONS = ("state_dict", "save_state")
@@ -42,17 +43,25 @@ class Prefetch:
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._drawn: deque[tuple[dict[str, Any], Any]] = deque()  # (position before it, batch)
-        self._returned: HeldBatch | None = None  # the last one
+        # The last ones, as many as were fetched last; and those before the last call of `fetch`.
+        self._returned: deque[HeldBatch] = deque(maxlen=1)
+        self._in_use: deque[HeldBatch] = deque()
         self._failure: tuple[dict[str, Any], BaseException] | None = None
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
         """Start drawing, so that the next ``number`` batches are ready."""
         self._wait()
+        self._in_use, self._returned = self._returned, deque(maxlen=number)
         missing = number - len(self._drawn)
         if missing > 0 and self._failure is None:
             self._thread = Thread(target=self._draw, args=(missing,), daemon=True)
             self._thread.start()
+
+    def check(self) -> None:
+        """Raise StepError if a batch was drawn into memory of those in use, as far as is known."""
+        if self._failure is not None and isinstance(self._failure[1], StepError):
+            raise self._failure[1]
 
     def __iter__(self) -> Prefetch:
         return self
@@ -63,7 +72,7 @@ class Prefetch:
             (_, failure), self._failure = self._failure, None
             raise failure
         batch = self._drawn.popleft()[1] if self._drawn else next(self._source)
-        self._returned = HeldBatch(batch)
+        self._returned.append(HeldBatch(batch))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -93,9 +102,11 @@ class Prefetch:
     def _draw(self, number: int) -> None:
         for _ in range(number):
             positions = self._positions()
+            for held in self._in_use:
+                held.note()  # the reader may write to its batches
             try:
                 batch = next(self._source)
-                if self._returned is not None and self._returned.is_overwritten_by(batch):
+                if any(held.is_overwritten_by(batch) for held in self._in_use):
                     raise changed()
                 self._drawn.append((positions, batch))
             except BaseException as failure:  # raised later in the reader, StopIteration too

@@ -187,22 +187,27 @@ class Splits:
         self._left[packed] = fitting
 
 
-def check_order(i: int, token_ids: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Raise StepError if the model is called with other tokens than microbatch ``i`` has.
+def check_order(i: int, token_ids: Sequence[Sequence[Tensor]], given: Sequence[Tensor]) -> None:
+    """Raise StepError if the model is called with another microbatch's tokens than those of ``i``.
 
     Args:
-        token_ids: of the microbatch; vectors.
+        token_ids: of each microbatch of the step; vectors.
         given: the integer tensors that the model is called with, if nothing is split.
     """
     flat = _telling(given)
-    comparable = [(x, y) for x in token_ids for y in flat if x.numel() == y.numel()]
-    if comparable and not any(torch.equal(x, y.to(x.dtype)) for x, y in comparable):
-        raise StepError(
-            f"microbatch {i} of the step has other tokens than its call of the model; expected the "
-            "microbatches in the order of the forward steps, their samples in that of the model's "
-            "rows, and as token_ids the labels or tokens that the model is called with: see the "
-            "function that reads batches or the step"
-        )
+
+    def fits(j: int) -> bool:
+        known = _telling(token_ids[j])
+        return any(torch.equal(x, y.to(x.dtype)) for x in known for y in flat)
+
+    if flat and token_ids[i] and not fits(i):
+        others = [j for j in range(len(token_ids)) if fits(j)]
+        if others:
+            raise StepError(
+                f"the model is called with the tokens of microbatch {others[0]} of the step in "
+                f"place of {i}; expected the microbatches in the order in which the forward steps "
+                "draw their batches: see read_step or hook.step"
+            )
 
 
 def _telling(given: Sequence[Tensor]) -> list[Tensor]:

@@ -36,6 +36,7 @@ from megatron_loss_agg.mcore.mtp import Depths
 from megatron_loss_agg.mcore.pairs import Pairs, make_pairs
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights
+from megatron_loss_agg.transfer import tensors_in
 from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_fitting
 
 
@@ -151,7 +152,8 @@ class Step:
         except AggregationError:
             raise
         except Exception:  # a script's own, which a mask that is not this rank's part may cause
-            self._local_weights(self._first + i, masks, all_tokens)
+            if local is None:
+                self._local_weights(self._first + i, masks, all_tokens)
             raise
         # After the losses, whose errors name more than those of the mask.
         local = local or self._local_weights(self._first + i, masks, all_tokens)
@@ -161,10 +163,7 @@ class Step:
             self._mask_checks.send()
         loss, parts = self._summed(tokens, weights_T)
         if self._trains() and not loss.requires_grad:
-            raise HostError(
-                "losses without a gradient in a training step; expected those of the model's "
-                "output, not detached"
-            )
+            _check_frozen(output)
         if self._options.depths is not None:
             name, term = next(iter(self._terms.items()))
             mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
@@ -291,3 +290,12 @@ class Step:
         if "lm loss" in report:
             report["lm loss"] = pairs.token_mean("lm loss", *tokens.first, loss.dtype)
         return report
+
+
+def _check_frozen(output: Any) -> None:
+    """Raise HostError for a loss without a gradient, unless the model's output has none either."""
+    if any(x.requires_grad for x in tensors_in(output)):
+        raise HostError(
+            "losses without a gradient in a training step; expected those of the model's output, "
+            "not detached"
+        )

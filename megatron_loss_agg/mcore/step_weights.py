@@ -193,7 +193,8 @@ class StepWeights:
             if not all_tokens:
                 _narrow(possible[name], mask, model_calls, splits)
             else:
-                check_order(i, possible[name][WHOLE].mask.token_ids, model_calls.inputs)
+                token_ids = [x[WHOLE].mask.token_ids for x in self.terms[name]]
+                check_order(i, token_ids, model_calls.inputs)
         chosen = {}
         for name, mask in masks.items():
             split = _fitting(possible[name], mask, splits)

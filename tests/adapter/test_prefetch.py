@@ -141,9 +141,11 @@ def test_a_position_that_cannot_be_had_is_no_matter_until_it_is_asked_for() -> N
     assert next(prefetch) == 1
 
 
-@pytest.mark.parametrize(("buffers", "refused"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("buffers", "taken", "refused"), [(1, 1, True), (2, 1, False), (3, 2, True), (4, 2, False)]
+)
 def test_memory_that_the_reader_may_still_use_is_not_filled_again(
-    buffers: int, refused: bool
+    buffers: int, taken: int, refused: bool
 ) -> None:
     kept = [torch.zeros(2) for _ in range(buffers)]
 
@@ -152,13 +154,20 @@ def test_memory_that_the_reader_may_still_use_is_not_filled_again(
             yield {"tokens": kept[i % buffers].fill_(i)}
 
     prefetch = Prefetch(source())
-    next(prefetch)
-    prefetch.fetch(1)
+    prefetch.fetch(taken)
+    for _ in range(taken):
+        next(prefetch)["tokens"].neg_()  # the reader's own writes
+    prefetch.fetch(taken)
+    # What lies in memory that nobody uses is good.
+    drawn = [next(prefetch)["tokens"].tolist() for _ in range(taken - refused)]
+    assert drawn == [[i, i] for i in range(taken, 2 * taken - refused)]
+    prefetch.fetch(0)  # waits for the thread
     if refused:
-        with pytest.raises(StepError, match="a batch was changed"):
+        with pytest.raises(StepError, match="changed a batch when it returned a later one"):
+            prefetch.check()
+        with pytest.raises(StepError, match="changed a batch when it returned a later one"):
             next(prefetch)
-    else:
-        assert next(prefetch)["tokens"].tolist() == [1, 1]
+    prefetch.check()
 
 
 def test_one_batch_again_and_again_is_no_change() -> None:

@@ -209,7 +209,13 @@ def undrawn_steps(cp: int, gradient: Any, loss: float) -> dict[str, Any]:
     return {**answer, "names": [list(report) for report in reports]}
 
 
-ORDERS = {"read_step": (1, 0), "hook.step": (0, 2), "in order": (0, 1), "told nothing": (1, 0)}
+ORDERS = {
+    "read_step": (1, 0),
+    "hook.step": (1, 0),
+    "in order": (0, 1),
+    "other tokens": (2, 2),  # than any that the model is called with
+    "told nothing": (1, 0),
+}
 
 
 def orders_on_host() -> dict[str, str | None]:
@@ -236,13 +242,13 @@ def orders_on_host() -> dict[str, str | None]:
 
 def test_microbatches_in_another_order_than_the_forward_steps_are_refused() -> None:
     (answers,) = run_host_ranks(orders_on_host, 1)
-    assert answers.pop("in order") is None
-    assert answers.pop("told nothing") is None  # without token ids nothing tells
-    wanted = {"read_step": 0, "hook.step": 1}
-    assert answers.keys() == wanted.keys()
-    for name, i in wanted.items():
-        text = f"StepError: microbatch {i} of the step has other tokens than its call of the model"
-        assert answers[name].startswith(text), answers[name]
+    for name in ("in order", "other tokens", "told nothing"):
+        assert answers.pop(name) is None, name
+    assert answers.keys() == {"read_step", "hook.step"}
+    text = (
+        "StepError: the model is called with the tokens of microbatch 1 of the step in place of 0"
+    )
+    assert all(answer.startswith(text) for answer in answers.values()), answers
 
 
 def calls_on_host() -> list[str | None]:
@@ -297,6 +303,27 @@ def test_a_call_without_loss_functions_is_left_to_the_host() -> None:
     if stock is None:
         assert all(map(torch.equal, *answers))
     assert "the loss function NoneType, which carries no mask" in trained
+
+
+def frozen_on_host() -> list[str | None]:
+    """One rank: a step whose model output has no gradient, as of frozen parts; stock and hooked."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.ddp_model()
+
+    def frozen(iterator: Any, chunk: Any) -> Any:
+        output, loss_func = gpt.forward_step(iterator, chunk)
+        return output.detach(), loss_func
+
+    hooks = None, LossHook(aggregation("prompt_mean"), unmeasured="trust")
+    options = {"forward_step_func": frozen}
+    return [error_of(gpt.run_step, hook, model, Data(), N_MB, **options) for hook in hooks]
+
+
+def test_a_step_without_gradients_is_left_to_the_host() -> None:
+    ((stock, hooked),) = run_host_ranks(frozen_on_host, 1)
+    assert stock == hooked
 
 
 @pytest.mark.parametrize("cp", [1, 2])
