@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron_loss_agg.transfer import bytes_of, tensors_in
 
 
 class HeldBatch:
-    """A batch, and what tells whether later draws have written to its tensors.
+    """A batch, or a list of some, and what tells whether later draws have written to its tensors.
 
     An iterator may fill the same memory for every batch, which works as long as each is used before
     the next is drawn. torch counts writes to its tensors. It does not see those through numpy or
@@ -23,12 +24,8 @@ class HeldBatch:
     def __init__(self, batch: Any) -> None:
         self.batch = batch
         self._tensors = tensors_in(batch)
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self.note()
-
-    def note(self) -> None:
-        """Only later changes count."""
         self._versions = [*map(_version_of, self._tensors)]
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
     def keep_values(self, tensors: Iterable[Tensor]) -> None:
         """Compare ``tensors``, which were read from the batch, by value, too."""
@@ -39,17 +36,22 @@ class HeldBatch:
         # Other mappings may make their tensors anew whenever they are asked for them.
         now = tensors_in(self.batch) if isinstance(self.batch, dict) else self._tensors
         replaced = [*map(id, now)] != [*map(id, self._tensors)]
+        written = [*map(_version_of, self._tensors)] != self._versions
         equal = (torch.equal(bytes_of(x), bytes_of(y)) for x, y in self._copies)
-        if replaced or self._written() or not all(equal):
+        if replaced or written or not all(equal):
             raise changed()
 
     def is_overwritten_by(self, batch: Any) -> bool:
         """Whether ``batch`` was written into memory of this one."""
-        return not _addresses(self._written()).isdisjoint(_addresses(tensors_in(batch)))
+        places = map(_address, tensors_in(batch))
+        shared = [self._by_address[place] for place in places if place in self._by_address]
+        return any(_version_of(x) != version for x, version in shared)
 
-    def _written(self) -> list[Tensor]:
-        pairs = zip(self._tensors, self._versions, strict=True)
-        return [x for x, version in pairs if _version_of(x) != version]
+    @cached_property
+    def _by_address(self) -> dict[int, tuple[Tensor, int]]:
+        """Where its tensors lie, and their versions."""
+        found = zip(map(_address, self._tensors), self._tensors, self._versions, strict=True)
+        return {address: (x, version) for address, x, version in found if address}
 
 
 def changed() -> StepError:
@@ -65,5 +67,6 @@ def _version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {x.data_ptr() for x in tensors if x.layout == torch.strided and x.numel()}
+def _address(x: Tensor) -> int:
+    """Where ``x`` begins in memory; 0 if it has none."""
+    return x.data_ptr() if x.layout == torch.strided else 0

@@ -43,19 +43,17 @@ class Prefetch:
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._drawn: deque[tuple[dict[str, Any], Any]] = deque()  # (position before it, batch)
-        # The last ones, as many as were fetched last; and those before the last call of `fetch`.
-        self._returned: deque[HeldBatch] = deque(maxlen=1)
-        self._in_use: deque[HeldBatch] = deque()
+        self._returned: deque[Any] = deque(maxlen=1)  # the last ones, as many as were fetched
         self._failure: tuple[dict[str, Any], BaseException] | None = None
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
         """Start drawing, so that the next ``number`` batches are ready."""
         self._wait()
-        self._in_use, self._returned = self._returned, deque(maxlen=number)
+        in_use, self._returned = HeldBatch([*self._returned]), deque(maxlen=number)
         missing = number - len(self._drawn)
         if missing > 0 and self._failure is None:
-            self._thread = Thread(target=self._draw, args=(missing,), daemon=True)
+            self._thread = Thread(target=self._draw, args=(missing, in_use), daemon=True)
             self._thread.start()
 
     def check(self) -> None:
@@ -72,7 +70,7 @@ class Prefetch:
             (_, failure), self._failure = self._failure, None
             raise failure
         batch = self._drawn.popleft()[1] if self._drawn else next(self._source)
-        self._returned.append(HeldBatch(batch))
+        self._returned.append(batch)
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -99,14 +97,12 @@ class Prefetch:
                     positions[name] = error
         return positions
 
-    def _draw(self, number: int) -> None:
+    def _draw(self, number: int, in_use: HeldBatch) -> None:
         for _ in range(number):
             positions = self._positions()
-            for held in self._in_use:
-                held.note()  # the reader may write to its batches
             try:
                 batch = next(self._source)
-                if any(held.is_overwritten_by(batch) for held in self._in_use):
+                if in_use.is_overwritten_by(batch):
                     raise changed()
                 self._drawn.append((positions, batch))
             except BaseException as failure:  # raised later in the reader, StopIteration too

@@ -200,7 +200,7 @@ def check_order(i: int, token_ids: Sequence[Sequence[Tensor]], given: Sequence[T
         known = _telling(token_ids[j])
         return any(torch.equal(x, y.to(x.dtype)) for x in known for y in flat)
 
-    if flat and token_ids[i] and not fits(i):
+    if flat and not fits(i):
         others = [j for j in range(len(token_ids)) if fits(j)]
         if others:
             raise StepError(

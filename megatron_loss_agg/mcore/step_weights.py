@@ -192,7 +192,7 @@ class StepWeights:
         for name, mask in masks.items():
             if not all_tokens:
                 _narrow(possible[name], mask, model_calls, splits)
-            else:
+            elif possible[name][WHOLE].mask.token_ids:
                 token_ids = [x[WHOLE].mask.token_ids for x in self.terms[name]]
                 check_order(i, token_ids, model_calls.inputs)
         chosen = {}
