@@ -33,7 +33,6 @@ from megatron_loss_agg.microbatch import (
     of_term,
 )
 from megatron_loss_agg.samples import listed
-from megatron_loss_agg.transfer import tensors_in
 from megatron_loss_agg.weights import described
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms | LateMicrobatch]
@@ -144,13 +143,6 @@ def _identified(microbatch: Any, batch: Any) -> Any:
     return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
 
 
-def _tensors_of(read: Any) -> list[Tensor]:
-    """Those of a microbatch, or of each term's."""
-    microbatches = read.values() if isinstance(read, Mapping) else [read]
-    found = [vars(x).values() for x in microbatches if isinstance(x, Microbatch)]
-    return tensors_in([[*fields] for fields in found])
-
-
 def copied(microbatch: Any) -> Any:
     """A copy, which later edits of the batch do not reach."""
     return microbatch.copied() if isinstance(microbatch, Microbatch) else microbatch
@@ -234,7 +226,7 @@ class LookAhead:
     def _microbatch(self, batch: Any, held: HeldBatch) -> MicrobatchOfTerms:
         read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
         if self._verify:
-            held.keep_values(_tensors_of(read))
+            for_each_term(held.keep_values, read)
         # Planned when the script may have changed the batch already.
         found: MicrobatchOfTerms = for_each_term(copied, read) if self._lazily else read
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import StepError
+from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.transfer import bytes_of, tensors_in
 
 
@@ -27,9 +27,10 @@ class HeldBatch:
         self._versions = [*map(_version_of, self._tensors)]
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def keep_values(self, tensors: Iterable[Tensor]) -> None:
-        """Compare ``tensors``, which were read from the batch, by value, too."""
-        self._copies = [(x, x.clone()) for x in tensors]
+    def keep_values(self, read: object) -> None:
+        """Compare the tensors of a microbatch that was read from the batch by value, too."""
+        if isinstance(read, Microbatch):
+            self._copies += [(x, x.clone()) for x in tensors_in(vars(read))]
 
     def check(self) -> None:
         """Raise StepError if the batch was changed."""

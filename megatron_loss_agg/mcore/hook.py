@@ -327,8 +327,8 @@ class LossHook:
                 result = call.run(forward_backward, call.forward_step, iterator)
         if not call.forward_only:
             self._left_gradients.note(call.chunks[0])
-        if self.empty_step == "skip" and not call.forward_only:
-            self.step_is_empty = any_rank(is_empty, call.groups.pp)
+            if self.empty_step == "skip":
+                self.step_is_empty = any_rank(is_empty, call.groups.pp)
         return result
 
     def _check_model(self, call: Call) -> None:

@@ -193,11 +193,11 @@ def token_losses(
 
 def _parts(returned: Any, who: str, wanted: str, *lengths: int) -> Any:
     """``returned``; raises HostError unless it is a tuple, or a list, of one of ``lengths``."""
-    if not isinstance(returned, (tuple, list)) or len(returned) not in lengths:
-        several = isinstance(returned, (tuple, list))
-        got = f"{len(returned)} results" if several else described(returned)
-        raise HostError(f"{who} returned {got}; expected {wanted}")
-    return returned
+    several = isinstance(returned, (tuple, list))
+    if several and len(returned) in lengths:
+        return returned
+    got = f"{len(returned)} results" if several else described(returned)
+    raise HostError(f"{who} returned {got}; expected {wanted}")
 
 
 def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:

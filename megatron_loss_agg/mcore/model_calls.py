@@ -91,10 +91,8 @@ class ModelCalls:
         if packing.qkv_format == "thd":
             starts = getattr(packing, "cu_seqlens_q", None)
             self.packed_sequences = 0 if starts is None else starts.numel() - 1
-        cp, own_size = (
-            self._call.scale.context_parallel_size,
-            getattr(packing, "local_cp_size", None),
-        )
+        cp = self._call.scale.context_parallel_size
+        own_size = getattr(packing, "local_cp_size", None)
         if own_size not in (None, cp):
             raise HostError(
                 f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron_loss_agg.mcore import LossHook, Prefetch
 from tests.host.harness import EXACT, error_of, run_host_ranks
+from tests.host.reference import relative_error
 from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
@@ -89,12 +90,9 @@ def steps_on_host() -> dict[str, Any]:
     gpt.initialize()
     model = gpt.ddp_model(per_token=True)
 
-    def gradient(hook: LossHook | None, data: Any) -> torch.Tensor:
+    def gradient(hook: LossHook | None, data: Any) -> dict[str, torch.Tensor]:
         gpt.run_step(hook, model, data, N_MB)
-        return gradients.flat(model)
-
-    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-        return float((found - wanted).norm() / wanted.norm())
+        return gradients.of(model)
 
     def edits(data: Any, chunk: Any) -> Any:
         batch = next(data)
@@ -108,18 +106,18 @@ def steps_on_host() -> dict[str, Any]:
             error_of(gpt.run_step, LossHook(aggregation("token_mean")), model, source(), N_MB, **o)
             for o in ({}, {"forward_only": True})
         ]
-        answers[name] = error(gradient(None, source()), wanted), says
+        answers[name] = relative_error(gradient(None, source()), wanted), says
     hook = LossHook(aggregation("token_mean"))
     # After the first step values are compared no more, but writes of torch are.
     answers["later"] = [
-        error(gradient(hook, new()), wanted),
+        relative_error(gradient(hook, new()), wanted),
         error_of(gpt.run_step, hook, model, SOURCES["torch"](), N_MB),
     ]
     whole: Batch = {name: torch.cat([batch[name] for batch in new()]) for name in next(new())}
     views = ({name: x[i : i + 1] for name, x in whole.items()} for i in itertools.count())
     answers["views"] = error_of(gpt.run_step, hook, model, views, N_MB, forward_step_func=edits)
     alike = next(new())
-    answers["repeated"] = error(
+    answers["repeated"] = relative_error(
         gradient(hook, itertools.repeat(alike)), gradient(None, itertools.repeat(alike))
     )
     return answers
