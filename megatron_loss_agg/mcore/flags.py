@@ -7,7 +7,7 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,9 +19,9 @@ from megatron_loss_agg.mcore.late_masks import check_possible
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
+"""The environment variable that holds flags where another program owns the command line."""
 _ALIKE = 0.85
 """Of 1, how alike a misspelt flag is to one of ours; Megatron's own are below 0.7."""
-"""The environment variable that holds flags where another program owns the command line."""
 
 
 def _either(name: str) -> str:
@@ -118,6 +118,12 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of further flags, by the names of `_OPTIONS`; False: a switch is off."""
+    values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def refuse(error: AggregationError) -> int:
     """Print ``error`` as one line on stderr; return the exit code."""
     print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr)
@@ -143,14 +149,15 @@ def settings_from(args: argparse.Namespace) -> Settings | None:
     aggregation = aggregation_from(args)
     if aggregation is None:
         return None
-    report_datasets = bool(getattr(args, "loss_aggregation_report_datasets", False))
-    choices = {name: _choice(args, name) for name in CHOICES}
+    given = _given(args)
+    report_datasets = bool(given.get("report_datasets"))
+    choices = {name: _choice(given, name) for name in CHOICES}
     if choices["mask"] == "model":
         check_possible({aggregation.label: Term(aggregation)}, choices, report_datasets)
     return Settings(
         aggregation,
         read_batch_from(args),
-        bool(getattr(args, "loss_aggregation_audit", False)),
+        bool(given.get("audit")),
         report_datasets,
         choices,
     )
@@ -163,24 +170,19 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
         AggregationError: a flag's value is bad, or conflicts with another flag.
     """
     mode = getattr(args, "loss_aggregation", None)
-    divisor, empty, function = (
-        getattr(args, f"loss_aggregation_{name}", None) for name in ("divisor", "empty", "function")
-    )
+    given = _given(args)
     if mode is None:
-        for name in _OPTIONS:
-            value = getattr(args, f"loss_aggregation_{name}", None)
-            if value is not None and value is not False:
+        for name, value in given.items():
+            if value is not False:
                 shown = "" if value is True else f" {value}"
                 flag = flag_of(f"loss_aggregation_{name}")
                 raise ModeError(f"{flag}{shown} without {FLAG}; give a mode, or drop it")
         return None
-    options: dict[str, Any] = {"divisor": None if divisor is None else _number(divisor)}
-    if empty is not None:
-        options["empty"] = empty
-    for name in ("rejected", "sample_weights"):
-        options[name] = getattr(args, f"loss_aggregation_{name}", None)
-    if function is not None:
-        options["function"] = _load(f"{FLAG}-function", function)
+    options = {name: given[name] for name in _OF_AGGREGATION if name in given}
+    if "divisor" in options:
+        options["divisor"] = _number(options["divisor"])
+    if "function" in options:
+        options["function"] = _load(f"{FLAG}-function", options["function"])
     elif mode == "custom":
         raise FunctionError(f"{FLAG} custom without {FLAG}-function; expected module:name there")
     if "/" in mode and "function" in options:
@@ -255,15 +257,13 @@ def read_batch_from(args: argparse.Namespace) -> ReadBatch | None:
     Raises:
         FunctionError: it cannot be loaded.
     """
-    path = getattr(args, "loss_aggregation_batch", None)
+    path = _given(args).get("batch")
     return None if path is None else _load(f"{FLAG}-batch", path)
 
 
-def _choice(args: argparse.Namespace, name: str) -> str:
+def _choice(given: Mapping[str, Any], name: str) -> str:
     """The value of the further flag ``name``, one of its `CHOICES`."""
-    value = getattr(args, f"loss_aggregation_{name}", None)
-    if value is None:
-        return CHOICES[name][0]
+    value = given.get(name, CHOICES[name][0])
     if value not in CHOICES[name]:
         flag = flag_of(f"loss_aggregation_{name}")
         raise ModeError(f"{flag} {value}; expected one of {', '.join(CHOICES[name])}")
