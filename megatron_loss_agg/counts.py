@@ -79,10 +79,7 @@ class Record(NamedTuple):
 
     def row(self) -> list[float]:
         """All `RECORD_WIDTH` numbers, joined."""
-        return [
-            *(*self.totals, *self.extremes),
-            *(self.owner, self.held_samples, *self.groups.values()),
-        ]
+        return [*self.totals, *self.extremes, self.owner, self.held_samples, *self.groups.values()]
 
 
 RECORD_WIDTH = len(Totals._fields) + len(Extremes._fields) + 2 + len(CROSS_RANK_UNITS)
