@@ -145,21 +145,17 @@ class LossHook:
         mask: str = "batch",
         report_datasets: int = False,
     ) -> None:
-        choices = checked_choices(
+        self._choices = choices = checked_choices(
             empty_step=empty_step, unmeasured=unmeasured, mask=mask, mtp=mtp, moe=moe
         )
-        self._choices = choices
-        self._reports_total = not isinstance(aggregation, LossAggregation)
+        self._total: str | None = total  # None: no total is reported
         if isinstance(aggregation, LossAggregation):
-            aggregation = {aggregation.label: aggregation}
+            aggregation, self._total = {aggregation.label: aggregation}, None
         self.terms = named_terms(aggregation)
         if mtp == "same":
             check_first_term(self.terms)
         _check_names(self.terms, total, mtp)
-        self._total = total
-        self._mtp = mtp
-        self._late = mask == "model"
-        if self._late:
+        if mask == "model":
             check_possible(self.terms, choices, bool(report_datasets), evaluates_by_microbatch)
             read_batch = reader(read_batch)
         self.read_batch = reading(read_batch, self.terms, bool(report_datasets))
@@ -195,7 +191,7 @@ class LossHook:
     @property
     def reported(self) -> list[str]:
         """Names under which the aggregated losses are reported, and their total if there is one."""
-        total = [self._total] if self._reports_total else []
+        total = [] if self._total is None else [self._total]
         return [*(f"{name} loss" for name in self.terms), *total]
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,14 +240,13 @@ class LossHook:
                     self._auditor.check(call)
             if call.collects_other_data:
                 return forward_backward(**arguments)
-            # Forward-only calls of custom loops may compute log-probabilities, without a mask.
-            lazily = call.forward_only and not self._in_training_loop
             iterator = call.data_iterator
             if step is None:
+                lazily, verify = self._may_lack_mask(call), not self._verified
                 step, iterator = OptimizerStep.of_call(
-                    call, self.read_batch, self.read_step, lazily, not self._verified
+                    call, self.read_batch, self.read_step, lazily, verify
                 )
-            return self._run(forward_backward, call, step, iterator, lazily)
+            return self._run(forward_backward, call, step, iterator)
 
         setattr(wrapped, _MARK, True)
         return wrapped
@@ -293,24 +288,23 @@ class LossHook:
         finally:
             self._open_step = None
 
+    def _may_lack_mask(self, call: Call) -> bool:
+        """Custom loops compute log-probabilities, for one, in forward-only calls without a loss."""
+        return call.forward_only and not self._in_training_loop
+
     def _run(
-        self,
-        forward_backward: Callable[..., Any],
-        call: Call,
-        step: OptimizerStep,
-        iterator: Any,
-        lazily: bool,
+        self, forward_backward: Callable[..., Any], call: Call, step: OptimizerStep, iterator: Any
     ) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         first = step.take(call.scale.num_microbatches)
-        is_empty = False if lazily else self._plan_together(step, call, first)
+        is_empty = not self._may_lack_mask(call) and self._plan_together(step, call, first)
         with contextlib.ExitStack() as stack:
             if step.left:
                 stack.enter_context(call.accumulating())
             if not call.forward_only:
                 stack.enter_context(self._router_losses.scaled(call, first, not step.left))
             if call.groups.last_stage:
-                hooked = self._step(call, step, first, lazily, is_own(forward_backward))
+                hooked = self._step(call, step, first, is_own(forward_backward))
                 hooked.watch(stack)
                 result = call.run(forward_backward, hooked.forward_step, iterator)
                 hooked.finish()
@@ -348,7 +342,7 @@ class LossHook:
 
     def _depths(self, call: Call) -> int:
         """Of MTP, whose losses this call aggregates."""
-        aggregates = self._mtp == "same" and not call.forward_only
+        aggregates = self._choices["mtp"] == "same" and not call.forward_only
         return number_of_depths(call.config) if aggregates else 0
 
     def _report_first(self, call: Call, weights: StepWeights) -> None:
@@ -359,13 +353,12 @@ class LossHook:
             line = summary(self.terms, call, weights, self._splits, measured, self._choices)
             print(line, flush=True)
 
-    def _step(
-        self, call: Call, step: OptimizerStep, first: int, lazily: bool, reports_late: bool
-    ) -> Step:
+    def _step(self, call: Call, step: OptimizerStep, first: int, reports_late: bool) -> Step:
+        lazily = self._may_lack_mask(call)
         options = Options(
             verify=not self._verified,
             checked_losses=self._checked_losses,
-            total=self._total if self._reports_total else None,
+            total=self._total,
             running_means=self._running_means(call),
             passes_unmasked=lazily,
             depths=Depths(call) if self._depths(call) else None,
@@ -436,7 +429,7 @@ class LossHook:
         def checked() -> list[MicrobatchOfTerms]:
             return checked_microbatches(read(), number, self.terms)
 
-        if self._late:
+        if self._choices["mask"] == "model":
             weights: StepWeights = plan_late(read, number, self.terms, call)
         else:
             weights = StepWeights.plan(
