@@ -245,7 +245,7 @@ def _metric(name: str, value: Metric | Tensor) -> Metric:
         kind, parts = type(value), tuple(vars(value).values())
     elif is_plain(value) and value.numel() == 2:
         parts = value.detach().reshape(-1).unbind()
-    if parts and all(_is_real_scalar(part) for part in parts):
+    if parts and all(is_plain(part) and part.numel() == 1 for part in parts):
         return kind(*(part.detach().double().reshape(()) for part in parts))
     got = described(value)
     if kind is type(value):
@@ -254,10 +254,6 @@ def _metric(name: str, value: Metric | Tensor) -> Metric:
         f"metric {name!r} is {got}; expected a Mean, Sum, Max or Min of scalars, or a tensor "
         "[sum, count]"
     )
-
-
-def _is_real_scalar(part: object) -> bool:
-    return is_plain(part) and part.numel() == 1
 
 
 def _added(name: str, first: Metric, second: Metric) -> Metric:

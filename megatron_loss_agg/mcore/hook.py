@@ -425,15 +425,15 @@ class LossHook:
 
     def _plan(self, call: Call, read: Callable[[], Any], number: int) -> StepWeights:
         """The weights of ``number`` microbatches; on every rank of the last stage."""
-
-        def checked() -> list[MicrobatchOfTerms]:
-            return checked_microbatches(read(), number, self.terms)
-
         if self._choices["mask"] == "model":
             weights: StepWeights = plan_late(read, number, self.terms, call)
         else:
             weights = StepWeights.plan(
-                checked, self.terms, call.groups, self._splits, self._wanted(call)
+                lambda: checked_microbatches(read(), number, self.terms),
+                self.terms,
+                call.groups,
+                self._splits,
+                self._wanted(call),
             )
         trains = not call.forward_only
         if trains and self._datasets is not None and weights.datasets is not None:

@@ -211,7 +211,7 @@ def _narrow(
     if known.values is None:
         return
     fitting = [split for split, local in by_split.items() if local.mask.fits(mask)]
-    if not fitting:  # see `Checks.check`
+    if not fitting:  # see `MaskChecks.check`
         return
     told = len(fitting) == 1 < len(by_split)  # by the mask alone
     shards = {s: () if told else by_split[s].mask.token_ids for s in fitting}
