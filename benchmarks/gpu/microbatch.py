@@ -54,19 +54,23 @@ def _one_shape(evidence: Evidence, shape: Shape, groups: ParallelGroups, kernels
 
 
 def microseconds(*functions: Callable[[], object], rounds: int = 50) -> list[float]:
-    """Median of each over rounds in which all run, from an idle GPU to an idle GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    """Median of each over rounds in which all run."""
     taken: list[list[float]] = [[] for _ in functions]
-    for i in range(rounds + 5):
+    for _ in range(rounds + 5):
         for function, found in zip(functions, taken, strict=True):
-            torch.cuda.synchronize()
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 5:
-                found.append(1e3 * begin.elapsed_time(end))
-    return [statistics.median(found) for found in taken]
+            found.append(1e3 * milliseconds(function))
+    return [statistics.median(found[5:]) for found in taken]
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """From an idle GPU to an idle GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def launches(function: Callable[[], object]) -> int:

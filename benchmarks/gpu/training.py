@@ -6,7 +6,6 @@ import gc
 import math
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from benchmarks.gpu import model, world
 from benchmarks.gpu.evidence import Evidence, estimate
+from benchmarks.gpu.microbatch import milliseconds
 from benchmarks.gpu.model import LARGE, LOSSES, POLICY, TINY, Training
 from benchmarks.megatron import causal_mask
 from benchmarks.shapes import Gpt, Step
@@ -118,14 +118,3 @@ def _times(
             evidence.add(
                 f"step, {name}", text, ratio, "x stock", "gpu_step", math.hypot(noise, least)
             )
-
-
-def milliseconds(function: Callable[[], object]) -> float:
-    """From an idle GPU to an idle GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
