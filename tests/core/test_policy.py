@@ -14,59 +14,41 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_loss_agg import policy, weighted_sum
+from tests.fuzz.policies import Number, spec_cispo, spec_kl, spec_ppo, spec_value
 
 F64 = torch.float64
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
+CLIPS = {"clip_low": LOW, "clip_high": HIGH}
 POISON = [math.nan, math.inf, -math.inf, torch.finfo(torch.float64).max]
 
 
-# The specification: value and derivative by the first input, one token, plain numbers.
-
-
-def spec_ppo(lp: float, old: float, a: float, dual: float | None = None) -> tuple[float, float]:
-    r = math.exp(lp - old)
-    inside = min(max(r, 1 - LOW), 1 + HIGH)
-    loss, slope = (-a * r, -a * r) if -a * r >= -a * inside else (-a * inside, 0.0)
-    if dual is not None and a < 0 and loss > -dual * a:
-        return -dual * a, 0.0
-    return loss, slope
-
-
-def spec_cispo(lp: float, old: float, a: float) -> tuple[float, float]:
-    weight = min(max(math.exp(lp - old), 1 - LOW), 1 + HIGH)
-    return -weight * a * lp, -weight * a
-
-
-def spec_value(v: float, old: float, r: float) -> tuple[float, float]:
-    near = min(max(v, old - LOW), old + LOW)
-    if (near - r) ** 2 > (v - r) ** 2:
-        return (near - r) ** 2 / 2, 0.0
-    return (v - r) ** 2 / 2, v - r
-
-
 def clipped(loss: Callable[..., Any], *inputs: Any, **options: Any) -> Tensor:
-    return loss(*inputs, clip_low=LOW, clip_high=HIGH, **options).losses
+    return loss(*inputs, **CLIPS, **options).losses
 
 
-def kl(estimator: str) -> Callable[..., Tensor]:
-    return lambda *inputs: policy.kl_penalty(*inputs, estimator)
+def kl(estimator: str) -> tuple[Callable[..., Tensor], Callable[..., Number], int]:
+    options = {"estimator": estimator}
+    return partial(policy.kl_penalty, **options), partial(spec_kl, options), 2
 
 
+PPO = partial(spec_ppo, CLIPS)
 # A loss, its specification, and the number of its inputs.
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[float, float]], int]] = {
-    "ppo": (partial(clipped, policy.clipped_policy_loss), spec_ppo, 3),
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Number], int]] = {
+    "ppo": (partial(clipped, policy.clipped_policy_loss), PPO, 3),
     "dual": (
         partial(clipped, policy.clipped_policy_loss, dual_clip=DUAL),
-        partial(spec_ppo, dual=DUAL),
+        partial(spec_ppo, {**CLIPS, "dual_clip": DUAL}),
         3,
     ),
     # Of sequences of one token, it is PPO.
-    "gspo": (lambda *x: clipped(policy.sequence_policy_loss, *x, lambda v: v), spec_ppo, 3),
-    "cispo": (partial(clipped, policy.cispo_loss), spec_cispo, 3),
-    "k1": (kl("k1"), lambda lp, ref: (lp - ref, 1.0), 2),
-    "k2": (kl("k2"), lambda lp, ref: ((lp - ref) ** 2 / 2, lp - ref), 2),
-    "k3": (kl("k3"), lambda lp, ref: (math.expm1(ref - lp) + lp - ref, -math.expm1(ref - lp)), 2),
-    "value": (lambda *x: policy.clipped_value_loss(*x, clip=LOW), spec_value, 3),
+    "gspo": (lambda *x: clipped(policy.sequence_policy_loss, *x, lambda v: v), PPO, 3),
+    "cispo": (partial(clipped, policy.cispo_loss), partial(spec_cispo, CLIPS), 3),
+    **{estimator: kl(estimator) for estimator in ("k1", "k2", "k3")},
+    "value": (
+        lambda *x: policy.clipped_value_loss(*x, clip=LOW),
+        partial(spec_value, {"clip": LOW}),
+        3,
+    ),
 }
 in_every_loss = pytest.mark.parametrize("name", LOSSES)
 
