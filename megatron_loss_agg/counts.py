@@ -98,7 +98,6 @@ class StepCounts(NamedTuple):
     rollouts: int | None  # None: the mode does not use them, or some rank has no ids
     prompts: int | None
     datasets: int | None
-    nonempty: Mapping[Unit, int]  # number of groups with tokens
     across: float  # N_across or V_across; 1 without an outer mean
 
 
@@ -179,12 +178,7 @@ class LocalCounts:
     ) -> StepSums:
         """Counts of the whole step, and the mask sum of each sample's group that can span ranks."""
         sums: dict[Unit, Tensor] = {"sample": self.sums_S}
-        nonempty: dict[Unit, int] = {
-            "sample": round(totals.active_samples),
-            "microbatch": round(totals.active_microbatches),
-        }
         for unit, of_unit in groups.items():
-            nonempty[unit] = int((of_unit.mask_sums > 0).sum())
             distinct, inverse = self._ids[unit]
             sums[unit] = of_unit.lookup(distinct)[inverse]
         numbers = {unit: of_unit.ids.numel() for unit, of_unit in groups.items()}
@@ -201,8 +195,7 @@ class LocalCounts:
             rollouts=numbers.get("rollout"),
             prompts=numbers.get("prompt"),
             datasets=numbers.get("dataset"),
-            nonempty=nonempty,
-            across=self._across(totals, groups, nonempty if self.agg.empty == "skip" else numbers),
+            across=self._across(totals, groups, numbers),
         )
         least = 1.0 / (extremes.inverse_least or 1.0)
         check_normal_in_fp32(
@@ -215,11 +208,17 @@ class LocalCounts:
         self, totals: Totals, groups: Mapping[Unit, GroupSums], numbers: Mapping[Unit, int]
     ) -> float:
         """N_across, or V_across."""
-        agg, unit = self.agg, self.agg.weighted
+        agg, unit = self.agg, self.agg.across
+        if agg.weighted is not None:
+            of_unit, microbatches = groups.get(agg.weighted), numbers["microbatch"]
+            return weight_of_step(agg, totals.weighted, totals.tokens, of_unit, microbatches)
         if unit is None:
-            return 1 if agg.across is None else numbers[agg.across]
-        microbatches = round(totals.microbatches)
-        return weight_of_step(agg, totals.weighted, totals.tokens, groups.get(unit), microbatches)
+            return 1
+        if agg.empty == "count":
+            return numbers[unit]
+        if unit in groups:
+            return int((groups[unit].mask_sums > 0).sum())
+        return round(totals.active_samples if unit == "sample" else totals.active_microbatches)
 
     def _totals(self) -> Totals:
         counts_samples = self._owner is None or self._owner == dist.get_rank()
