@@ -27,14 +27,16 @@ def parts(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
     for name, parameter in model.named_parameters():
         name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda i: str(layers[i[0]]), name)
         name = re.sub(r"(?<=local_experts\.)\d+", lambda i: str(int(i[0]) + first_expert), name)
+        if model.share_embeddings_and_output_weights and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
         yield name, parameter
 
 
 def initial_value(name: str, parameter: Parameter) -> Tensor:
     """This rank's part of the whole parameter: the same fp32 numbers in every topology."""
     shape = list(parameter.shape)
-    if _is_split(parameter):
-        shape[parameter.partition_dim] *= dist.get_world_size(_group(parameter))
+    if is_split(parameter):
+        shape[parameter.partition_dim] *= dist.get_world_size(group_of(parameter))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(shape, generator=generator, dtype=torch.float32)
     return part_of(noise * 0.2 + (len(shape) == 1), parameter)
@@ -42,9 +44,9 @@ def initial_value(name: str, parameter: Parameter) -> Tensor:
 
 def part_of(whole: Tensor, parameter: Parameter) -> Tensor:
     """What of ``whole``, which belongs to the undivided parameter, belongs to this rank's."""
-    if not _is_split(parameter):
+    if not is_split(parameter):
         return whole
-    group = _group(parameter)
+    group = group_of(parameter)
     pieces = whole.chunk(dist.get_world_size(group), dim=parameter.partition_dim)
     return pieces[dist.get_rank(group)]
 
@@ -90,11 +92,12 @@ def _gather_shards(ddp: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
-def _is_split(parameter: Parameter) -> bool:
+def is_split(parameter: Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def _group(parameter: Parameter) -> dist.ProcessGroup:
+def group_of(parameter: Parameter) -> dist.ProcessGroup:
+    """The tensor-parallel ranks that hold the other pieces of a parameter."""
     if not getattr(parameter, "allreduce", True):  # an expert's
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import Parameter
+
+from tests.host.gradients import group_of, is_split, parts
 
 
 class Part(NamedTuple):
@@ -37,13 +36,13 @@ class Part(NamedTuple):
 def parts_of(model: Any) -> list[Part]:
     return [
         _part(name, parameter, model.config)._replace(value=parameter.detach().clone())
-        for name, parameter in _named(model)
+        for name, parameter in parts(model)
     ]
 
 
 def initial_parts(model: Any) -> None:
     """Fill ``model`` with weights that do not depend on how it is divided."""
-    for name, parameter in _named(model):
+    for name, parameter in parts(model):
         part = _part(name, parameter, model.config)
         shape = list(parameter.shape)
         if part.dim >= 0:
@@ -61,29 +60,8 @@ def initial_value(name: str, shape: list[int]) -> Tensor:
 
 def _part(name: str, parameter: Parameter, config: Any) -> Part:
     gated = config.gated_linear_unit and "linear_fc1." in name
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if not is_split(parameter):
         return Part(name, parameter, -1, 1, 0, gated)
-    expert = not getattr(parameter, "allreduce", True)
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
+    group = group_of(parameter)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     return Part(name, parameter, parameter.partition_dim, size, rank, gated)
-
-
-def _named(model: Any) -> Iterator[tuple[str, Parameter]]:
-    """The parameters by their names in the undivided model."""
-    layers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
-    first_expert = 0
-    if model.config.num_moe_experts:
-        size = parallel_state.get_expert_model_parallel_world_size()
-        rank = parallel_state.get_expert_model_parallel_rank()
-        first_expert = model.config.num_moe_experts // size * rank
-    for name, parameter in model.named_parameters():
-        name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda i: str(layers[i[0]]), name)
-        name = re.sub(r"(?<=local_experts\.)\d+", lambda i: str(int(i[0]) + first_expert), name)
-        if model.share_embeddings_and_output_weights and name == "output_layer.weight":
-            name = "embedding.word_embeddings.weight"
-        yield name, parameter
