@@ -141,11 +141,15 @@ def plan_late(
         return sizes, [step.counts for step in count_step(local, groups.dp)]
 
     sizes, counted = on_group(count_here, groups)
+    by_host = _divided_by_host(terms)
     return LateWeights(
         terms={name: [{} for _ in sizes] for name in terms},
         # Of masks, nothing is known.
         counts=counted[0]._replace(tokens=math.nan, kept_tokens=math.nan, all_tokens=math.nan),
         denominators={name: c.across for name, c in zip(terms, counted, strict=True)},
+        # The host divides by the true count, and the loss is left as it is; or by one a microbatch.
+        total_tokens=1 if by_host else counted[0].microbatches * groups.cp_size,
+        divided_by_host=by_host,
         samples=sizes,
         aggregations={name: term.aggregation for name, term in terms.items()},
         groups=groups,
@@ -159,18 +163,6 @@ class LateWeights(StepWeights):
     samples: Sequence[int]  # of each microbatch
     aggregations: Mapping[str, LossAggregation]
     groups: ParallelGroups
-
-    @property
-    def divided_by_host(self) -> bool:
-        """Whether the host divides the loss by its count of the step's tokens."""
-        return any(agg.within == "step" for agg in self.aggregations.values())
-
-    @property
-    def total_tokens(self) -> int:
-        """What the host divides by, and the loss must be multiplied by."""
-        if self.divided_by_host:  # by the true count, and the loss is left as it is
-            return 1
-        return self.counts.microbatches * self.groups.cp_size
 
     def choose(
         self,
@@ -282,7 +274,7 @@ def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
         per_token: whether it is on.
         config: the model's.
     """
-    if any(term.aggregation.within == "step" for term in terms.values()):
+    if _divided_by_host(terms):
         if not per_token:
             raise HostError(
                 "'token_mean' of masks that the model makes, without calculate_per_token_loss: "
@@ -299,3 +291,8 @@ def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
                 "the host scales a loss of its own by the tokens of the step, which are not known "
                 "in time; expected calculate_per_token_loss off, or mode token_mean"
             )
+
+
+def _divided_by_host(terms: Mapping[str, Term]) -> bool:
+    """Whether the host divides the loss by its count of the step's tokens."""
+    return any(term.aggregation.within == "step" for term in terms.values())

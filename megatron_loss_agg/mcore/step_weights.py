@@ -49,6 +49,8 @@ class StepWeights:
     terms: Mapping[str, list[WeightsBySplit]]  # one for each microbatch
     counts: StepCounts  # of the first term, whose tokens the host counts
     denominators: Mapping[str, float]  # of each term's aggregated loss
+    total_tokens: int  # of the whole step, as the host counts them: the first term's
+    divided_by_host: bool = False  # the host divides the loss by its tokens: see `late_masks`
     is_empty: bool = False  # every token of the whole step is masked or rejected
     unsplit: AggregationError | None = None  # what to raise for losses of a part of the tokens
     routed_tokens: Sequence[int] = ()  # of each microbatch: what the model's routers see
@@ -117,9 +119,12 @@ class StepWeights:
         with failing_together([groups.dp] if custom else [], elsewhere):
             weights = _by_term(plans, groups, splits, wanted, datasets)
         first = next(iter(plans.values()))
+        active, routed = first.counts.active_tokens, first.counts.routed_tokens
+        assert active is not None
         return cls(
             terms=weights,
             counts=first.counts,
+            total_tokens=active if routed is None else routed,
             is_empty=plans.is_empty,
             unsplit=unsplit,
             routed_tokens=[
@@ -133,19 +138,6 @@ class StepWeights:
     def __len__(self) -> int:
         """Number of this rank's microbatches."""
         return len(next(iter(self.terms.values())))
-
-    @property
-    def total_tokens(self) -> int:
-        """Of the whole step, as the host counts them: the first term's."""
-        counts = self.counts
-        counted = counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
-        assert counted is not None
-        return counted
-
-    @property
-    def divided_by_host(self) -> bool:
-        """Whether the host divides the loss by its count of the tokens: see `late_masks`."""
-        return False
 
     def check_parts(self, losses: Tensor, mask: Tensor, all_tokens: bool, splits: Splits) -> None:
         """Check that losses are of all tokens on every context-parallel rank, or are not.
