@@ -225,6 +225,7 @@ class LookAhead:
 
     def _microbatch(self, batch: Any, held: HeldBatch) -> MicrobatchOfTerms:
         read = for_each_term(lambda x: _identified(x, batch), self._read(batch))
+        held.note()
         if self._verify:
             for_each_term(held.keep_values, read)
         # Planned when the script may have changed the batch already.

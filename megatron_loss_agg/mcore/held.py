@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,25 @@ from torch import Tensor
 from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.transfer import bytes_of, tensors_in
+
+
+class _Seen(NamedTuple):
+    """A tensor, and what tells whether it was written to since."""
+
+    tensor: Tensor
+    version: int
+    values: Tensor | None  # of a part of a larger tensor, whose parts share one version
+
+    @classmethod
+    def now(cls, x: Tensor) -> _Seen:
+        is_part = x.layout == torch.strided and x.untyped_storage().nbytes() > x.nbytes
+        return cls(x, _version_of(x), x.clone() if is_part else None)
+
+    @property
+    def is_written(self) -> bool:
+        if _version_of(self.tensor) == self.version:
+            return False
+        return self.values is None or not _are_equal(self.tensor, self.values)
 
 
 class HeldBatch:
@@ -23,8 +42,11 @@ class HeldBatch:
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
-        self._tensors = tensors_in(batch)
-        self._versions = [*map(_version_of, self._tensors)]
+        self.note()
+
+    def note(self) -> None:
+        """Compare with the batch as it is now: the function that reads it may add to it."""
+        self._seen = [*map(_Seen.now, tensors_in(self.batch))]
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def keep_values(self, read: object) -> None:
@@ -34,25 +56,26 @@ class HeldBatch:
 
     def check(self) -> None:
         """Raise StepError if the batch was changed."""
+        tensors = [seen.tensor for seen in self._seen]
         # Other mappings may make their tensors anew whenever they are asked for them.
-        now = tensors_in(self.batch) if isinstance(self.batch, dict) else self._tensors
-        replaced = [*map(id, now)] != [*map(id, self._tensors)]
-        written = [*map(_version_of, self._tensors)] != self._versions
-        equal = (torch.equal(bytes_of(x), bytes_of(y)) for x, y in self._copies)
-        if replaced or written or not all(equal):
+        now = tensors_in(self.batch) if isinstance(self.batch, dict) else tensors
+        replaced = [*map(id, now)] != [*map(id, tensors)]
+        written = any(seen.is_written for seen in self._seen)
+        if replaced or written or not all(_are_equal(x, y) for x, y in self._copies):
             raise changed()
 
     def is_overwritten_by(self, batch: Any) -> bool:
         """Whether ``batch`` was written into memory of this one."""
         places = map(_address, tensors_in(batch))
-        shared = [self._by_address[place] for place in places if place in self._by_address]
-        return any(_version_of(x) != version for x, version in shared)
+        return any(
+            self._by_address[place].is_written for place in places if place in self._by_address
+        )
 
     @cached_property
-    def _by_address(self) -> dict[int, tuple[Tensor, int]]:
-        """Where its tensors lie, and their versions."""
-        found = zip(map(_address, self._tensors), self._tensors, self._versions, strict=True)
-        return {address: (x, version) for address, x, version in found if address}
+    def _by_address(self) -> dict[int, _Seen]:
+        """What lies where."""
+        found = ((_address(seen.tensor), seen) for seen in self._seen)
+        return {address: seen for address, seen in found if address}
 
 
 def changed() -> StepError:
@@ -66,6 +89,11 @@ def changed() -> StepError:
 def _version_of(x: Tensor) -> int:
     """How often ``x`` was written to; unknown of an inference tensor."""
     return 0 if x.is_inference() else x._version
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether they have the same bytes."""
+    return torch.equal(bytes_of(x), bytes_of(y))
 
 
 def _address(x: Tensor) -> int:

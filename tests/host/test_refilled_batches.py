@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LossHook, Prefetch
 from tests.host.harness import EXACT, error_of, run_host_ranks
 from tests.host.reference import relative_error
@@ -60,6 +61,23 @@ def refilled(write: Callable[[Batch, Batch], Batch], buffers: int = 1) -> Iterat
             yield write(kept[i % buffers], batch)
 
 
+def by_turns_in_one_buffer(rows: int) -> Iterator[Batch]:
+    """The batches of `new`, each in a row of one tensor."""
+    buffer: Batch = {}
+    for i, batch in enumerate(new()):
+        row = slice(i % rows, i % rows + 1)
+        for name, x in batch.items():
+            buffer.setdefault(name, torch.cat([x] * rows))[row].copy_(x)
+        yield {name: x[row] for name, x in buffer.items()}
+
+
+def reads_and_adds(batch: Batch) -> Microbatch:
+    """A reader that makes the mask, and puts it into its batch."""
+    batch["loss_mask"] = (batch["labels"] >= 0).double()
+    batch["labels"].clamp_(min=0)
+    return Microbatch(batch["loss_mask"])
+
+
 class Collated:
     """The function of a loader that fills the batch that it returned last."""
 
@@ -79,6 +97,7 @@ SOURCES: dict[str, Callable[[], Iterator[Batch]]] = {
     "numpy": lambda: refilled(written_by_numpy),
     "numpy, two by turns": lambda: refilled(written_by_numpy, 2),
     "one mapping": lambda: refilled(one_mapping),
+    "rows of one buffer": lambda: by_turns_in_one_buffer(2),
 }
 N_MB = 4
 
@@ -116,6 +135,10 @@ def steps_on_host() -> dict[str, Any]:
     whole: Batch = {name: torch.cat([batch[name] for batch in new()]) for name in next(new())}
     views = ({name: x[i : i + 1] for name, x in whole.items()} for i in itertools.count())
     answers["views"] = error_of(gpt.run_step, hook, model, views, N_MB, forward_step_func=edits)
+    answers["rows"] = relative_error(gradient(hook, by_turns_in_one_buffer(N_MB)), wanted)
+    unmasked = ({**batch, "loss_mask": None} for batch in new())
+    adds = LossHook(aggregation("token_mean"), reads_and_adds)
+    answers["added"] = relative_error(gradient(adds, unmasked), wanted)
     alike = next(new())
     answers["repeated"] = relative_error(
         gradient(hook, itertools.repeat(alike)), gradient(None, itertools.repeat(alike))
@@ -129,6 +152,7 @@ def test_a_step_in_refilled_memory_is_refused() -> None:
     assert exact <= EXACT and later.startswith(CHANGED)
     assert answers.pop("repeated") <= EXACT
     assert answers.pop("views") is None
+    assert answers.pop("rows") <= EXACT and answers.pop("added") <= EXACT
     assert answers.keys() == SOURCES.keys()
     for name, (stock, (trained, evaluated)) in answers.items():
         assert stock == 0, name
