@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -215,6 +216,7 @@ ORDERS = {
     "in order": (0, 1),
     "other tokens": (2, 2),  # than any that the model is called with
     "told nothing": (1, 0),
+    "dummy": (2, 2),
 }
 
 
@@ -231,9 +233,14 @@ def orders_on_host() -> dict[str, str | None]:
         step = [read_batch(full[i]) for i in order]
         if name == "told nothing":
             step = [Microbatch(x.loss_mask, prompt_ids=x.prompt_ids) for x in step]
+        if name == "dummy":  # tokens of one number
+            zeros = torch.zeros_like(full[1]["tokens"])
+            step[1] = dataclasses.replace(step[1], token_ids=zeros)
         hook = LossHook(aggregation("prompt_mean"), read_step=lambda *_: step)
         opened = hook.step(step) if name == "hook.step" else nullcontext()
-        with opened:
+        with opened, pytest.MonkeyPatch.context() as patch:
+            if name == "dummy":  # which the model is called with, too
+                patch.setattr(gpt, "positions_like", torch.zeros_like)
             gpt.run_step(hook, model, iter(full), 2)
         return None
 
@@ -242,7 +249,7 @@ def orders_on_host() -> dict[str, str | None]:
 
 def test_microbatches_in_another_order_than_the_forward_steps_are_refused() -> None:
     (answers,) = run_host_ranks(orders_on_host, 1)
-    for name in ("in order", "other tokens", "told nothing"):
+    for name in ("in order", "other tokens", "told nothing", "dummy"):
         assert answers.pop(name) is None, name
     assert answers.keys() == {"read_step", "hook.step"}
     text = (
