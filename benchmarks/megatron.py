@@ -1,35 +1,49 @@
-"""The real Megatron-Core in one CPU process: a GPT, its batches, and training steps."""
+"""The real Megatron-Core on a CPU or on GPUs: a GPT, its batches, and training steps."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+import os
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.loss_function import loss_func
-from benchmarks.shapes import SEED, Gpt, Step
+from benchmarks.shapes import KL, LOSSES, POLICY, SEED, Gpt, Step
 
 Batch = dict[str, Tensor]
+LIMIT = timedelta(seconds=90)  # of a collective
 
 
 @contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """Megatron's process groups. Turns the CPU stand-in for a GPU on, and that for good."""
-    from megatron_loss_agg.mcore import cpu
+def groups(device: str = "stand-in") -> Iterator[None]:
+    """Megatron's process groups, over the ranks of the environment; alone, if it names none.
 
-    cpu.enable()
+    Args:
+        device: ``cuda``, ``cpu``, or ``stand-in``: a CPU that stands in for a GPU, from then on.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    elif device == "stand-in":
+        from megatron_loss_agg.mcore import cpu
+
+        cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
 
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    port = int(os.environ.get("MASTER_PORT", 0))
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
     try:
-        parallel_state.initialize_model_parallel()
-        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        divide()
+        if device != "cpu":
+            tensor_parallel.model_parallel_cuda_manual_seed(SEED)
         torch.manual_seed(SEED)
         yield
     finally:
@@ -37,22 +51,28 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(gpt: Gpt, length: int) -> Any:
-    """A GPT in Megatron's DDP, for rows of ``length`` tokens."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def divide(cp: int = 1) -> None:
+    """Make groups of ``cp`` context-parallel ranks, and of all others data-parallel ones."""
+    from megatron.core import parallel_state
 
-    model = gpt_model(gpt, length, get_gpt_layer_local_spec(), use_cpu_initialization=True)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    return DistributedDataParallel(model.config, settings, model)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=cp, create_gloo_process_groups=False
+    )
 
 
-def gpt_model(gpt: Gpt, length: int, spec: Any, **settings: Any) -> Any:
-    """A GPT of layers ``spec``, with ``settings`` besides; without kernels that need Apex."""
-    from megatron.core.distributed import finalize_model_grads
+def build(gpt: Gpt, length: int, bf16: bool = False) -> Any:
+    """A GPT in Megatron's DDP, for rows of ``length`` tokens, without kernels that need Apex.
+
+    With ``bf16`` its parameters are that, and its gradients fp32.
+    """
+    from megatron.core import distributed
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    dtype = torch.bfloat16 if bf16 else torch.float32
     config = TransformerConfig(
         num_layers=gpt.layers,
         hidden_size=gpt.hidden,
@@ -61,58 +81,137 @@ def gpt_model(gpt: Gpt, length: int, spec: Any, **settings: Any) -> Any:
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        finalize_model_grads_func=finalize_model_grads,
-        **settings,
+        finalize_model_grads_func=distributed.finalize_model_grads,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
     )
-    return GPTModel(
+    model: Any = GPTModel(
         config,
-        spec,
+        get_gpt_layer_local_spec(),
         vocab_size=gpt.vocabulary,
         max_sequence_length=length,
         position_embedding_type="rope",
-    )
+    ).cuda()
+    if bf16:
+        model = Float16Module(config, model)
+    settings = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=bf16)
+    return distributed.DistributedDataParallel(config, settings, model)
 
 
-def causal_mask(length: int) -> Tensor:
-    """What a token must not attend to, bool [1, 1, length, length]; for local layers."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-
-
-def batches(step: Step, vocabulary: int) -> list[Batch]:
-    """One for each microbatch; the first part of every row is masked, as a prompt is."""
+def batches(gpt: Gpt, step: Step) -> list[Batch]:
+    """One for each microbatch, as a data loader gives them; the first part of a row is a prompt."""
     generator = torch.Generator().manual_seed(SEED)
-    number, rows, length = step.microbatches, step.rows, step.length
-    tokens = torch.randint(vocabulary, (number, rows, length + 1), generator=generator)
-    first = torch.randint(length // 2, (number, rows, 1), generator=generator)
-    masks = (torch.arange(length) >= first).float()
-    ids = torch.zeros(rows, dtype=torch.int64)
+    shape = step.microbatches, step.rows, step.length
+    tokens = torch.randint(gpt.vocabulary, (*shape[:2], step.length + 1), generator=generator)
+    first = torch.randint(step.length // 2, (*shape[:2], 1), generator=generator)
+    random = functools.partial(torch.randn, *shape, generator=generator)
+    uniform = -math.log(gpt.vocabulary)  # about what an untrained model's log-probabilities are
+    columns = {
+        "tokens": tokens[..., :-1],
+        "labels": tokens[..., 1:],
+        "loss_mask": (torch.arange(step.length) >= first).float(),
+        "prompt_ids": torch.arange(shape[0] * shape[1]).view(shape[:2]) // 3,
+        "old": uniform + 0.1 * random(),
+        "ref": uniform + 0.1 * random(),
+        "advantages": random()[..., :1].expand(shape),
+    }
     return [
-        {"tokens": t, "loss_mask": m, "prompt_ids": ids} for t, m in zip(tokens, masks, strict=True)
+        {name: column[i].contiguous().pin_memory() for name, column in columns.items()}
+        for i in range(step.microbatches)
     ]
 
 
-def train(
-    forward_backward: Callable[..., Any], ddp: Any, data_iterator: Iterator[Batch], step: Step
-) -> None:
-    """One step, without the optimizer's part."""
-    ddp.zero_grad_buffer()
-    forward_backward(
-        forward_step_func=forward_step,
-        data_iterator=data_iterator,
-        model=[ddp],
-        num_microbatches=step.microbatches,
-        seq_length=step.length,
-        micro_batch_size=step.rows,
-        forward_only=False,
-    )
+class Training:
+    """Steps of one kind over a model that others share.
+
+    Args:
+        loss: a name of `LOSSES`.
+        hooked: with the plugin; else the host's own averaging of the same token losses.
+        data: the batches of every step, or an iterator over those of all steps.
+        optimizer: None: gradients alone.
+        options: of the `LossHook`.
+    """
+
+    def __init__(
+        self,
+        loss: str,
+        hooked: bool,
+        ddp: Any,
+        step: Step,
+        data: list[Batch] | Iterator[Batch],
+        optimizer: Any = None,
+        **options: Any,
+    ) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_loss_agg.mcore import LossHook
+
+        self.loss, self.hooked, self.ddp, self.step = loss, hooked, ddp, step
+        self._data, self._optimizer = data, optimizer
+        self._causal = torch.ones(1, 1, step.length, step.length, dtype=torch.bool).triu(1).cuda()
+        self._schedule = get_forward_backward_func()
+        if hooked:
+            self._schedule = LossHook(LOSSES[loss], **options).wrap(self._schedule)
+
+    def run(self) -> None:
+        """One step."""
+        self.ddp.zero_grad_buffer()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        self._schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(self._data) if isinstance(self._data, list) else self._data,
+            model=[self.ddp],
+            num_microbatches=self.step.microbatches,
+            seq_length=self.step.length,
+            micro_batch_size=self.step.rows,
+            forward_only=False,
+        )
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def _forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+        from megatron_loss_agg.mcore import TokenLoss
+
+        batch = {name: x.cuda(non_blocking=True) for name, x in next(data_iterator).items()}
+        tokens, mask = batch["tokens"], batch["loss_mask"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if self.loss != POLICY:
+            losses = model(tokens, positions, self._causal, labels=batch["labels"])
+            return losses, functools.partial(loss_func, mask)
+        logits = model(tokens, positions, self._causal)
+        if not self.hooked:
+            return logits, functools.partial(_sum_of_terms, mask, batch)
+        return logits, TokenLoss(lambda output: (_policy(batch, output), {}), mask)
 
 
-def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
-    """As in Megatron's own scripts: the model computes the losses."""
-    batch = next(data_iterator)
-    tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    length = tokens.shape[1]
-    positions = torch.arange(length).expand_as(tokens)
-    losses = model(tokens, positions, causal_mask(length), labels=labels)
-    return losses, functools.partial(loss_func, batch["loss_mask"])
+def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """The operations of Megatron's own: sum over the mask, number of tokens, report."""
+    losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1).float()
+    loss = torch.sum(losses * mask)
+    num_tokens = mask.sum().clone().detach().to(torch.int)
+    report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def _policy(batch: Batch, logits: Tensor) -> dict[str, Tensor]:
+    from megatron_loss_agg.mcore.logprobs import vocab_parallel_log_probs
+    from megatron_loss_agg.policy import clipped_policy_loss, kl_penalty
+
+    log_probs = vocab_parallel_log_probs(logits, batch["labels"])
+    losses = clipped_policy_loss(log_probs, batch["old"], batch["advantages"]).losses
+    return {"policy": losses, "kl": kl_penalty(log_probs, batch["ref"], "k3")}
+
+
+def _sum_of_terms(loss_mask: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """What a loop without the plugin writes: both terms averaged by the host alike."""
+    losses = _policy(batch, logits)
+    kl = (losses["kl"] * loss_mask).sum()
+    policy, tokens, report = loss_func(loss_mask, losses["policy"])
+    report["kl loss"] = torch.cat([kl.detach().view(1), tokens.view(1)])
+    return policy + KL * kl, tokens, report

@@ -3,98 +3,137 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.shapes import GOALS
+from benchmarks.shapes import FULL, GOALS, JUDGED_EVERYWHERE, QUICK
 
-quick = False
-"""Whether every figure is measured once (``--quick``), to see that it can be."""
-
-
-def rounds_of(number: int) -> int:
-    """How often to measure what is otherwise measured ``number`` times."""
-    return min(number, 1) if quick else number
+Work = Callable[[], object]
 
 
-def ratios(
-    floor: Callable[[], object],
-    others: dict[str, Callable[[], object]],
-    rounds: int,
-    warm_up: int = 3,
-) -> tuple[float, dict[str, float]]:
-    """Seconds of ``floor``, and how many times as long each of ``others`` takes.
-
-    Medians over rounds, in each of which every function runs once, of the round's own ratios: what
-    else the machine does then weighs on all of them alike. Time is that of this thread's own CPU.
-    """
-    names = list(others)
-    for _ in range(rounds_of(warm_up)):
-        seconds(floor)
-        for name in names:
-            seconds(others[name])
-    taken: list[float] = []
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds_of(rounds)):
-        base = seconds(floor)
-        taken.append(base)
-        for name in names:
-            found[name].append(seconds(others[name]) / base)
-    return statistics.median(taken), {n: statistics.median(r) for n, r in found.items()}
+class CannotRun(Exception):
+    """A part needs what this machine lacks; the text says what."""
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """CPU time of this thread in one call."""
-    begin = time.thread_time()
-    function()
-    return time.thread_time() - begin
-
-
-def least_seconds(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Of rounds in which each runs once: what else the machine does can only add to them."""
-    for function in functions:
-        function()
-    taken = [[seconds(function) for function in functions] for _ in range(rounds_of(rounds))]
-    return [min(of_one) for of_one in zip(*taken, strict=True)]
-
-
-@dataclass
-class Figure:
-    """One measured number; met if it is at most the goal of that name."""
-
-    what: str
-    where: str
-    value: float
-    unit: str
-    goal: float | None = None
-    part: str = ""  # of the benchmarks
-
-    @property
-    def met(self) -> bool:
-        return self.goal is None or self.value <= self.goal
-
-
-@dataclass
 class Results:
-    figures: list[Figure] = field(default_factory=list)
-    part: str = ""  # that is being measured
+    """Figures, what could not run and what failed; written at every addition, lest a crash lose it.
 
-    def add(self, what: str, where: str, value: float, unit: str, goal: str = "") -> None:
-        """Record and print a figure, against the goal of `shapes.GOALS` if one is named."""
-        figure = Figure(what, where, value, unit, GOALS[goal] if goal else None, self.part)
-        self.figures.append(figure)
-        verdict = "" if figure.goal is None else f"  goal {figure.goal:g}: "
-        verdict += "" if figure.goal is None else "met" if figure.met else "MISSED"
-        print(f"{what:34} {where:38} {value:9.3f} {unit:18}{verdict}", flush=True)
+    Args:
+        path: of a JSON file.
+        quick: measure small shapes once, to see that it can be done, and judge no times.
+        clock: seconds; by default of this thread's own CPU.
+    """
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{**asdict(figure), "met": figure.met} for figure in self.figures]
-        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    def __init__(
+        self, path: Path, quick: bool = False, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self.quick = quick
+        self.shapes = QUICK if quick else FULL
+        self.clock = clock
+        self.part = ""  # that is being measured
+        self.rows: dict[str, list[Any]] = {"figures": [], "could_not_run": [], "failed": []}
+        self._path = path
 
-    @property
-    def missed(self) -> list[Figure]:
-        return [figure for figure in self.figures if not figure.met]
+    def add(
+        self, what: str, where: str, value: float, unit: str, goal: str = "", noise: float = 0.0
+    ) -> None:
+        """Record and print a figure.
+
+        Args:
+            goal: in `GOALS`, that it should at most be; empty: none.
+            noise: what a repetition may differ by, at 95 percent.
+        """
+        limit = GOALS[goal] if goal and (goal in JUDGED_EVERYWHERE or not self.quick) else None
+        verdict = "" if limit is None else verdict_of(value, limit, noise)
+        if not math.isfinite(value):
+            return self.fail(what, f"{where}: {value} {unit}")
+        row = {"part": self.part, "what": what, "where": where, "value": value, "unit": unit}
+        self._add("figures", {**row, "noise": noise, "goal": limit, "verdict": verdict})
+
+    def could_not_run(self, what: str, reason: str) -> None:
+        self._add("could_not_run", {"what": what, "reason": reason})
+
+    def fail(self, what: str, reason: str) -> None:
+        self._add("failed", {"what": what, "reason": reason})
+
+    def fact(self, what: str, value: str) -> None:
+        """Something about the machine."""
+        self.rows.setdefault("facts", [])
+        self._add("facts", {"what": what, "reason": value})
+
+    def _add(self, kind: str, row: dict[str, Any]) -> None:
+        self.rows[kind].append(row)
+        print(line(row) if kind == "figures" else f"{kind}: {row}", flush=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_suffix(".new")  # the process may be killed in between
+        beside.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+
+    def rounds(self, number: int) -> int:
+        """How often to measure what is measured ``number`` times."""
+        return 1 if self.quick else number
+
+    def seconds(self, function: Work) -> float:
+        begin = self.clock()
+        function()
+        return self.clock() - begin
+
+    def least_seconds(self, functions: Sequence[Work], rounds: int) -> list[float]:
+        """Of rounds in which each runs once: what else the machine does can only add to them."""
+        for function in functions:
+            function()
+        taken = [[self.seconds(f) for f in functions] for _ in range(self.rounds(rounds))]
+        return [min(of_one) for of_one in zip(*taken, strict=True)]
+
+    def ratio(
+        self, base: Callable[[], float], other: Callable[[], float], rounds: int
+    ) -> tuple[float, float]:
+        """Median seconds of ``base``, and median ratio of ``other`` to it; both return seconds.
+
+        They alternate: what else the machine does weighs on both.
+        """
+        pairs = [(base(), other()) for _ in range(3 + self.rounds(rounds))][3:]
+        ratios = [ours / theirs for theirs, ours in pairs]
+        return statistics.median(x for x, _ in pairs), statistics.median(ratios)
+
+
+def verdict_of(value: float, goal: float, noise: float = 0.0) -> str:
+    """``undecided`` where the goal lies within the noise."""
+    if value + noise <= goal:
+        return "met"
+    return "undecided" if value - noise <= goal else "missed"
+
+
+def estimate(samples: Sequence[float]) -> tuple[float, float]:
+    """The median, and twice its standard error as for normal noise (sigma = 1.4826 MAD)."""
+    middle = statistics.median(samples)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in samples)
+    return middle, 2 * 1.2533 * spread / math.sqrt(len(samples))
+
+
+def line(figure: dict[str, Any]) -> str:
+    """For the terminal."""
+    verdict = "" if figure["goal"] is None else f"{goal_of(figure)}: {figure['verdict']}"
+    return f"{figure['what']:34} {figure['where']:44} {value_of(figure):22} {verdict}".rstrip()
+
+
+def value_of(figure: dict[str, Any]) -> str:
+    noise = f" ± {figure['noise']:.2g}" if figure["noise"] else ""
+    return f"{figure['value']:.4g}{noise} {figure['unit']}"
+
+
+def goal_of(figure: dict[str, Any]) -> str:
+    return "" if figure["goal"] is None else f"at most {figure['goal']:g}"
+
+
+def counted(parts: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Goals met, missed and undecided; what failed and could not run."""
+    counts = Counter(f["verdict"] for part in parts for f in part["figures"] if f["verdict"])
+    for kind in ("failed", "could_not_run"):
+        counts[kind] = sum(len(part[kind]) for part in parts)
+    return counts

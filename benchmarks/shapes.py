@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation, Microbatch
+from megatron_loss_agg import LossAggregation, Term
 
 SEED = 1234
-
-MICROBATCHES = ((64, 1024), (1024, 256), (4096, 64))
-"""Samples, and tokens of each on average, over all context-parallel ranks."""
-CONTEXT_PARALLEL = (1, 2, 8)
-LAYOUTS = ("bshd", "thd")
-
-PLAN = (8192, 64, 8)  # samples, tokens of each, microbatches
-LARGE_PLAN = (1_000_000, 100_000, 64)  # samples, prompts, ranks; of 4 tokens each
+LAYOUTS = ("rows", "packs")
+KL = 0.01  # coefficient
+POLICY = "policy + KL"
+LOSSES: dict[str, Any] = {
+    "prompt_mean": LossAggregation(mode="prompt_mean"),
+    POLICY: {
+        "policy": LossAggregation(mode="prompt_mean"),
+        "kl": Term(LossAggregation(mode="token_mean"), coefficient=KL),
+    },
+}
+"""Modes differ in one number a sample, so that one mode stands for all."""
 
 
 @dataclass(frozen=True)
@@ -37,124 +41,82 @@ class Step:
     length: int
 
 
-MODEL = Gpt(layers=4, hidden=256, heads=4, vocabulary=8192)
-TRAINING_STEP = Step(microbatches=4, rows=2, length=256)
-SMALL_MODEL = Gpt(layers=1, hidden=8, heads=1, vocabulary=32)
+TINY = Gpt(layers=1, hidden=32, heads=2, vocabulary=64)
 """Whose steps are so short that what is added to one can be told from the noise."""
-LOADER_STEP = Step(microbatches=4, rows=1, length=32)
-LOADER_DELAY = 0.5  # of the time that a microbatch computes, for each batch
-LOGITS = (2048, 8192)  # tokens, vocabulary
-BROADCAST = (128, 1024, 16)  # samples, tokens of each, microbatches: 131,072 tokens of a rank
-
-LOSS_FUNCTIONS = ((64, 1024), (8, 128))
-"""Samples and tokens of each, of a microbatch; of the smaller one, fixed costs are all."""
-GROWTH = {
-    "microbatches": (1, 4, 16, 64, 256),
-    "terms": (1, 2, 4, 8),
-    "samples": (16, 128, 1024, 4096, 16384),
-}
-GROWTH_FROM = {"microbatches": 4, "terms": 1, "samples": 64}
-GROWTH_TOKENS = 16  # of a sample
-
-GOALS = {
-    "hook": 1.5,  # of the floor
-    "hook_on_gpu": 1.2,  # of the floor
-    "metric": 1.0,  # of the floor
-    "reduction": 2.0,  # of a plain sequence mean
-    "small_reduction": 3.0,  # of one of 65,536 tokens, where fixed costs weigh
-    "plan_ms": 5.0,
-    "large_plan_s": 1.0,
-    "payload_mb": 64.0,
-    "growth": 1.2,  # of linear growth
-    "kept_by_sample": 3.1,  # numbers of 8 bytes: coefficient, group's sum, own sum; 0.1 for groups
-    "kept_vectors": 1.07,  # fp32 vectors of this rank's tokens, and two fp64 for each 64 tokens
-    "loss_function": 2.0,  # of the script's own, in stock Megatron
-    "added_ms": 2.0,
-    "step": 0.02,  # of stock Megatron's step, added to it
-    "slow_loader": 1.02,  # of stock Megatron's step over the same loader
-    "loader_wait": 0.02,  # of a step without delay
-    "sent": 1.05 * 4,  # bytes a token: weights of packs in fp32, and numbers of samples
-    "message": 1.0,  # of the time of a pickle
-    "policy_memory": 1.05,  # of Megatron's cross entropy
-    "gpu_step": 1.005,  # of stock Megatron's step
-    "gpu_memory": 1.001,  # of stock Megatron's peak
-    "gpu_waits": 0,  # of the CPU for the GPU, a step, besides stock Megatron's
-    "gpu_waits_of_masks": 1,  # the same where the masks are on the GPU
-    "gpu_gradient": 2.0,  # of the error of one unsplit process
-    "gpu_indices": 0,
-    "import_s": 0.2,  # beyond torch's
-}
-
-
-def by_row(plan: object, i: int) -> Tensor:
-    """A custom aggregation: the mean over each sample, by a function of the user."""
-    mask = plan.microbatches[i].loss_mask  # type: ignore[attr-defined]
-    if mask.dim() == 1:
-        return mask / mask.sum()
-    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-AGGREGATIONS = {
-    "token_mean": LossAggregation(mode="token_mean"),
-    "prompt_mean": LossAggregation(mode="prompt_mean"),
-    "custom": LossAggregation(mode="custom", function=by_row),
-}
-"""Modes differ in the coefficient of a sample alone; a custom one has none."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of one microbatch; thd has as many tokens as bshd, in samples of heavy-tailed length."""
+class Shapes:
+    """Pairs are of samples, and tokens of each on average."""
 
-    samples: int
-    length: int
-    layout: str
-
-    def microbatch(self) -> Microbatch:
-        """Whole; with the first part of every sample masked, as a prompt is."""
-        generator = torch.Generator().manual_seed(SEED)
-        prompt = 0.2 + 0.4 * torch.rand(self.samples, 1, generator=generator)
-        prompts = torch.arange(self.samples) // 8
-        if self.layout == "bshd":
-            mask = (torch.arange(self.length) >= prompt * self.length).float()
-            return Microbatch(mask, prompt_ids=prompts)
-        lengths = self.lengths(generator)
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        place = torch.arange(self.samples * self.length) - starts[:-1].repeat_interleave(lengths)
-        first = (prompt.view(-1) * lengths).repeat_interleave(lengths)
-        return Microbatch((place >= first).float(), starts.int(), prompts)
-
-    def lengths(self, generator: torch.Generator) -> Tensor:
-        """int64 [samples], Pareto-distributed (exponent 2) multiples of 16 (`2 * cp`, cp = 8)."""
-        u = torch.rand(self.samples, generator=generator, dtype=torch.float64)
-        tail = (1 - u) ** -0.5
-        total = self.samples * self.length // 16 - self.samples  # beyond 16 tokens each
-        lengths = 1 + (tail / tail.sum() * total).long()
-        lengths[0] += self.samples * self.length // 16 - lengths.sum()
-        return 16 * lengths
+    losses: tuple[tuple[int, int], ...] = ((8, 128), (64, 1024), (4096, 64))
+    bool_mask: tuple[int, int] = (64, 1024)
+    plan: tuple[int, int] = (8192, 64)  # in 8 microbatches
+    samples: tuple[int, int] = (4096, 65_536)  # of a step, over all ranks
+    model: Gpt = Gpt(layers=4, hidden=256, heads=4, vocabulary=8192)
+    step: Step = Step(microbatches=4, rows=2, length=256)
+    loader_step: Step = Step(microbatches=4, rows=1, length=32)
+    growth: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("microbatches", (4, 16, 64, 256)),
+        ("terms", (1, 2, 4, 8)),
+        ("samples", (64, 1024, 4096, 16384)),  # of a microbatch; of 16 tokens
+    )
 
 
-def many_microbatches(samples: int, length: int, number: int, layout: str) -> list[Microbatch]:
-    """A rank's step, in microbatches of one shape."""
-    return [Shape(samples // number, length, layout).microbatch() for _ in range(number)]
+FULL = Shapes()
+QUICK = Shapes(
+    losses=((8, 128),),
+    bool_mask=(8, 128),
+    plan=(64, 64),
+    samples=(100, 200),
+    model=TINY,
+    step=Step(microbatches=2, rows=2, length=16),
+    growth=(("microbatches", (1, 2)), ("terms", (1, 2)), ("samples", (1, 2))),
+)
 
+GPU_MODEL = Gpt(layers=24, hidden=1024, heads=16, vocabulary=32000)  # 336 million parameters
+GPU_WAITS = Gpt(layers=2, hidden=256, heads=4, vocabulary=1024), Step(4, 2, 128)
 
-def rows_of_rank(rank: int) -> list[Microbatch]:
-    """One rank's part of the `LARGE_PLAN`; a prompt's samples lie on any ranks."""
-    samples, prompts, ranks = LARGE_PLAN
-    generator = torch.Generator().manual_seed(SEED + rank)
-    ids = torch.randint(prompts, (samples // ranks,), generator=generator)
-    return [Microbatch(torch.ones(len(part), 4), prompt_ids=part) for part in ids.chunk(16)]
-
-
-QUICK: dict[str, object] = {
-    "MICROBATCHES": ((8, 64),),
-    "PLAN": (64, 64, 8),
-    "LARGE_PLAN": (1000, 100, 4),
-    "MODEL": SMALL_MODEL,
-    "TRAINING_STEP": Step(microbatches=2, rows=1, length=32),
-    "LOGITS": (64, 256),
-    "LOSS_FUNCTIONS": ((8, 128),),
-    "GROWTH": dict.fromkeys(GROWTH, (1, 2)),
+GOALS = {
+    "rows": 2.0,  # of stock Megatron's loss function
+    "packs": 3.0,
+    "floors": 4.0,  # of (x * w).sum(), forward and backward
+    "plan_ms": 5.0,
+    "table_ms": 20.0,  # 65,536 samples of all ranks
+    "handed_on": 64.0,  # bytes a sample
+    "growth": 1.2,  # of linear growth
+    "added_ms": 2.5,
+    "step": 0.003,  # of stock Megatron's step, added to it
+    "slow_loader": 1.02,  # of stock Megatron's step over the same loader
+    "loader_wait": 0.02,  # of a step without delay
+    "import_s": 0.2,  # beyond what it imports
+    "gradient": 2.0,  # of the error of one unsplit process
+    "gpu_step": 1.005,  # of stock Megatron's step
+    "gpu_memory": 1.001,  # of stock Megatron's peak
+    "gpu_waits": 1,  # of the CPU for the GPU, a step, besides stock Megatron's
+    "gpu_waits_of_masks": 2,  # the same where the masks are on the GPU
 }
-"""What ``--quick`` measures instead, of the names above."""
+JUDGED_EVERYWHERE = ("gradient",)
+"""In small shapes, too, which are run to see that they can be."""
+
+
+def microbatch(samples: int, length: int, layout: str) -> dict[str, Tensor]:
+    """A batch as a data loader has it, with the first part of every sample masked, as a prompt is.
+
+    ``loss_mask`` is fp32: [samples, length] in rows; [tokens] in packs, which have as many tokens
+    in samples of heavy-tailed length (Pareto, exponent 2).
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = torch.full((samples,), length)
+    if layout == "packs":
+        tail = (1 - torch.rand(samples, generator=generator, dtype=torch.float64)) ** -0.5
+        lengths = 1 + (tail / tail.sum() * samples * (length - 1)).long()
+        lengths[0] += samples * length - lengths.sum()
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    prompt = 0.2 + 0.4 * torch.rand(samples, generator=generator)
+    place = torch.arange(samples * length) - starts[:-1].repeat_interleave(lengths)
+    mask = (place >= (prompt * lengths).repeat_interleave(lengths)).float()
+    ids = {"prompt_ids": torch.arange(samples) // 8}
+    if layout == "packs":
+        return {"loss_mask": mask, "cu_seqlens": starts.int(), **ids}
+    return {"loss_mask": mask.view(samples, length), **ids}

@@ -1,4 +1,4 @@
-"""What the plugin adds before the first step: imports, the audit; and what `doctor` takes."""
+"""What the plugin adds before the first step: imports and the audit; and what `doctor` takes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from benchmarks import megatron
+from benchmarks.megatron import Training
 from benchmarks.results import Results
-from benchmarks.shapes import AGGREGATIONS, MODEL, TRAINING_STEP
+from megatron_loss_agg.mcore import Audit
 
-REPEATS = 3
 HOST = "megatron.core, megatron.core.distributed, megatron.core.pipeline_parallel"
 TIMED = (
     "import time, {}; begin = time.process_time(); import {}; print(time.process_time() - begin)"
@@ -24,15 +24,15 @@ def measure(results: Results) -> None:
     imports = {"megatron_loss_agg": "torch", "megatron_loss_agg.mcore": f"torch, {HOST}"}
     for ours, theirs in imports.items():
         code = TIMED.format(theirs, ours)
-        seconds = min(float(_python("-c", code)) for _ in range(REPEATS))
+        seconds = min(float(_python("-c", code)) for _ in range(results.rounds(3)))
         where = "after torch" if theirs == "torch" else "after torch and megatron.core"
         results.add(f"import {ours}", where, seconds, "s", "import_s")
     doctor = ("-m", "megatron_loss_agg", "doctor")
     hosts = ("-c", "import torch, megatron.core, megatron.training")
     results.add("doctor", "a process", _of_process(*doctor), "s")
     results.add("import torch and Megatron", "a process", _of_process(*hosts), "s")
-    with megatron.one_rank():
-        _audit(results)
+    with megatron.groups():
+        _first_step(results)
 
 
 def _python(*arguments: str) -> str:
@@ -53,35 +53,28 @@ def _of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _audit(results: Results) -> None:
-    """Every hook audits before its first step."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+class TimedAudit(Audit):
+    seconds = 0.0
 
-    from megatron_loss_agg.mcore import LossHook
-    from megatron_loss_agg.mcore.audit import Auditor
-
-    check, audits = Auditor.check, []
-
-    def timed(self: Auditor, call: Any) -> None:
+    def start(self, call: Any) -> None:
         begin = time.process_time()
-        check(self, call)
-        audits.append(time.process_time() - begin)
+        super().start(call)
+        self.seconds += time.process_time() - begin
 
-    ddp = megatron.build(MODEL, TRAINING_STEP.length)
-    data = megatron.batches(TRAINING_STEP, MODEL.vocabulary)
-    steps: dict[str, list[float]] = {"first": [], "second": []}
-    Auditor.check = timed  # type: ignore[method-assign]
-    try:
-        for _ in range(REPEATS):
-            hook = LossHook(AGGREGATIONS["prompt_mean"])
-            schedule = hook.wrap(get_forward_backward_func())
-            for taken in steps.values():
-                begin = time.process_time()
-                megatron.train(schedule, ddp, iter(data), TRAINING_STEP)
-                taken.append(time.process_time() - begin)
-    finally:
-        Auditor.check = check  # type: ignore[method-assign]
-    where = f"GPT {MODEL.layers} x {MODEL.hidden}, one rank"
-    results.add("audit", where, 1e3 * min(audits[::2]), "ms")
-    for name, taken in steps.items():
-        results.add(f"{name} step", where, 1e3 * min(taken), "ms")
+
+def _first_step(results: Results) -> None:
+    """Every hook audits the host before it, and checks more in it than in later ones."""
+    gpt, step = results.shapes.model, results.shapes.step
+    ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
+    found: dict[str, list[float]] = {"audit": [], "first step": [], "second step": []}
+    for _ in range(results.rounds(3)):
+        audit = TimedAudit()
+        training = Training("prompt_mean", True, ddp, step, data, extensions=[audit])
+        for name in ("first step", "second step"):
+            begin = time.process_time()
+            training.run()
+            found[name].append(time.process_time() - begin)
+        found["audit"].append(audit.seconds)
+    for name, seconds in found.items():
+        where = f"GPT {gpt.layers} x {gpt.hidden}, one rank"
+        results.add(name, where, 1e3 * min(seconds), "ms")

@@ -3,10 +3,10 @@
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.losses.sequences import SequenceMean
 from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, StepTerms, token_weights
-from megatron_loss_agg.sequences import SequenceMean
 from megatron_loss_agg.weights import weighted_sum
 
 __all__ = [

@@ -26,9 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         outcome = _run(args)
     except AggregationError as error:
-        from megatron_loss_agg.mcore import flags
+        from megatron_loss_agg.mcore.launch.once import refuse
 
-        return flags.refuse(error)
+        return refuse(error)
     if isinstance(outcome, int):
         return outcome
     return outcome()  # outside the `try`, so that an error in training keeps its traceback
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: list[str]) -> int | Callable[[], int]:
     """The exit code, or a function that runs the script."""
     if args[:1] == ["doctor"]:
-        from megatron_loss_agg.mcore import doctor
+        from megatron_loss_agg.mcore.launch import doctor
 
         return doctor.main(args[1:])
     if args[:1] == ["explain"]:
@@ -57,13 +57,13 @@ def _run(args: list[str]) -> int | Callable[[], int]:
     script, *script_args = command
     if script.startswith("-"):
         raise InputError(f"{script!r} before the script; expected [--cpu] SCRIPT [script flags]")
-    from megatron_loss_agg.mcore import launch
+    from megatron_loss_agg.mcore.launch import script as launch
 
     return launch.prepare(script, script_args, cpu)
 
 
 def _help() -> str:
-    from megatron_loss_agg.mcore import flags
+    from megatron_loss_agg.mcore.launch import flags
 
     parser = argparse.ArgumentParser(
         prog="torchrun ... -m megatron_loss_agg [--cpu] SCRIPT [script flags]",

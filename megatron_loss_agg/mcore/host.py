@@ -25,21 +25,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.inexact import inexact_setting
 
 GATHERS = ("local_grad", "reduced_grad")
 """How whole losses are gathered: without a sum over ranks in the backward pass, or with one."""
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MOST_TOKENS = 2**31 - 1  # the host adds up token counts as int32
 
 
@@ -103,7 +103,7 @@ class ParallelGroups:
     def cp_rank(self) -> int:
         return dist.get_rank(self.cp)
 
-    def cp_part(self, tokens: int) -> int:
+    def cp_part(self, tokens: Any) -> Any:
         """This `cp` rank's part of ``tokens``; parts add up, and differ by 1 at most."""
         return (tokens + self.cp_rank) // self.cp_size
 
@@ -120,7 +120,7 @@ class HostScale:
     def returned(
         self,
         loss: Tensor,
-        num_tokens: int,
+        num_tokens: int | Tensor,
         total_tokens: int,
         report: dict[str, Any],
         gather: str | None = None,
@@ -143,11 +143,13 @@ class HostScale:
                 f"a step of {total_tokens} tokens under calculate_per_token_loss, which the host "
                 f"counts as int32; expected at most {_MOST_TOKENS}: turn the flag off"
             )
-        # A new tensor even times 1: the host scales it in place, and reports are made later.
+        # A new tensor even times 1: the host scales it in place.
         loss = loss * self.multiplier(total_tokens, gather)
         if not self.per_token:
             return loss, report
-        return loss, torch.full((), num_tokens, dtype=torch.int, device=loss.device), report
+        if not isinstance(num_tokens, Tensor):
+            num_tokens = torch.full((), num_tokens, device=loss.device)
+        return loss, num_tokens.to(torch.int), report
 
     def multiplier(self, total_tokens: int, gather: str | None = None) -> float:
         """The reciprocal of the host's factor on the loss summed over ranks and microbatches."""
@@ -161,11 +163,27 @@ class HostScale:
         return 1 if gather is None else self.context_parallel_size
 
 
+class Loop(NamedTuple):
+    """What the loop around the schedule does; by default a loop of the user's own.
+
+    Args:
+        of_megatron: it is Megatron's training loop. Batches of the next step are then drawn while
+            this one computes (`Prefetch`), and evaluation is aggregated as training is. In another
+            loop, a forward-only call is left alone if its loss functions carry no mask.
+        averages_quotients: its evaluation divides every microbatch's report before it averages
+            (Megatron's under ``--sft``). Reports stay exact: in Megatron's loop those of the whole
+            evaluation, in another one those of each call.
+    """
+
+    of_megatron: bool = False
+    averages_quotients: bool = False
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the schedule. Only `of` reads its arguments."""
 
-    arguments: Mapping[str, Any]  # all of them, by name
+    arguments: Mapping[str, Any]  # as given, by name
     pg_collection: Any  # None: Megatron's global groups
     groups: ParallelGroups
     scale: HostScale
@@ -173,50 +191,76 @@ class Call:
     chunks: tuple[Any, ...]  # model chunks of this rank, in their order
     forward_step: Callable[..., Any]
     data_iterator: Any  # of the last chunk, which computes the loss; None on ranks without data
-    forward_only: bool
+    trains: bool
     collects_other_data: bool  # collect_non_loss_data: computes no loss
+    terms: Mapping[str, Term]  # of the loss that is aggregated
+    loop: Loop
+    settings: Mapping[str, object]  # of the hook and its extensions: the same on every rank
+    words: Callable[[], list[str]]  # what the extensions say of themselves in the first line
+    first: int = 0  # index in its step of the call's first microbatch
+    ends_step: bool = True  # no further call belongs to the step
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Call:
+    def of(
+        cls,
+        schedule: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        **of_hook: Any,
+    ) -> Call:
         """From the schedule's keyword arguments.
 
+        Args:
+            of_hook: the fields that the hook knows: ``terms``, ``loop``, ``settings``, ``words``.
+
         Raises:
-            HostError: groups are missing, or the model's configuration cannot be exact.
+            HostError: an argument or a group is missing.
         """
         from megatron.core.utils import get_model_config
 
-        groups = ParallelGroups.of(arguments.get("pg_collection"))
-        model, iterators = arguments["model"], arguments["data_iterator"]
-        chunks = chunks_of(model)
+        known = {**_defaults_of(schedule), **arguments}
+        required = ("forward_step_func", "data_iterator", "model", "num_microbatches")
+        if missing := [name for name in required if name not in known]:
+            raise HostError(
+                f"the schedule was called without {', '.join(missing)}=; expected Megatron's "
+                "arguments, by keyword: add what is missing"
+            )
+        groups = ParallelGroups.of(known.get("pg_collection"))
+        chunks, iterators = chunks_of(known["model"]), known["data_iterator"]
         config = get_model_config(chunks[0])
-        wrapper = getattr(chunks[0], "ddp_config", None)
-        instances = getattr(wrapper, "num_distributed_optimizer_instances", 1)
-        inexact = inexact_setting(config, instances, dist.get_world_size(groups.pp))
-        if inexact is not None:
-            raise HostError(f"the model's {inexact.setting}: {inexact.reason}")
         return cls(
             arguments=arguments,
-            pg_collection=arguments.get("pg_collection"),
+            pg_collection=known.get("pg_collection"),
             groups=groups,
             scale=HostScale(
-                num_microbatches=arguments["num_microbatches"],
+                num_microbatches=known["num_microbatches"],
                 data_parallel_size=dist.get_world_size(groups.dp),
                 context_parallel_size=groups.cp_size,
                 per_token=config.calculate_per_token_loss,
             ),
             config=config,
             chunks=chunks,
-            forward_step=arguments["forward_step_func"],
+            forward_step=known["forward_step_func"],
             data_iterator=iterators[-1] if isinstance(iterators, list) else iterators,
-            forward_only=bool(arguments.get("forward_only")),
-            collects_other_data=bool(arguments.get("collect_non_loss_data")),
+            trains=not known.get("forward_only"),
+            collects_other_data=bool(known.get("collect_non_loss_data")),
+            **of_hook,
         )
+
+    @property
+    def last(self) -> int:
+        """Index in its step of the call's last microbatch."""
+        return self.first + self.scale.num_microbatches - 1
+
+    @property
+    def may_lack_mask(self) -> bool:
+        """Custom loops compute log-probabilities, for one, in forward-only calls without a loss."""
+        return not (self.trains or self.loop.of_megatron)
 
     def run(
         self, schedule: Callable[..., Any], forward_step: Callable[..., Any], data_iterator: Any
     ) -> Any:
         """Run ``schedule`` with this forward step, and this iterator for the last chunk."""
-        iterators = self.arguments["data_iterator"]
+        iterators = self.arguments.get("data_iterator")
         if isinstance(iterators, list):
             data_iterator = [*iterators[:-1], data_iterator]
         replaced = {"forward_step_func": forward_step, "data_iterator": data_iterator}
@@ -239,15 +283,15 @@ class Call:
             yield
 
 
+def _defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that a schedule need not be given, as those of a `functools.partial`."""
+    parameters = inspect.signature(schedule).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not inspect.Parameter.empty}
+
+
 def chunks_of(model: Any) -> tuple[Any, ...]:
     """The model chunks of this rank, from what the schedule is given as its model."""
     return tuple(model) if isinstance(model, list) else (model,)
-
-
-def is_own(schedule: Callable[..., Any]) -> bool:
-    """Whether ``schedule`` is the host's own, defined where all of them are."""
-    # Not by `__module__`, which `functools.wraps` copies to a loop's wrapper.
-    return getattr(schedule, "__globals__", {}).get("__name__") == _SCHEDULES
 
 
 STOCK = "stock_schedule"

@@ -1,301 +1,291 @@
-"""One call of the host's schedule, with weighted losses and exact reports.
-
-Suffix: ``_T`` tokens of this rank.
-"""
+"""One optimizer step: its microbatches over calls of the schedule, their plan, and who gets it."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import Term
-from megatron_loss_agg.errors import AggregationError, HostError, ReportError
-from megatron_loss_agg.mcore.checks import MaskChecks
-from megatron_loss_agg.mcore.distillation import has_teacher, with_teacher
-from megatron_loss_agg.mcore.evaluation import RunningMean
-from megatron_loss_agg.mcore.gathers import check_same
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
+from megatron_loss_agg.collectives import communication_device, failing_together
+from megatron_loss_agg.counts import StepCounts
+from megatron_loss_agg.errors import PeerError, StepError
+from megatron_loss_agg.exchange import abandoning_on_error
+from megatron_loss_agg.groups import places_in
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.host_loss import (
-    TokenLoss,
-    TokenLosses,
-    carries_mask,
-    check_is_masked_sum,
-    kind_of,
-    token_losses,
-    token_masks,
-)
-from megatron_loss_agg.mcore.local_weights import LocalWeights
-from megatron_loss_agg.mcore.model_calls import ModelCalls
-from megatron_loss_agg.mcore.mtp import Depths
-from megatron_loss_agg.mcore.pairs import Pairs, make_pairs
-from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step_weights import StepWeights
-from megatron_loss_agg.transfer import tensors_in
-from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_fitting
+from megatron_loss_agg.mcore.reading.keys import checked_microbatches
+from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_late, checked_samples
+from megatron_loss_agg.mcore.reading.prints import Prints
+from megatron_loss_agg.mcore.splits import Samples, Splits
+from megatron_loss_agg.microbatch import Microbatch, of_term
+from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.samples import listed
+from megatron_loss_agg.weights import at_least_fp32, sample_coefficients
 
-
-class Options(NamedTuple):
-    """What a `Step` does besides weighting losses."""
-
-    verify: bool  # check that stock loss functions return masked sums; waits for the device
-    checked_losses: set[Any]  # kinds of loss functions that were checked; the others are, too
-    total: str | None  # under which the total loss is reported besides each term
-    # By report, if the host averages quotients instead of summing pairs.
-    running_means: defaultdict[str, RunningMean] | None
-    passes_unmasked: bool  # leave loss functions without a mask alone
-    depths: Depths | None = None  # whose losses are aggregated, too
-    reports_late: bool = False  # made when the call ends, for a schedule that reads none before
+_T = TypeVar("_T")
 
 
 class Step:
-    """Gives each loss function of a call, in order, the weights of its microbatch.
+    """Microbatches that are counted together and taken by one call of the schedule, or several.
 
     Args:
-        terms: of the loss, by name.
-        weights: returns the weights of the whole step; called when a loss needs them.
-        splits: those that the script may use.
-        first: index in the step of the call's first microbatch.
-        carried_tokens: this rank's active tokens in earlier calls of the step, which this call
-            reports to the host.
+        number: of this data-parallel rank's microbatches.
+        read: returns them; called once, on the ranks that read data.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        terms: Mapping[str, Term],
-        weights: Callable[[], StepWeights],
-        splits: Splits,
-        options: Options,
-        first: int = 0,
-        carried_tokens: int = 0,
-    ) -> None:
-        self._call = call
-        self._terms = terms
-        self._weights = weights
-        self._splits = splits
-        self._options = options
-        self._first = first
-        self._carried_tokens = carried_tokens
-        self._has_teacher = has_teacher(terms)
-        self._splits_tokens = call.scale.context_parallel_size > 1
-        measures = self._splits_tokens and (options.verify or splits.gathers.is_open(terms))
-        compares = self._splits_tokens or options.verify
-        self._model_calls = ModelCalls(call, terms.values(), compares, measures)
-        self._mask_checks = MaskChecks(call, self._model_calls)
-        self._next = 0
-        self._reports: list[dict[str, Any]] = []
+    def __init__(self, number: int, read: Callable[[], Any]) -> None:
+        self.number = number
+        self.left = number
+        self.read = read
+        self.own_tokens: dict[int, int | Tensor] = {}  # of each microbatch, as told to the host
+        self.plan: PlannedStep | None = None
 
-    def watch(self, stack: contextlib.ExitStack) -> None:
-        """Observe how the script calls the model, until ``stack`` ends."""
-        stack.enter_context(self._model_calls.watch())
-        if self._options.depths is not None:
-            stack.enter_context(self._options.depths.watch())
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no call has taken any of them yet."""
+        return self.left == self.number
 
-    def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """Call the script's forward step, and replace its loss function by ours."""
-        try:
-            output, loss_func = self._call.forward_step(*args, **kwargs)
-        except Exception as error:
-            # A script that splits a batch which cannot be split fails by itself.
-            unsplit = None if self._options.passes_unmasked else self._weights().unsplit
-            if unsplit is None:
-                raise
-            raise unsplit from error
-        if loss_func is None and self._options.passes_unmasked:
-            return output, None  # the schedule returns the outputs themselves
-        return output, functools.partial(self._loss, loss_func)
-
-    def finish(self) -> None:
-        """Make the reports, and check the call; after its last microbatch.
+    def take(self, number: int) -> int:
+        """Take the next ``number`` microbatches; return the index of the first.
 
         Raises:
-            HostError: the schedule has not computed one loss for each microbatch.
-            MaskError: some mask is not the planned one.
+            StepError: fewer are left.
         """
-        expected = self._call.scale.num_microbatches
-        if self._next != expected and (self._next or not self._options.passes_unmasked):
-            raise HostError(
-                f"the schedule computed {self._next} losses for {expected} "
-                "microbatches; expected one each"
+        if number > self.left:
+            raise StepError(
+                f"a call with num_microbatches={number} in a hook.step with {self.left} of "
+                f"{self.number} microbatches left; expected at most as many (a call that failed "
+                "has taken its own)"
             )
-        self._mask_checks.finish()
-        if self._options.depths is not None:
-            self._options.depths.finish()
-        make_pairs(self._reports)
+        self.left -= number
+        return self.number - self.left - number
 
-    def _loss(self, loss_func: Callable[..., Any], output: Any) -> Any:
-        if self._options.passes_unmasked and not carries_mask(loss_func):
-            return loss_func(output)
-        i, self._next = self._next, self._next + 1
-        if i >= self._call.scale.num_microbatches:
-            raise HostError(f"a loss beyond the call's {i} microbatches; expected one each")
-        names = [*self._terms]
-        if self._has_teacher:
-            trains, verify = not self._call.forward_only, self._options.verify
-            loss_func, names = with_teacher(loss_func, self._terms, trains, verify)
-        masks = token_masks(loss_func, names)
-        gather = self._gather(loss_func) if self._splits_tokens else None
-        all_tokens = gather is not None or not self._splits_tokens
+    def planned(self, make: Callable[[], PlannedStep]) -> PlannedStep:
+        """The plan of all of them, made when first asked for."""
+        if self.plan is None:
+            self.plan = make()
+        return self.plan
 
-        given = local = None
-        if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
-            local = self._local_weights(self._first + i, masks, all_tokens)
-            given = self._given(masks, local, gather)
-        try:
-            tokens = token_losses(loss_func, output, masks, given)
-        except AggregationError:
-            raise
-        except Exception:  # a script's own, which a mask that is not this rank's part may cause
-            if local is None:
-                self._local_weights(self._first + i, masks, all_tokens)
-            raise
-        # After the losses, whose errors name more than those of the mask.
-        local = local or self._local_weights(self._first + i, masks, all_tokens)
-        weights_T = self._weights_of_tokens(tokens, local)
-        self._check_losses(loss_func, tokens, weights_T, gather)
-        if i + 1 == self._call.scale.num_microbatches:
-            self._mask_checks.send()
-        loss, parts = self._summed(tokens, weights_T)
-        if self._trains() and not loss.requires_grad:
-            _check_frozen(output)
-        if self._options.depths is not None:
-            name, term = next(iter(self._terms.items()))
-            mtp = self._options.depths.losses(local[name].of_depths, term.coefficient, gather)
-            loss = loss + mtp.loss
-            parts |= {f"mtp_{depth} {name}": part for depth, part in mtp.parts.items()}
-        step, mask = self._weights(), local[names[0]].mask
-        pairs = Pairs(self._call, step, mask, gather, self._options.running_means, i == 0)
-        report = self._report(tokens, weights_T, parts, loss, local, pairs)
-        if self._options.reports_late:
-            self._reports.append(report)
+    def check_all_taken(self) -> None:
+        """Raise StepError if some are left."""
+        if self.left:
+            raise StepError(
+                f"hook.step ends with {self.left} of {self.number} microbatches left; expected "
+                "calls that take all of them: see their num_microbatches"
+            )
+
+
+class Groups(NamedTuple):
+    """Groups of samples by one unit, such as data sets."""
+
+    ids: list[int]  # of those with tokens in the whole step, sorted
+    places: Sequence[Tensor]  # int64 [samples]: the index in `ids`; len(ids) for those without
+
+
+@dataclass(frozen=True)
+class PlannedTerm:
+    """What a step's losses need to know of one term: a few numbers for each sample.
+
+    Lists are by microbatch of this data-parallel rank. Tensors are on the CPU.
+    """
+
+    counts: StepCounts
+    samples: Sequence[Samples]
+    coefficients: Sequence[Tensor] | None  # fp64 [samples]; None: see `coefficient_S`
+    mask_sums: Sequence[Tensor]  # fp64 [samples]; unknown where the model makes masks
+    given: Sequence[Tensor] | None  # of a custom function: the weights of all tokens
+    masks: Sequence[Tensor] | None  # of all tokens, if they are needed
+    prints: Sequence[Prints] | None  # of the tokens, while these are compared
+    groups: Mapping[Unit, Groups]  # by the units that are needed
+
+    def coefficient_S(
+        self, aggregation: LossAggregation, i: int, sums_S: Callable[[], Tensor]
+    ) -> Tensor:
+        """``c_s`` of microbatch ``i``: fp64 [samples].
+
+        Args:
+            sums_S: the loss function's mask, fp64, summed by sample over context-parallel ranks.
+                Only asked for where the model makes the mask; see `reading.late`.
+        """
+        if self.coefficients is not None:
+            return self.coefficients[i]
+        within_S = sums_S()
+        if aggregation.within == "microbatch":
+            within_S = within_S.sum().expand_as(within_S)
+        elif aggregation.within != "sample":
+            within_S = torch.ones_like(within_S)
+        return sample_coefficients(within_S, self.counts.across, aggregation.scale, within_S == 0)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The plan of one step, a value that is the same on every rank that gets it."""
+
+    terms: Mapping[str, PlannedTerm]
+    tokens: Sequence[int]  # of each microbatch, as the host counts them, over all its ranks
+    total_tokens: int  # of the whole step, likewise
+    routed: Sequence[int]  # of each microbatch: tokens that the model's routers see
+    is_empty: bool  # every token of the whole step is masked or rejected
+    is_late: bool = False  # the model makes the masks
+    divided_by_host: bool = False  # by the step's tokens: see `reading.late`
+
+    @property
+    def first(self) -> PlannedTerm:
+        """The term whose tokens the host counts."""
+        return next(iter(self.terms.values()))
+
+    @property
+    def microbatches(self) -> int:
+        """Of the whole step, over all data-parallel ranks."""
+        return self.first.counts.microbatches
+
+
+def planned_step(step: Step, call: Call, splits: Splits, needs: Set[str]) -> PlannedStep:
+    """Count a step; on every rank of the last pipeline stage.
+
+    Args:
+        needs: see `Extension.needs`.
+
+    Raises:
+        AggregationError: this rank's own error.
+        PeerError: another rank failed.
+    """
+    return handed_on(lambda: _counted(step, call, splits, needs), call.groups.tp, 0)
+
+
+def _counted(step: Step, call: Call, splits: Splits, needs: Set[str]) -> PlannedStep:
+    terms, dp = call.terms, call.groups.dp
+    with abandoning_on_error(dp):
+        given = listed(step.read())
+        is_late = any(isinstance(x, LateMicrobatch) for x in given)
+        if is_late:
+            numbers = checked_samples(given, step.number)
+            check_late(terms, call, needs)
+            # Of masks nothing is known; the counts of samples and microbatches are right.
+            given = [Microbatch(torch.ones(n, 1)) for n in numbers]
         else:
-            make_pairs([report])
-        num_tokens = mask.own_tokens + (0 if i else self._carried_tokens)
-        return self._call.scale.returned(loss, num_tokens, step.total_tokens, report, gather)
-
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and not self._call.forward_only
-
-    def _gather(self, loss_func: Callable[..., Any]) -> str | None:
-        """How its losses were gathered over several context-parallel ranks."""
-        gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
-        if self._options.verify and self._trains():
-            check_same(gather, self._call.groups.cp)
-        return gather
-
-    def _check_losses(
-        self,
-        loss_func: Callable[..., Any],
-        tokens: TokenLosses,
-        weights_T: Mapping[str, Tensor],
-        gather: str | None,
-    ) -> None:
-        if self._splits_tokens and self._trains():
-            self._weights().check_parts(*tokens.first, gather is not None, self._splits)
-            if gather is not None:
-                outputs, groups = self._model_calls.outputs, self._call.groups
-                self._splits.gathers.check(gather, tokens.losses, weights_T, outputs, groups)
-        self._model_calls.release()
-        kind, checked = kind_of(loss_func), self._options.checked_losses
-        if self._options.verify or kind not in checked:
-            checked.add(kind)
-            check_is_masked_sum(tokens, not self._splits_tokens)
-
-    def _local_weights(
-        self, i: int, masks: Mapping[str, Tensor], all_tokens: bool
-    ) -> dict[str, LocalWeights]:
-        """The weights of microbatch ``i`` by term, whose masks are those of the loss function."""
-        self._model_calls.check()
-        local = self._weights().choose(i, masks, self._model_calls, self._splits, all_tokens)
-        for name, mask in masks.items():
-            self._mask_checks.check(mask, local[name].mask, all_tokens)
-        return local
-
-    def _given(
-        self, masks: Mapping[str, Tensor], local: Mapping[str, LocalWeights], gather: str | None
-    ) -> dict[str, Tensor]:
-        """Weights for a script, in the masks' shapes; summed over ranks they are the plan's."""
-        copies = self._call.scale.loss_copies(gather)
-        weights_T = {}
-        for name, mask in masks.items():
-            dtype = at_least_fp32(mask.dtype)
-            # A copy: the script may edit it.
-            weights_T[name] = (local[name].made_for(mask, dtype) / copies).view(mask.shape)
-        return weights_T
-
-    def _weights_of_tokens(
-        self, tokens: TokenLosses, local: Mapping[str, LocalWeights]
-    ) -> dict[str, Tensor]:
-        """[tokens] of each term, in the dtype of its losses or fp32; collects masks to check."""
-        # Terms with equal weights share them, and the checks.
-        shared: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        weights_T = {}
-        for name, losses in tokens.losses.items():
-            mask, of_term = tokens.masks[name], local[name]
-            dtype = at_least_fp32(losses.dtype)
-            key = id(of_term), id(mask), dtype
-            if key not in shared:
-                shared[key] = of_term.made_for(mask, dtype)
-                self._mask_checks.collect(of_term.checksum_of(mask), of_term.checksum)
-            weights_T[name] = shared[key]
-        return weights_T
-
-    def _summed(
-        self, tokens: TokenLosses, weights_T: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and its weighted sums by term, without their coefficients."""
-        parts, scaled = {}, []
-        for name, w in weights_T.items():
-            losses = tokens.losses[name]
-            parts[name] = part = weighted_sum_of_fitting(w, losses)
-            scaled.append(times_coefficient(self._terms[name].coefficient, part, losses))
-        return scaled[0] if len(scaled) == 1 else torch.stack(scaled).sum(), parts
-
-    def _report(
-        self,
-        tokens: TokenLosses,
-        weights_T: Mapping[str, Tensor],
-        parts: Mapping[str, Tensor],
-        loss: Tensor,
-        local: Mapping[str, LocalWeights],
-        pairs: Pairs,
-    ) -> dict[str, Any]:
-        """The script's report with an exact ``lm loss``, plus the aggregated losses."""
-        weights, report = self._weights(), tokens.report
-        denominators = weights.denominators
-        ours: dict[str, Any] = {}
-        for name, part in parts.items():
-            key = f"{name} loss"
-            ours[key] = pairs.summed(key, part, denominators.get(name, 1.0))
-        if self._options.total is not None and weights_T.keys() == self._terms.keys():
-            ours[self._options.total] = pairs.summed(self._options.total, loss)
-        if weights.datasets is not None:
-            indices = {name: of_term.mask.dataset_T for name, of_term in local.items()}
-            ours |= weights.datasets.reports(
-                self._terms, denominators, tokens, weights_T, indices, pairs.summed
+            given = checked_microbatches(given, step.number, terms)
+        units = tuple(unit for unit in BY_ID if unit in needs)
+        if not call.trains:  # validation sets are often read one by one, and then lack ids
+            all_terms = [of_term(name, m) for m in given for name in terms]
+            units = tuple(
+                x for x in units if all(getattr(m, f"{x}_ids") is not None for m in all_terms)
             )
-        if not ours.keys().isdisjoint(report):
-            taken = sorted(ours.keys() & report.keys())
-            raise ReportError(
-                f"the loss function reports {taken}, which are the aggregated losses' names; "
-                "expected other names, or for the sum of several terms LossHook(total=...)"
-            )
-        report.update(ours)
-        if "lm loss" in report:
-            report["lm loss"] = pairs.token_mean("lm loss", *tokens.first, loss.dtype)
-        return report
+    plans = StepPlan.build_terms(terms, given, dp, group_by=units)
+    if is_late:
+        return _late_step(plans, call)
+    custom = any(plan.aggregation.function is not None for plan in plans.values())
+    # A custom function may fail on one data-parallel rank alone; the others must learn of it.
+    with failing_together([dp] if custom else [], _CUSTOM_FAILED):
+        planned = {
+            name: _planned_term(plan, call, splits, needs, units) for name, plan in plans.items()
+        }
+    first = next(iter(plans.values()))
+    counts, active = first.counts, first.active_tokens
+    routed = [m.routed_tokens for m in first.microbatches]
+    assert counts.active_tokens is not None
+    return PlannedStep(
+        terms=planned,
+        tokens=[a if r is None else r for a, r in zip(active, routed, strict=True)],
+        total_tokens=counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens,
+        routed=[
+            m.loss_mask.numel() if r is None else r
+            for m, r in zip(first.microbatches, routed, strict=True)
+        ],
+        is_empty=plans.is_empty,
+    )
 
 
-def _check_frozen(output: Any) -> None:
-    """Raise HostError for a loss without a gradient, unless the model's output has none either."""
-    if any(x.requires_grad for x in tensors_in(output)):
-        raise HostError(
-            "losses without a gradient in a training step; expected those of the model's output, "
-            "not detached"
+_CUSTOM_FAILED = (
+    "the aggregation function failed on another rank of the data-parallel group; expected it to "
+    "succeed on every rank: see the error of that rank"
+)
+
+
+def _planned_term(
+    plan: StepPlan, call: Call, splits: Splits, needs: Set[str], units: Sequence[Unit]
+) -> PlannedTerm:
+    microbatches, numbers = plan.microbatches, range(len(plan.microbatches))
+    is_custom = plan.aggregation.function is not None
+    by_token = is_custom or "masks" in needs
+    cp, rank = call.groups.cp_size, call.groups.cp_rank
+    prints = None
+    if "prints" in needs or any(splits.is_open(Samples.of(m), cp, by_token) for m in microbatches):
+        prints = [splits.prints(m, cp, rank, by_token) for m in microbatches]
+    groups = {}
+    for unit in units:
+        ids, sums = plan.groups(unit)
+        ids = ids[sums > 0]
+        given = [getattr(m, f"{unit}_ids").cpu() for m in microbatches]
+        groups[unit] = Groups(ids.tolist(), [places_in(ids, x) for x in given])
+    dtype = at_least_fp32(torch.get_default_dtype())
+    return PlannedTerm(
+        counts=plan.counts,
+        samples=[Samples.of(m) for m in microbatches],
+        coefficients=[plan.coefficients(i) for i in numbers],
+        mask_sums=[plan.mask_sums(i) for i in numbers],
+        given=[plan.weights(i, dtype) for i in numbers] if is_custom else None,
+        masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
+        prints=prints,
+        groups=groups,
+    )
+
+
+def _late_step(plans: Mapping[str, StepPlan], call: Call) -> PlannedStep:
+    """The plan of a step whose masks the model makes; see `reading.late`."""
+    by_host = any(plan.aggregation.within == "step" for plan in plans.values())
+    cp = call.groups.cp_size
+    terms = {
+        name: PlannedTerm(
+            counts=plan.counts,
+            samples=[Samples(m.num_samples, None, None) for m in plan.microbatches],
+            coefficients=None,
+            mask_sums=[],
+            given=None,
+            masks=None,
+            prints=None,
+            groups={},
         )
+        for name, plan in plans.items()
+    }
+    counts = next(iter(terms.values())).counts
+    number = len(next(iter(terms.values())).samples)
+    return PlannedStep(
+        terms=terms,
+        # One for each rank and microbatch, unless the host divides by what it counts itself.
+        tokens=[cp] * number,
+        total_tokens=1 if by_host else counts.microbatches * cp,
+        routed=[0] * number,
+        is_empty=False,
+        is_late=True,
+        divided_by_host=by_host,
+    )
+
+
+def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
+    """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
+
+    Raises:
+        PeerError: ``make`` failed there; that rank raises its own error.
+    """
+    if dist.get_world_size(group) == 1:
+        return make()
+    box: list[Any] = [None]
+    try:
+        if dist.get_rank(group) == source:
+            box = [make()]
+    finally:  # the others must hear of a failure, too
+        rank, device = dist.get_global_rank(group, source), communication_device(group)
+        with torch.no_grad():
+            dist.broadcast_object_list(box, rank, group, device)
+    if box[0] is None:
+        raise PeerError(
+            "the rank that plans the step for this one failed; expected it to succeed: see its "
+            "error"
+        )
+    found: _T = box[0]
+    return found

@@ -9,7 +9,7 @@ import torch
 
 from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import GroupError
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore.reading.keys import read_batch
 
 # Batches, and the coefficients of their samples under ``sample_mean``.
 BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
@@ -21,10 +21,6 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
     ),
     "several packs are one": (
         {"loss_mask": [[1] * 4] * 2, "cu_seqlens": [[0, 3, 4, 4, 4], [0, 4, 4, 4, 4]]},
-        [1 / 9, 1 / 3, 1 / 12],
-    ),
-    "several packs are one, filled with -1": (
-        {"loss_mask": [[1] * 4] * 2, "cu_seqlens": [[0, 3, 4, -1], [0, 4, -1, -1]]},
         [1 / 9, 1 / 3, 1 / 12],
     ),
     "an empty sample that has an id counts": (
@@ -73,11 +69,6 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
             "cu_seqlens_q": {"cu_seqlens_q": [[0, 3, 5, 8]], "token_count": [5]},
             "repeated ends": {"cu_seqlens_q": [[0, 3, 5, 8, 8, 8]], "token_count": [5]},
             "collated before": {"cu_seqlens_q": [0, 3, 5]},
-            "0.3": {
-                "cu_seqlens": [[0, 3, 5, 8, -1, -1]],
-                "cu_seqlens_argmin": [[4]],
-                "token_count": [5],
-            },
         }.items()
     },
     **{
@@ -92,20 +83,6 @@ BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
                 "token_count": [8],
             },
             "packed in a batch": {"cu_seqlens_q": [0, 3, 5], "cu_seqlens_q_padded": [0, 4, 8]},
-            "0.3": {
-                "cu_seqlens": [[0, 4, 8, 12, -1]],
-                "cu_seqlens_argmin": [[4]],
-                "cu_seqlens_unpadded": [[0, 3, 5, 5, -1]],
-                "cu_seqlens_unpadded_argmin": [[4]],
-                "token_count": [8],
-            },
-            # With pad_cu_seqlens only one of them repeats its end.
-            "0.3, offsets of a fixed number": {
-                "cu_seqlens": [[0, 4, 8, 12, 12, 12, -1]],
-                "cu_seqlens_argmin": [[6]],
-                "cu_seqlens_unpadded": [[0, 3, 5, 5, -1]],
-                "token_count": [8],
-            },
         }.items()
     },
     "an empty sample before the padding of a pack counts": (
@@ -182,25 +159,33 @@ def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -
             "the batch has the offsets cu_seqlens and cu_seqlens_q, and which are real .* unknown; "
             "expected exactly one of these: .*cu_seqlens_q with cu_seqlens_q_padded",
         ),
-        ({"cu_seqlens_unpadded": [0, 4]}, "has the offsets cu_seqlens_unpadded, and"),
         ({"cu_seqlens_q_padded": [0, 4]}, "has the offsets cu_seqlens_q_padded, and"),
+        # Of Megatron-Bridge 0.3: padded places, real lengths, and how many are no fill.
+        ({"cu_seqlens_unpadded": [0, 4]}, "has the offsets cu_seqlens_unpadded, and"),
         (
-            {"cu_seqlens_unpadded": [0, 3], "cu_seqlens_padded": [0, 4], "cu_seqlens": [0, 3]},
-            "cu_seqlens and cu_seqlens_padded and cu_seqlens_unpadded, and",
+            {"cu_seqlens_unpadded": [0, 3], "cu_seqlens": [0, 4]},
+            "has the offsets cu_seqlens and cu_seqlens_unpadded, and which .*expected exactly one "
+            "of these: cu_seqlens or cu_seqlens_padded or cu_seqlens with cu_seqlens_padded or "
+            "cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded$",
         ),
-        ({"cu_seqlens": [[0, -1, 4]]}, r"'cu_seqlens' is \[\[0, -1, 4\]\]; .*after the offsets"),
-        ({"cu_seqlens": [[-1, -1]]}, "'cu_seqlens' is .*negative numbers only after the offsets"),
         (
-            {"cu_seqlens": [[0, 2, 4, -1]], "cu_seqlens_argmin": [[2]]},
-            r"'cu_seqlens_argmin' is \[2\], and 'cu_seqlens' has \[3\] offsets before",
+            {"cu_seqlens": [[0, 2, 4, -1]], "cu_seqlens_argmin": [[3]]},
+            "has the offsets cu_seqlens and cu_seqlens_argmin, and",
         ),
-        ({"cu_seqlens_q": [0, 3, 2]}, r"'cu_seqlens_q' is \[0, 3, 2\]; .*do not decrease"),
-        ({"cu_seqlens_q": [1, 4]}, r"'cu_seqlens_q' is \[1, 4\]; .*start at 0"),
-        ({"cu_seqlens_q": [0.0, 4.0]}, "'cu_seqlens_q' is .*float32.*int32 or int64"),
+        (
+            {"cu_seqlens": [[0, 2, 4, -1, -1]]},
+            r"start at 0 and not decrease;.* \[0, 2, 4, -1\]",
+        ),
+        (
+            {"cu_seqlens_q": [0, 3, 2]},
+            r"start at 0 and not decrease;.* \[0, 3, 2\]",
+        ),
+        ({"cu_seqlens_q": [1, 4]}, r"start at 0 and not decrease;.* \[1, 4\]"),
+        ({"cu_seqlens_q": [0.0, 4.0]}, "cu_seqlens is .*float32.*int32 or int64"),
         ({"cu_seqlens_q": [[0, 4], [0, 4]]}, r"'cu_seqlens_q' has shape \(2, 2\)"),
         (
             {"cu_seqlens_q": [0, 1, 3], "cu_seqlens_q_padded": [0, 4]},
-            r"'cu_seqlens_q_padded' \[0, 4\] and 'cu_seqlens_q' \[0, 1, 3\]; .*same number",
+            "cu_seqlens_padded has 2 offsets and cu_seqlens has 3; expected the same number",
         ),
         (
             {"cu_seqlens_q": [[0, 2, 4]], "token_count": [3]},
@@ -209,15 +194,13 @@ def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -
     ],
 )
 def test_offsets_in_no_known_form_are_refused(offsets: dict[str, Any], error: str) -> None:
-    batch = {name: torch.tensor(values) for name, values in offsets.items()}
+    def plan() -> None:
+        batch = {name: torch.tensor(values) for name, values in offsets.items()}
+        microbatch = read_batch({"loss_mask": torch.ones(1, 4), **batch})
+        StepPlan.build(LossAggregation(mode="sample_mean"), [microbatch])
+
     with pytest.raises(GroupError, match=error):
-        read_batch({"loss_mask": torch.ones(1, 4), **batch})
-
-
-def test_a_fill_of_negative_numbers_has_no_ids() -> None:
-    offsets, ids = torch.tensor([[0, 3, 4, -1]]), torch.tensor([1, 2, 3])
-    with pytest.raises(GroupError, match=r"prompt_ids has shape \(3,\).*2 samples"):
-        read_batch({"loss_mask": torch.ones(1, 4), "cu_seqlens": offsets, "prompt_ids": ids})
+        plan()
 
 
 def test_offsets_must_be_tensors() -> None:

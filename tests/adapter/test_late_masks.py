@@ -1,33 +1,44 @@
-"""Hooks and batches for masks that the model makes: what is read, and what is refused."""
+"""Batches for masks that the model makes: what is read, and what is refused."""
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_loss_agg import AggregationError, LossAggregation
-from megatron_loss_agg.mcore import LateMicrobatch, LossHook
-from megatron_loss_agg.mcore.late_batches import read_samples
+from megatron_loss_agg import AggregationError, LossAggregation, Term
+from megatron_loss_agg.mcore.reading.late import (
+    LateMicrobatch,
+    check_host,
+    check_late,
+    check_possible,
+    checked_samples,
+    read_samples,
+)
 
 POSSIBLE = ("sum", "sample_sum", "sample_mean", "microbatch_mean", "token_mean")
+SETTINGS: dict[str, Any] = {"needs": (), "empty_step": "step", "averages_quotients": False}
+SUM = LossAggregation(mode="sum")
+
+
+def check(*aggregations: LossAggregation, **settings: Any) -> None:
+    terms = {f"term {i}": Term(agg) for i, agg in enumerate(aggregations)}
+    check_possible(terms, **{**SETTINGS, **settings})
 
 
 @pytest.mark.parametrize("mode", POSSIBLE)
 def test_modes_that_count_samples_and_microbatches_are_possible(mode: str) -> None:
-    assert LossHook(LossAggregation(mode=mode), mask="model").read_batch is read_samples
+    check(LossAggregation(mode=mode))
 
 
 def own(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(3)
 
 
-def test_a_reader_of_ones_own_is_kept() -> None:
-    assert LossHook(LossAggregation(mode="sum"), own, mask="model").read_batch is own
-
-
-SUM = LossAggregation(mode="sum")
+TOKENS_OF_STEP = "whose tokens are not known before the step; expected one of the two: drop it"
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     r"'prompt_mean' with a mask that the model makes .*; expected mode sum, ": (
         LossAggregation(mode="prompt_mean"),
@@ -36,33 +47,82 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     r"'rollout_mean' with": (LossAggregation(mode="rollout_mean"), {}),
     r"'slime/constant' with": (LossAggregation.preset("slime/constant", divisor=3.0), {}),
     r"'custom' with": (LossAggregation(mode="custom", function=own), {}),
-    r"'token_mean' with": ({"a": LossAggregation(mode="token_mean"), "b": SUM}, {}),
     r"empty='skip' .*; expected empty='count'": (
         LossAggregation(mode="sample_sum", empty="skip"),
         {},
     ),
+    **{
+        rf"{option}='skip' with .* drop --loss-aggregation-{option.replace('_', '-')}$": (
+            LossAggregation(mode="sum", **{option: "skip"}),
+            {},
+        )
+        for option in ("sample_weights", "rejected")
+    },
     r"empty_step='skip' with .*; expected 'step'": (SUM, {"empty_step": "skip"}),
     r"empty_step='error' with": (SUM, {"empty_step": "error"}),
-    r"evaluates_by_microbatch \(Megatron's --sft\) with": (SUM, {"evaluates_by_microbatch": True}),
+    r"Loop\(averages_quotients=True\) \(Megatron's --sft\) with": (
+        SUM,
+        {"averages_quotients": True},
+    ),
+    **{
+        rf"an extension that needs '{need}' \({flag}\) with .*{TOKENS_OF_STEP}": (
+            SUM,
+            {"needs": ("prints", need)},
+        )
+        for need, flag in {
+            "masks": "--loss-aggregation-mtp",
+            "stages": "--loss-aggregation-moe",
+            "dataset": "--loss-aggregation-report-datasets",
+            "prompt": "an extension of your own",
+        }.items()
+    },
 }
-
-
-def test_options_of_samples_and_tokens_are_refused() -> None:
-    for option in ("sample_weights", "rejected"):
-        agg = LossAggregation(mode="sum", **{option: "skip"})
-        with pytest.raises(AggregationError, match=f"^{option}='skip' with a mask that the model"):
-            LossHook(agg, mask="model")
-    for option, value in (("mtp", "same"), ("moe", "step"), ("report_datasets", True)):
-        with pytest.raises(AggregationError, match=f"^{option}.* with a mask that the model makes"):
-            LossHook(SUM, mask="model", **{option: value})
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_needs_the_masks_of_the_whole_step_is_refused(text: str) -> None:
-    aggregation, options = REFUSED[text]
-    LossHook(aggregation, **options)
+    aggregation, settings = REFUSED[text]
     with pytest.raises(AggregationError, match=f"^{text}"):
-        LossHook(aggregation, mask="model", **options)
+        check(aggregation, **settings)
+
+
+def test_what_the_host_divides_by_the_tokens_of_the_step_is_alone() -> None:
+    with pytest.raises(AggregationError, match=r"^'token_mean' with a mask .* as the only term"):
+        check(LossAggregation(mode="token_mean"), SUM)
+
+
+def test_fingerprints_are_no_such_need_and_presets_say_what_becomes_of_rejected_samples() -> None:
+    check(LossAggregation.preset("nemo-rl/sequence_level"), needs=("prints",))
+
+
+def test_the_hosts_division_by_tokens_goes_with_the_mean_over_tokens_alone() -> None:
+    mean, total = ({"loss": Term(LossAggregation(mode=mode))} for mode in ("token_mean", "sum"))
+    plain, experts = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=2)
+    check_host(mean, True, experts)
+    check_host(total, True, plain)
+    check_host(total, False, experts)
+    with pytest.raises(AggregationError, match=r"^'token_mean' .* without calculate_per_token"):
+        check_host(mean, False, plain)
+    with pytest.raises(AggregationError, match=r"^the model's num_moe_experts with calculate_per_"):
+        check_host(total, True, experts)
+
+
+@pytest.mark.parametrize("wrong", ["empty_step", "averages_quotients", "needs", "per_token"])
+def test_a_call_is_refused_for_its_settings_and_for_its_host(wrong: str) -> None:
+    def call(**changed: Any) -> Any:
+        given = {"empty_step": "step", "averages_quotients": False, "per_token": False, **changed}
+        return SimpleNamespace(
+            settings={"empty_step": given["empty_step"]},
+            loop=SimpleNamespace(averages_quotients=given["averages_quotients"]),
+            scale=SimpleNamespace(per_token=given["per_token"]),
+            config=SimpleNamespace(mtp_num_layers=1),
+        )
+
+    terms = {"loss": Term(SUM)}
+    check_late(terms, call(), {"prints"})
+    changed = {} if wrong == "needs" else {wrong: "skip" if wrong == "empty_step" else True}
+    with pytest.raises(AggregationError, match="the model makes"):
+        check_late(terms, call(**changed), {"masks"} if wrong == "needs" else {"prints"})
 
 
 @pytest.mark.parametrize("key", ["tokens", "input_ids", "text", "labels"])
@@ -94,3 +154,12 @@ def test_other_batches_need_a_reader(text: str) -> None:
 def test_a_number_of_samples_is_an_int_above_0(samples: Any) -> None:
     with pytest.raises(AggregationError, match=r"^samples=.*; expected an int > 0$"):
         LateMicrobatch(samples)
+
+
+def test_a_step_has_as_many_as_microbatches_and_nothing_else() -> None:
+    assert checked_samples(iter([LateMicrobatch(3), LateMicrobatch(1)]), 2) == [3, 1]
+    for given in ([LateMicrobatch(3)], [LateMicrobatch(3), TOKENS]):
+        kinds = ", ".join(sorted({type(x).__name__ for x in given}))
+        text = f"{len(given)} microbatches of type {kinds} for 2 whose masks the model"
+        with pytest.raises(AggregationError, match=f"^{re.escape(text)}"):
+            checked_samples(given, 2)

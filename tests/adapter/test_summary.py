@@ -6,7 +6,7 @@ import pytest
 
 from megatron_loss_agg import LossAggregation, Term
 from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.summary import without_perplexities
+from megatron_loss_agg.mcore.extensions.first_line import without_perplexities
 
 ONE = LossHook(LossAggregation.preset("trl/dapo"))
 TERMS = {"policy": LossAggregation(mode="sum"), "kl": Term(LossAggregation(mode="token_mean"), 0.1)}

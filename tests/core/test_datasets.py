@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term
 from megatron_loss_agg.errors import GroupError, ModeError
-from megatron_loss_agg.mcore.batches import read_batch, reading
+from megatron_loss_agg.mcore.reading.keys import read_batch, reading
 from tests.core.operations import Operations
 from tests.core.steps import aggregation, lay, random_step
 from tests.distributed import run_ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError, ModeError
-from megatron_loss_agg.mcore.batches import checked_microbatches, read_batch
+from megatron_loss_agg.mcore.reading.keys import checked_microbatches, read_batch
 from tests.core.operations import Operations
 from tests.core.steps import (
     CONFIGS,

@@ -128,7 +128,7 @@ def _parse_run(words: list[str]) -> None:
         script, *flags = [word for word in flags if word != "--cpu"]
         flags = _parse_ours(flags)
     if os.path.basename(script).startswith(("pretrain_", "train_")):
-        from megatron_loss_agg.mcore.seams import seams
+        from megatron_loss_agg.mcore.launch.seams import seams
 
         training = seams().training
         assert training is not None

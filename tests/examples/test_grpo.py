@@ -11,7 +11,7 @@ import torch
 from examples.grpo import packing, task
 from examples.grpo.options import MODES, Options, parse
 from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore.reading.keys import read_batch
 
 CP = 2
 MULTIPLE = 2 * CP

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.fake_groups import fake_call, fake_groups
 from benchmarks.loss_function import loss_func
 from megatron_loss_agg import LossAggregation, Microbatch, Term
+from megatron_loss_agg.mcore.call_losses import Options, Step
 from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step import Options, Step
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
 
 pytestmark = [

@@ -45,7 +45,8 @@ def with_a_term(stock: Any, mask: Tensor) -> Any:
 
 
 def with_a_changed_mask(stock: Any, mask: Tensor) -> Any:
-    return functools.partial(stock, mask.roll(1, dims=-1))
+    """Each sample's mask becomes another one's."""
+    return functools.partial(stock, mask.roll(1, dims=0))
 
 
 def with_first_token(value: float, stock: Any, mask: Tensor) -> Any:

@@ -11,7 +11,15 @@ import pytest
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Term
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import (
+    Agreement,
+    Audit,
+    DatasetReports,
+    Loop,
+    LossHook,
+    MultiTokenPrediction,
+    RouterLosses,
+)
 from tests.host.harness import TOPOLOGIES, build_chunks, data_for, error_of, run_host_ranks
 from tests.host.steps import PLACES, aggregation
 
@@ -66,21 +74,22 @@ UNLIKE: dict[str, tuple[Callable[[], LossHook], Callable[[], LossHook], str]] = 
         "scaled.<locals>.<lambda>",
     ),
 }
-OPTIONS: dict[str, Any] = {
-    "audit": True,
-    "empty_step": "error",
-    "evaluates_by_microbatch": True,
-    "in_training_loop": True,
-    "mtp": "same",
-    "report_datasets": True,
-    "moe": "step",
-    "unmeasured": "trust",
+# Options of the hook of the last rank, and what the error says of them.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "audit=True": {"extensions": [Audit(repeat=True)]},
+    "unmeasured=trust": {"extensions": [Audit(trust=True)]},
+    "empty_step=error": {"empty_step": "error"},
+    "averages_quotients=True": {"loop": Loop(averages_quotients=True)},
+    "of_megatron=True": {"loop": Loop(of_megatron=True)},
+    "mtp=same": {"extensions": [MultiTokenPrediction()]},
+    "report_datasets=1": {"extensions": [DatasetReports()]},
+    "moe=step": {"extensions": [RouterLosses()]},
 }
-for option, value in OPTIONS.items():
-    UNLIKE[option] = (
+for said, given in OPTIONS.items():
+    UNLIKE[said] = (
         lambda: LossHook(aggregation("token_mean")),
-        functools.partial(LossHook, aggregation("token_mean"), **{option: value}),
-        f"{option}={value}",
+        functools.partial(LossHook, aggregation("token_mean"), **given),
+        said,
     )
 
 
@@ -106,7 +115,7 @@ def errors(name: str) -> dict[str, tuple[str | None, float]]:
     # The same number, whatever its type.
     divisor = 2.0 if last else 2
     found["good"] = step(LossHook(LossAggregation(mode="sum", divisor=divisor)))
-    hurried = LossHook(aggregation("token_mean"), patience=2)
+    hurried = LossHook(aggregation("token_mean"), extensions=[Agreement(patience=2)])
     found["absent"] = (None, 0.0) if last else step(hurried)
     return found
 

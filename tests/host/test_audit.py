@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_loss_agg.mcore import LossHook, audit
-from megatron_loss_agg.mcore.audit import Auditor
+from megatron_loss_agg.mcore import Audit, Loop, LossHook
+from megatron_loss_agg.mcore.extensions import audit
 from megatron_loss_agg.mcore.host import Call
 from tests.host.harness import CP2, EP2, TP2, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
@@ -30,7 +30,7 @@ def audited(model: Any) -> tuple[float | None, str | None]:
 
     data = batches(PLACES, "thd") if gpt.reads_data() else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        hook = LossHook(aggregation("sum"), audit=True)
+        hook = LossHook(aggregation("sum"), extensions=[Audit(repeat=True)])
         error = error_of(gpt.run_step, hook, model, data, len(PLACES))
         if error:  # a loop that goes on all the same is stopped again
             assert error_of(gpt.run_step, hook, model, data, len(PLACES)) == error
@@ -39,15 +39,24 @@ def audited(model: Any) -> tuple[float | None, str | None]:
 
 
 def checked(model: Any, num_microbatches: int = 3, **options: Any) -> tuple[float | None, Any]:
-    """What one check of a new `Auditor` measures, and how it ends."""
-    auditor = Auditor(repeat=False, **options)
-    error = error_of(auditor.check, call_of(model, num_microbatches))
+    """What a new `Audit` measures, and how it ends."""
+    auditor = Audit(**options)
+    error = error_of(auditor.start, call_of(model, num_microbatches))
     return auditor.measured, error
 
 
 def call_of(model: Any, num_microbatches: int) -> Call:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     arguments = {"model": [model], "num_microbatches": num_microbatches}
-    return Call.of({**arguments, "forward_step_func": None, "data_iterator": None})
+    return Call.of(
+        get_forward_backward_func(),
+        {**arguments, "forward_step_func": None, "data_iterator": None},
+        terms={},
+        loop=Loop(),
+        settings={},
+        words=list,
+    )
 
 
 def measure(cp: int) -> list[tuple[float | None, str | None]]:
@@ -248,7 +257,7 @@ def measure_reductions() -> dict[str, Any]:
                 ddp.config.finalize_model_grads_func = finalize
                 found[name].append(checked(ddp))
             if finalize is None:
-                found["trusted"] = checked(ddp, unmeasured="trust")
+                found["trusted"] = checked(ddp, trust=True)
     return found
 
 
@@ -278,11 +287,11 @@ def measure_unequal_numbers() -> tuple[list[Any], list[bool], list[Any]]:
     gpt.initialize()
     rank, ddps = gpt.data_rank(), [gpt.ddp_model(flag, torch.float32) for flag in (False, True)]
     found = [checked(ddp, numbers[rank]) for ddp in ddps for numbers in ((1, 3), (2, 1), (4, 4))]
-    auditor, calls = Auditor(repeat=True), []
+    auditor, calls = Audit(repeat=True), []
     with mock.patch.object(audit, "measured_factors", wraps=audit.measured_factors) as measure:
         for number in ((2, 2, 2, 3, 2), (2, 5, 5, 5, 2))[rank]:
             measure.reset_mock()
-            auditor.check(call_of(ddps[0], number))
+            auditor.start(call_of(ddps[0], number))
             calls.append(measure.called)
     return found, calls, [auditor.measured]
 
@@ -314,7 +323,7 @@ def measure_unknown_wrappers() -> dict[str, Any]:
     for model in models.values():
         model.config = gpt.build(torch.float32).config
     models["plain"].config.finalize_model_grads_func = None
-    trusted = checked(models["torch"], unmeasured="trust")
+    trusted = checked(models["torch"], trust=True)
     return {**{name: checked(model) for name, model in models.items()}, "trusted": trusted}
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore import Audit, LossHook
+from megatron_loss_agg.mcore.reading.keys import read_batch
 from tests.core.operations import Operations
 from tests.host.harness import (
     EXACT,
@@ -323,7 +323,7 @@ def frozen_on_host() -> list[str | None]:
         output, loss_func = gpt.forward_step(iterator, chunk)
         return output.detach(), loss_func
 
-    hooks = None, LossHook(aggregation("prompt_mean"), unmeasured="trust")
+    hooks = None, LossHook(aggregation("prompt_mean"), extensions=[Audit(trust=True)])
     options = {"forward_step_func": frozen}
     return [error_of(gpt.run_step, hook, model, Data(), N_MB, **options) for hook in hooks]
 

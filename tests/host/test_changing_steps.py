@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, Loop
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import LENGTHS, MODES, Places, aggregation, weights_of
@@ -54,7 +54,7 @@ def errors_of_run(topology: Topology, expected: list[dict[str, Any]]) -> dict[An
     for per_token in (False, True):
         chunks = build_chunks(topology, per_token)
         for mode, layout in product(MODES, ("thd", "bshd")):
-            hook = LossHook(aggregation(mode), in_training_loop=True)
+            hook = LossHook(aggregation(mode), loop=Loop(of_megatron=True))
             found = errors[mode, layout, per_token] = []
             for (evaluates, samples), of_modes in zip(RUN, expected, strict=True):
                 places = deal(samples, topology.data_parallel_size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import DatasetReports, LossHook
 from tests.host.harness import CP2, EXACT, Topology, error_of, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import (
@@ -82,12 +82,12 @@ def reported(topology: Topology) -> dict[Any, Any]:
         return gpt.run_step(hook, ddp, data(places, layout), 2, **options)
 
     for layout, mode in RUNS:
-        hook = LossHook(aggregation(mode, **MODES[mode]), report_datasets=True)
+        hook = LossHook(aggregation(mode, **MODES[mode]), extensions=[DatasetReports()])
         trained = [reduced([run(hook, places, layout)]) for places in steps]
         with torch.no_grad():
             calls = [run(hook, places, layout, forward_only=True) for places in steps[:2]]
         facts[layout, mode] = trained, reduced(calls)
-    hook = LossHook(aggregation("sum"), report_datasets=True)
+    hook = LossHook(aggregation("sum"), extensions=[DatasetReports()])
     without_ids = iter([batch_of([sequences()[1]], "thd")] * 2)
     facts["error"] = error_of(gpt.run_step, hook, ddp, without_ids, 2)
     return facts
@@ -168,4 +168,4 @@ def test_each_data_set_is_reduced_alone(topology: str, layout: str, mode: str) -
 
 
 def test_batches_without_data_sets_are_refused() -> None:
-    assert "neither 'dataset_id' nor 'dataset_ids'; expected the data" in facts("dp2")["error"]
+    assert "GroupError: a report groups by dataset and a microbatch has" in facts("dp2")["error"]

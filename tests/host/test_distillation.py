@@ -12,7 +12,7 @@ import torch
 
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
 from tests.host.reference import relative_error
-from tests.host.steps import Places, Weights, weights_of
+from tests.host.steps import Places, Weights, aggregation, weights_of
 
 pytestmark = pytest.mark.host
 
@@ -149,6 +149,21 @@ def other_steps(folder: str) -> dict[str, Any]:
     options = {"forward_step": megatrons_own}
     found["fp32"] = error_of(distillation.step, single, places, layout, *flags, **options)
     return found
+
+
+def other_terms() -> str | None:
+    from megatron_loss_agg.mcore import Distillation, LossHook
+    from tests.host import gpt
+
+    gpt.initialize()
+    hook = LossHook(aggregation(MODE), extensions=[Distillation()])
+    return error_of(gpt.run_step, hook, gpt.ddp_model(), iter([]), 1)
+
+
+def test_a_loss_without_the_teachers_term_is_refused() -> None:
+    (error,) = run_host_ranks(other_terms, 1)
+    assert error is not None
+    assert error.startswith(f"ModeError: Distillation() with a loss of the terms ['{MODE}'];")
 
 
 def test_evaluation_custom_loops_and_refusals(tmp_path: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.mcore import LossHook, Loop, TokenLoss
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, batches, sequences, weights_of
@@ -95,8 +95,7 @@ def evaluated() -> dict[Any, Any]:
         for by_call in (False, True):
             hook = LossHook(
                 aggregation(mode, **options),
-                evaluates_by_microbatch=by_call,
-                in_training_loop=True,
+                loop=Loop(of_megatron=True, averages_quotients=by_call),
             )
             for _ in range(2):  # a second evaluation begins anew
                 facts[mode, by_call] = means(hook, ddp, CALLS, by_call)
@@ -106,7 +105,9 @@ def evaluated() -> dict[Any, Any]:
         facts[name] = means(LossHook(terms), ddp, CALLS, False)
     for by_call in (False, True):
         rejects = {"rejected": aggregation("sample_mean", rejected="skip")}
-        hook = LossHook(rejects, evaluates_by_microbatch=by_call, in_training_loop=True)
+        hook = LossHook(
+            rejects, loop=Loop(of_megatron=True, averages_quotients=by_call)
+        )
         facts["rejected", by_call] = means(hook, ddp, CALLS, by_call)
     facts["terms"] = means(LossHook(TERMS), ddp, CALLS, False, forward_step_func=two_terms)
     return facts

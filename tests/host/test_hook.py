@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
 from tests.host.harness import EXACT, error_of, run_host_ranks
 from tests.host.reference import relative_error
 from tests.host.steps import EMPTY, Counted, aggregation, batches
@@ -173,8 +173,7 @@ def errors_of_masks() -> dict[Any, float]:
     def train(mode: str, per_token: bool, mask: Tensor) -> list[Any]:
         batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask}
         forward_step = gpt.forward_step_with(lambda stock, _: functools.partial(stock, mask))
-        # In the training loop, later steps of some modes are weighed by the rows alone.
-        hook = LossHook(aggregation(mode), in_training_loop=True)
+        hook = LossHook(aggregation(mode), loop=Loop(of_megatron=True))
         model, found = models[per_token], []
         for _ in range(STEPS):
             options = {"forward_step_func": forward_step}

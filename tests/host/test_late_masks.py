@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import LateMicrobatch, LossHook, TokenLoss
+from megatron_loss_agg.mcore import LateMicrobatch, LossHook, TokenLoss, read_samples
 from tests.host.harness import EXACT, TOPOLOGIES, build_chunks, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import PLACES, aggregation, weights_of
@@ -78,9 +78,9 @@ def facts_of_rank(topology: str, cases: list[Any]) -> dict[Any, Any]:
     models = {flag: build_chunks(shape, flag) for flag in (False, True)}
     for (layout, mode, masks, per_token), expected in cases:
         chunks, data = models[per_token], hidden(data_for(shape, places, layout, masks))
-        read = {"read_batch": count} if layout == "thd" else {}
         agg = aggregation(mode, **OPTIONS.get(mode, {}))
-        reports = step(chunks, data, LossHook(agg, mask="model", **read))
+        hook = LossHook(agg, read_batch=count if layout == "thd" else read_samples)
+        reports = step(chunks, data, hook)
         names = ("lm loss", f"{mode} loss") if reports else ()
         found[layout, mode, masks, per_token] = (
             gradients.error(chunks, expected),
@@ -132,14 +132,14 @@ def errors_of_others(expected: dict[str, Any]) -> dict[Any, float]:
     found = {}
     for way, mode, per_token in OTHERS:
         ddp, data = models[per_token], hidden(data_for(TOPOLOGIES["cp2"], places, "bshd"))
-        hook = LossHook(aggregation(mode), mask="model")
+        hook = LossHook(aggregation(mode), read_batch=read_samples)
         if way == "two terms":  # of the same losses
             terms = {"a": aggregation(mode), "b": Term(aggregation("sum"), coefficient=0.5)}
             both = gpt.forward_step_with(
                 lambda _, mask: TokenLoss(lambda x: ({"a": x, "b": x}, {}), mask)
             )
             shown = functools.partial(forward_step, script=both)
-            step(ddp, data, LossHook(terms, mask="model"), forward_step_func=shown)
+            step(ddp, data, LossHook(terms, read_batch=read_samples), forward_step_func=shown)
         elif way == "two calls":
             with hook.step([LateMicrobatch(len(rows)) for rows in places[0]]):
                 step(ddp, data, hook, 1)

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LateMicrobatch, LossHook, TokenLoss
+from megatron_loss_agg.mcore import (
+    DatasetReports,
+    Extension,
+    LateMicrobatch,
+    Loop,
+    LossHook,
+    TokenLoss,
+    read_batch,
+    read_samples,
+)
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation
 from tests.host.test_late_masks import SUMMED, count
@@ -35,16 +44,12 @@ def bad(mask: Tensor, value: float, ranks: tuple[int, ...] = (0, 1)) -> Tensor:
     return mask
 
 
-def scaled(mask: Tensor, factor: float) -> Tensor:
-    return mask * factor
-
-
 def one_more(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(len(batch["tokens"]) + 1)
 
 
-def whole(batch: Any) -> Microbatch:
-    return Microbatch(torch.ones(2, 3))
+def by_turns(batch: Any) -> Microbatch | LateMicrobatch:
+    return Microbatch(torch.ones(2, 3)) if batch["number"] % 2 else count(batch)
 
 
 def failing(batch: Any) -> LateMicrobatch:
@@ -54,7 +59,30 @@ def failing(batch: Any) -> LateMicrobatch:
 
 
 PEER = "PeerError: "
+BAD = "MaskError: the model's mask of microbatch 0 has negative, infinite or NaN values"
 NO_TOTAL = "HostError: 'token_mean' of masks that the model makes, without calculate_per_token"
+
+
+class Needing(Extension):
+    def __init__(self, need: str) -> None:
+        self.needs = frozenset({need})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "an extension that needs 'masks' (--loss-aggregation-mtp) with a mask that the model makes": {
+        "extensions": [Needing("masks")]
+    },
+    "an extension that needs 'stages' (--loss-aggregation-moe) with": {
+        "extensions": [Needing("stages")]
+    },
+    "an extension that needs 'dataset' (--loss-aggregation-report-datasets) with": {
+        "extensions": [DatasetReports()]
+    },
+    "empty_step='skip' with": {"empty_step": "skip"},
+    "Loop(averages_quotients=True) (Megatron's --sft) with": {
+        "loop": Loop(averages_quotients=True)
+    },
+}
 # Mode, per-token flag, what is wrong, and what each rank says.
 REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
     "good": ("sample_sum", False, {}, [None, None]),
@@ -76,28 +104,10 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
             "sum",
             False,
             {"change": functools.partial(bad, value=value)},
-            ["MaskError: the model's mask of microbatch 0 has negative, infinite or NaN"] * 2,
+            [BAD] * 2,
         )
         for value in (-1.0, torch.nan, torch.inf)
     },
-    "mask too large": (
-        "sum",
-        False,
-        {"change": functools.partial(scaled, factor=3e38)},
-        ["MaskError: the model's mask of microbatch 0 has negative, infinite or NaN"] * 2,
-    ),
-    "mask too small for a mean": (
-        "sample_mean",
-        False,
-        {"change": functools.partial(scaled, factor=1e-41)},
-        ["MaskError: the loss_mask of a sample sums to "] * 2,
-    ),
-    "mask too small for a sum": (
-        "sum",
-        False,
-        {"change": functools.partial(scaled, factor=1e-41)},
-        ["MaskError: weights of a step of 2 samples, whose loss_mask sums to "] * 2,
-    ),
     "flat mask": (
         "sum",
         False,
@@ -122,11 +132,11 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
         {"layout": "thd"},
         ["GroupError: the batch has the keys ['cu_seqlens', 'cu_seqlens_padded'] beside"] * 2,
     ),
-    "masks of batches": (
+    "masks of some batches": (
         "sum",
         False,
-        {"read_batch": whole},
-        ["FunctionError: 2 microbatches of type Microbatch for 2 whose masks the model"] * 2,
+        {"read_batch": by_turns},
+        ["FunctionError: 2 microbatches of type LateMicrobatch, Microbatch for 2 whose masks"] * 2,
     ),
     "reader on one rank": ("sum", False, {"read_batch": failing}, [PEER, "OSError: disk"]),
     "experts": (
@@ -135,6 +145,11 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
         {"config": {"num_moe_experts": 2}},
         ["HostError: the model's num_moe_experts with calculate_per_token_loss and masks"] * 2,
     ),
+    "mode": ("prompt_mean", False, {}, ["ModeError: 'prompt_mean' with a mask that the mod"] * 2),
+    **{
+        f"options: {text}": ("sum", False, options, [f"ModeError: {text}"] * 2)
+        for text, options in OPTIONS.items()
+    },
     "good again": ("sample_sum", True, {}, [None, None]),
 }
 
@@ -148,14 +163,15 @@ def errors_of_rank(cases: Any, cp: int) -> dict[str, str | None]:
     def refused(mode: str, per_token: bool, wrong: dict[str, Any]) -> None:
         wrong = dict(wrong)
         change, layout = wrong.pop("change", None), wrong.pop("layout", "bshd")
-        read = {k: wrong.pop(k) for k in ("read_batch",) if k in wrong}
+        options = {k: wrong.pop(k) for k in ("extensions", "empty_step", "loop") if k in wrong}
+        read_batch = wrong.pop("read_batch", read_samples)
         model, saved = models[per_token], vars(models[per_token].config).copy()
         vars(model.config).update(wrong.pop("config", {}))
         own = with_mask(change) if change else gpt.forward_step
-        options = {"forward_step_func": own, **wrong}
-        hook = LossHook(aggregation(mode), mask="model", **read)
+        call = {"forward_step_func": own, **wrong}
+        hook = LossHook(aggregation(mode), read_batch=read_batch, **options)
         try:
-            gpt.run_step(hook, model, Counted(gpt.data_rank(), layout), 2, 2, **options)
+            gpt.run_step(hook, model, Counted(gpt.data_rank(), layout), 2, 2, **call)
         finally:
             vars(model.config).update(saved)
 
@@ -180,11 +196,10 @@ SHARDED = {
 }
 
 
-def test_a_context_parallel_rank_hears_of_anothers_mask() -> None:
-    first, second = run_host_ranks(errors_of_rank, 2, SHARDED, 2)
-    for mode in SHARDED:
-        assert first[mode].startswith("PeerError: another context-parallel rank cannot use")
-        assert second[mode].startswith("MaskError: the model's mask of microbatch 0 has negative")
+def test_context_parallel_ranks_hear_of_anothers_mask() -> None:
+    for rank in run_host_ranks(errors_of_rank, 2, SHARDED, 2):
+        for mode in SHARDED:
+            assert rank[mode].startswith(BAD)
 
 
 def undeclared(data_iterator: Any, model: Any) -> Any:
@@ -212,7 +227,7 @@ def parts_and_wholes() -> list[str | None]:
     model = gpt.ddp_model()
 
     def step(forward_step: Any) -> None:
-        hook = LossHook(aggregation("sample_sum"), mask="model")
+        hook = LossHook(aggregation("sample_sum"), read_batch=read_samples)
         gpt.run_step(hook, model, Counted(0, "bshd"), 2, 2, forward_step_func=forward_step)
 
     return [error_of(step, forward_step) for forward_step in (undeclared, declared)]
@@ -228,7 +243,8 @@ def setting_of_one_rank() -> str | None:
     from tests.host import gpt
 
     gpt.initialize()
-    hook = LossHook(aggregation("sum"), mask="model" if dist.get_rank() else "batch")
+    read = read_samples if dist.get_rank() else read_batch
+    hook = LossHook(aggregation("sum"), read_batch=read)
     return error_of(gpt.run_step, hook, gpt.ddp_model(), Counted(dist.get_rank()), 2, 2)
 
 

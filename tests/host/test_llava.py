@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, read_samples
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.steps import aggregation
 from tests.host.test_late_masks import MODES, OPTIONS
@@ -30,7 +30,7 @@ def llava_step(per_token: bool, mode: str) -> tuple[float, float, float]:
     agg = aggregation(mode, **OPTIONS.get(mode, {}))
     with gpt.KeepDouble():
         reports = gpt.run_step(
-            LossHook(agg, mask="model"),
+            LossHook(agg, read_batch=read_samples),
             ddp,
             iter([llava.batch(i) for i in mine]),
             number,

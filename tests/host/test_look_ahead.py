@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg import Microbatch
+from megatron_loss_agg.mcore import Loop, LossHook
 from tests.host.harness import EXACT, error_of, run_host_ranks
 from tests.host.reference import reference, relative_error
 from tests.host.steps import Counted, aggregation, batch_of, sequences, weights_of
@@ -60,7 +61,7 @@ def drawn_on_host(cp: int) -> dict[Draw, dict[str, Any]]:
     models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
 
     def run(draw: Draw) -> dict[str, Any]:
-        hook = LossHook(aggregation(draw.mode, empty=draw.empty), in_training_loop=draw.loop)
+        hook = LossHook(aggregation(draw.mode, empty=draw.empty), loop=Loop(of_megatron=draw.loop))
         data = Counted(gpt.data_rank(), draw.layout)
         given: list[int] = []
         order: list[int] = []
@@ -181,7 +182,7 @@ def rejecting_steps(choice: str | None, expected: dict[str, list[Any]]) -> dict[
     answers: dict[Any, Any] = {}
     for per_token, mode in product((False, True), REJECTING_MODES):
         model = gpt.ddp_model(per_token)
-        hook = LossHook(aggregation(mode, rejected=choice), in_training_loop=True)
+        hook = LossHook(aggregation(mode, rejected=choice), loop=Loop(of_megatron=True))
         answers[mode, per_token] = found = []
         for step, (places, rejected) in enumerate(zip(REJECTING, REJECTED, strict=True)):
             batch = batch_of([sequences()[i] for i in places], "bshd")
@@ -210,3 +211,38 @@ def test_without_a_choice_rejected_samples_are_an_error_in_every_mode() -> None:
     for case, (first, later) in answers(None).items():
         assert isinstance(first, float)
         assert "expected LossAggregation(rejected='count')" in later, case
+
+
+# The second and the third are one dictionary, which a reader has written to by then.
+REPEATED = ((0,), (3,), (3,), (1, 2))
+
+
+def masked_by_reader(batch: dict[str, Tensor]) -> Microbatch:
+    """Writes the mask, and adds a key."""
+    mask = batch["loss_mask"].copy_(batch["given"])
+    batch["read"] = mask.clone()
+    return Microbatch(mask)
+
+
+def repeated_on_host(expected: Tensor) -> list[float]:
+    """One rank: the error of the gradient of each of two steps."""
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    model = gpt.ddp_model()
+    hook = LossHook(aggregation("sample_mean"), read_batch=masked_by_reader)
+    errors = []
+    for _ in range(2):
+        batches = {rows: batch_of([sequences()[i] for i in rows], "bshd") for rows in REPEATED}
+        for batch in batches.values():
+            batch["given"] = batch["loss_mask"].clone()
+            batch["loss_mask"].zero_()
+        gpt.run_step(hook, model, iter([batches[rows] for rows in REPEATED]), len(REPEATED))
+        errors.append(gradients.error(model, expected))
+    return errors
+
+
+def test_a_reader_may_write_into_a_batch_that_comes_twice_in_a_step() -> None:
+    expected = reference().gradient(weights_of("sample_mean", (REPEATED,)))
+    (errors,) = run_host_ranks(repeated_on_host, 1, expected)
+    assert len(errors) == 2 and max(errors) <= EXACT

@@ -1,4 +1,4 @@
-"""``moe="step"`` runs on this release of the host, or is refused by name."""
+"""`RouterLosses` runs on this release of the host, or is refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, RouterLosses
 from tests.host.harness import TOPOLOGIES, build_chunks, data_for, error_of, run_host_ranks
 from tests.host.steps import N_MB, PLACES, aggregation
 
@@ -22,7 +22,7 @@ def error() -> str | None:
     topology = dataclasses.replace(TOPOLOGIES["dp1"], model="moe", config=losses)
     chunks = build_chunks(topology, True)
     data = data_for(topology, PLACES[1], "thd")
-    hook = LossHook(aggregation("token_mean"), moe="step")
+    hook = LossHook(aggregation("token_mean"), extensions=[RouterLosses()])
     return error_of(gpt.run_step, hook, chunks, data, N_MB)
 
 
@@ -33,5 +33,5 @@ def test_a_release_without_the_weights_is_refused() -> None:
         assert found is None
         return
     assert found is not None
-    assert f"(--loss-aggregation-moe step) with Megatron-Core {release}" in found
+    assert f"--loss-aggregation-moe step (RouterLosses()) with Megatron-Core {release}" in found
     assert "whose weights of these losses are not known; expected a release of 0.19" in found

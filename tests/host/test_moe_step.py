@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers under ``moe="step"``, against the formula in one fp64 process.
+"""Auxiliary losses of routers under `RouterLosses`, against the formula in one fp64 process.
 
 The gradient is linear in them: what turning them on adds to it must be that of the formula, on any
 layout and on both routes.
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore import LossHook, RouterLosses, read_batch
 from tests.host.harness import MODELS, TOPOLOGIES, Topology, build_chunks, data_for, run_host_ranks
 from tests.host.reference import Gradient, relative_error
 from tests.host.router_losses import COEFFICIENTS, Case, Microbatches, gradients_of
@@ -134,8 +133,8 @@ def errors(
     found = {}
     for run, whole in wanted.items():
 
-        def added(run: Run, moe: str, off: Gradient) -> Gradient:
-            hook = LossHook(aggregation("token_mean"), moe=moe)
+        def added(run: Run, parts: list[Any], off: Gradient) -> Gradient:
+            hook = LossHook(aggregation("token_mean"), extensions=parts)
             on = step_of(chosen, run, built(chosen, run.per_token, run.kinds), hook)
             return {name: on[name] - g for name, g in off.items()}
 
@@ -148,14 +147,14 @@ def errors(
             for ddp in chunks
             for name, p in gradients.parts(ddp.module)
         }
-        ours = added(run, "step", without[key])
+        ours = added(run, [RouterLosses()], without[key])
         found[run] = {"all": relative_error(ours, expected)}
         # The last layer's are not reached by any router's loss.
         experts = {n: g for n, g in expected.items() if "experts" in n and g.any()}
         if experts:
             found[run]["experts"] = relative_error(ours, experts)
         if with_host:
-            found[run]["host"] = relative_error(added(run, "host", without[key]), expected)
+            found[run]["host"] = relative_error(added(run, [], without[key]), expected)
     return found
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, MultiTokenPrediction
 from tests.host.harness import (
     EXACT,
     TOPOLOGIES,
@@ -163,8 +163,8 @@ def train(topology: Topology, model: Any, case: Case) -> Any:
     terms: Any = aggregation(case.mode)
     if case.kind == "coefficient":
         terms = {case.mode: Term(terms, coefficient=0.25)}
-    options = {} if case.kind == "host" else {"mtp": "same"}  # the host's is the default
-    hook = LossHook(terms, **options)
+    parts = [] if case.kind == "host" else [MultiTokenPrediction()]
+    hook = LossHook(terms, extensions=parts)
     places = PLACES[topology.data_parallel_size]
     data = [data_for(topology, places, case.layout, case.masks) for _ in range(3)]
     step = partial(gpt.run_step, hook, model, forward_step_func=watched(case.kind != "host"))

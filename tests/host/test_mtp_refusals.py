@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.errors import ModeError
-from megatron_loss_agg.mcore import LossHook, TokenLoss
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore import LossHook, MultiTokenPrediction, TokenLoss, read_batch
 from tests.host import whole
 from tests.host.harness import TOPOLOGIES, build_chunks, error_of, run_host_ranks
 from tests.host.steps import VOCAB, aggregation, batches
@@ -98,6 +96,11 @@ def third_loss(data_iterator: Any, model: Any) -> Any:
         handle.remove()
 
 
+def with_depths(terms: Any = None, **options: Any) -> LossHook:
+    terms = aggregation("token_mean") if terms is None else terms
+    return LossHook(terms, extensions=[MultiTokenPrediction()], **options)
+
+
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "no layers": ("dp1", {"mtp_num_layers": None}, "a model with mtp_num_layers=None"),
     "no factor": (
@@ -108,7 +111,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "scale": ("dp1", {"mtp_grad_scale_func": torch.ones}, "a model with a mtp_grad_scale_func"),
     "no mask": ("dp1", without_mask, "are not the loss mask moved by the depth"),
     "no labels": ("dp1", without_labels, "a model called without labels; expected labels="),
-    "two calls": ("dp1", twice, "two forward passes of the model in one microbatch"),
+    "two calls": ("dp1", twice, "of MTP of [24, 24, 24, 24] tokens, and a loss mask of 24"),
     "shorter": ("dp1", shorter, "and a loss mask of 23; expected 2 of as many tokens"),
     "gathered": ("cp2", gathered, "TokenLoss(whole='local_grad'); expected losses of this"),
     "contiguous": ("cp2", contiguous, "are not the loss mask moved by the depth"),
@@ -135,7 +138,7 @@ def refusals(name: str) -> dict[str, str | None]:
         if case == "ambiguous":
             batch = {name: torch.ones_like(x) for name, x in batch.items()}
         reads = shorter_mask if change is shorter else read_batch
-        hook = LossHook(aggregation("token_mean"), reads, mtp="same")
+        hook = with_depths(read_batch=reads)
         step = forward_step if config else change
         found[case] = error_of(gpt.run_step, hook, model, iter([batch]), 1, forward_step_func=step)
     return found
@@ -149,7 +152,7 @@ def later_steps() -> tuple[list[str | None], str]:
 
     topology = with_mtp("dp1")
     gpt.initialize(**topology.sizes)
-    model, hook = build_chunks(topology, False), LossHook(aggregation("token_mean"), mtp="same")
+    model, hook = build_chunks(topology, False), with_depths()
     with contextlib.redirect_stdout(io.StringIO()) as output:
         errors = [
             error_of(gpt.run_step, hook, model, batches(((0,),), "bshd"), 1, forward_step_func=step)
@@ -160,16 +163,9 @@ def later_steps() -> tuple[list[str | None], str]:
 
 def test_every_step_is_compared() -> None:
     (((good, again, bad), printed),) = run_host_ranks(later_steps, 1)
-    assert "; mtp: same; measured gradients" in printed
+    assert "; mtp: same" in printed
     assert (good, again) == (None, None)
     assert bad is not None and "are not the loss mask moved by the depth" in bad
-
-
-def test_a_first_term_that_weighs_nothing_is_refused() -> None:
-    terms = {"language": Term(aggregation("sum"), 0.0), "kd": Term(aggregation("sum"), 1.0)}
-    LossHook(terms)
-    with pytest.raises(ModeError, match="the coefficient 0 of 'language', by which MTP's losses"):
-        LossHook(terms, mtp="same")
 
 
 @pytest.mark.parametrize("name", ["dp1", "cp2"])
@@ -180,9 +176,44 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
             assert error is not None and REFUSED[case][2] in error, (case, error)
             if case != "ambiguous":
                 assert error.startswith("HostError: ")
-                assert "--loss-aggregation-mtp same (LossHook(mtp='same'))" in error
+                assert "--loss-aggregation-mtp same (MultiTokenPrediction())" in error
 
 
-def test_a_term_named_as_a_depth_is_refused() -> None:
-    with pytest.raises(ModeError, match="expected other names than mtp_"):
-        LossHook({"mtp_1 a": aggregation("sum"), "a": aggregation("sum")}, mtp="same")
+TERMS = {
+    "the first weighs nothing": (
+        {"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
+        "ModeError: --loss-aggregation-mtp same (MultiTokenPrediction()) with the coefficient 0 of "
+        "'a', by which MTP's losses are",
+    ),
+    "named as a depth": (
+        {"a": Term(aggregation("sum")), "mtp_1 a": Term(aggregation("sum"))},
+        "ReportError: the loss function reports 'mtp_1 a loss'",
+    ),
+}
+
+
+def of_terms(names: list[str], data_iterator: Any, model: Any) -> Any:
+    losses, loss_func = forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
+
+
+def errors_of_terms() -> dict[str, str | None]:
+    from tests.host import gpt
+
+    topology = with_mtp("dp1")
+    gpt.initialize(**topology.sizes)
+    found = {}
+    for case, (terms, _) in TERMS.items():
+        model, data = build_chunks(topology, False), batches(((0,),), "bshd")
+        step = partial(of_terms, [*terms])
+        found[case] = error_of(
+            gpt.run_step, with_depths(terms), model, data, 1, forward_step_func=step
+        )
+    return found
+
+
+def test_terms_that_do_not_go_with_depths_are_refused() -> None:
+    (found,) = run_host_ranks(errors_of_terms, 1)
+    for case, (_, text) in TERMS.items():
+        error = found[case]
+        assert error is not None and error.startswith(text), (case, error)

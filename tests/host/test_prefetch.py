@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore import LossHook, Prefetch
-from tests.host.harness import run_host_ranks
-from tests.host.steps import aggregation, batch_of, sequences
+from tests.host.harness import EXACT, run_host_ranks
+from tests.host.reference import reference
+from tests.host.steps import aggregation, batch_of, sequences, weights_of
 
 pytestmark = pytest.mark.host
 
@@ -93,7 +94,7 @@ def places_on_host() -> tuple[list[bool], list[bool]]:
     from megatron.core.rerun_state_machine import RerunDataIterator
     from torch.utils.data import DataLoader
 
-    from megatron_loss_agg.mcore.prefetch import prefetch_of
+    from megatron_loss_agg.mcore.reading.prefetch import prefetch_of
 
     def cyclic_iter(loader: Any) -> Iterator[Any]:
         while True:
@@ -127,3 +128,45 @@ def test_only_megatrons_own_loaders_get_one_by_themselves() -> None:
     ((inside, outside),) = run_host_ranks(places_on_host, 1)
     assert inside == [True] * 3 + [False] * 4
     assert outside == [False, False, True] + [False] * 4
+
+
+HELD = ((0, 1), (3,), (2,))  # samples of batches that a source returns in every step
+
+
+def held_on_host(expected: torch.Tensor) -> list[float]:
+    """One rank: the error of the gradient of each of three steps, whose script edits batches."""
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    model, hook = gpt.ddp_model(), LossHook(aggregation("sample_mean"))
+    batches = [batch_of([sequences()[i] for i in rows], "bshd") for rows in HELD]
+    edited = threading.Event()
+
+    def again() -> Iterator[dict[str, Any]]:
+        yield from batches
+        while True:
+            assert edited.wait(PATIENCE)  # in the thread, while the step before computes
+            edited.clear()
+            yield from batches
+
+    data = Prefetch(again())
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        batch = next(iterator)
+        for x in batch.values():
+            x.clamp_(min=0)  # as of labels that are no tokens: a write, also where nothing changes
+        if batch is batches[0]:
+            edited.set()
+        return gpt.forward_step(iter([batch]), chunk)
+
+    errors = []
+    for _ in range(3):
+        gpt.run_step(hook, model, data, len(HELD), forward_step_func=forward_step)
+        errors.append(gradients.error(model, expected))
+    return errors
+
+
+def test_batches_that_come_again_may_be_edited_in_place() -> None:
+    expected = reference().gradient(weights_of("sample_mean", (HELD,)))
+    (errors,) = run_host_ranks(held_on_host, 1, expected)
+    assert len(errors) == 3 and max(errors) <= EXACT

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import Loop, LossHook
 from tests.host import scripts
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
@@ -98,7 +98,7 @@ CASES = {
         ("MaskError", "expected one loss per token"), scripts.with_part_of_the_losses
     ),
     "part of the mask": Case(
-        ("MaskError", "local losses for", "expected a batch that is whole"),
+        ("MaskError", "where this rank's part of the batch's is", "a batch that is whole"),
         scripts.with_part_of_the_mask,
     ),
     "detached losses": Case(
@@ -136,9 +136,10 @@ CASES = {
     "model not called": Case(UNSEEN, step=scripts.past_the_model, mode="sample_mean"),
     "model not called where samples do not matter": Case(step=scripts.past_the_model, mode="sum"),
     **{
-        # Later, rows are weighed by the loss function's own mask, whose sums are the planned ones.
+        # Tokens are weighed by the loss function's own mask. It stays right while each sample's sum
+        # is the planned one; for modes that know no samples, while that of the pack is.
         f"mask edited in place, {layout}, {mode}, {after}": Case(
-            () if (layout, after) == ("bshd", "step") else CHANGED,
+            CHANGED if layout == "thd" and (mode, after) != ("token_mean", "step") else (),
             step=scripts.edits_its_mask,
             data=in_layout(layout),
             mode=mode,
@@ -162,7 +163,7 @@ CASES = {
         schedule=partial(scripts.other_number, -1),
     ),
     "too many": Case(
-        ("HostError", "a loss beyond the call's 2 microbatches"),
+        ("HostError", "a forward step beyond the call's 2 microbatches"),
         schedule=partial(scripts.other_number, 1),
     ),
     "good again": Case(),
@@ -178,7 +179,7 @@ def errors_on_host() -> dict[str, str | None]:
     models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
 
     def run(case: Case) -> None:
-        hook = LossHook(aggregation(case.mode), in_training_loop=True)
+        hook = LossHook(aggregation(case.mode), loop=Loop(of_megatron=True))
         data, ddp = case.data(rank), models[case.per_token]
         step = partial(gpt.run_step, hook, ddp, data, Counted.N_MB, Counted.ROWS)
         forward_step = case.step or gpt.forward_step

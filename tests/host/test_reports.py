@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, Loop
 from tests.host.cases import Case, grid
 from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
 from tests.host.reference import reference
@@ -85,7 +85,7 @@ def logged_by_host() -> dict[Run, dict[str, Any]]:
             buffer.grad_data.fill_(1.0)
         with torch.set_grad_enabled(not run.forward_only):
             reports = gpt.run_step(
-                LossHook(case.aggregation, evaluates_by_microbatch=by_microbatch),
+                LossHook(case.aggregation, loop=Loop(averages_quotients=by_microbatch)),
                 ddp,
                 data_for(TOPOLOGY, PLACES, case.layout, case.masks),
                 N_MB,

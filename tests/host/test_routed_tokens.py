@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore import LossHook, read_batch
 from tests.host.harness import (
     EXACT,
     TOPOLOGIES,
@@ -75,7 +74,7 @@ def compare(topology: Topology, expected: Any) -> tuple[float, float, float]:
 
     agg = aggregation("prompt_mean")
     stock, _ = added(lambda: None, stock_step)
-    ours, error = added(partial(LossHook, agg, routed), forward_step)
+    ours, error = added(partial(LossHook, agg, read_batch=routed), forward_step)
     untold, _ = added(partial(LossHook, agg), forward_step)
     return relative_error(ours, stock), error, relative_error(untold, stock)
 
@@ -121,7 +120,9 @@ def errors_on_host() -> dict[str, str | None]:
 
     def run(read: Any, per_token: bool) -> None:
         data = data_for(TOPOLOGIES["dp2"], PLACES[2], "thd")
-        gpt.run_step(LossHook(aggregation("prompt_mean"), read), models[per_token], data, N_MB)
+        gpt.run_step(
+            LossHook(aggregation("prompt_mean"), read_batch=read), models[per_token], data, N_MB
+        )
 
     return {name: error_of(run, *given) for name, (*given, _) in NUMBERS.items()}
 

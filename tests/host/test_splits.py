@@ -54,14 +54,11 @@ def dummy() -> dict[str, Tensor]:
     return {**whole, "loss_mask": torch.ones(1, TOKENS), "cu_seqlens": torch.tensor([0, TOKENS])}
 
 
-def script(
-    split: Split, told: bool = True, whole_losses: bool = False, changed: bool = False
-) -> Callable[..., Any]:
+def script(split: Split, told: bool = True, whole_losses: bool = False) -> Callable[..., Any]:
     """A forward step.
 
     Args:
         told: or else the model is called with tokens that are all alike.
-        changed: the model is called with other tokens than the batch's.
     """
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, TokenLoss]:
@@ -77,7 +74,6 @@ def script(
         labels, tokens, mask = (layout.shard(whole[k]) for k in ("labels", "tokens", "loss_mask"))
         # In another dtype than the batch's.
         tokens = (tokens if told else torch.zeros_like(tokens)).int()
-        tokens = 31 - tokens if changed else tokens
         if whole_losses:
             labels, mask = whole["labels"], whole["loss_mask"]
         output = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
@@ -158,13 +154,17 @@ def test_losses_that_are_not_split_are_refused() -> None:
         assert "all 64 tokens of the batch on a context-parallel rank of 2" in error
 
 
+def masks_alone(iterator: Any, number: int, *, whole: dict[str, Tensor]) -> list[Microbatch]:
+    return [Microbatch(whole["loss_mask"], whole["cu_seqlens"])] * number
+
+
 @pytest.mark.parametrize("name", FITTING)
 def test_a_mask_that_fits_one_split_alone_decides(name: str) -> None:
     whole = batch()
     generator = torch.Generator().manual_seed(1)
     whole["loss_mask"] = (torch.rand(1, TOKENS, generator=generator) < 0.5).float()
-    call = functools.partial(_packs, changed=True)
-    for errors in run_host_ranks(call, 2, [whole, whole], name):
+    hook = {"read_step": functools.partial(masks_alone, whole=whole)}
+    for errors in run_host_ranks(functools.partial(_packs, hook=hook), 2, [whole, whole], name):
         assert isinstance(errors, list), errors
         assert max(errors) <= EXACT
 

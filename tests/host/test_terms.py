@@ -153,8 +153,8 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
     "taken name": (
         partial(policy_step, losses_of=dict, report={"loss": 1}),
         True,
-        "ReportError: the loss function reports ['loss'], which are the aggregated losses' names; "
-        "expected other names, or for the sum of several terms LossHook(total=...)",
+        "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
+        "expected another name, or for the sum of several terms LossHook(total=...)",
     ),
     "transposed": (
         partial(policy_step, losses_of=lambda losses: losses["kl"].T, rows=True),

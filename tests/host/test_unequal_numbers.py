@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import Audit, LossHook
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import Places, aggregation, weights_of
@@ -42,7 +42,7 @@ def errors(topology: Topology, expected: list[dict[str, Any]], audit: bool) -> d
     for per_token in (False, True):
         chunks = build_chunks(topology, per_token)
         for mode in MODES:
-            hook = LossHook(aggregation(mode), audit=audit)
+            hook = LossHook(aggregation(mode), extensions=[Audit(repeat=audit)])
             for i, places in enumerate(STEPS):
                 data, number = data_for(topology, places, "thd"), len(places[gpt.data_rank()])
                 reports = gpt.run_step(hook, chunks, data, number)

@@ -73,7 +73,6 @@ def whole_on_host(
             reports = gpt.run_step(hook, ddp, data, len(place), forward_step_func=step)
             errors.append(gradients.error(ddp, expected[mode, masks]))
         answers[case] = max(errors), reduce_reports(reports, group)
-        assert hook._splits.gathers.measured == ({mode: kind} if topology.sizes else {})
     return answers
 
 

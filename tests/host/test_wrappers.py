@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.audit import Auditor
+from megatron_loss_agg.mcore.extensions.audit import Audit
 from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, data_for, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference, relative_error
 from tests.host.steps import N_MB, PLACES, Places, aggregation, weights_of
@@ -57,7 +57,7 @@ def steps(topology: Topology, expected: Gradient) -> dict[tuple[str, bool], Any]
         model = gpt.fully_sharded(gpt.build(per_token=per_token, **config), strategy)
         refused = error_of(step, model)
         if refused:
-            with mock.patch.object(Auditor, "check"):
+            with mock.patch.object(Audit, "start"):
                 step(model)
         got = gradient_of(model, strategy)
         error = relative_error(got, {name: expected[name] for name in got})

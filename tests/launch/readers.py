@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore.batches import read_batch
+from megatron_loss_agg.mcore.reading.keys import read_batch
 
 _calls = itertools.count()
 

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore.doctor import check_release, how_to_start
-from megatron_loss_agg.mcore.packages import Finding, check_apex
+from megatron_loss_agg.mcore.launch.doctor import (
+    Finding,
+    check_apex,
+    check_release,
+    how_to_start,
+)
 from tests.core.test_imports import REFUSE_HOST
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +73,7 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         f"examples/pretrain_gpt.py --num-layers 2 {mode}": (
             "OK: prompt_mean, and no other flag conflicts with it; the batches must have prompt_ids"
         ),
-        f"nosuch.py {mode}": "FAIL: nosuch.py is not a file; expected the path",
+        f"nosuch.py {mode}": "FAIL: nosuch.py is not a file; expected a training script",
         "--num-layers 2": "WARN: without --loss-aggregation the plugin does nothing",
         f"--my-own-flag {mode}": "WARN: prompt_mean; Megatron has no --my-own-flag",
         f"--num-layers two {mode}": "FAIL: InputError: argument --num-layers: invalid int",
@@ -84,7 +88,7 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         f"--loss-aggregation-mod x {mode}": "FAIL: ModeError: unknown flag --loss-aggregation-mod",
         f"{LATE} {TOKENS} --calculate-per-token-loss": "OK: token_mean",
         f"{LATE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErr",
-        f"{LATE} {TOKENS} --sft": "FAIL: ModeError: evaluates_by_microbatch (Megatron's --sft)",
+        f"{LATE} {TOKENS} --sft": "FAIL: ModeError: Loop(averages_quotients=True) (Meg",
         f"{MTP} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
         f"{MTP} {TOKENS} --mtp-num-layers 1": "OK: token_mean",
         f"{MOE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
@@ -165,7 +169,7 @@ def test_the_checkout_of_a_script_is_examined(tmp_path):
     assert done.returncode == 1
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
-    assert "No module named 'nowhere_to_be_found'; install" in lines["megatron.training"]
+    assert "No module named 'nowhere_to_be_found'); install" in lines["megatron.training"]
     assert "start" not in lines
 
 

@@ -17,8 +17,16 @@ import pytest
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.aggregation import MODES
 from megatron_loss_agg.errors import ModeError
-from megatron_loss_agg.mcore import flags
-from megatron_loss_agg.mcore.choices import CHOICES
+from megatron_loss_agg.mcore import (
+    Audit,
+    DatasetReports,
+    Distillation,
+    Loop,
+    MultiTokenPrediction,
+    RouterLosses,
+    read_samples,
+)
+from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +40,12 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 def given(*arguments: str) -> LossAggregation | None:
     return flags.aggregation_from(parsed(*arguments))
+
+
+def asked(args: argparse.Namespace, in_training_loop: bool = False) -> flags.Settings:
+    settings = flags.settings_from(args, in_training_loop)
+    assert settings is not None
+    return settings
 
 
 def test_the_flag_set_is_frozen() -> None:
@@ -66,9 +80,9 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     custom = given(FLAG, "custom", f"{FLAG}-function", "json:dumps")
     assert custom == LossAggregation(mode="custom", function=json.dumps)
     args = parsed(FLAG, "token_mean", f"{FLAG}-batch", "json:dumps")
-    assert flags.read_batch_from(args) is json.dumps
-    assert flags.aggregation_from(args) == LossAggregation(mode="token_mean")
-    assert flags.read_batch_from(parsed(FLAG, "token_mean")) is None
+    assert asked(args).read_batch is json.dumps
+    assert asked(args).aggregation == LossAggregation(mode="token_mean")
+    assert asked(parsed(FLAG, "token_mean")).read_batch is None
     # A preset keeps its own choice unless told.
     preset = "nemo-rl/sequence_level"
     skips = LossAggregation(mode="sample_mean", rejected="skip")
@@ -81,30 +95,86 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     assert weighed == LossAggregation(mode="token_mean", sample_weights="skip")
 
 
-DEFAULTS = {
-    "empty_step": "step",
-    "unmeasured": "refuse",
-    "mask": "batch",
-    "mtp": "host",
-    "moe": "host",
+CHOICES = {  # the first is the default
+    "empty_step": ("step", "error", "skip"),
+    "unmeasured": ("refuse", "trust"),
+    "mask": ("batch", "model"),
+    "mtp": ("host", "same"),
+    "moe": ("host", "step"),
 }
 
 
+def read(*arguments: str) -> list[Any]:
+    """What the flags ask for, in a form that can be compared."""
+    found = asked(parsed(FLAG, "sum", *arguments))
+    extensions = [(type(x), x.settings()) for x in found.extensions]
+    return [extensions, found.empty_step, found.read_batch]
+
+
+def flag(name: str) -> str:
+    return f"{FLAG}-{name.replace('_', '-')}"
+
+
 def test_the_defaults_leave_a_run_as_it_was() -> None:
-    assert {name: values[0] for name, values in CHOICES.items()} == DEFAULTS
+    assert read() == [[], "step", None]
+    for name, (default, *_) in CHOICES.items():
+        assert read(flag(name), default) == read()
 
 
-@pytest.mark.parametrize("name, value", [(n, v) for n, values in CHOICES.items() for v in values])
+@pytest.mark.parametrize(
+    "name, value", [(n, v) for n, values in CHOICES.items() for v in values[1:]]
+)
 def test_a_choice_is_read(name: str, value: str) -> None:
-    flag = f"{FLAG}-{name.replace('_', '-')}"
-    found, default = (
-        flags.settings_from(parsed(FLAG, "sum", *more)) for more in ((flag, value), ())
-    )
-    assert found is not None and default is not None
-    assert found.choices == {**DEFAULTS, name: value}
-    assert default.choices == DEFAULTS
-    with pytest.raises(ModeError, match=f"{flag} {value} without"):
-        given(flag, value)
+    found = asked(parsed(FLAG, "sum", flag(name), value))
+    extensions = {"unmeasured": Audit, "mtp": MultiTokenPrediction, "moe": RouterLosses}
+    expected = [extensions[name]] if name in extensions else []
+    assert [type(x) for x in found.extensions] == expected
+    assert found.empty_step == (value if name == "empty_step" else "step")
+    assert found.read_batch is (read_samples if name == "mask" else None)
+    with pytest.raises(ModeError, match=f"{flag(name)} {value} without"):
+        given(flag(name), value)
+
+
+def test_switches_are_extensions() -> None:
+    audits = (Audit(repeat=True), Audit(trust=True), Audit(repeat=True, trust=True))
+    switches = (["-audit"], ["-unmeasured", "trust"], ["-audit", f"{FLAG}-unmeasured", "trust"])
+    for audit, (first, *more) in zip(audits, switches, strict=True):
+        assert read(FLAG + first, *more) == [[(Audit, audit.settings())], "step", None]
+    args = parsed(FLAG, "sum", f"{FLAG}-report-datasets")
+    args.log_interval = 5
+    for in_training_loop, interval in ((False, 1), (True, 5)):
+        (reports,) = asked(args, in_training_loop).extensions
+        assert reports.settings() == DatasetReports(interval).settings()
+
+
+def test_a_reader_of_masks_that_the_model_makes_is_the_users_own_if_there_is_one() -> None:
+    args = parsed(FLAG, "sum", f"{FLAG}-mask", "model", f"{FLAG}-batch", "json:dumps")
+    assert asked(args).read_batch is json.dumps
+
+
+def test_a_teacher_of_the_host_is_a_second_term() -> None:
+    args = parsed(FLAG, "token_mean")
+    args.logits_load_dir, args.logits_load_kd_loss_alpha = "logits", 0.25
+    found = asked(args)
+    assert [type(x) for x in found.extensions] == [Distillation]
+    assert isinstance(found.aggregation, dict)
+    assert [term.coefficient for term in found.aggregation.values()] == [0.75, 0.25]
+    # Masks that the model makes are refused for two terms, as soon as the teacher is known.
+    args.loss_aggregation_mask = "model"
+    with pytest.raises(ModeError, match="'token_mean' with a mask that the model makes"):
+        flags.settings_from(args)
+
+
+def test_the_loop_is_that_of_the_host_and_its_evaluations_those_of_its_flags() -> None:
+    args = parsed(FLAG, "sum")
+    assert asked(args).loop == Loop()
+    assert asked(args, True).loop == Loop(of_megatron=True)
+    args.sft = True
+    assert asked(args).loop == Loop()
+    assert asked(args, True).loop == Loop(of_megatron=True, averages_quotients=True)
+    args.loss_aggregation_mask = "model"
+    with pytest.raises(ModeError, match="--sft"):
+        flags.settings_from(args, True)
 
 
 # Arguments after the script, with @ for --loss-aggregation; and what is said of them: the error's

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore.host_flags import check_host_flags
+from megatron_loss_agg.mcore.launch.host_flags import check_host_flags
 from tests.host.harness import run_host_ranks
 
 pytestmark = pytest.mark.host
@@ -86,7 +86,7 @@ def what_is_refused() -> dict[str, Any]:
     from megatron.training.global_vars import set_args
 
     from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.install import hook_from_args, install
+    from megatron_loss_agg.mcore.install import install
 
     facts: dict[str, Any] = {}
     for name, value in REFUSED.items():
@@ -101,10 +101,6 @@ def what_is_refused() -> dict[str, Any]:
             if not change:
                 facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
             uninstall()
-    parser = flags.add_arguments(argparse.ArgumentParser())
-    args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
-    for args.sft in (False, True):
-        facts[f"SFT {args.sft}"] = hook_from_args(args, True).evaluates_by_microbatch
     return facts
 
 
@@ -168,11 +164,6 @@ def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
     is_rl = name == "perform_rl_step"
     assert ("--loss-aggregation-batch" in seams()[name]) == is_rl
     assert seams()[f"{name} with a reader"] == ("none" if is_rl else seams()[name])
-
-
-def test_evaluations_of_sft_are_known() -> None:
-    # Megatron's evaluation divides every microbatch's report then.
-    assert (seams()["SFT False"], seams()["SFT True"]) == (False, True)
 
 
 def test_the_rl_loop_is_refused_with_context_parallelism() -> None:

@@ -24,7 +24,7 @@ def facts_of_rank() -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
     from megatron_loss_agg import LossAggregation
-    from megatron_loss_agg.mcore import LossHook, effect
+    from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
     from tests.host.steps import Counted
@@ -40,9 +40,10 @@ def facts_of_rank() -> dict[str, Any]:
         if options.pop("zero", True):
             model.zero_grad_buffer()
         schedule = schedule or get_forward_backward_func()
+        data = options.pop("data", None) or Counted(0)
         return schedule(
             forward_step_func=step,
-            data_iterator=Counted(0),
+            data_iterator=data,
             model=[model],
             num_microbatches=2,
             seq_length=1,
@@ -83,11 +84,10 @@ def facts_of_rank() -> dict[str, Any]:
     uninstall()
     facts["uninstalled"] = sorted(call(models[0], kept)[0])
     facts["restored"] = get_forward_backward_func() is schedules.forward_backward_no_pipelining
-    facts["nothing given"] = effect.given.values == {} and sys.argv[1:] != []
+    facts["nothing taken"] = sys.argv[1:]
 
     uninstall = installed("sum", "--loss-aggregation-empty-step", "skip")
-    call(models[0])
-    effect.given.skips_step = True
+    call(models[0], data=Counted(0, active=()))
     facts["skip by torch"] = error_of(sgd.step)
     facts["skip of two models"] = error_of(call, models[1])
     uninstall()
@@ -128,7 +128,8 @@ def test_calls_that_would_add_up_are_refused() -> None:
 
 def test_a_schedule_that_the_loop_has_kept_is_uninstalled() -> None:
     assert facts()["uninstalled"] == ["lm loss"]
-    assert facts()["restored"] and facts()["nothing given"]
+    assert facts()["restored"]
+    assert facts()["nothing taken"] == ["--loss-aggregation", "sum"]
 
 
 def test_a_wrapper_of_the_loop_is_called() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import logging
 import os
 
 __all__ = ["CPU_FLAGS", "enable", "set_default_flags"]
@@ -52,6 +53,7 @@ def enable() -> None:
     attention.install()
     collectives.install()
     restrictions.install()
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_of_interest)
     atexit.register(_leave)
 
 
@@ -66,6 +68,11 @@ def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             action = known[flag]
             parser.set_defaults(**{action.dest: action.const if value is None else value})
     return parser
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Whether it is another warning than that random numbers came from the CPU's generator."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def _leave() -> None:

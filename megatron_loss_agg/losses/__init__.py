@@ -1,0 +1,1 @@
+"""Losses of tokens, without any reduction."""

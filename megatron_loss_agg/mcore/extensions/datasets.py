@@ -1,0 +1,124 @@
+"""Reports by data set: the mean over its tokens, and the aggregated loss of its tokens alone.
+
+With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
+
+- ``sum_{t in d} w_t loss_t / sum_{t in d} w_t`` for means: the same mean over the tokens of ``d``
+  alone, without groups that have none;
+- ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
+  part of the loss; the parts of all data sets add up to it. In an evaluation, over the calls that
+  have tokens of ``d``.
+
+Each rank reports its tokens' parts of both sums. All ranks report the same names: the data sets of
+the whole step are known from the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.mcore.call_losses import denominator
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.step import PlannedStep
+from megatron_loss_agg.mcore.weigh import moved
+from megatron_loss_agg.weights import at_least_fp32, where_weighted
+
+
+class DatasetReports(Extension):
+    """Adds reports by data set: ``lm loss of dataset 3``, ``sample_mean loss of dataset 3``.
+
+    Validation sets need not have ids, since they are often read one by one; without them there are
+    no such reports.
+
+    Args:
+        log_interval: over how many steps the host's log averages.
+    """
+
+    needs = frozenset({"dataset"})
+
+    def __init__(self, log_interval: int = 1) -> None:
+        self._log_interval = log_interval
+        self._since: dict[int, int] = {}  # by id, the training step that had it first
+        self._steps = 0
+        # Of this training step: the data sets that are reported, and those that have no mean.
+        self._names: list[int] = []
+        self._undefined: set[int] = set()
+
+    def settings(self) -> Mapping[str, object]:
+        return {"report_datasets": self._log_interval}
+
+    @contextmanager
+    def around(
+        self, call: Call, plan: PlannedStep | None
+    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+        if call.loop.averages_quotients and not call.trains:
+            yield None  # averages of quotients: none by data set would be exact
+            return
+        if call.trains and plan is not None and not call.first:
+            self._note(_ids(plan))
+        yield functools.partial(self._report, call)
+
+    def _note(self, ids: list[int]) -> None:
+        """Decide what a newly planned training step reports.
+
+        Megatron's log adds up a name's values over the steps that the optimizer does not skip, and
+        divides by the number of all of them. So a mean of a data set is 0/0 in a step where it is
+        missing, and for as many steps as the log averages where it comes later than in the first
+        step: no number is logged for it in that interval.
+        """
+        for d in ids:
+            self._since.setdefault(d, self._steps)
+        recent = max(0, self._steps - self._log_interval)
+        self._names = sorted(self._since)
+        self._undefined = {d for d in self._names if d not in ids or self._since[d] > recent}
+        self._steps += 1
+
+    @torch.no_grad()
+    def _report(self, call: Call, x: MicrobatchLoss) -> None:
+        if "dataset" not in x.plan.first.groups:
+            return
+        names, undefined = (self._names, self._undefined) if call.trains else (_ids(x.plan), set())
+        means = {"lm loss": (x.first, x.masks[x.first].reshape(-1).double())}
+        for name, w in x.weights.items():
+            aggregation = call.terms[name].aggregation
+            over = denominator(aggregation, x.plan.terms[name])
+            if aggregation.within is not None:  # an evaluation weighs its calls by denominators
+                means[f"{name} loss"] = name, w.double() * over
+                continue
+            sums = _sums(x, name, w.double(), x.losses[name])
+            for d in names:
+                key, part = f"{name} loss of dataset {d}", sums.get(d, w.new_zeros(1))[0]
+                x.report(key, x.sum_pair(key, part, over))
+        for what, (name, w) in means.items():
+            pairs = _sums(x, name, w, x.losses[name], torch.ones_like(w))
+            none = x.losses[name].new_zeros(2, dtype=at_least_fp32(x.losses[name].dtype))
+            for d in names:
+                x.report(f"{what} of dataset {d}", none if d in undefined else pairs.get(d, none))
+
+
+def _ids(plan: PlannedStep) -> list[int]:
+    """Of the whole step, sorted; those with tokens in some term."""
+    groups = (term.groups.get("dataset") for term in plan.terms.values())
+    return sorted({d for of_term in groups if of_term is not None for d in of_term.ids})
+
+
+def _sums(x: MicrobatchLoss, name: str, w: Tensor, *values: Tensor) -> dict[int, Tensor]:
+    """By data set of a term: the sum of ``w * v``, where ``w`` is not 0, for each of ``values``.
+
+    Args:
+        w: fp64 [tokens], as each of ``values``, the first of which are losses.
+
+    Returns:
+        tensors [values], in the dtype of the losses, but at least fp32.
+    """
+    groups, samples = x.plan.terms[name].groups["dataset"], x.local[name].samples
+    sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
+    place_S = moved(groups.places[x.i], w.device)
+    sums = w.new_zeros(len(groups.ids) + 1, len(values)).index_add_(0, place_S, sums_S)
+    rounded = sums[:-1].to(at_least_fp32(values[0].dtype))
+    return dict(zip(groups.ids, rounded.unbind(), strict=True))

@@ -1,0 +1,112 @@
+"""Checks that stock loss functions return a masked sum of the model's losses, or their mean.
+
+The hook replaces their reduction, so anything else that they compute would be lost.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.step import PlannedStep
+from megatron_loss_agg.weights import weighted_sum
+
+_TOLERANCE = 1e-3
+"""Relative tolerance of a loss function's result."""
+_ROUNDING = 16
+"""Allowed rounding error of a sum, in machine epsilons of the sum of absolute values."""
+
+
+class MaskedSum(Extension):
+    """Checks each kind of stock loss function in the first step in which it is used.
+
+    Training and evaluation are checked apart, since a function may do more in one of them. A step
+    without any active token checks nothing.
+    """
+
+    def __init__(self) -> None:
+        self._kind: Any = None  # of the loss function that is called next
+        self._checked: set[tuple[bool, Any]] = set()  # in training; kind
+
+    def adapt(
+        self, call: Call, loss_func: Callable[..., Any], names: Sequence[str]
+    ) -> tuple[Callable[..., Any], Sequence[str]]:
+        self._kind = call.trains, kind_of(loss_func)
+        return loss_func, names
+
+    @contextmanager
+    def around(
+        self, call: Call, plan: PlannedStep | None
+    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+        seen, found = set[tuple[bool, Any]](), list[Tensor]()
+        has_whole_samples = call.groups.cp_size == 1
+
+        def on_loss(x: MicrobatchLoss) -> None:
+            if x.returned is None or self._kind in self._checked:
+                return
+            if call.ends_step and not x.plan.is_empty:
+                seen.add(self._kind)
+            is_sum = len(x.returned) == 3
+            if is_sum or has_whole_samples:
+                loss, losses, mask = x.returned[0].detach(), x.losses[x.first], x.masks[x.first]
+                fits = fits_masked_sum(loss, losses, mask, may_be_mean=not is_sum)
+                found.append(torch.stack([fits.double(), loss.double(), _masked_sum(losses, mask)]))
+
+        yield on_loss
+        self._checked |= seen
+        for fits, loss, total in torch.stack(found).tolist() if found else []:
+            if not fits:
+                raise _other_than_a_sum(loss, total)
+
+
+def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool) -> Tensor:
+    """Whether ``loss`` is ``sum(mask * losses)``; bool, a scalar on the device of ``loss``.
+
+    True, too, of a loss that is not finite.
+
+    Args:
+        loss: a scalar.
+        losses, mask: of one shape when flat.
+        may_be_mean: it may also be that sum over ``sum(mask)``, or over 1 if that is more.
+    """
+    epsilon = torch.finfo(loss.dtype).eps
+    losses, mask = (x.detach().reshape(-1).double() for x in (losses, mask))
+    loss, total = loss.detach().double(), _masked_sum(losses, mask)
+    divisors = [torch.ones_like(total)]
+    if may_be_mean:
+        divisors += [mask.sum(), mask.sum().clamp(min=1)]
+    divisor = torch.stack(divisors)
+    # Where losses cancel, the rounding error of their sum dominates.
+    allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * _masked_sum(losses.abs(), mask.abs())
+    fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
+    return ~loss.isfinite() | fits.any()
+
+
+def kind_of(loss_func: Callable[..., Any]) -> Any:
+    """What loss functions have in common that compute the same: their code, or their type."""
+    while isinstance(loss_func, functools.partial):
+        loss_func = loss_func.func
+    return getattr(loss_func, "__code__", type(loss_func))
+
+
+def _masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
+    losses, mask = (x.detach().reshape(-1).double() for x in (losses, mask))
+    return weighted_sum(mask, losses)
+
+
+def _other_than_a_sum(loss: float, total: float) -> HostError:
+    return HostError(
+        f"the loss function returned {loss:.6g}, and the masked sum of the model's losses is "
+        f"{total:.6g}; expected a masked sum, since its reduction is replaced: drop its own "
+        "factors and divisions; for another loss return a TokenLoss with that of each token; or, "
+        "if it is Megatron's for distillation, give the hook a second term named 'kd' and "
+        "extensions=[Distillation()]"
+    )

@@ -1,0 +1,1 @@
+"""The plugin in a launch script: flags, installation, and the doctor."""

@@ -1,0 +1,63 @@
+"""Runs an unmodified script with the plugin installed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_loss_agg.errors import InputError
+from megatron_loss_agg.mcore.launch import flags
+from megatron_loss_agg.mcore.launch.effect import GivenFlags
+from megatron_loss_agg.mcore.launch.install import install
+from megatron_loss_agg.mcore.launch.once import refuse
+
+
+def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]:
+    """Install the plugin for ``script`` with ``script_args``.
+
+    Args:
+        cpu: run Megatron on CPU over gloo, for trials and tests.
+
+    Returns:
+        a function that runs the script as ``python script ...`` would, and returns its exit code.
+        If a Megatron flag conflicts with ours, it prints one line and exits with code 2 before the
+        model is built; and so at the end, if our flags have had no effect.
+
+    Raises:
+        InputError: ``script`` is not a file.
+        HostError: Megatron lacks a function that the plugin wraps.
+        AggregationError: one of our flags is bad; raised before Megatron is imported.
+    """
+    if not Path(script).is_file():
+        raise InputError(f"{script!r} is not a file; expected the path of a training script")
+    sys.argv = [script, *script_args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    if cpu:
+        from megatron_loss_agg.mcore.cpu import enable
+
+        enable()
+    given = GivenFlags(script_args, flags.in_environment())
+    prepare_parser = _add_cpu_arguments if cpu else flags.add_arguments
+    install(prepare_parser, watch_exit=False, launched=given)
+    return functools.partial(_run, script, given)
+
+
+def _run(script: str, given: GivenFlags) -> int:
+    """Run ``script``; return 0 if it succeeded and used our flags."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+    error = given.error_at_exit()
+    return 0 if error is None else refuse(error)
+
+
+def _add_cpu_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron_loss_agg.mcore.cpu import set_default_flags
+
+    return flags.add_arguments(set_default_flags(parser))

@@ -1,0 +1,1 @@
+"""From what a loop gives to the microbatches of a step."""

@@ -1,0 +1,174 @@
+"""From the batches of a data iterator to microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
+from megatron_loss_agg.counts import UNDECIDED, UNWEIGHED
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
+from megatron_loss_agg.mcore.reading.late import LateMicrobatch
+from megatron_loss_agg.mcore.reading.offsets import pack_offsets
+from megatron_loss_agg.microbatch import (
+    ID_FIELDS,
+    Microbatch,
+    MicrobatchOfTerms,
+    hashed,
+    holds_integers,
+    of_term,
+)
+from megatron_loss_agg.samples import listed
+from megatron_loss_agg.weights import described
+
+ReadBatch = Callable[[Any], MicrobatchOfTerms | LateMicrobatch]
+"""One batch -> its microbatch."""
+ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
+"""The schedule's data iterator and number of microbatches -> all microbatches of the call."""
+
+HOW_TO_READ = (
+    "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
+    "your own LossHook(read_batch=...))"
+)
+
+_TENSORS = ("rejected", "sample_weights")
+_BY_SAMPLE = (*ID_FIELDS, *_TENSORS)
+_TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
+
+
+def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
+    """The microbatch that a batch of a Megatron data loader describes.
+
+    Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
+    ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
+    have a leading axis from the data loader's collation. ``labels``, ``tokens``, ``input_ids`` and
+    ``position_ids`` become the ``token_ids``. Offsets of packed samples, real and padded, are read
+    from these keys:
+
+    - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
+    - ``cu_seqlens_q`` and, if padded, ``cu_seqlens_q_padded``: Megatron-Bridge 0.6.
+
+    Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
+    the model. Trailing offsets that repeat the last one (the last padded one, if given) are fill,
+    unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
+    the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
+    microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
+
+    Args:
+        dataset_id: without ``dataset_ids``, read the key ``dataset_id`` of Megatron's blended data
+            sets: integers [batch], one for each row, or for all samples of each pack.
+
+    Raises:
+        MaskError, GroupError: a key is missing, or has a wrong type or shape; or the offsets are in
+            another form, or contradict each other.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
+        keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise MaskError(
+            f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
+            f"that key to the batch, or {HOW_TO_READ}"
+        )
+    given = {name: batch[name] for name in _BY_SAMPLE if batch.get(name) is not None}
+    for name in _TENSORS:
+        if name in given and not isinstance(given[name], Tensor):
+            kind = type(given[name]).__name__
+            raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
+    by_sample = {
+        name: x.reshape(-1) if isinstance(x, Tensor) else hashed(name, x)
+        for name, x in given.items()
+    }
+    numbers = {value.numel() for value in by_sample.values()}
+    mask = batch["loss_mask"]
+    offsets = pack_offsets(batch, mask, numbers)
+    if offsets and mask.dim() == 2:
+        mask = mask.reshape(1, -1)
+    if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
+        by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
+    return Microbatch(mask, **offsets, **by_sample, token_ids=_token_ids(batch, mask))
+
+
+def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
+    """``read``; if it is `read_batch` and data sets matter, with Megatron's key ``dataset_id``."""
+    for term in terms.values():
+        dataset_id |= "dataset" in (term.aggregation.within, term.aggregation.across)
+    return (
+        functools.partial(read_batch, dataset_id=True)
+        if dataset_id and read is read_batch
+        else read
+    )
+
+
+def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
+    """int64 [samples]: the data set of each sample's row, or of each sample's pack."""
+    rows, length = mask.shape if mask.dim() == 2 else (1, mask.numel())
+    if not holds_integers(dataset_id) or dataset_id.numel() != rows:
+        raise GroupError(
+            f"batch key 'dataset_id' is {described(dataset_id)} beside a loss_mask of {rows} rows; "
+            "expected an integer for each row"
+        )
+    row_S = dataset_id.reshape(-1).long()
+    if not offsets:
+        return row_S
+    starts = offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])[:-1].to(row_S)
+    # A sample without tokens may start where the last pack ends.
+    return row_S[(starts // max(length, 1)).clamp(max=rows - 1)]
+
+
+def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
+    """The tensors of ``batch`` that tell its tokens apart."""
+    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
+    return [x for x in given if holds_integers(x) and x.numel() == mask.numel()]
+
+
+def identified(microbatch: Any, batch: Any) -> Any:
+    """``microbatch`` with the token ids of ``batch``, if it has none of its own."""
+    if not isinstance(microbatch, Microbatch) or microbatch.token_ids:
+        return microbatch
+    token_ids = _token_ids(batch, microbatch.loss_mask)
+    return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
+
+
+def checked_microbatches(
+    microbatches: Any, number: int, terms: Mapping[str, Term]
+) -> list[MicrobatchOfTerms]:
+    """``microbatches`` as a list, of ``terms`` alone, checked against these and ``number``.
+
+    Raises:
+        FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
+        MaskError, GroupError: a term, ids, `LossAggregation.rejected` or
+            `LossAggregation.sample_weights` are missing.
+    """
+    found = listed(microbatches)
+    if len(found) != number:
+        raise FunctionError(
+            f"{len(found)} microbatches for a call of the schedule with num_microbatches={number}; "
+            "expected as many: see the function that reads the step"
+        )
+    for name, term in terms.items():
+        for microbatch in found:
+            _check_readable(of_term(name, microbatch), term.aggregation)
+    # A mapping may have entries that are no terms.
+    return [m if isinstance(m, Microbatch) else {n: m[n] for n in terms} for m in found]
+
+
+def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
+    if not isinstance(microbatch, Microbatch):
+        raise FunctionError(
+            f"the function that reads batches returned a {type(microbatch).__name__}; expected "
+            "a megatron_loss_agg.Microbatch"
+        )
+    for unit in (aggregation.within, aggregation.across):
+        if unit in BY_ID and getattr(microbatch, f"{unit}_ids") is None:
+            raise GroupError(
+                f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
+                f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
+                f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
+            )
+    if microbatch.rejected is not None and aggregation.rejected is None:
+        raise GroupError(f"{UNDECIDED} (--loss-aggregation-rejected)")
+    if microbatch.sample_weights is not None and aggregation.sample_weights is None:
+        raise GroupError(f"{UNWEIGHED} (--loss-aggregation-sample-weights)")
