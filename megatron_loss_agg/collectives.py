@@ -115,6 +115,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's place in ``group``; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 @contextlib.contextmanager
 def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
     """Make the body fail on every rank of ``groups`` if it fails on one of them.
@@ -143,7 +148,17 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of tensors that ``group``'s backend takes."""
-    if "gloo" in dist.get_backend(group):
+    """The device of tensors that ``group``'s backend takes; the CPU if it has one for both."""
+    if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """Of this process's accelerator; the CPU if there is none."""
+    if not hasattr(torch, "accelerator"):  # torch < 2.6
+        return torch.device("cuda", torch.cuda.current_device())
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
