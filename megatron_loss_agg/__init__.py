@@ -6,8 +6,9 @@ from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.losses.sequences import SequenceMean
 from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.plan import StepPlan, StepTerms, token_weights
+from megatron_loss_agg.plan import StepPlan, StepTerms
 from megatron_loss_agg.weights import weighted_sum
+from megatron_loss_agg.whole_step import token_weights
 
 __all__ = [
     "AggregationError",

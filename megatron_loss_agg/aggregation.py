@@ -18,8 +18,9 @@ outer mean: its ``V_across`` is the mean weight of the step's tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -98,7 +99,8 @@ class LossAggregation:
 
     def __post_init__(self) -> None:
         if not _is_one_of(self.mode, MODES):
-            raise ModeError(f"unknown mode {self.mode!r}; expected one of {', '.join(MODES)}")
+            hint = _did_you_mean(self.mode, MODES)
+            raise ModeError(f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}")
         if not _is_one_of(self.empty, ("count", "skip")):
             raise ModeError(f"empty={self.empty!r}; expected 'count' or 'skip'")
         for name in ("rejected", "sample_weights"):
@@ -130,7 +132,7 @@ class LossAggregation:
         ``rejected`` overrides the preset's own choice.
         """
         if not _is_one_of(name, PRESETS):
-            raise ModeError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
+            raise _unknown_preset(name)
         preset = PRESETS[name]
         if preset.needs_divisor and divisor is None:
             raise DivisorError(f"preset {name!r} needs a divisor and got none; give one > 0")
@@ -249,3 +251,19 @@ def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
     if not isinstance(terms, Mapping) or not terms:
         raise ModeError(f"terms={terms!r}; expected a mapping of names to Term or LossAggregation")
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}
+
+
+def _unknown_preset(name: object) -> ModeError:
+    """Names the presets of the system; or the systems, if there is no such one."""
+    systems = list(dict.fromkeys(preset.partition("/")[0] for preset in PRESETS))
+    system = str(name).partition("/")[0]
+    known = [preset for preset in PRESETS if preset.startswith(f"{system}/")]
+    hint = _did_you_mean(name, known or PRESETS)
+    expected = f"one of {', '.join(known)}" if known else f"SYSTEM/NAME of {', '.join(systems)}"
+    return ModeError(f"unknown preset {name!r}; {hint}expected {expected}")
+
+
+def _did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Names the one of ``known`` that is nearest to ``name``; empty if none is near."""
+    near = get_close_matches(str(name), known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

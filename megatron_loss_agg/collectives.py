@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import AggregationError, PeerError
+
+_T = TypeVar("_T")
 
 
 class Header(NamedTuple):
@@ -115,6 +117,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's place in ``group``; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 @contextlib.contextmanager
 def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
     """Make the body fail on every rank of ``groups`` if it fails on one of them.
@@ -142,8 +149,43 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     return bool(value)
 
 
+def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
+    """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
+
+    Raises:
+        PeerError: ``make`` failed there; that rank raises its own error.
+    """
+    if dist.get_world_size(group) == 1:
+        return make()
+    box: list[Any] = [None]
+    try:
+        if dist.get_rank(group) == source:
+            box = [make()]
+    finally:  # the others must hear of a failure, too
+        rank, device = dist.get_global_rank(group, source), communication_device(group)
+        with torch.no_grad():
+            dist.broadcast_object_list(box, rank, group, device)
+    if box[0] is None:
+        raise PeerError(
+            "the rank that plans the step for this one failed; expected it to succeed: see its "
+            "error"
+        )
+    found: _T = box[0]
+    return found
+
+
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of tensors that ``group``'s backend takes."""
-    if "gloo" in dist.get_backend(group):
+    """The device of tensors that ``group``'s backend takes; the CPU if it has one for both."""
+    if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """Of this process's accelerator; the CPU if there is none."""
+    if not hasattr(torch, "accelerator"):  # torch < 2.6
+        return torch.device("cuda", torch.cuda.current_device())
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

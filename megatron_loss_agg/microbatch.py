@@ -20,6 +20,9 @@ from megatron_loss_agg.weights import SUMMABLE, described, detached, is_plain
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
 ID_FIELDS = tuple(f"{unit}_ids" for unit in BY_ID)
+BY_SAMPLE = dict.fromkeys(ID_FIELDS, torch.int64)
+BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
+"""Fields with a value for each sample, and the dtype they are counted in."""
 _INTEGERS = {x for x in SUMMABLE if not x.is_floating_point and x != torch.bool}
 
 
@@ -85,13 +88,9 @@ class Microbatch:
                 )
         else:
             self._check_packed(self.cu_seqlens)
-        for name in ID_FIELDS:
+        for name in BY_SAMPLE:
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checked_ids(name, given, self.num_samples))
-        if self.rejected is not None:
-            check_by_sample("rejected", self.rejected, torch.bool, self.num_samples)
-        if self.sample_weights is not None:
-            check_by_sample("sample_weights", self.sample_weights, None, self.num_samples)
+                object.__setattr__(self, name, checked_by_sample(name, given, self.num_samples))
         given = (self.token_ids,) if isinstance(self.token_ids, Tensor) else (*self.token_ids,)
         for ids in given:
             if not holds_integers(ids) or ids.numel() != mask.numel():
@@ -194,15 +193,43 @@ def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
     return {name: changed[id(x)] for name, x in microbatch.items()}
 
 
-def checked_ids(name: str, given: Any, number: int) -> Tensor:
-    """``given`` as int64 [samples]; strings are hashed.
+def listed(microbatches: Any) -> list[Any]:
+    """A list, since the microbatches are iterated over once per term."""
+    sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
+    if not sequence or isinstance(microbatches, (Tensor, Mapping)):
+        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
+    return list(microbatches)
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors in mappings, lists and tuples; not in lists of numbers or strings."""
+    if isinstance(x, Tensor):
+        return [x]
+    parts: Iterable[Any] = ()
+    if isinstance(x, Mapping):
+        parts = x.values()
+    elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], (str, int, float)):
+        parts = x
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
+    """The field ``name`` of `BY_SAMPLE` as a tensor [samples]; ids that are strings are hashed.
 
     Raises:
-        GroupError: neither int64 nor strings, or not ``number`` ids.
+        GroupError: another dtype (weights have any floating one), or not ``number`` values.
     """
-    ids = given if isinstance(given, Tensor) else hashed(name, given)
-    check_by_sample(name, ids, torch.int64, number)
-    return ids
+    x = hashed(name, given) if name in ID_FIELDS and not isinstance(given, Tensor) else given
+    dtype = BY_SAMPLE[name]
+    floating = dtype.is_floating_point
+    if not is_plain(x) or (not x.is_floating_point() if floating else x.dtype != dtype):
+        expected = {torch.int64: "an int64", torch.bool: "a bool"}.get(dtype, "a floating-point")
+        raise GroupError(f"{name} is {described(x)}; expected {expected} tensor [samples]")
+    if x.shape != (number,):
+        raise GroupError(
+            f"{name} has shape {tuple(x.shape)}; expected one for each of the {number} samples"
+        )
+    return x
 
 
 def hashed(name: str, strings: Any) -> Tensor:
@@ -221,18 +248,6 @@ def hashed(name: str, strings: Any) -> Tensor:
 def _hash(string: str) -> int:
     digest = hashlib.blake2b(string.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def check_by_sample(name: str, given: Any, dtype: torch.dtype | None, number: int) -> None:
-    """Raise GroupError unless ``given`` is a ``dtype`` tensor [number]; None: floating-point."""
-    if not is_plain(given) or (given.dtype != dtype if dtype else not given.is_floating_point()):
-        expected = "an int64" if dtype else "a floating-point"
-        expected = "a bool" if dtype == torch.bool else expected
-        raise GroupError(f"{name} is {described(given)}; expected {expected} tensor [samples]")
-    if given.shape != (number,):
-        raise GroupError(
-            f"{name} has shape {tuple(given.shape)}; expected one for each of the {number} samples"
-        )
 
 
 def are_offsets(x: object) -> bool:

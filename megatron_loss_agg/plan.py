@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,17 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
-from megatron_loss_agg.counts import LocalCounts, StepSums
+from megatron_loss_agg.coefficients import StepCoefficients
+from megatron_loss_agg.counts import LocalTerm
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.exchange import abandon, abandoning_on_error, count_step
-from megatron_loss_agg.microbatch import Ids, Microbatch, MicrobatchOfTerms, of_term
-from megatron_loss_agg.samples import Samples, listed, read_terms
+from megatron_loss_agg.exchange import Counted, abandon, abandoning_on_error, count_step
+from megatron_loss_agg.microbatch import (
+    BY_SAMPLE,
+    Ids,
+    Microbatch,
+    MicrobatchOfTerms,
+    listed,
+    of_term,
+)
+from megatron_loss_agg.samples import Samples, read_terms
 from megatron_loss_agg.weights import (
     at_least_fp32,
     check_losses,
     check_tensors,
     custom_weights,
-    sample_coefficients,
     times_coefficient,
     token_weights_of,
     weighted_sum,
@@ -32,7 +38,7 @@ from megatron_loss_agg.weights import (
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-class StepPlan:
+class StepPlan(StepCoefficients):
     """The weight of every token of this rank's microbatches, exact for the whole step.
 
     Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
@@ -40,36 +46,14 @@ class StepPlan:
     and a few numbers per sample; `weights` computes the weights of a microbatch on every call.
 
     Attributes:
-        aggregation: the `LossAggregation` it was built for.
         microbatches: copies of this rank's, in order; empty in a plan from mask sums.
-        counts: `StepCounts` over all microbatches of all ranks.
-        mask_totals: the mask sum of each microbatch, rejected samples included.
-        active_tokens: for each microbatch, the number of positions with a nonzero mask; empty in a
-            plan from mask sums.
     """
 
     def __init__(
-        self,
-        microbatches: Sequence[Microbatch],
-        local: LocalCounts,
-        step: StepSums,
+        self, term: LocalTerm, counted: Counted, microbatches: Sequence[Microbatch]
     ) -> None:
-        agg, samples = local.agg, local.samples
-        self.aggregation = agg
+        super().__init__(term, counted)
         self.microbatches = list(microbatches)
-        self.counts, by_sample, self._groups = step
-        self._group_sums = dict(by_sample)
-        self.mask_totals = samples.mask_totals
-        self.active_tokens = samples.active_tokens or []
-        # Where each microbatch's samples lie in the vectors of all.
-        self._places = [slice(*ends) for ends in pairwise(accumulate(samples.sizes, initial=0))]
-        within = agg.within
-        within_S = torch.ones_like(samples.sums_S) if within is None else self._sums_of(within)
-        across = self.counts.across
-        self._coefficient_S = sample_coefficients(
-            within_S, across, agg.scale, local.zero_S, samples.weights_S
-        )
-        self._sums_S = samples.sums_S
 
     @classmethod
     def build(
@@ -99,8 +83,7 @@ class StepPlan:
             ModeError: ``agg`` is not a `LossAggregation`, or differs between ranks.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        (plan,) = _build({"": agg}, [microbatches], group, sharded_over, ())
-        return plan
+        return cls.build_terms({"": agg}, microbatches, group, sharded_over=sharded_over)[""]
 
     @staticmethod
     def build_terms(
@@ -129,13 +112,22 @@ class StepPlan:
                 ``group_by``.
         """
         with abandoning_on_error(group):
+            if sharded_over is not None and group is None:
+                raise GroupError(
+                    "sharded_over without group; expected the combined data-and-context-parallel "
+                    "group"
+                )
             named = named_terms(terms)
             if unknown := [unit for unit in group_by if unit not in BY_ID]:
                 raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
             given = listed(microbatches)
-            by_term = [[of_term(name, m) for m in given] for name in named]
-        aggregations = {name: term.aggregation for name, term in named.items()}
-        plans = _build(aggregations, by_term, group, sharded_over, tuple(group_by))
+            read = read_terms([of_term(name, m) for m in given] for name in named)
+            local = {
+                name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
+                for (name, term), (_, samples) in zip(named.items(), read, strict=True)
+            }
+        parts = zip(local.values(), count_step(local, group), read, strict=True)
+        plans = [StepPlan(term, counted, own) for term, counted, (own, _) in parts]
         return StepTerms(named, dict(zip(named, plans, strict=True)))
 
     @classmethod
@@ -170,15 +162,16 @@ class StepPlan:
             GroupError, ModeError, PeerError: as `build`.
         """
         with abandoning_on_error(group):
-            ids = dict(zip(BY_ID, (prompt_ids, rollout_ids, dataset_ids), strict=True))
-            samples = Samples.of_sums(mask_sums, ids, rejected, sample_weights)
-            local = LocalCounts(agg, samples, None)
+            given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
+            samples = Samples.of_sums(mask_sums, dict(zip(BY_SAMPLE, given, strict=True)))
+            (term,) = named_terms({"": agg}).values()
+            local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":
                 raise FunctionError(
                     "mode 'custom' with mask sums alone; expected masks, which its function reads: "
                     "use StepPlan.build"
                 )
-        return cls([], local, count_step({"": local}, group)[0])
+        return cls(local, count_step({"": local}, group)[0], [])
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -187,49 +180,6 @@ class StepPlan:
         The other ranks then raise PeerError instead of hanging. This rank raises its own error.
         """
         abandon(group)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every token of the whole step is masked or belongs to a rejected sample."""
-        return self.counts.kept_tokens == 0
-
-    def coefficients(self, i: int) -> Tensor:
-        """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
-
-        With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
-        """
-        return self._coefficient_S[self._places[i]].clone()
-
-    def mask_sums(self, i: int) -> Tensor:
-        """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self._sums_S[self._places[i]].clone()
-
-    def group_sums(self, unit: Unit, i: int) -> Tensor:
-        """Mask sum over the step of each sample's group, for microbatch ``i``.
-
-        fp64 [samples], on the CPU.
-
-        Raises:
-            GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
-        """
-        return self._sums_of(unit)[self._places[i]].clone()
-
-    def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """All groups of the whole step, the same on every rank: ids and mask sums.
-
-        int64 [groups], sorted and distinct, and fp64 [groups], on the CPU. Without groups all of
-        whose samples are rejected, if ``rejected`` is ``skip``.
-
-        Raises:
-            GroupError: ``unit`` has no ids, or neither the mode nor ``group_by`` names it.
-        """
-        if unit not in BY_ID or unit not in self._groups:
-            raise GroupError(
-                f"no groups by {unit!r} in this plan; expected one of {', '.join(BY_ID)}, that the "
-                "mode uses or that group_by names"
-            )
-        groups = self._groups[unit]
-        return groups.ids.clone(), groups.mask_sums.clone()
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
@@ -290,30 +240,13 @@ class StepPlan:
             )
         return where_weighted(w, advantages.to(w)) * w
 
-    def _sums_of(self, unit: Unit) -> Tensor:
-        """Mask sum over the step of each sample's group: fp64 [samples of this rank]."""
-        if unit in self._group_sums:
-            return self._group_sums[unit]
-        own_S = self._group_sums["sample"]
-        if unit == "step":
-            return torch.full_like(own_S, self.counts.tokens)
-        if unit == "microbatch":
-            sizes = torch.tensor([x.stop - x.start for x in self._places], dtype=torch.int64)
-            sums = torch.segment_reduce(own_S, "sum", lengths=sizes, unsafe=True)
-            # Kept, since a custom function may ask for every microbatch's.
-            self._group_sums[unit] = sums.repeat_interleave(sizes)
-            return self._group_sums[unit]
-        raise GroupError(
-            f"no sums by {unit!r} in this plan; expected one of "
-            f"{', '.join(sorted({'step', 'microbatch', *self._group_sums}))}"
-        )
-
     def _microbatch(self, i: int) -> Microbatch:
         if not self.microbatches and self._places:
             raise MaskError(
                 "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
                 "multiply your mask by coefficients(i)"
             )
+        self._place(i)
         return self.microbatches[i]
 
 
@@ -364,73 +297,3 @@ class StepTerms(Mapping[str, StepPlan]):
             term, part = self.terms[name], weighted_sum(w, losses[name])
             parts.append(times_coefficient(term.coefficient, part, losses[name]))
         return torch.stack(parts).sum()
-
-
-def token_weights(
-    agg: LossAggregation,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor | None = None,
-    prompt_ids: Ids | None = None,
-    rollout_ids: Ids | None = None,
-    dtype: torch.dtype = torch.float32,
-    *,
-    cu_seqlens_padded: Tensor | None = None,
-    dataset_ids: Ids | None = None,
-    sample_weights: Tensor | None = None,
-) -> Tensor:
-    """Weights of a step that is one microbatch on one rank.
-
-    ``(token_weights(agg, mask) * token_loss).sum()`` is the aggregated loss. Equivalent code for
-    ``sample_mean`` on rows:
-
-        sum((mask[s] * loss[s]).sum() / mask[s].sum() for s in range(batch)) / batch
-
-    Args:
-        agg: what to compute.
-        loss_mask: [samples, seq] or, with ``cu_seqlens``, [tokens]. It and the others are as for
-            `Microbatch`.
-        dtype: of the result, as for `StepPlan.weights`.
-
-    Returns:
-        ``dtype``, shape of ``loss_mask``.
-
-    Raises:
-        AggregationError: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
-    """
-    microbatch = Microbatch(
-        loss_mask,
-        cu_seqlens,
-        prompt_ids,
-        rollout_ids,
-        cu_seqlens_padded=cu_seqlens_padded,
-        dataset_ids=dataset_ids,
-        sample_weights=sample_weights,
-    )
-    return StepPlan.build(agg, [microbatch]).weights(0, dtype)
-
-
-def _build(
-    aggregations: Mapping[str, LossAggregation],
-    by_term: Sequence[Any],
-    group: dist.ProcessGroup | None,
-    sharded_over: dist.ProcessGroup | None,
-    group_by: tuple[Unit, ...],
-) -> list[StepPlan]:
-    """A plan for each aggregation, in the collectives of one.
-
-    Args:
-        by_term: the microbatches of each aggregation, unchecked.
-    """
-    if sharded_over is not None and group is None:
-        raise GroupError(
-            "sharded_over without group; expected the combined data-and-context-parallel group"
-        )
-    with abandoning_on_error(group):
-        read = read_terms(by_term)
-        local = {
-            name: LocalCounts(agg, samples, sharded_over, group_by)
-            for (name, agg), (_, samples) in zip(aggregations.items(), read, strict=True)
-        }
-    steps = count_step(local, group)
-    parts = zip(read, local.values(), steps, strict=True)
-    return [StepPlan(m, counts, of_step) for (m, _), counts, of_step in parts]

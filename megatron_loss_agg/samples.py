@@ -14,103 +14,97 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.masks import MaskSums
-from megatron_loss_agg.microbatch import Microbatch, check_by_sample, checked_ids
-from megatron_loss_agg.transfer import brought_to_cpu
-from megatron_loss_agg.weights import LARGEST_FP32, described, is_plain
+from megatron_loss_agg.masks import MaskSums, brought_to_cpu
+from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, checked_by_sample
 
 
 class Samples(NamedTuple):
-    """What the counts of a step are made from; tensors are on the CPU."""
+    """What a step is counted from; tensors are on the CPU."""
 
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
     mask_totals: list[float]  # of each microbatch
-    ids: Mapping[Unit, Sequence[Tensor]]  # int64 vectors, by `BY_ID`, where given
+    ids: Mapping[Unit, Tensor]  # int64 [samples], of units for which every microbatch has them
     rejected_S: Tensor | None  # bool
     weights_S: Tensor | None  # fp64
-    active_tokens: list[int] | None  # of each microbatch; None where masks are unknown
-    routed_tokens: list[int]  # of the microbatches that say it
+    active_tokens: list[int]  # of each microbatch
+    positions: list[int] | None  # of each, routed tokens or elements; None where masks are unknown
+    routed_microbatches: int  # that say their routed tokens
 
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
-        """Of microbatches on the CPU; raises as `MaskSums.read`."""
-        sums_S, totals, active_tokens = MaskSums.read(microbatches)
-        ids: dict[Unit, Sequence[Tensor]] = {}
-        for unit in BY_ID:
-            given = [getattr(microbatch, f"{unit}_ids") for microbatch in microbatches]
-            if not any(part is None for part in given):
-                ids[unit] = given
-        rejected_S = _filled(microbatches, "rejected", False, torch.bool)
-        weights_S = _filled(microbatches, "sample_weights", 1.0, torch.float64)
-        if weights_S is not None:
-            _check_weights(weights_S)
-        sizes = [m.num_samples for m in microbatches]
-        routed = [m.routed_tokens for m in microbatches if m.routed_tokens is not None]
-        return cls(sums_S, sizes, totals, ids, rejected_S, weights_S, active_tokens, routed)
-
-    @classmethod
-    def of_sums(
-        cls,
-        mask_sums: Any,
-        ids: Mapping[Unit, Any] | None = None,
-        rejected: Any = None,
-        sample_weights: Any = None,
-    ) -> Samples:
-        """See `StepPlan.from_mask_sums`.
+        """Of microbatches on the CPU.
 
         Raises:
-            MaskError, GroupError: a wrong shape or dtype, or sums that are not finite and >= 0.
+            MaskError, GroupError: as `MaskSums.read`; or sample weights that are not finite and
+                >= 0.
+        """
+        sums_S, totals, active_tokens = MaskSums.read(microbatches)
+        ids = {
+            unit: _column(microbatches, f"{unit}_ids", 0)
+            for unit in BY_ID
+            if all(getattr(m, f"{unit}_ids") is not None for m in microbatches)
+        }
+        rejected_S = weights_S = None
+        if any(m.rejected is not None for m in microbatches):
+            rejected_S = _column(microbatches, "rejected", False)
+        if any(m.sample_weights is not None for m in microbatches):
+            weights_S = _column(microbatches, "sample_weights", 1.0)
+            _check_weights(weights_S)
+        sizes = [m.num_samples for m in microbatches]
+        routed = [m.routed_tokens for m in microbatches]
+        positions = [
+            m.loss_mask.numel() if n is None else n
+            for m, n in zip(microbatches, routed, strict=True)
+        ]
+        says = len(routed) - routed.count(None)
+        return cls(
+            sums_S, sizes, totals, ids, rejected_S, weights_S, active_tokens, positions, says
+        )
+
+    @classmethod
+    def of_sums(cls, mask_sums: Any, by_sample: Mapping[str, Any]) -> Samples:
+        """See `StepPlan.from_mask_sums`.
+
+        Args:
+            by_sample: the other fields by name, of `BY_SAMPLE`; None where not given.
+
+        Raises:
+            MaskError, GroupError: a wrong shape or dtype, or values that are not finite and >= 0.
         """
         by_microbatch = isinstance(mask_sums, (list, tuple)) and (
             not mask_sums or not all(map(_is_number, mask_sums))
         )  # an empty list is a rank without microbatches
         sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
         sizes = [x.numel() for x in sums]
-        by_unit = {u: _ids(f"{u}_ids", x, sizes) for u, x in (ids or {}).items() if x is not None}
-        rejected_S = None
-        if rejected is not None:
-            rejected_S = vector(_tensors("rejected", rejected, torch.bool, sizes), torch.bool)
-        weights_S = None
-        if sample_weights is not None:
-            given = _tensors("sample_weights", sample_weights, None, sizes)
-            weights_S = vector(given, torch.float64)
-            _check_weights(weights_S)
-        totals = [float(x.sum()) for x in sums]
-        sums_S = vector(sums, torch.float64)
-        return cls(sums_S, sizes, totals, by_unit, rejected_S, weights_S, None, [])
+        of_all = {name: _of_all(name, x, sizes) for name, x in by_sample.items() if x is not None}
+        # The same samples, each with all of its mask in one token.
+        rows = Microbatch(vector(sums, torch.float64).unsqueeze(1), **of_all)
+        return cls.of_microbatches(brought_to_cpu([rows]))._replace(
+            sizes=sizes,
+            mask_totals=[float(x.sum()) for x in sums],
+            active_tokens=[],
+            positions=None,
+        )
 
 
-def read_terms(by_term: Iterable[Any]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
+def read_terms(by_term: Iterable[Sequence[Any]]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
     """Copies of each term's microbatches, and their samples.
 
     Args:
         by_term: the microbatches of each term, unchecked. Terms with the same ones share them.
     """
-    checked = [_checked_microbatches(microbatches) for microbatches in by_term]
-    copies = {m: m.copied() for m in dict.fromkeys(chain(*checked))}
+    given = [tuple(microbatches) for microbatches in by_term]
+    for x in chain(*given):
+        if not isinstance(x, Microbatch):
+            raise MaskError(f"a {type(x).__name__}; expected a list of Microbatch")
+    copies = {m: m.copied() for m in dict.fromkeys(chain(*given))}
     on_cpu = dict(zip(copies, brought_to_cpu([*copies.values()]), strict=True))
     samples = {
         of_term: Samples.of_microbatches([on_cpu[m] for m in of_term])
-        for of_term in dict.fromkeys(checked)
+        for of_term in dict.fromkeys(given)
     }
-    return [(tuple(copies[m] for m in of_term), samples[of_term]) for of_term in checked]
-
-
-def _checked_microbatches(microbatches: Any) -> tuple[Microbatch, ...]:
-    found = listed(microbatches)
-    for microbatch in found:
-        if not isinstance(microbatch, Microbatch):
-            raise MaskError(f"a {type(microbatch).__name__}; expected a list of Microbatch")
-    return tuple(found)
-
-
-def listed(microbatches: Any) -> list[Any]:
-    """A list, since the microbatches are iterated over once per term."""
-    sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
-    if not sequence or isinstance(microbatches, (Tensor, Mapping)):
-        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
-    return list(microbatches)
+    return [(tuple(copies[m] for m in of_term), samples[of_term]) for of_term in given]
 
 
 def vector(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -118,56 +112,38 @@ def vector(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
 
 
-def _filled(
-    microbatches: Sequence[Microbatch], name: str, default: float, dtype: torch.dtype
-) -> Tensor | None:
-    """The field ``name`` of all, ``default`` where some are None; None if all are."""
-    given = [getattr(m, name) for m in microbatches]
-    if all(x is None for x in given):
-        return None
+def _column(microbatches: Sequence[Microbatch], name: str, default: float) -> Tensor:
+    """The field ``name`` of all samples; ``default`` for microbatches without it."""
+    dtype = BY_SAMPLE[name]
     parts = [
         torch.full((m.num_samples,), default, dtype=dtype) if x is None else x.detach()
-        for m, x in zip(microbatches, given, strict=True)
+        for m in microbatches
+        for x in [getattr(m, name)]
     ]
     return vector(parts, dtype)
 
 
-def _tensors(
-    name: str, given: Any, dtype: torch.dtype | None, sizes: Sequence[int]
-) -> list[Tensor]:
-    parts = _by_microbatch(name, given, sizes)
-    for part, size in parts:
-        check_by_sample(name, part, dtype, size)
-    return [part.detach() for part, _ in parts]
-
-
 def _check_weights(weights_S: Tensor) -> None:
-    """Raise MaskError if fp32 cannot hold a weight, or its reciprocal."""
-    held = (weights_S >= 1 / LARGEST_FP32) & (weights_S <= LARGEST_FP32)
-    if not bool((held | (weights_S == 0)).all()):
-        bad = weights_S[~(held | (weights_S == 0))][0].item()
+    bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
+    if bool(bad_S.any()):
         raise MaskError(
-            f"sample_weights has the value {bad:g}; expected finite numbers >= 0 that fp32 holds, "
-            f"0 or from {1 / LARGEST_FP32:.3g} to {LARGEST_FP32:.3g}"
+            f"sample_weights has the value {weights_S[bad_S][0].item():g}; expected finite "
+            "numbers >= 0"
         )
 
 
-def _ids(name: str, given: Any, sizes: Sequence[int]) -> list[Tensor]:
-    parts = _by_microbatch(name, given, sizes)
-    return [checked_ids(name, ids, size) for ids, size in parts]
-
-
-def _by_microbatch(name: str, given: Any, sizes: Sequence[int]) -> list[tuple[Any, int]]:
-    """Parts of ``given``, each with its number of samples: one per microbatch, or one for all."""
+def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
+    """``given``, unchecked; or its entries for each microbatch, checked and joined."""
     nested = isinstance(given, (list, tuple)) and all(map(_may_be_vector, given))
     if not nested or (not given and sizes):
-        return [(given, sum(sizes))]
+        return given
     if len(given) != len(sizes) or any(part is None for part in given):
         raise GroupError(
             f"{name} for {sum(part is not None for part in given)} microbatches and mask_sums for "
             f"{len(sizes)}; expected one entry for each microbatch, or one vector for all samples"
         )
-    return list(zip(given, sizes, strict=True))
+    parts = [checked_by_sample(name, *pair) for pair in zip(given, sizes, strict=True)]
+    return vector([part.detach() for part in parts], BY_SAMPLE[name])
 
 
 def _may_be_vector(x: object) -> bool:
@@ -180,8 +156,6 @@ def _is_number(x: object) -> bool:
 
 def _checked_sums(given: Any) -> Tensor:
     """fp64 [samples]."""
-    if isinstance(given, Tensor) and not is_plain(given):
-        raise MaskError(f"mask_sums are {described(given)}; expected a real, dense vector")
     try:
         # Python numbers directly in fp64, and not in the default dtype.
         dtype = None if hasattr(given, "dtype") else torch.float64

@@ -45,15 +45,10 @@ def detached(x: Tensor) -> Tensor:
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a tensor whose elements are real numbers that torch can sum.
-
-    Not a sparse, nested, meta, fake, quantized, float8 or distributed one.
-    """
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.is_meta:
+    """Whether ``x`` is a dense tensor of real numbers that torch can sum; also a fake one."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
         return False
-    # Subclasses that handle operations themselves hold no numbers of their own.
-    own = type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own and x.dtype in SUMMABLE
+    return x.dtype in SUMMABLE
 
 
 def described(x: object) -> str:
@@ -62,10 +57,8 @@ def described(x: object) -> str:
         return f"a {type(x).__name__}"
     if x.is_nested:
         return f"a nested {x.dtype} tensor"
-    if x.layout != torch.strided:
-        return f"a {str(x.layout).removeprefix('torch.')} {x.dtype} tensor"
-    kind = "tensor" if type(x) is Tensor else type(x).__name__
-    return f"a {'meta ' if x.is_meta else ''}{x.dtype} {kind} of shape {tuple(x.shape)}"
+    layout = "" if x.layout == torch.strided else f"{str(x.layout).removeprefix('torch.')} "
+    return f"a {layout}{x.dtype} tensor of shape {tuple(x.shape)}"
 
 
 def check_tensors(

@@ -11,9 +11,8 @@ from torch import Tensor
 from megatron_loss_agg.collectives import ranks_of
 from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import MaskSums
+from megatron_loss_agg.masks import MaskSums, brought_to_cpu
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.transfer import brought_to_cpu
 from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coefficients
 
 

@@ -33,8 +33,8 @@ from megatron_loss_agg.mcore.token_loss import (
     token_masks,
 )
 from megatron_loss_agg.mcore.weigh import LocalWeights, weighed
+from megatron_loss_agg.microbatch import tensors_in
 from megatron_loss_agg.running_mean import RunningMean
-from megatron_loss_agg.transfer import tensors_in
 from megatron_loss_agg.weights import (
     at_least_fp32,
     in_dtype,

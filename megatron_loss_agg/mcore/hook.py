@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
-from megatron_loss_agg.collectives import any_rank, failing_together
+from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
 from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension
@@ -23,10 +23,9 @@ from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.source import Source
 from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step import PlannedStep, Step, handed_on, planned_step
-from megatron_loss_agg.microbatch import MicrobatchOfTerms
+from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.running_mean import RunningMean
-from megatron_loss_agg.samples import listed
 
 _MARK = "wrapped_by_loss_hook"
 _EMPTY_STEP = ("step", "error", "skip")

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
-from megatron_loss_agg.collectives import communication_device, failing_together
+from megatron_loss_agg.collectives import failing_together, handed_on
 from megatron_loss_agg.counts import StepCounts
-from megatron_loss_agg.errors import PeerError, StepError
+from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.exchange import abandoning_on_error
-from megatron_loss_agg.groups import places_in
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import checked_microbatches
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_late, checked_samples
 from megatron_loss_agg.mcore.reading.prints import Prints
 from megatron_loss_agg.mcore.splits import Samples, Splits
-from megatron_loss_agg.microbatch import Microbatch, of_term
+from megatron_loss_agg.microbatch import Microbatch, listed, of_term
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.samples import listed
 from megatron_loss_agg.weights import at_least_fp32, sample_coefficients
-
-_T = TypeVar("_T")
 
 
 class Step:
@@ -221,7 +216,8 @@ def _planned_term(
         ids, sums = plan.groups(unit)
         ids = ids[sums > 0]
         given = [getattr(m, f"{unit}_ids").cpu() for m in microbatches]
-        groups[unit] = Groups(ids.tolist(), [places_in(ids, x) for x in given])
+        places = [torch.searchsorted(ids, x).where(torch.isin(x, ids), len(ids)) for x in given]
+        groups[unit] = Groups(ids.tolist(), places)
     dtype = at_least_fp32(torch.get_default_dtype())
     return PlannedTerm(
         counts=plan.counts,
@@ -264,28 +260,3 @@ def _late_step(plans: Mapping[str, StepPlan], call: Call) -> PlannedStep:
         is_late=True,
         divided_by_host=by_host,
     )
-
-
-def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
-    """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
-
-    Raises:
-        PeerError: ``make`` failed there; that rank raises its own error.
-    """
-    if dist.get_world_size(group) == 1:
-        return make()
-    box: list[Any] = [None]
-    try:
-        if dist.get_rank(group) == source:
-            box = [make()]
-    finally:  # the others must hear of a failure, too
-        rank, device = dist.get_global_rank(group, source), communication_device(group)
-        with torch.no_grad():
-            dist.broadcast_object_list(box, rank, group, device)
-    if box[0] is None:
-        raise PeerError(
-            "the rank that plans the step for this one failed; expected it to succeed: see its "
-            "error"
-        )
-    found: _T = box[0]
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import GroupError
+from megatron_loss_agg.mcore.reading.ahead import LookAhead
 from megatron_loss_agg.mcore.reading.keys import read_batch
 
 # Batches, and the coefficients of their samples under ``sample_mean``.
@@ -226,3 +228,18 @@ def test_a_repeated_end_is_fill_in_one_axis_as_in_two(key: str) -> None:
     ids = torch.arange(4)
     read = read_batch({"loss_mask": mask, key: offsets, "prompt_ids": ids})
     assert read.cu_seqlens.tolist() == offsets.tolist()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_copies_of_masks_and_tokens_are_out_of_reach_of_later_draws(copies: bool) -> None:
+    kept = {"loss_mask": torch.zeros(1, 4), "labels": torch.zeros(1, 4, dtype=torch.int64)}
+
+    def refilled() -> Iterator[dict[str, torch.Tensor]]:
+        for i in (1, 2):
+            yield {key: x.fill_(i) for key, x in kept.items()}
+
+    ahead = LookAhead(refilled(), 2, read_batch, lazily=False, copies=copies)
+    first, second = ahead.microbatches()
+    found = [[int(x.max()) for x in (m.loss_mask, *m.token_ids)] for m in (first, second)]
+    assert found == ([[1, 1], [2, 2]] if copies else [[2, 2], [2, 2]])
+    assert [int(batch["labels"].max()) for batch in (next(ahead), next(ahead))] == [2, 2]

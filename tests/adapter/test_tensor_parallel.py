@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from benchmarks.fake_groups import fake_groups
+
 from megatron_loss_agg import LossAggregation, Microbatch, Term
+from megatron_loss_agg.collectives import handed_on
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step import PlannedStep, Step, handed_on, planned_step
+from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from tests.distributed import run_ranks
 
 LENGTH, SAMPLES, MICROBATCHES = 4096, 8, 4  # 131,072 tokens

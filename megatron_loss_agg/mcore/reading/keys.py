@@ -20,9 +20,9 @@ from megatron_loss_agg.microbatch import (
     MicrobatchOfTerms,
     hashed,
     holds_integers,
+    listed,
     of_term,
 )
-from megatron_loss_agg.samples import listed
 from megatron_loss_agg.weights import described
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms | LateMicrobatch]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import FunctionError, GroupError, HostError, MaskError, ModeError
-from megatron_loss_agg.samples import listed
+from megatron_loss_agg.microbatch import listed
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (

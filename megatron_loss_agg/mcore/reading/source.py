@@ -10,8 +10,7 @@ from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.reading.ahead import LookAhead, attempt, copied
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep
 from megatron_loss_agg.mcore.reading.prefetch import prefetch_of
-from megatron_loss_agg.microbatch import for_each_term
-from megatron_loss_agg.samples import listed
+from megatron_loss_agg.microbatch import for_each_term, listed
 
 
 class Given(NamedTuple):
