@@ -21,40 +21,31 @@ ROUNDS = 5
 def measure(results: Results) -> None:
     """A loader that waits in the process, for which stock pays; and a worker, where it does not."""
     with megatron.groups():
-        from megatron.core.rerun_state_machine import initialize_rerun_state_machine
+        from megatron.core import rerun_state_machine as rerun
 
-        initialize_rerun_state_machine()
+        rerun.initialize_rerun_state_machine()
         gpt, step = results.shapes.model, results.shapes.loader_step
         ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
         where = f"GPT {gpt.layers} x {gpt.hidden}, {step.microbatches} x {step.length} tokens"
+        rounds = results.rounds(ROUNDS)
 
-        def steps(name: str, delay: float, workers: int) -> Steps:
-            return Steps(name, ddp, step, SlowDataset(data, delay), workers)
-
-        no_delay = steps("stock", 0.0, 0)
-        no_delay.run()
-        compute = statistics.median(no_delay.run()[0] for _ in range(results.rounds(ROUNDS)))
+        no_delay = Steps("stock", ddp, step, SlowDataset(data, 0.0), 0)
+        compute = statistics.median(no_delay.second()[0] for _ in range(rounds))
         results.add("stock step, no delay", where, 1e3 * compute, "ms")
-        delay = DELAY * compute / step.microbatches
-        _times(results, where, no_delay, [steps(name, delay, 0) for name in NAMES])
-        for name in NAMES:
-            of_worker = steps(name, delay, 1)
-            of_worker.run()
-            waited = [of_worker.run()[1] for _ in range(results.rounds(ROUNDS))]
-            what, goal = f"{name} waits for a worker", "loader_wait" if name == "prefetch" else ""
-            results.add(what, where, statistics.median(waited) / compute, "of a step", goal)
-
-
-def _times(results: Results, where: str, no_delay: Steps, kinds: list[Steps]) -> None:
-    """Of steps over a loader without workers."""
-    found = []
-    for _ in range(results.rounds(ROUNDS)):
-        stock, *others = [steps.next_of_series()[0] for steps in kinds]
-        found.append([stock / no_delay.run()[0], *(other / stock for other in others)])
-    for name, ratios in zip(NAMES, zip(*found, strict=True), strict=True):
-        unit = "x no delay" if name == "stock" else "x stock"
-        goal = "slow_loader" if name == "prefetch" else ""
-        results.add(f"{name}, delay in the process", where, statistics.median(ratios), unit, goal)
+        slow = SlowDataset(data, DELAY * compute / step.microbatches)
+        alone, behind = ([Steps(name, ddp, step, slow, n) for name in NAMES] for n in (0, 1))
+        taken = [[steps.second()[0] for steps in (no_delay, *alone)] for _ in range(rounds)]
+        for k, steps in enumerate(alone, start=1):
+            base, unit = (0, "x no delay") if k == 1 else (1, "x stock")
+            ratio = statistics.median(row[k] / row[base] for row in taken)
+            goal = "slow_loader" if steps.name == "prefetch" else ""
+            results.add(f"{steps.name}, delay in the process", where, ratio, unit, goal)
+        for steps in behind:
+            waited = statistics.median(steps.second()[1] for _ in range(rounds))
+            goal = "loader_wait" if steps.name == "prefetch" else ""
+            what = f"{steps.name} waits for a worker"
+            results.add(what, where, waited / compute, "of a step", goal)
+        rerun.destroy_rerun_state_machine()
 
 
 class Steps:
@@ -71,23 +62,23 @@ class Steps:
     ) -> None:
         from megatron_loss_agg.mcore import Loop
 
+        self.name = name
         loader = DataLoader(dataset, batch_size=None)
         # The stand-in for a GPU refuses workers to a loader that is being made.
         loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
         self._data = _timed(iter(loader))
         options = {} if name == "stock" else {"loop": Loop(of_megatron=name == "prefetch")}
-        self._training = Training("prompt_mean", bool(options), ddp, step, self._data, **options)
+        self._training = Training(bool(options), ddp, step, self._data, **options)
 
-    def run(self) -> tuple[float, float]:
-        """Wall-clock seconds of a step, and those of them in which it waited for a batch."""
+    def second(self) -> tuple[float, float]:
+        """Wall-clock seconds of the second of two steps, and those in which it waited for a batch.
+
+        Behind a step of the same kind alone batches are drawn ahead.
+        """
+        self._training.run()
         begin, waited = time.perf_counter(), self._data.waited
         self._training.run()
         return time.perf_counter() - begin, self._data.waited - waited
-
-    def next_of_series(self) -> tuple[float, float]:
-        """`run`, after a step of the same kind, behind which alone batches are drawn ahead."""
-        self.run()
-        return self.run()
 
 
 def _timed(loader: Iterator[Batch]) -> Any:

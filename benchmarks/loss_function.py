@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import megatron
+from benchmarks.megatron import Batch
 from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
-from benchmarks.shapes import LAYOUTS, LOSSES, microbatch
+from benchmarks.shapes import LAYOUTS, MODE, microbatch
 from megatron_loss_agg import weighted_sum
-from megatron_loss_agg.mcore import Extension, LossHook
+from megatron_loss_agg.mcore import Extension, LossHook, TokenLoss
 
 NUMBER = 8
 """Microbatches of a step."""
@@ -29,28 +30,28 @@ NUMBER = 8
 
 def measure(results: Results, gpu: bool = False) -> None:
     """Every shape in rows and packs, with masks in fp32 as loaders give them; one in bool, too."""
-    device = "cuda" if gpu else "cpu"  # without the stand-in for a GPU, which takes time
-    with megatron.groups(device):
-        from megatron.core import rerun_state_machine as rerun
-
-        # Megatron's default, to repeat rejected microbatches, makes its loss function slower.
-        rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.DISABLED)
+    with megatron.groups(gpu), reruns_disabled():
         for shape in results.shapes.losses:
             for layout in LAYOUTS:
-                _one_shape(results, shape, layout, torch.float32, device)
+                _one_shape(results, shape, layout, torch.float32)
                 if shape == results.shapes.bool_mask:
-                    _one_shape(results, shape, layout, torch.bool, device)
-        rerun.destroy_rerun_state_machine()
+                    _one_shape(results, shape, layout, torch.bool)
 
 
-def _one_shape(
-    results: Results, shape: tuple[int, int], layout: str, dtype: torch.dtype, device: str
-) -> None:
+@contextlib.contextmanager
+def reruns_disabled() -> Iterator[None]:
+    """Megatron's default, to repeat rejected microbatches, makes its loss function slower."""
+    from megatron.core import rerun_state_machine as rerun
+
+    rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.DISABLED)
+    yield
+    rerun.destroy_rerun_state_machine()
+
+
+def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
     batch = microbatch(*shape, layout)
     batch["loss_mask"] = batch["loss_mask"].to(dtype)
-    step = Losses(results.clock, batch, device)
-    kept = Kept()
-    hooked = step.hooked(extensions=[kept])
+    step, kept = Losses(results.clock, batch), Kept()
     rounds = 300 if batch["loss_mask"].numel() < 2**17 else 60
     base, ratio = results.ratio(step.stock, step.hooked(), rounds)
     where = f"{shape[0]} x {shape[1]} {layout}, {str(dtype).removeprefix('torch.')} mask"
@@ -58,31 +59,22 @@ def _one_shape(
     results.add("hook's loss function", where, ratio, "x stock", layout)
     if dtype == torch.bool:
         return
+    hooked = step.hooked(extensions=[kept])
     hooked()
     hooked()  # not the first step
-    floor, weighed = kept.works()
-    _, ratio = results.ratio(
-        lambda: results.seconds(floor), lambda: results.seconds(weighed), rounds
-    )
-    if shape == results.shapes.losses[-1]:
-        _of_step(results, where, step.stock, hooked, kept)
+    floor, weighed = (functools.partial(results.seconds, work) for work in kept.works())
     goal = "floors" if layout == "packs" else ""
+    _, ratio = results.ratio(floor, weighed, rounds)
     results.add("weights and weighted sum", where, ratio, "x (x * w).sum()", goal)
-
-
-def _of_step(
-    results: Results,
-    where: str,
-    stock: Callable[[], float],
-    hooked: Callable[[], float],
-    kept: Kept,
-) -> None:
-    with LiveBytes() as of_stock:
-        stock()
-    with LiveBytes() as of_hook:
-        hooked()
-    results.add("peak memory of a step's losses", where, of_hook.peak / of_stock.peak, "x stock")
-    size = len(pickle.dumps(kept.last.plan)) / results.shapes.losses[-1][0] / NUMBER
+    if shape != results.shapes.losses[-1]:
+        return
+    peaks = []
+    for work in (step.stock, hooked):
+        with LiveBytes() as counted:
+            work()
+        peaks.append(counted.peak)
+    results.add("peak memory of a step's losses", where, peaks[1] / peaks[0], "x stock")
+    size = len(pickle.dumps(kept.last.plan)) / (NUMBER * shape[0])
     results.add("plan handed on to other ranks", where, size, "B a sample", "handed_on")
 
 
@@ -114,44 +106,54 @@ class Kept(Extension):
 
 
 class Losses:
-    """A step of losses that no model has to compute; calls return the seconds that they took."""
+    """Steps of losses that no model has to compute."""
 
-    def __init__(self, clock: Callable[[], float], batch: dict[str, Tensor], device: str) -> None:
+    def __init__(
+        self, clock: Callable[[], float], batch: Batch, microbatches: int = NUMBER, terms: int = 1
+    ) -> None:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self._clock, self._begin = clock, 0.0
-        self._batch = batch
-        self._masks = [batch["loss_mask"].to(device, copy=True) for _ in range(NUMBER)]
-        self._leaves = [
-            torch.randn(mask.shape, device=device, requires_grad=True) for mask in self._masks
-        ]
+        self._batch, self._terms = batch, terms
+        self._masks = [batch["loss_mask"].clone().cuda() for _ in range(microbatches)]
+        self._leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self._masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         # The audit puts its probe where the model's parameters are.
-        self._model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1, device=device)))
+        self._model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1).cuda()))
 
     def stock(self) -> float:
-        return self._run(self._schedule)
+        """Seconds of all losses, and of what follows the schedule."""
+        stock = functools.partial(stock_loss_func, terms=self._terms)
+        return self._run(self._schedule, lambda mask: functools.partial(stock, mask))
 
     def hooked(self, **options: Any) -> Callable[[], float]:
-        hook = LossHook(LOSSES["prompt_mean"], **options)
-        return functools.partial(self._run, hook.wrap(self._schedule))
+        """The same with a hook of these options."""
+        names = [f"term {i}" for i in range(self._terms)]
+        hook = LossHook(MODE if self._terms == 1 else dict.fromkeys(names, MODE), **options)
 
-    def _run(self, schedule: Callable[..., Any]) -> float:
+        def loss_of(mask: Tensor) -> Any:
+            if self._terms == 1:
+                return functools.partial(stock_loss_func, mask)
+            return TokenLoss(lambda output: (dict.fromkeys(names, output), {}), mask)
+
+        return functools.partial(self._run, hook.wrap(self._schedule), loss_of)
+
+    def _run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
+        numbers = iter(range(len(self._masks)))
+
+        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+            next(data_iterator)
+            i = next(numbers)
+            return model(self._leaves[i]), loss_of(self._masks[i])
+
         schedule(
-            forward_step_func=self._forward_step,
-            data_iterator=iter([self._batch] * NUMBER),
+            forward_step_func=forward_step,
+            data_iterator=iter([self._batch] * len(self._masks)),
             model=self._model,
-            num_microbatches=NUMBER,
+            num_microbatches=len(self._masks),
         )
         return self._clock() - self._begin
-
-    def _forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        self._i += 1
-        next(data_iterator)
-        return model(self._leaves[self._i]), functools.partial(
-            checked_loss_func, self._masks[self._i]
-        )
 
     def _schedule(
         self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int
@@ -159,31 +161,25 @@ class Losses:
         """Microbatch after microbatch, as Megatron's goes without pipelining."""
         from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
-        self._begin, self._i = self._clock(), -1
+        self._begin = self._clock()
         reports: list[Any] = []
         for leaf in self._leaves:
             leaf.grad = None
-            output, of_output = forward_step_func(data_iterator, model)
-            loss, _ = forward_step_calc_loss(
-                model,
-                output,
-                of_output,
-                model.config,
-                None,
-                False,
-                num_microbatches,
-                reports,
-                1,
-                True,
-            )
+            output, loss_func = forward_step_func(data_iterator, model)
+            of_call = (None, False, num_microbatches, reports, 1, True)
+            loss, _ = forward_step_calc_loss(model, output, loss_func, model.config, *of_call)
             loss.backward()
 
 
-def checked_loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """Megatron's with the checks that its script makes by default."""
+def stock_loss_func(
+    loss_mask: Tensor, output_tensor: Tensor, terms: int = 1
+) -> tuple[Tensor, Tensor, Any]:
+    """Megatron's with the checks that its script makes by default, of as many terms."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     loss, num_tokens, report = megatron.loss_func(loss_mask, output_tensor)
+    for _ in range(terms - 1):
+        loss = loss + torch.sum(output_tensor.view(-1) * loss_mask.view(-1))
     machine = get_rerun_state_machine()
     for name, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
         message = f"found {name} in local forward loss calculation"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.shapes import KL, LOSSES, POLICY, SEED, Gpt, Step
+from benchmarks.shapes import MODE, SEED, Gpt, Step
 
 Batch = dict[str, Tensor]
+Data = list[Batch] | Iterator[Batch]
 LIMIT = timedelta(seconds=90)  # of a collective
 
 
 @contextlib.contextmanager
-def groups(device: str = "stand-in") -> Iterator[None]:
+def groups(gpu: bool = False) -> Iterator[None]:
     """Megatron's process groups, over the ranks of the environment; alone, if it names none.
 
-    Args:
-        device: ``cuda``, ``cpu``, or ``stand-in``: a CPU that stands in for a GPU, from then on.
+    Without ``gpu``, a CPU stands in for one from then on.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if device == "cuda":
+    if gpu:
         torch.cuda.set_device(rank)
-    elif device == "stand-in":
+    else:
         from megatron_loss_agg.mcore import cpu
 
         cpu.enable()
@@ -38,12 +37,11 @@ def groups(device: str = "stand-in") -> Iterator[None]:
 
     port = int(os.environ.get("MASTER_PORT", 0))
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = "nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
     try:
         divide()
-        if device != "cpu":
-            tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
         torch.manual_seed(SEED)
         yield
     finally:
@@ -109,16 +107,11 @@ def batches(gpt: Gpt, step: Step) -> list[Batch]:
     shape = step.microbatches, step.rows, step.length
     tokens = torch.randint(gpt.vocabulary, (*shape[:2], step.length + 1), generator=generator)
     first = torch.randint(step.length // 2, (*shape[:2], 1), generator=generator)
-    random = functools.partial(torch.randn, *shape, generator=generator)
-    uniform = -math.log(gpt.vocabulary)  # about what an untrained model's log-probabilities are
     columns = {
         "tokens": tokens[..., :-1],
         "labels": tokens[..., 1:],
         "loss_mask": (torch.arange(step.length) >= first).float(),
         "prompt_ids": torch.arange(shape[0] * shape[1]).view(shape[:2]) // 3,
-        "old": uniform + 0.1 * random(),
-        "ref": uniform + 0.1 * random(),
-        "advantages": random()[..., :1].expand(shape),
     }
     return [
         {name: column[i].contiguous().pin_memory() for name, column in columns.items()}
@@ -130,33 +123,25 @@ class Training:
     """Steps of one kind over a model that others share.
 
     Args:
-        loss: a name of `LOSSES`.
-        hooked: with the plugin; else the host's own averaging of the same token losses.
+        hooked: with the plugin.
         data: the batches of every step, or an iterator over those of all steps.
         optimizer: None: gradients alone.
         options: of the `LossHook`.
     """
 
     def __init__(
-        self,
-        loss: str,
-        hooked: bool,
-        ddp: Any,
-        step: Step,
-        data: list[Batch] | Iterator[Batch],
-        optimizer: Any = None,
-        **options: Any,
+        self, hooked: bool, ddp: Any, step: Step, data: Data, optimizer: Any = None, **options: Any
     ) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from megatron_loss_agg.mcore import LossHook
 
-        self.loss, self.hooked, self.ddp, self.step = loss, hooked, ddp, step
+        self.ddp, self.step = ddp, step
         self._data, self._optimizer = data, optimizer
         self._causal = torch.ones(1, 1, step.length, step.length, dtype=torch.bool).triu(1).cuda()
         self._schedule = get_forward_backward_func()
         if hooked:
-            self._schedule = LossHook(LOSSES[loss], **options).wrap(self._schedule)
+            self._schedule = LossHook(MODE, **options).wrap(self._schedule)
 
     def run(self) -> None:
         """One step."""
@@ -176,18 +161,11 @@ class Training:
             self._optimizer.step()
 
     def _forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
-        from megatron_loss_agg.mcore import TokenLoss
-
         batch = {name: x.cuda(non_blocking=True) for name, x in next(data_iterator).items()}
-        tokens, mask = batch["tokens"], batch["loss_mask"]
+        tokens = batch["tokens"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        if self.loss != POLICY:
-            losses = model(tokens, positions, self._causal, labels=batch["labels"])
-            return losses, functools.partial(loss_func, mask)
-        logits = model(tokens, positions, self._causal)
-        if not self.hooked:
-            return logits, functools.partial(_sum_of_terms, mask, batch)
-        return logits, TokenLoss(lambda output: (_policy(batch, output), {}), mask)
+        losses = model(tokens, positions, self._causal, labels=batch["labels"])
+        return losses, functools.partial(loss_func, batch["loss_mask"])
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -197,21 +175,3 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
     num_tokens = mask.sum().clone().detach().to(torch.int)
     report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}
-
-
-def _policy(batch: Batch, logits: Tensor) -> dict[str, Tensor]:
-    from megatron_loss_agg.mcore.logprobs import vocab_parallel_log_probs
-    from megatron_loss_agg.policy import clipped_policy_loss, kl_penalty
-
-    log_probs = vocab_parallel_log_probs(logits, batch["labels"])
-    losses = clipped_policy_loss(log_probs, batch["old"], batch["advantages"]).losses
-    return {"policy": losses, "kl": kl_penalty(log_probs, batch["ref"], "k3")}
-
-
-def _sum_of_terms(loss_mask: Tensor, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """What a loop without the plugin writes: both terms averaged by the host alike."""
-    losses = _policy(batch, logits)
-    kl = (losses["kl"] * loss_mask).sum()
-    policy, tokens, report = loss_func(loss_mask, losses["policy"])
-    report["kl loss"] = torch.cat([kl.detach().view(1), tokens.view(1)])
-    return policy + KL * kl, tokens, report

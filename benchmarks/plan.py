@@ -7,7 +7,7 @@ import functools
 import torch
 
 from benchmarks.results import Results
-from benchmarks.shapes import LAYOUTS, LOSSES, microbatch
+from benchmarks.shapes import LAYOUTS, MODE, microbatch
 from megatron_loss_agg import Microbatch, StepPlan
 
 NUMBER = 8
@@ -19,7 +19,7 @@ def measure(results: Results) -> None:
     samples, length = results.shapes.plan
     for layout in LAYOUTS:
         step = [Microbatch(**microbatch(samples // NUMBER, length, layout))] * NUMBER
-        work = functools.partial(StepPlan.build, LOSSES["prompt_mean"], step)
+        work = functools.partial(StepPlan.build, MODE, step)
         (seconds,) = results.least_seconds([work], 40)
         where = f"{samples} x {length} {layout}, {NUMBER} microbatches"
         results.add("plan of one rank", where, 1e3 * seconds, "ms", "plan_ms")
@@ -34,5 +34,4 @@ def _table(samples: int) -> functools.partial[StepPlan]:
     """From sums of masks: the sums themselves are made by each rank of its own samples alone."""
     sums = (1 + torch.arange(samples, dtype=torch.float64)).chunk(NUMBER)
     ids = (torch.arange(samples) // 8).chunk(NUMBER)
-    aggregation = LOSSES["prompt_mean"]
-    return functools.partial(StepPlan.from_mask_sums, aggregation, sums, prompt_ids=ids)
+    return functools.partial(StepPlan.from_mask_sums, MODE, sums, prompt_ids=ids)

@@ -36,7 +36,8 @@ class Results:
         self.shapes = QUICK if quick else FULL
         self.clock = clock
         self.part = ""  # that is being measured
-        self.rows: dict[str, list[Any]] = {"figures": [], "could_not_run": [], "failed": []}
+        kinds = ("figures", "failed", "could_not_run", "facts")
+        self.rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
         self._path = path
 
     def add(
@@ -63,7 +64,6 @@ class Results:
 
     def fact(self, what: str, value: str) -> None:
         """Something about the machine."""
-        self.rows.setdefault("facts", [])
         self._add("facts", {"what": what, "reason": value})
 
     def _add(self, kind: str, row: dict[str, Any]) -> None:

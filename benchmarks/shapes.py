@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation, Term
+from megatron_loss_agg import LossAggregation
 
 SEED = 1234
 LAYOUTS = ("rows", "packs")
-KL = 0.01  # coefficient
-POLICY = "policy + KL"
-LOSSES: dict[str, Any] = {
-    "prompt_mean": LossAggregation(mode="prompt_mean"),
-    POLICY: {
-        "policy": LossAggregation(mode="prompt_mean"),
-        "kl": Term(LossAggregation(mode="token_mean"), coefficient=KL),
-    },
-}
+MODE = LossAggregation(mode="prompt_mean")
 """Modes differ in one number a sample, so that one mode stands for all."""
 
 
-@dataclass(frozen=True)
-class Gpt:
+class Gpt(NamedTuple):
     layers: int
     hidden: int
     heads: int
     vocabulary: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Of one rank: microbatches of so many rows, of so many tokens."""
 
     microbatches: int
@@ -45,12 +34,11 @@ TINY = Gpt(layers=1, hidden=32, heads=2, vocabulary=64)
 """Whose steps are so short that what is added to one can be told from the noise."""
 
 
-@dataclass(frozen=True)
-class Shapes:
+class Shapes(NamedTuple):
     """Pairs are of samples, and tokens of each on average."""
 
     losses: tuple[tuple[int, int], ...] = ((8, 128), (64, 1024), (4096, 64))
-    bool_mask: tuple[int, int] = (64, 1024)
+    bool_mask: tuple[int, int] = (64, 1024)  # one of them
     plan: tuple[int, int] = (8192, 64)  # in 8 microbatches
     samples: tuple[int, int] = (4096, 65_536)  # of a step, over all ranks
     model: Gpt = Gpt(layers=4, hidden=256, heads=4, vocabulary=8192)

@@ -1,8 +1,7 @@
-"""What the plugin adds before the first step: imports and the audit; and what `doctor` takes."""
+"""What the plugin adds before the first step: imports, the audit and further checks."""
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
@@ -24,33 +23,16 @@ def measure(results: Results) -> None:
     imports = {"megatron_loss_agg": "torch", "megatron_loss_agg.mcore": f"torch, {HOST}"}
     for ours, theirs in imports.items():
         code = TIMED.format(theirs, ours)
-        seconds = min(float(_python("-c", code)) for _ in range(results.rounds(3)))
+        seconds = min(_seconds(code) for _ in range(results.rounds(3)))
         where = "after torch" if theirs == "torch" else "after torch and megatron.core"
         results.add(f"import {ours}", where, seconds, "s", "import_s")
-    doctor = ("-m", "megatron_loss_agg", "doctor")
-    hosts = ("-c", "import torch, megatron.core, megatron.training")
-    results.add("doctor", "a process", _of_process(*doctor), "s")
-    results.add("import torch and Megatron", "a process", _of_process(*hosts), "s")
     with megatron.groups():
         _first_step(results)
 
 
-def _python(*arguments: str) -> str:
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
-
-
-def _of_process(*arguments: str) -> float:
-    """CPU seconds of a whole process."""
-    begin = _of_children()
-    _python(*arguments)
-    return _of_children() - begin
-
-
-def _of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _seconds(code: str) -> float:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return float(subprocess.check_output(command, text=True, timeout=120))
 
 
 class TimedAudit(Audit):
@@ -69,7 +51,7 @@ def _first_step(results: Results) -> None:
     found: dict[str, list[float]] = {"audit": [], "first step": [], "second step": []}
     for _ in range(results.rounds(3)):
         audit = TimedAudit()
-        training = Training("prompt_mean", True, ddp, step, data, extensions=[audit])
+        training = Training(True, ddp, step, data, extensions=[audit])
         for name in ("first step", "second step"):
             begin = time.process_time()
             training.run()

@@ -1,4 +1,4 @@
-"""Runs a part of the GPU script in a process of its own, with a time limit."""
+"""Runs a part of the GPU script in processes of its own, one for each rank, with a time limit."""
 
 from __future__ import annotations
 
@@ -6,75 +6,39 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.gpu import world
-from benchmarks.gpu.evidence import CannotRun, Evidence
+import torch
 
+from benchmarks.gpu.parts import Part
+from benchmarks.results import CannotRun, Results
 
-class Part(NamedTuple):
-    module: str
-    function: str
-    seconds: float
-    needs: tuple[str, ...]  # modules
-
-
-HERE = "benchmarks.gpu."
 LEAST = 10.0  # seconds, without which a part is not begun
-PARTS = {
-    "machine": Part(HERE + "parts", "machine", 60, ()),
-    "microbatch": Part(HERE + "parts", "microbatch", 90, ("megatron.core",)),
-    "indices": Part(HERE + "parts", "indices", 60, ()),
-    "waits": Part(HERE + "waits", "run", 90, ("megatron.core",)),
-    "tests": Part(HERE + "parts", "tests", 90, ("pytest",)),
-    "gradients": Part(HERE + "gradients", "run", 120, ("megatron.core",)),
-    "ranks": Part(HERE + "gradients", "ranks", 120, ("megatron.core",)),
-    "training": Part(HERE + "training", "run", 220, ("megatron.core",)),
-}
+OWN = ("benchmarks", "megatron_loss_agg", "tests")
 
 
-def no_gpu() -> str | None:
-    """Why nothing can run; asked in another process, since CUDA takes memory in the one it asks."""
-    with world.context(dry=False).Pool(1) as pool:
-        return pool.apply(_no_gpu)
-
-
-def _no_gpu() -> str | None:
-    import torch
-
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no GPU"
-
-
-def preload() -> None:
-    """What the parts of a dry run need, before they are forked."""
-    world.enter(dry=True)
-    importlib.import_module("tests.host.preload")
-    importlib.import_module("tests.host.gpt")
-    for part in PARTS.values():
-        importlib.import_module(part.module)
-
-
-def run(name: str, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
+def run(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
     """What the part found, whatever became of it; ``seconds`` may be less than it is due."""
     begin, path = time.monotonic(), folder / f"{name}.json"
     path.unlink(missing_ok=True)
-    seconds, failure = min(seconds, PARTS[name].seconds), None
-    if seconds < LEAST:
+    rows: dict[str, Any] = {"figures": [], "could_not_run": [], "failed": []}
+    seconds, found = min(seconds, part.seconds), torch.cuda.device_count()
+    failure: str | None = None
+    if not dry and found < part.ranks:
+        rows["could_not_run"].append(
+            {"what": name, "reason": f"needs {part.ranks} GPUs; found {found}"}
+        )
+    elif seconds < LEAST:
         failure = "no time was left for it"
     else:
-        process = world.context(dry).Process(target=_part, args=(name, dry, seconds, folder))
-        process.start()
-        process.join(seconds)
-        if process.is_alive():
-            failure = f"still running after {seconds:.0f} s, and was killed"
-        elif process.exitcode:
-            failure = f"its process ended with {process.exitcode}; see {folder / name}.log"
-        world.stop(process)
-    rows: dict[str, Any] = {"figures": [], "could_not_run": [], "failed": []}
+        failure = _processes(name, part, dry, seconds, folder)
     if path.exists():
         rows.update(json.loads(path.read_text(encoding="utf-8")))
     if failure is not None:
@@ -82,34 +46,69 @@ def run(name: str, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
     return {**rows, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _part(name: str, dry: bool, seconds: float, folder: Path) -> None:
-    """In the part's process, which leads its children; what it prints goes to a log."""
-    os.setsid()
-    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.dump_traceback_later(0.95 * seconds)  # where it hangs, before it is killed
-    evidence, part = Evidence(folder / f"{name}.json", dry), PARTS[name]
+def _processes(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> str | None:
+    """Run the part's ranks; return what went wrong with them, if anything did."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [name, part.function, str(int(dry)), str(seconds), str(folder)]
+    command = [sys.executable, "-m", "benchmarks.gpu.runner", *arguments]
+    processes = []
+    for rank in range(part.ranks):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "MASTER_PORT": port}
+        environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
+        options: Any = {"env": environment, "start_new_session": True}
+        with open(folder / f"{name}.{rank}.log", "wb") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, **options))
+    deadline = time.monotonic() + seconds
+    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+        if any(p.returncode for p in processes):
+            break
+        time.sleep(0.05)
+    codes = [p.poll() for p in processes]
+    for p in processes:
+        if p.returncode is None:
+            os.killpg(p.pid, signal.SIGKILL)
+            p.wait()
+    see = f"; see {folder / name}.*.log"
+    if any(codes):
+        return f"its processes ended with {codes}{see}"
+    return f"still running after {seconds:.0f} s, and was killed{see}" if None in codes else None
+
+
+def main() -> None:
+    """One rank of a part."""
+    name, function, dry, seconds, folder = sys.argv[1:]
+    faulthandler.dump_traceback_later(0.95 * float(seconds))  # where it hangs, before it is killed
+    rank = int(os.environ["RANK"])
+    path = Path(folder) / (f"{name}.json" if rank == 0 else f"{name}.{rank}.json")
+    if dry == "1":
+        torch.set_num_threads(1)
+        results = Results(path, quick=True)
+    else:
+        results = Results(path, clock=_clock)
+    module, _, attribute = function.partition(":")
     try:
-        for needed in part.needs:
-            _check(needed)
-        module = importlib.import_module(part.module)
-        getattr(module, part.function)(evidence, dry, seconds, folder)
+        getattr(importlib.import_module(module), attribute)(results, float(seconds))
     except CannotRun as reason:
-        evidence.could_not_run(name, str(reason))
-    except BaseException as error:
+        results.could_not_run(name, str(reason))
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] in OWN:
+            raise
+        results.could_not_run(name, f"{error}: put the wheels that are missing into WHEELS")
+    except Exception as error:
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        evidence.fail(name, f"{text}; see {folder / name}.log")
-    sys.stdout.flush()
-    sys.stderr.flush()
+        results.fail(name, f"{text}; see {Path(folder) / name}.{rank}.log")
+        if rank:  # only what rank 0 writes is read
+            sys.exit(1)
 
 
-def _check(needed: str) -> None:
-    """Raise CannotRun if the module is missing, or something that it imports."""
-    try:
-        importlib.import_module(needed)
-    except ImportError as error:
-        raise CannotRun(
-            f"cannot import {needed} ({error}): put the wheels that are missing into WHEELS"
-        ) from error
+def _clock() -> float:
+    """Seconds on the wall, when the GPU has done all that it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()

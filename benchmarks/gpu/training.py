@@ -1,76 +1,57 @@
-"""Step time and peak memory of the plugin over stock Megatron, interleaved in one process."""
+"""Training steps of the plugin over stock Megatron's: their time, peak memory, and waits."""
 
 from __future__ import annotations
 
+import collections
 import gc
 import math
 import time
-import traceback
-from pathlib import Path
-from typing import Any
+import warnings
 
 import torch
 
-from benchmarks.gpu import model, world
-from benchmarks.gpu.evidence import Evidence, estimate
-from benchmarks.gpu.microbatch import milliseconds
-from benchmarks.gpu.model import LARGE, LOSSES, POLICY, TINY, Training
-from benchmarks.megatron import causal_mask
-from benchmarks.shapes import Gpt, Step
+from benchmarks import megatron
+from benchmarks.megatron import Training
+from benchmarks.results import CannotRun, Results, estimate
+from benchmarks.shapes import GPU_MODEL, GPU_WAITS, TINY, Step
 
 ROUNDS = 40
 
 
-def run(evidence: Evidence, dry: bool, seconds: float, folder: Path) -> None:
+def run(results: Results, seconds: float) -> None:
     """Rounds until three quarters of the part's time are gone."""
-    begin = time.monotonic()
-    with world.groups(dry):
-        gpt, step = TINY if dry else (LARGE, model.large_step())
-        with_te = _has_te(evidence, gpt, step) and not dry
-        ddp = model.build(gpt, step.length, with_te)
-        causal = None if with_te else causal_mask(step.length).cuda()
-        parts = ddp, model.adam(ddp), model.batches(gpt, step), step, causal
+    end = time.monotonic() + 0.75 * seconds
+    with megatron.groups(gpu=not results.quick):
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        gpt, step = (TINY, results.shapes.step) if results.quick else (GPU_MODEL, _large_step())
+        ddp, data = megatron.build(gpt, step.length, bf16=True), megatron.batches(gpt, step)
+        config = OptimizerConfig(optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16)
+        adam = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
         size = sum(p.numel() for p in ddp.parameters()) / 1e6
-        layers = "Transformer Engine" if with_te else "local layers"
-        where = f"{size:.3g} million, {layers}, {step.microbatches} x {step.rows} x {step.length}"
-        _memory(evidence, where, parts)
-        _times(evidence, where, parts, begin + 0.75 * seconds, 3 if dry else ROUNDS)
+        where = f"{size:.3g} million, {step.microbatches} x {step.rows} x {step.length}"
+        stock, hooked = (Training(with_hook, ddp, step, data, adam) for with_hook in (False, True))
+        base, ours = _peak(results, stock), _peak(results, hooked)
+        if base:
+            results.add("peak memory, stock", where, base / 1e9, "GB")
+            results.add("peak memory", where, ours / base, "x stock", "gpu_memory")
+        gc.collect()
+        gc.freeze()  # the collector's passes fall on whatever step runs then
+        _times(results, where, stock, hooked, end)
 
 
-def _has_te(evidence: Evidence, gpt: Gpt, step: Step) -> bool:
-    """Whether a step runs with layers of Transformer Engine; if not, the evidence says why."""
-    reason = "it is not installed"
-    if model.transformer_engine():
-        try:
-            ddp = model.build(gpt, step.length, with_te=True)
-            Training("token_mean", False, ddp, None, model.batches(gpt, step), step, None).run()
-            return True
-        except Exception as error:
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-    evidence.could_not_run("layers of Transformer Engine; local ones stand in", reason)
-    return False
+def _large_step() -> Step:
+    """As many rows as fit with room to spare: a row takes 4 GB, without fused attention."""
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    return Step(microbatches=4, rows=max(1, min(8, int((free - 10) / 6))), length=1024)
 
 
-def _memory(evidence: Evidence, where: str, parts: tuple[Any, ...]) -> None:
-    """Each kind alone: a hook's weights live from one step to the next."""
-    Training("token_mean", False, *parts).run()  # the optimizer allocates its state
-    for loss in LOSSES:
-        stock, hooked = (_peak(Training(loss, with_hook, *parts)) for with_hook in (False, True))
-        if not stock:
-            evidence.could_not_run(f"peak memory, {loss}", "dry run: a CPU's is not counted")
-            continue
-        evidence.add("peak memory, stock", f"{loss}; {where}", stock / 1e9, "GB")
-        evidence.add(f"peak memory, {loss}", where, hooked / stock, "x stock", "gpu_memory")
-
-
-def _peak(training: Training) -> int:
-    """Bytes, in the third step."""
+def _peak(results: Results, training: Training) -> int:
+    """Bytes, in the third step; 0 on a CPU."""
     training.run()
     training.run()
+    if results.quick:
+        return 0
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -80,41 +61,56 @@ def _peak(training: Training) -> int:
 
 
 def _times(
-    evidence: Evidence, where: str, parts: tuple[Any, ...], deadline: float, rounds: int
+    results: Results, where: str, stock: Training, hooked: Training, deadline: float
 ) -> None:
     """Each step between two stock ones, whose mean it is compared with: a drift cancels."""
-    stock, policy = (Training(loss, False, *parts) for loss in ("token_mean", POLICY))
-    kinds = {
-        "stock again": (stock, stock),
-        "token_mean": (stock, Training("token_mean", True, *parts)),
-        "prompt_mean": (stock, Training("prompt_mean", True, *parts)),
-        "stock again, policy + KL": (policy, policy),
-        POLICY: (policy, Training(POLICY, True, *parts)),
-    }
-    found: dict[str, list[float]] = {name: [] for name in kinds}
-    base: dict[str, list[float]] = {name: [] for name in kinds}
-    for training in {id(x): x for pair in kinds.values() for x in pair}.values():
-        training.run()
-        training.run()
-    gc.collect()
-    gc.freeze()  # the collector's passes fall on whatever step runs then
-    for number in range(rounds):
-        for name, (without, training) in kinds.items():
-            before = milliseconds(without.run)
-            taken = milliseconds(training.run)
-            base[name].append((before + milliseconds(without.run)) / 2)
-            found[name].append(taken / base[name][-1])
+    base, found, again = [], [], []
+    for number in range(results.rounds(ROUNDS)):
+        before, ours, between, same, after = (
+            results.seconds(x.run) for x in (stock, hooked, stock, stock, stock)
+        )
+        base.append(before)
+        found.append(2 * ours / (before + between))
+        again.append(2 * same / (between + after))
         if number >= 2 and time.monotonic() > deadline:
             break
-    for name, ratios in found.items():
-        ratio, noise = estimate(ratios)
-        text = f"{where}; {len(ratios)} rounds"
-        if name.startswith("stock"):
-            least = abs(ratio - 1)
-            evidence.add(name.replace("again", "step"), text, estimate(base[name])[0], "ms")
-            evidence.add(f"step, {name}", text, ratio, "x stock", noise=noise)
-        else:
-            # What a step of the same kind differs by from itself is noise too.
-            evidence.add(
-                f"step, {name}", text, ratio, "x stock", "gpu_step", math.hypot(noise, least)
-            )
+    where = f"{where}; {len(found)} rounds"
+    (ratio, noise), (same, _) = estimate(found), estimate(again)
+    results.add("stock step", where, 1e3 * estimate(base)[0], "ms")
+    # What a stock step in the same place differs by from 1 is noise, too.
+    results.add("step", where, ratio, "x stock", "gpu_step", math.hypot(noise, same - 1))
+
+
+def waits(results: Results, seconds: float) -> None:
+    """How often a step waits, as torch's own check counts it; it sees no collectives."""
+    with megatron.groups(gpu=not results.quick):
+        gpt, step = (TINY, results.shapes.step) if results.quick else GPU_WAITS
+        ddp, on_cpu = megatron.build(gpt, step.length, bf16=True), megatron.batches(gpt, step)
+        on_gpu = [{**batch, "loss_mask": batch["loss_mask"].cuda()} for batch in on_cpu]
+        for place, data in {"CPU": on_cpu, "GPU": on_gpu}.items():
+            stock, ours = (_waits(Training(h, ddp, step, data)) for h in (False, True))
+            where, added = f"masks on the {place}", ours - stock
+            if not results.quick:
+                goal = "gpu_waits" if place == "CPU" else "gpu_waits_of_masks"
+                results.add("waits, stock", where, stock.total(), "a step")
+                results.add("waits, added", where, added.total(), "a step", goal)
+                print(f"{where}: {added}", flush=True)
+        if results.quick:
+            raise CannotRun("dry run: waits were not counted, since a CPU does not wait")
+
+
+def _waits(training: Training) -> collections.Counter[str]:
+    """How often a line waits, in the third step."""
+    training.run()
+    training.run()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            training.run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return collections.Counter(
+        f"{w.filename}:{w.lineno}" for w in seen if "synchronizing CUDA" in str(w.message)
+    )

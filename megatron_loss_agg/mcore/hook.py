@@ -20,7 +20,7 @@ from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call, Loop, stock
 from megatron_loss_agg.mcore.reading.ahead import LookAhead
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch, reading
-from megatron_loss_agg.mcore.reading.late import LateMicrobatch
+from megatron_loss_agg.mcore.reading.late import LateMicrobatch, read_samples
 from megatron_loss_agg.mcore.reading.source import Source
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
@@ -61,7 +61,8 @@ class Hook:
         self._source = Source(read_batch, read_step)
         self._empty_step = empty_step
         self._loop = loop
-        self._settings = {"empty_step": empty_step, "total": total, **loop._asdict()}
+        mask = "model" if read_batch is read_samples else "batch"
+        self._settings = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
         for extension in self._extensions:
             self._settings |= extension.settings()
         self.step_is_empty = False
@@ -87,20 +88,11 @@ class Hook:
             forward_backward: Megatron's schedule, from ``get_forward_backward_func()``.
 
         Returns:
-            a function that takes the schedule's arguments, by keyword, and returns its result. Once
-            it returns, it keeps nothing of the call; only a `Prefetch` keeps its batches, and still
-            reads the iterator.
+            a function that takes the schedule's arguments, by keyword, and returns its result.
 
         Raises:
-            MaskError, GroupError, LayoutError, FunctionError: when called: bad batches, masks or
-                ids, or a loss function's mask differs from the planned one.
-            ReportError: when called: the loss function reports a name that the hook adds.
-            ModeError: when called: ranks have different settings.
-            HostError: ``forward_backward`` is wrapped already; or, when called: the host scales or
-                calls the loss in another way than planned.
-            StepError: when called: gradients that the last call left, microbatches in another
-                order, or as `step`.
-            PeerError: when called: another rank failed, or has no hook.
+            AggregationError: when called; every error of this package, see docs/errors.md.
+            HostError: ``forward_backward`` is wrapped already.
         """
         schedule = stock(forward_backward)
         if hasattr(schedule, _MARK):
@@ -146,18 +138,15 @@ class Hook:
             optimizer.step()
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
-        its iterator. The step is counted once, by the first call. Gradients accumulate over the
-        calls; the host reduces and scales them in the last call only, whatever its settings.
-        Reports are partial: sum both elements of the pairs over all calls, then divide.
+        its iterator. The step is counted once, by the first call, and the host reduces and scales
+        the gradients in the last one. Reports are partial: sum both elements of the pairs over all
+        calls, then divide.
 
         Args:
-            microbatches: this data-parallel rank's whole optimizer step, in the order of the calls;
-                `Microbatch`, or mappings of them by term. The same number on all model-parallel
-                ranks.
+            microbatches: this data-parallel rank's whole step, in the order of the calls.
 
         Raises:
-            StepError: the block ends with microbatches left, a call asks for more than are left, or
-                a step is open already.
+            StepError: the block ends with microbatches left, or a step is open already.
         """
         if self._open is not None:
             raise StepError("hook.step inside another hook.step; expected one step at a time")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -90,12 +91,26 @@ class PlannedTerm:
 
     counts: StepCounts
     samples: Sequence[Samples]
-    coefficients: Sequence[Tensor] | None  # fp64 [samples]; None: see `coefficient_S`
-    mask_sums: Sequence[Tensor]  # fp64 [samples]; unknown where the model makes masks
+    # fp64 [samples of all microbatches]; None where the model makes the masks.
+    all_coefficients: Tensor | None
+    all_mask_sums: Tensor | None
     given: Sequence[Tensor] | None  # of a custom function: the weights of all tokens
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
     prints: Sequence[Prints] | None  # of the tokens, while these are compared
     groups: Mapping[Unit, Groups]  # by the units that are needed
+
+    @cached_property
+    def coefficients(self) -> Sequence[Tensor]:
+        """fp64 [samples] of each microbatch; none where the model makes the masks."""
+        return self._by_microbatch(self.all_coefficients)
+
+    @cached_property
+    def mask_sums(self) -> Sequence[Tensor]:
+        """Likewise."""
+        return self._by_microbatch(self.all_mask_sums)
+
+    def _by_microbatch(self, x: Tensor | None) -> Sequence[Tensor]:
+        return () if x is None else x.split([samples.number for samples in self.samples])
 
     def coefficient_S(
         self, aggregation: LossAggregation, i: int, sums_S: Callable[[], Tensor]
@@ -106,7 +121,7 @@ class PlannedTerm:
             sums_S: the loss function's mask, fp64, summed by sample over context-parallel ranks.
                 Only asked for where the model makes the mask; see `reading.late`.
         """
-        if self.coefficients is not None:
+        if self.coefficients:
             return self.coefficients[i]
         within_S = sums_S()
         if aggregation.within == "microbatch":
@@ -161,7 +176,7 @@ def _counted(step: Step, call: Call, splits: Splits, needs: Set[str]) -> Planned
             numbers = checked_samples(given, step.number)
             check_late(terms, call, needs)
             # Of masks nothing is known; the counts of samples and microbatches are right.
-            given = [Microbatch(torch.ones(n, 1)) for n in numbers]
+            given = [Microbatch(torch.ones(n, 1), routed_tokens=0) for n in numbers]
         else:
             given = checked_microbatches(given, step.number, terms)
         units = tuple(unit for unit in BY_ID if unit in needs)
@@ -222,13 +237,18 @@ def _planned_term(
     return PlannedTerm(
         counts=plan.counts,
         samples=[Samples.of(m) for m in microbatches],
-        coefficients=[plan.coefficients(i) for i in numbers],
-        mask_sums=[plan.mask_sums(i) for i in numbers],
+        all_coefficients=_joined([plan.coefficients(i) for i in numbers]),
+        all_mask_sums=_joined([plan.mask_sums(i) for i in numbers]),
         given=[plan.weights(i, dtype) for i in numbers] if is_custom else None,
         masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
         prints=prints,
         groups=groups,
     )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """As one tensor, which is handed on faster than many."""
+    return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
 
 
 def _late_step(plans: Mapping[str, StepPlan], call: Call) -> PlannedStep:
@@ -239,8 +259,8 @@ def _late_step(plans: Mapping[str, StepPlan], call: Call) -> PlannedStep:
         name: PlannedTerm(
             counts=plan.counts,
             samples=[Samples(m.num_samples, None, None) for m in plan.microbatches],
-            coefficients=None,
-            mask_sums=[],
+            all_coefficients=None,
+            all_mask_sums=None,
             given=None,
             masks=None,
             prints=None,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +10,7 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
+from megatron_loss_agg.mcore.reading.loss_function import bound_mask, name_of
 from megatron_loss_agg.microbatch import for_each_term
 from megatron_loss_agg.weights import (
     at_least_fp32,
@@ -111,7 +108,7 @@ class TokenLosses(NamedTuple):
 
 def carries_mask(loss_func: Callable[..., Any]) -> bool:
     """Whether it is a `TokenLoss`, or a `functools.partial` that binds ``loss_mask``."""
-    return isinstance(loss_func, TokenLoss) or _bound_mask(loss_func) is not None
+    return isinstance(loss_func, TokenLoss) or bound_mask(loss_func) is not None
 
 
 def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str, Tensor]:
@@ -130,10 +127,10 @@ def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str
             f"{sorted(names)}; expected a TokenLoss, whose losses are a mapping of them"
         )
     else:
-        mask = _bound_mask(loss_func)
+        mask = bound_mask(loss_func)
         if mask is None:
             raise HostError(
-                f"the forward step returned the loss function {_name(loss_func)}, which carries no "
+                f"the loss function {name_of(loss_func)}, which the forward step returned, has no "
                 "mask; expected functools.partial(loss_func, loss_mask) with a parameter named "
                 "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
             )
@@ -238,30 +235,3 @@ def _check_one_loss_per_token(losses: Any, mask: Tensor, custom: bool) -> None:
             f"{who} {shape} for a loss mask of shape {tuple(mask.shape)}; expected one loss per "
             f"token ({otherwise})"
         )
-
-
-def _bound_mask(loss_func: Callable[..., Any]) -> Tensor | None:
-    """The ``loss_mask`` that a `functools.partial` binds, by position or name."""
-    if not isinstance(loss_func, functools.partial):
-        return None
-    function, given, mask = loss_func.func, loss_func.args, loss_func.keywords.get("loss_mask")
-    if isinstance(function, FunctionType) and not vars(function):
-        # A plain function: reading its code is much faster than making a signature.
-        code = function.__code__
-        names = code.co_varnames[: min(code.co_argcount, len(given))]
-        mask = given[names.index("loss_mask")] if "loss_mask" in names else mask
-    elif given:
-        with contextlib.suppress(ValueError):  # some built-in functions have no signature
-            bound = inspect.signature(function).bind_partial(*given, **loss_func.keywords)
-            mask = bound.arguments.get("loss_mask")
-    return mask if isinstance(mask, Tensor) else None
-
-
-def _name(loss_func: Callable[..., Any]) -> str:
-    """A readable name, without the tensors that a `functools.partial` binds."""
-    if isinstance(loss_func, functools.partial):
-        try:
-            return f"partial({_name(loss_func.func)}) of {inspect.signature(loss_func.func)}"
-        except ValueError:
-            return f"partial({_name(loss_func.func)})"
-    return getattr(loss_func, "__qualname__", type(loss_func).__qualname__)

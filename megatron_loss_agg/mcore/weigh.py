@@ -23,6 +23,7 @@ from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskErr
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
+from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
 from megatron_loss_agg.mcore.splits import Samples, Splits, local_starts, only
 from megatron_loss_agg.mcore.step import PlannedTerm
@@ -172,21 +173,7 @@ def _late(
 ) -> LocalWeights:
     """`weighed` where the model makes the mask: ``c_s`` may come from its sums."""
     number = term.samples[i].number
-    rows = mask.shape[0] if mask.dim() == 2 else None
-    found = rows if packed is None else packed
-    if found != number:
-        raise MaskError(
-            f"a model's mask of shape {tuple(mask.shape)} with {found} "
-            f"{'rows' if packed is None else 'packed sequences'}, for {number} samples of the "
-            "batch; expected a mask [samples, seq], or LateMicrobatch(samples=...) with the number "
-            "of the model's samples"
-        )
-    if packed is not None and number > 1 and aggregation.within == "sample":
-        raise GroupError(
-            f"{aggregation.label!r} with {number} samples packed by the script, whose masks the "
-            "model makes; expected samples in rows, or mode sum, constant, sample_sum or "
-            "microbatch_mean"
-        )
+    check_mask(mask, number, packed, aggregation)
     # The samples of a pack have one coefficient: here, it is one sample.
     samples = LocalSamples(number if packed is None else 1, mask.numel(), None)
 

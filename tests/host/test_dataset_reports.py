@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg.mcore import DatasetReports, LossHook
+from megatron_loss_agg.mcore import DatasetReports, LossHook, read_batch
 from tests.host.harness import CP2, EXACT, Topology, error_of, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import (
@@ -87,10 +87,28 @@ def reported(topology: Topology) -> dict[Any, Any]:
         with torch.no_grad():
             calls = [run(hook, places, layout, forward_only=True) for places in steps[:2]]
         facts[layout, mode] = trained, reduced(calls)
+    facts["calls"] = of_calls(steps, ddp)
     hook = LossHook(aggregation("sum"), extensions=[DatasetReports()])
     without_ids = iter([batch_of([sequences()[1]], "thd")] * 2)
     facts["error"] = error_of(gpt.run_step, hook, ddp, without_ids, 2)
     return facts
+
+
+def of_calls(steps: list[Places], ddp: Any) -> list[Values]:
+    """What is reported by steps of two calls, with an evaluation between them."""
+    from tests.host import gpt
+
+    hook = LossHook(aggregation("sample_mean"), extensions=[DatasetReports()])
+    found = []
+    for places in steps:
+        batches, reports = [*data(places, "thd")], []
+        with hook.step([read_batch(batch) for batch in batches]):
+            for batch in batches:
+                reports += gpt.run_step(hook, ddp, iter([batch]), 1, zero_grad=not reports)
+                with torch.no_grad():
+                    gpt.run_step(hook, ddp, iter([batch]), 1, forward_only=True, zero_grad=False)
+        found.append(reduced([reports]))
+    return found
 
 
 @functools.cache
@@ -165,6 +183,12 @@ def test_each_data_set_is_reduced_alone(topology: str, layout: str, mode: str) -
             assert sum(parts) == pytest.approx(values[f"{mode} loss"], rel=EXACT, abs=0)
     wanted = expected(mode, steps[:2])
     assert by_dataset(evaluated) == pytest.approx(wanted, rel=EXACT, abs=0)
+
+
+def test_a_step_of_several_calls_is_one_step_of_the_log() -> None:
+    one_call, _ = facts("dp2")["thd", "sample_mean"]
+    for values, wanted in zip(facts("dp2")["calls"], one_call, strict=True):
+        assert values == pytest.approx(wanted, rel=EXACT, abs=0, nan_ok=True)
 
 
 def test_batches_without_data_sets_are_refused() -> None:

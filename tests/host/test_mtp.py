@@ -58,6 +58,8 @@ CASES = {
         Case("thd", True, "prompt_mean", "single"),
         Case("bshd", True, "token_mean", "fractional"),
         Case("bshd", False, "prompt_mean", "single"),
+        Case("thd", False, "custom"),
+        Case("bshd", True, "custom", "fractional"),
         Case("bshd", True, "prompt_mean", kind="second step"),
     ],
     "dp2": [

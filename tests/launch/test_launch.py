@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore.cpu import CPU_FLAGS
-from tests.launch.processes import LAUNCHER, ROOT, run_forked
+from tests.launch.processes import LAUNCHER, MODE, ROOT, run, run_forked
 
 pytestmark = pytest.mark.host
 
@@ -200,6 +200,14 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
     assert not any("audit" in line for line in runs["without the flag"][0])
     weights, aggregated = tensors(saved["model"]), tensors(aggregated_saved["model"])
     assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())
+
+
+def test_random_numbers_of_the_cpu_are_no_warning(tmp_path: Path) -> None:
+    keep = FLAGS[: FLAGS.index("--logging-level")] + FLAGS[FLAGS.index("--ckpt-format") :]
+    codes, said = run(tmp_path, SCRIPT, *keep, *MODE, "--exit-interval", "1", ranks=2)
+    assert codes == [0, 0], said[-3000:]
+    assert "loss aggregation: sample_mean" in said
+    assert "RNG state" not in said
 
 
 def test_a_skipped_step_changes_nothing(runs: dict[str, Run], folder: Path) -> None:

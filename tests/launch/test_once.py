@@ -110,7 +110,8 @@ def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
     (found,) = refusals(text)
     assert found.startswith("megatron_loss_agg: ModeError: unknown mode 'bogus'")
     assert found.endswith(" (on all 2 ranks)")
-    assert set(re.findall(r"exitcode +: (-?\d+)", text)) == {"2"}
+    # It stops the other rank as soon as it sees that the first one has ended.
+    assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", text)} <= {"2", "-15"}
 
 
 # A script in which each rank fails in a way of its own, with a process group.
@@ -133,7 +134,7 @@ def test_tracebacks_of_an_error_in_training_are_printed_once(tmp_path: Path) -> 
     codes, text = run(tmp_path, script, ranks=3, starter=("-m", "megatron_loss_agg"), forked=False)
     assert codes == [1, 1, 1]
     assert text.count("Traceback") == text.count("MaskError: bad mask\n") == 1
-    assert text.endswith("megatron_loss_agg: MaskError (on all 3 ranks): see above\n")
+    assert text.count("megatron_loss_agg: MaskError (on all 3 ranks): see above\n") == 1
 
 
 @pytest.mark.host

@@ -148,8 +148,10 @@ def _measured(
             return None  # if it is an error, it is better said of the loss itself
         loss = loss * float(groups.cp_rank == rank)
         found = torch.autograd.grad(loss, parts, allow_unused=True)
-        sizes = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in found if g is not None]
-        norms.append(torch.stack(sizes).norm() if sizes else torch.zeros((), dtype=torch.float64))
+        # Detached: what a function returns from what it saved may have a graph of its own.
+        grads = [g.detach() for g in found if g is not None]
+        sizes = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+        norms.append(torch.stack([loss.new_zeros((), dtype=torch.float64), *sizes]).norm())
     rows = all_gather(torch.stack(norms).cpu(), groups.cp)
     rows = all_gather(rows.flatten(), groups.tp).view(-1, groups.cp_size, 2)
     return _kind(name, *rows.norm(dim=0).unbind(-1))

@@ -77,9 +77,7 @@ class MaskCheck(Extension):
             self._places = {}
         places = self._places if call.trains else {}  # an evaluation may come between calls
         for i, rows in tokens.items():
-            if call.groups.cp_size > 1:
-                _check_parts(i, prints[i], rows)
-            places[i] = _places(i, prints, rows)
+            places[i] = _places(i, prints, rows, call.groups.cp_size > 1)
         if call.ends_step:
             _check_order(places)
 
@@ -150,7 +148,7 @@ class _Seen:
         if not follows or (self._verifies and not (is_split and local.split is None)):
             found.append(local.samples.sums(mask))
             planned.append(planned_S)
-        elif term.coefficients is not None:
+        elif term.coefficients:
             found.append(x.weights[name].sum())
             planned.append(term.coefficients[x.i] @ planned_S)
         if not follows:  # weights where the mask is 0
@@ -248,28 +246,26 @@ def _matches(prints: Prints, rows: Tensor) -> bool:
     return any(ids.tells and ids.whole in seen for ids in prints.ids)
 
 
-def _check_parts(i: int, prints: Prints, rows: Tensor) -> None:
-    """Raise LayoutError unless the parts of all ranks are the tokens of microbatch ``i``."""
-    rows = rows[rows[:, 1] == 0]
-    told = len(rows) > 0 and any(ids.tells for ids in prints.ids)
-    if told and not _matches(prints, rows):
+def _places(i: int, prints: Sequence[Prints], rows: Tensor, split: bool) -> set[int]:
+    """The microbatches of the step whose tokens the model may have been called with for ``i``.
+
+    ``{i}`` where these are its own, or tell nothing; none where a script has changed its tokens.
+
+    Raises:
+        LayoutError: none, and they are ``split`` over ranks, which may hold some of them twice.
+    """
+    rows = rows[(rows[:, 1] == 0) & ((rows[:, 2] > 0) | split)]
+    if not len(rows) or not any(ids.tells for ids in prints[i].ids) or _matches(prints[i], rows):
+        return {i}
+    found = {j for j, other in enumerate(prints) if _matches(other, rows)}
+    if split and not found:
         raise LayoutError(
             f"the tokens that the model is called with on all context-parallel ranks, for "
             f"microbatch {i}, are together not those of the batch; expected each token on one "
             "rank: split every sequence as CPLayout can, or give Microbatch(token_ids=...) with "
             "the whole labels or tokens of the call"
         )
-
-
-def _places(i: int, prints: Sequence[Prints], rows: Tensor) -> set[int]:
-    """The microbatches of the step whose tokens the model may have been called with for ``i``.
-
-    ``{i}`` where these are its own, or tell nothing.
-    """
-    rows = rows[(rows[:, 1] == 0) & (rows[:, 2] > 0)]
-    if not len(rows) or not any(ids.tells for ids in prints[i].ids) or _matches(prints[i], rows):
-        return {i}
-    return {j for j, other in enumerate(prints) if _matches(other, rows)}
+    return found
 
 
 def _check_order(places: Mapping[int, set[int]]) -> None:

@@ -32,10 +32,6 @@ from megatron_loss_agg.mcore.launch.install import hook_from_args
 from megatron_loss_agg.mcore.launch.seams import seams
 from megatron_loss_agg.mcore.reading.late import check_host
 
-_TESTED = ((0, 14), (0, 19))
-"""The first and the last release of Megatron-Core."""
-
-
 _Level = Literal["OK", "WARN", "FAIL"]
 """FAIL: the plugin would not run, or would not be exact."""
 
@@ -87,13 +83,11 @@ def main(argv: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep Megatron's import-time output off stdout."""
-    logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
+        logging.disable(logging.WARNING)
+        yield
+        logging.disable(logging.NOTSET)
 
 
 def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
@@ -104,9 +98,8 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     core = _imported("megatron.core")
     release = _check_core(core)
     yield release
-    training: ModuleType | Exception | None = None
+    training = _imported("megatron.training")
     if isinstance(core, ModuleType):
-        training = _imported("megatron.training")
         yield from _check_training(core, training)
         yield _check_seams()
     yield _check_transformer_engine()
@@ -131,26 +124,23 @@ def _check_torch() -> Finding:
 
 
 def _check_core(core: ModuleType | Exception) -> Finding:
-    name = "megatron-core"
+    if isinstance(core, ModuleType):
+        return check_release(core.__version__, _root(core))
+    text = _broken(core)
     if isinstance(core, ModuleNotFoundError) and core.name in ("megatron", "megatron.core"):
         text = "not installed; pip install megatron-core, or give a checkout with --megatron PATH"
-        return Finding("FAIL", name, text)
-    if isinstance(core, Exception):
-        return Finding("FAIL", name, _broken(core))
-    return check_release(core.__version__, _root(core))
+    return Finding("FAIL", "megatron-core", text)
 
 
 def check_release(version: str, root: Path) -> Finding:
     """Whether this Megatron-Core release, installed in ``root``, is supported and tested."""
-    name, where = "megatron-core", f"{version} in {root}"
-    tested = " to ".join(".".join(map(str, bound)) for bound in _TESTED)
+    level: _Level = "OK"
+    text, tested = f"{version} in {root}", "0.14 to 0.19"
     if _release(version) < (0, 13):
-        text = f"{where}: averages losses unlike 0.13 and later; install {tested}"
-        return Finding("FAIL", name, text)
-    if not _TESTED[0] <= _release(version) <= _TESTED[1]:
-        text = f"{where}: tested with {tested}; train with --loss-aggregation-audit"
-        return Finding("WARN", name, text)
-    return Finding("OK", name, where)
+        level, text = "FAIL", f"{text}: averages losses unlike 0.13 and later; install {tested}"
+    elif not (0, 14) <= _release(version) <= (0, 19):
+        level, text = "WARN", f"{text}: tested with {tested}; train with --loss-aggregation-audit"
+    return Finding(level, "megatron-core", text)
 
 
 def _check_training(core: ModuleType, training: ModuleType | Exception) -> Iterator[Finding]:
@@ -173,8 +163,8 @@ def _check_seams() -> Finding:
         found = seams()
     except Exception as error:
         return Finding("FAIL", "seams", _one_line(error))
-    parts = ["schedules", "optimizers", *(["megatron.training"] if found.training else [])]
-    return Finding("OK", "seams", f"the launcher can wrap Megatron's {', '.join(parts)}")
+    parts = "schedules, optimizers" + (", megatron.training" if found.training else "")
+    return Finding("OK", "seams", f"the launcher can wrap Megatron's {parts}")
 
 
 def _check_transformer_engine() -> Finding:
@@ -183,13 +173,13 @@ def _check_transformer_engine() -> Finding:
     if isinstance(module, ModuleType):
         package = importlib.import_module("transformer_engine")
         return Finding("OK", name, getattr(package, "__version__", "of unknown version"))
+    text = f"cannot be imported ({_one_line(module)}); Megatron goes without"
     if isinstance(module, ModuleNotFoundError) and module.name == "transformer_engine":
         text = (
             "not installed: Megatron needs --transformer-impl local, which on a GPU has no context "
             "parallelism and no packing; pip install 'transformer-engine[pytorch]'"
         )
-        return Finding("WARN", name, text)
-    return Finding("WARN", name, f"cannot be imported ({_one_line(module)}); Megatron goes without")
+    return Finding("WARN", name, text)
 
 
 def check_apex() -> Finding:
@@ -218,7 +208,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> tuple[_Level, 
         with_host: whether ``megatron.training`` can be imported, to read Megatron's own flags.
     """
     script = script_flags[0] if script_flags else "--"
-    if not script.startswith("-") and not Path(script).is_file():
+    if not (script.startswith("-") or Path(script).is_file()):
         return "FAIL", f"{script} is not a file; expected a training script, or flags alone"
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
     try:
@@ -235,8 +225,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> tuple[_Level, 
         return "WARN", f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"
     mode = args.loss_aggregation
     if training is None:
-        text = "Megatron's own flags not checked: megatron.training cannot be imported"
-        return "WARN", f"{mode}; {text}"
+        return "WARN", f"{mode}; Megatron's own flags not checked: no megatron.training"
     try:
         _check_model(hook, args)
     except HostError as error:

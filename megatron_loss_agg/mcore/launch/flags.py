@@ -161,14 +161,13 @@ def settings_from(args: argparse.Namespace, in_training_loop: bool = False) -> S
     loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
     log_interval = getattr(args, "log_interval", 1) if loop.of_megatron else 1
     repeat, trust = "audit" in given, words["unmeasured"] == "trust"
-    asked: dict[Extension, bool] = {
-        MultiTokenPrediction(): words["mtp"] == "same",
-        RouterLosses(): words["moe"] == "step",
-        Distillation(): terms is not aggregation,
-        DatasetReports(log_interval): "report_datasets" in given,
-        Audit(repeat=repeat, trust=trust): repeat or trust,
-    }
-    extensions = [x for x, is_asked in asked.items() if is_asked]
+    extensions: list[Extension] = [
+        *([MultiTokenPrediction()] if words["mtp"] == "same" else []),
+        *([RouterLosses()] if words["moe"] == "step" else []),
+        *([Distillation()] if terms is not aggregation else []),
+        *([DatasetReports(log_interval)] if "report_datasets" in given else []),
+        *([Audit(repeat=repeat, trust=trust)] if repeat or trust else []),
+    ]
     read = _load(f"{FLAG}-batch", given["batch"]) if "batch" in given else None
     if words["mask"] == "model":
         check_possible(
@@ -197,7 +196,11 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
         return None
     options = {name: given[name] for name in _OF_AGGREGATION if name in given}
     if "divisor" in options:
-        options["divisor"] = _number(options["divisor"])
+        try:
+            options["divisor"] = float(given["divisor"])
+        except ValueError:
+            text = f"{FLAG}-divisor {given['divisor']!r}; expected a finite number > 0"
+            raise DivisorError(text) from None
     if "function" in options:
         options["function"] = _load(f"{FLAG}-function", options["function"])
     elif mode == "custom":
@@ -278,13 +281,6 @@ def _word(given: Mapping[str, Any], name: str) -> str:
         flag = flag_of(f"loss_aggregation_{name}")
         raise ModeError(f"{flag} {value}; expected one of {', '.join(words)}")
     return value
-
-
-def _number(text: Any) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise DivisorError(f"{FLAG}-divisor {text!r}; expected a finite number > 0") from None
 
 
 def _load(flag: str, path: str) -> Callable[..., Any]:

@@ -6,25 +6,24 @@ group, or else through that of the process group. Where there is none, every ran
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import os
+import socket
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_loss_agg.errors import AggregationError
 
 _PATIENCE = timedelta(seconds=2)
-"""How long a rank waits for the store, and then for the errors of other ranks."""
-_LINGER = 0.5
-"""Seconds for which a rank stays after an error is printed: torchrun kills the others when one has
-ended, also one that is about to print.
-"""
+"""How long a rank waits for the store, for other ranks' errors, and until these are printed."""
 
 
 def refuse(error: AggregationError) -> int:
@@ -33,7 +32,7 @@ def refuse(error: AggregationError) -> int:
     Every rank may take some seconds, and no longer, to learn of the others.
     """
     text = f"megatron_loss_agg: {type(error).__name__}: {error}"
-    _print_once(error, lambda where: print(text + where, file=sys.stderr))
+    _print_once(error, lambda where: print(text + where, file=sys.stderr, flush=True))()
     return 2
 
 
@@ -54,7 +53,8 @@ def print_uncaught_once() -> Callable[[], None]:
                 print(f"megatron_loss_agg: {kind.__name__}{where}: see above", file=sys.stderr)
 
         if isinstance(error, AggregationError):
-            _print_once(error, show)
+            # Torch prints what this function says, with the rank before each line, after it.
+            atexit.register(_print_once(error, show))
         else:
             show("")
 
@@ -74,45 +74,43 @@ class _Ranks(NamedTuple):
     number: int
 
 
-def _print_once(error: AggregationError, show: Callable[[str], None]) -> None:
+def _print_once(error: AggregationError, show: Callable[[str], None]) -> Callable[[], None]:
     """Call ``show`` on one of the ranks that end with ``error``.
 
     Args:
         show: prints it, with words that say where it is: `` (on all 8 ranks)``.
+
+    Returns:
+        a function that waits until all have printed, to be called before this rank ends.
     """
     ranks = _ranks()
-    if ranks is None:
-        show("")
-        return
-    try:
-        where = _where(ranks, f"{type(error).__name__}: {error}")
-    except RuntimeError:  # the store ended with another rank
-        where = ""
+    where: str | None = ""
+    with contextlib.suppress(RuntimeError):  # the store ended with another rank
+        where = "" if ranks is None else _where(ranks, f"{type(error).__name__}: {error}")
     if where is not None:
         show(where)
-        sys.stderr.flush()
-    time.sleep(_LINGER)
+    return functools.partial(_wait_for_prints, ranks)
 
 
 def _ranks() -> _Ranks | None:
-    """None where this is the only rank, or the others cannot be reached."""
+    """None where this is the only rank, or others cannot be reached."""
     known = os.environ
+    of_torchrun = known.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Without torchrun, rank 0 opens the store when it makes the process group.
+    if not (of_torchrun or dist.is_initialized()):
+        return None
     try:
         rank, number = int(known["RANK"]), int(known["WORLD_SIZE"])
-        of_torchrun = known.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        # Without torchrun, rank 0 opens the store when it makes the process group.
-        if number == 1 or not (of_torchrun or dist.is_initialized()):
+        if number == 1:
             return None
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            known["MASTER_ADDR"],
-            int(known["MASTER_PORT"]),
-            is_master=False,
-            timeout=_PATIENCE,
-            wait_for_workers=False,
-        )
-    except (KeyError, ValueError, RuntimeError):
+        address = known["MASTER_ADDR"], int(known["MASTER_PORT"])
+        # Before torch tries it, which prints its own stack if nobody listens.
+        socket.create_connection(address, _PATIENCE.total_seconds()).close()
+        store = dist.TCPStore(*address, timeout=_PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
+    except (KeyError, ValueError, OSError, RuntimeError):
         return None
-    return _Ranks(store, rank, number)
+    attempt = known.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _Ranks(PrefixStore(f"megatron_loss_agg/errors/{attempt}", store), rank, number)
 
 
 def _where(ranks: _Ranks, text: str) -> str | None:
@@ -122,18 +120,26 @@ def _where(ranks: _Ranks, text: str) -> str | None:
     so that all ranks act on the same: by the last rank to come, or by the first to lose patience.
     """
     store, rank, number = ranks
-    prefix = f"megatron_loss_agg/errors/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    key, over = f"{prefix}/of/{text}", f"{prefix}/over"
-    is_first = store.add(key, 1) == 1
-    if store.add(f"{prefix}/ranks", 1) == number:
-        store.compare_set(over, "", "all have come")
+    is_first = store.add(f"error {text}", 1) == 1
+    if store.add("failed", 1) == number:
+        store.compare_set("over", "", "all have come")
     try:
-        store.wait([over], _PATIENCE)
+        store.wait(["over"], _PATIENCE)
     except dist.DistStoreError:
-        store.compare_set(over, "", "the time is up")
-    with_it = store.add(key, 0)
-    if store.get(over) == b"all have come" and with_it == number:
+        store.compare_set("over", "", "the time is up")
+    with_it = store.add(f"error {text}", 0)
+    if store.get("over") == b"all have come" and with_it == number:
         return f" (on all {number} ranks)" if rank == 0 else None
     if not is_first:
         return None
     return f" (on rank {rank})" if with_it == 1 else f" (on {with_it} of {number} ranks)"
+
+
+def _wait_for_prints(ranks: _Ranks | None) -> None:
+    """Stay until all have printed: torchrun kills the other ranks when one has ended."""
+    if ranks is None:
+        return
+    with contextlib.suppress(RuntimeError):  # the time is up, or the store ended
+        if ranks.store.add("done", 1) >= ranks.store.add("failed", 0):
+            ranks.store.set("all done", "")
+        ranks.store.wait(["all done"], _PATIENCE)

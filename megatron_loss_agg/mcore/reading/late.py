@@ -214,3 +214,31 @@ def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
             "makes: the host scales a loss of its own by the tokens of the step, which are not "
             "known in time; expected calculate_per_token_loss off, or mode token_mean"
         )
+
+
+def check_mask(
+    mask: Tensor, samples: int, packed: int | None, aggregation: LossAggregation
+) -> None:
+    """Check a mask of a model, of a microbatch of ``samples`` samples.
+
+    Args:
+        packed: sequences that the model was called with; None: rows.
+
+    Raises:
+        MaskError: it is of another number of samples.
+        GroupError: samples are packed, and the mode needs to know which tokens are whose.
+    """
+    found = packed if packed is not None else mask.shape[0] if mask.dim() == 2 else None
+    if found != samples:
+        raise MaskError(
+            f"a model's mask of shape {tuple(mask.shape)} with {found} "
+            f"{'rows' if packed is None else 'packed sequences'}, for {samples} samples of the "
+            "batch; expected a mask [samples, seq], or LateMicrobatch(samples=...) with the number "
+            "of the model's samples"
+        )
+    if packed is not None and samples > 1 and aggregation.within == "sample":
+        raise GroupError(
+            f"{aggregation.label!r} with {samples} samples packed by the script, whose masks the "
+            "model makes; expected samples in rows, or mode sum, constant, sample_sum or "
+            "microbatch_mean"
+        )

@@ -1,0 +1,181 @@
+"""A device in the memory of the CPU: what a GPU forbids raises, and every wait is counted.
+
+Its tensors have true numbers and say that they lie on `DEVICE`. An operation on them and on tensors
+of the CPU raises, as does a collective on tensors of another device than its backend takes. `take`
+it in a process of its own: torch cannot take a device back. It has no backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+BACKEND = "device_only"
+"""Of process groups: takes tensors on the device alone."""
+
+_CAN_TAKE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+DEVICE = torch.device("privateuseone", 0)
+# Results whose size or value the host must know.
+_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+
+
+def is_available() -> bool:
+    """Whether this torch can have devices that are written in Python."""
+    return _CAN_TAKE
+
+
+class OnDevice(Tensor):
+    """A tensor of the device."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnDevice:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OnDevice({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class Watched(TorchDispatchMode):
+    """Everything inside: `waits` are names of operations for which the host waits for the device.
+
+    Attributes:
+        collectives: (name, type of the device) of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.collectives: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        given = tensors_in((args, kwargs))
+        if func.namespace == "c10d":
+            self.collectives += [(name, x.device.type) for x in given[:1]]
+            _check_backend(name, args, given)
+        out = self.result(func, args, kwargs or {})
+        if _is_off_cpu(given):
+            to_cpu = name in ("_to_copy", "copy_") and not _is_off_cpu(tensors_in(out))
+            if to_cpu or name in _WAITS or _waits_for_lengths(name, kwargs):
+                self.waits.append(name)
+        return out
+
+    def result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _run(func, args, kwargs)
+
+
+class WatchedFakes(Watched):
+    """Inside `FakeTensorMode`: what is on the CPU is real, and may be read."""
+
+    def result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device") or torch.device("cpu")
+        if device.type != "cpu" or any(
+            isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))
+        ):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def take() -> None:
+    """Make the device the accelerator of this process, for good."""
+    backend_registration._setup_privateuseone_for_python_backend()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    _kept.append(library)  # its functions go with it
+    torch.accelerator.current_accelerator = lambda *_: torch.device(DEVICE.type)
+    torch.accelerator.current_device_index = lambda: 0
+    dist.Backend.register_backend(BACKEND, dist.ProcessGroupGloo, devices=["cpu"])
+
+
+_kept: list[Any] = []
+
+
+def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+    return OnDevice(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+    return OnDevice(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operation on the tensors that are held."""
+    given = tensors_in((args, kwargs))
+    copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    target = kwargs.get("device")
+    on_device = _is_on_device(given) if target is None else target.type == DEVICE.type
+    if not on_device and not _is_on_device(given):
+        return func(*args, **kwargs)
+    if not copies and any(x.dim() and not isinstance(x, OnDevice) for x in given):
+        raise RuntimeError(f"{func} on tensors of {sorted({str(x.device) for x in given})}")
+    if target is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    held = tree_map_only(OnDevice, lambda x: x.held, (args, kwargs))
+    out = func(*held[0], **held[1])
+    if not on_device:
+        return out
+    if func is torch.ops.aten.copy_.default:
+        return args[0]
+    # An operation in place returns what it was given.
+    same = {id(x.held): x for x in given if isinstance(x, OnDevice)}
+    return tree_map_only(Tensor, lambda x: same[id(x)] if id(x) in same else OnDevice(x), out)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _is_on_device(tensors: list[Tensor]) -> bool:
+    return any(isinstance(x, OnDevice) for x in tensors)
+
+
+def _is_off_cpu(tensors: list[Tensor]) -> bool:
+    """Also of fake ones."""
+    return any(x.device.type != "cpu" for x in tensors)
+
+
+def _waits_for_lengths(name: str, kwargs: Any) -> bool:
+    return name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+
+
+def _check_backend(name: str, args: Any, given: list[Tensor]) -> None:
+    """Raise RuntimeError for tensors that the backend of the group does not take."""
+    (group,) = _groups(args)
+    backend = dist.get_backend(group)
+    wrong = [x for x in given if isinstance(x, OnDevice) != (backend == BACKEND)]
+    if wrong and backend in (BACKEND, "gloo"):
+        raise RuntimeError(f"{name} over {backend} of a tensor on {wrong[0].device}")
+
+
+def _groups(args: Any) -> Iterator[dist.ProcessGroup]:
+    for x in args:
+        if isinstance(x, torch.ScriptObject):
+            try:
+                yield dist.ProcessGroup.unbox(x)
+            except RuntimeError:  # of another class, such as the kind of a reduction
+                continue
