@@ -1,4 +1,4 @@
-"""Planning a step: how its time grows, merging everybody's groups, and what a plan keeps."""
+"""Planning a step: how its time grows, everybody's samples, and what a plan keeps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from benchmarks.shapes import (
     many_microbatches,
     rows_of_rank,
 )
-from megatron_loss_agg import LossAggregation, StepPlan, collectives, exchange, groups
-from megatron_loss_agg.counts import LocalCounts
+from megatron_loss_agg import LossAggregation, StepPlan, collectives, exchange
+from megatron_loss_agg.counts import LocalTerm
 from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
@@ -77,20 +77,20 @@ def _large_step(results: Results) -> None:
     samples, prompts, ranks = LARGE_PLAN
     aggregation = LossAggregation(mode="prompt_mean")
     samples_of_ranks = [Samples.of_microbatches(rows_of_rank(rank)) for rank in range(ranks)]
-    local = [LocalCounts(aggregation, x, None) for x in samples_of_ranks]
+    local = [LocalTerm(aggregation, x, None) for x in samples_of_ranks]
     header = collectives.Header(failed=False, records=1, tag=0)
-    records = [torch.tensor([c.record().row()], dtype=torch.float64) for c in local]
+    records = [torch.tensor([term.record()], dtype=torch.float64) for term in local]
     capacity = exchange.TERMS_CAPACITY
     totals = torch.stack([collectives.padded_row(header, r, capacity) for r in records])
-    size = 2 * max(c.groups["prompt"].ids.numel() for c in local)
-    payload = torch.stack([groups.packed_groups([c.groups["prompt"]], size) for c in local])
+    packed = [term.table.packed(["prompt", "microbatch"]).view(-1) for term in local]
+    payload = torch.nn.utils.rnn.pad_sequence(packed, batch_first=True)
 
     def gathered(row: Tensor, group: object) -> Tensor:
         return totals if row.numel() == totals.shape[1] else payload
 
     mine = rows_of_rank(0)
     with contextlib.ExitStack() as stack:
-        for module in (collectives, groups):
+        for module in (collectives, exchange):
             stack.enter_context(mock.patch.object(module, "all_gather", gathered))
         stack.enter_context(mock.patch.object(collectives, "ranks_of", return_value=ranks))
         plan = StepPlan.build(aggregation, mine)
