@@ -59,6 +59,13 @@ def test_a_step_is_brought_to_the_cpu_in_one_wait(monkeypatch):
     waits = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("wait"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    blocking, to = [], torch.Tensor.to
+
+    def copied(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        blocking.append(not options.get("non_blocking"))
+        return to(x, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", copied)
     with FakeTensorMode():
         ids = torch.zeros(3, dtype=torch.int64, device="cuda")
         on_gpu = [Microbatch(torch.ones(3, 2, device="cuda"), prompt_ids=ids) for _ in range(4)]
@@ -71,7 +78,7 @@ def test_a_step_is_brought_to_the_cpu_in_one_wait(monkeypatch):
         assert of_terms["c"].loss_mask is here.loss_mask
         assert not on_gpu[0].loss_mask.is_cpu
         brought_to_cpu([here])
-    assert waits == ["wait"]
+    assert waits == ["wait"] and blocking and not any(blocking)
 
 
 @pytest.mark.parametrize(

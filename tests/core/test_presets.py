@@ -106,6 +106,7 @@ SYSTEMS = "skyrl, verl, slime, open-instruct, nemo-rl, trl, megatron"
 UNKNOWN = {
     "verl/token_mean": "did you mean 'verl/token-mean'? expected one of verl/token-mean, verl/tok",
     "trl/papo": "did you mean 'trl/sapo'? expected one of trl/grpo, trl/bnpo, trl/dapo, trl/dr_g",
+    "verl/dapo": "expected one of verl/token-mean",  # another system's is no hint
     "trl/zzz": "expected one of trl/grpo, trl/bnpo",
     "veri/token-mean": f"did you mean 'verl/token-mean'? expected SYSTEM/NAME of {SYSTEMS}",
     "nobody": f"expected SYSTEM/NAME of {SYSTEMS}",

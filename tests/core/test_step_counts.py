@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -67,26 +68,31 @@ def test_positions_are_those_of_all_ranks():
         assert found == [*elements, *routed, (None, False, None)]
 
 
-# What rank 0 counts, where rank 1 has a mask of ones; and by how much c_s is at least off.
-SMALL = {
-    "token_mean": torch.full((1, 1), 3e38, dtype=torch.float64),
-    "sample_mean": torch.tensor([[1e-40]], dtype=torch.float64),
-    "microbatch_mean": torch.tensor([[1e-40]], dtype=torch.float64),
-    "prompt_mean": torch.tensor([[1e-40]], dtype=torch.float64),
+# The mask of one sample and its weight, whose coefficient fp32 does not hold beside one of ones.
+EXTREME = {
+    "token_mean": (3e38, 1.0),
+    "sample_mean": (1e-40, 1.0),
+    "microbatch_mean": (1e-40, 1.0),
+    "prompt_mean": (1e-40, 1.0),
+    "sample_sum": (1.0, 1e-40),
 }
 
 
 def refusals_on_ranks() -> list[str]:
-    """What this rank hears of each of `SMALL`, whole and in one of two parts."""
+    """What this rank hears where one rank has each of `EXTREME`, of whole and of sharded masks."""
     heard, rank = [], dist.get_rank()
     _, cp_group, _, _ = groups_of_rank(1)
-    for sharded_over in (None, cp_group):
-        for mode, mask in SMALL.items():
-            mine = Microbatch(torch.ones(1, 1) if rank else mask, prompt_ids=torch.tensor([rank]))
+    for where, sharded_over in itertools.product(range(2), (None, cp_group)):
+        for mode, extreme in EXTREME.items():
+            mask, weight = extreme if rank == where else (1.0, 1.0)
+            mine = Microbatch(
+                torch.tensor([[mask]], dtype=torch.float64),
+                prompt_ids=torch.tensor([rank]),
+                sample_weights=torch.tensor([weight], dtype=torch.float64),
+            )
+            agg = aggregation(mode, sample_weights="skip")
             try:
-                StepPlan.build(
-                    aggregation(mode), [mine], dist.group.WORLD, sharded_over=sharded_over
-                )
+                StepPlan.build(agg, [mine], dist.group.WORLD, sharded_over=sharded_over)
                 heard.append("nothing")
             except AggregationError as error:
                 heard.append(f"{type(error).__name__}: {error}")
@@ -114,16 +120,30 @@ def test_ranks_that_are_told_different_things_of_their_masks_hear_of_it():
         assert "or sharded masks on some of them alone; expected the same" in heard
 
 
+BESIDE = [
+    Microbatch(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), dataset_ids=torch.tensor([5, 5])),
+    Microbatch(torch.tensor([[1.0, 0.0]]), dataset_ids=torch.tensor([5])),
+]
+
+
+def groups_beside(on_ranks: bool) -> list[Any]:
+    """Sums by data set and by the mode's own unit, of `BESIDE` here or on a rank each."""
+    found = []
+    step, group = BESIDE, None
+    if on_ranks:
+        step, group = [BESIDE[dist.get_rank()]], dist.group.WORLD
+    for unit in ("microbatch", "sample"):
+        agg = LossAggregation(mode=f"{unit}_mean")
+        plan = StepPlan.build_terms({"a": agg}, step, group, group_by=["dataset"])["a"]
+        alone = StepPlan.build(agg, step, group)
+        assert all(torch.equal(plan.weights(i), alone.weights(i)) for i in range(len(step)))
+        sums = [plan.group_sums(unit, i).tolist() for i in range(len(step))]
+        found.append((plan.groups("dataset")[1].tolist(), sums))
+    return found
+
+
 def test_groups_by_id_beside_a_mode_whose_groups_span_no_rank():
-    step = [
-        Microbatch(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), dataset_ids=torch.tensor([5, 5])),
-        Microbatch(torch.tensor([[1.0, 0.0]]), dataset_ids=torch.tensor([5])),
-    ]
-    for mode, sums in (("microbatch_mean", [[3, 3], [1]]), ("sample_mean", [[2, 1], [1]])):
-        agg = LossAggregation(mode=mode)
-        plan = StepPlan.build_terms({"a": agg}, step, group_by=["dataset"])["a"]
-        assert plan.groups("dataset")[1].tolist() == [4]
-        unit = mode.removesuffix("_mean")
-        assert [plan.group_sums(unit, i).tolist() for i in range(2)] == sums
-        alone = StepPlan.build(agg, step)
-        assert all(torch.equal(plan.weights(i), alone.weights(i)) for i in range(2))
+    assert groups_beside(on_ranks=False) == [([4], [[3, 3], [1]]), ([4], [[2, 1], [1]])]
+    first, second = run_ranks(groups_beside, 2, True)
+    assert first == [([4], [[3, 3]]), ([4], [[2, 1]])]
+    assert second == [([4], [[1]]), ([4], [[1]])]
