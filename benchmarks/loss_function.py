@@ -106,7 +106,7 @@ class Kept(Extension):
 
 
 class Losses:
-    """Steps of losses that no model has to compute."""
+    """Steps of losses that no model has to compute: those of ``leaves``."""
 
     def __init__(
         self, clock: Callable[[], float], batch: Batch, microbatches: int = NUMBER, terms: int = 1
@@ -116,7 +116,7 @@ class Losses:
         self._clock, self._begin = clock, 0.0
         self._batch, self._terms = batch, terms
         self._masks = [batch["loss_mask"].clone().cuda() for _ in range(microbatches)]
-        self._leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self._masks]
+        self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self._masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         # The audit puts its probe where the model's parameters are.
@@ -125,7 +125,7 @@ class Losses:
     def stock(self) -> float:
         """Seconds of all losses, and of what follows the schedule."""
         stock = functools.partial(stock_loss_func, terms=self._terms)
-        return self._run(self._schedule, lambda mask: functools.partial(stock, mask))
+        return self.run(self._schedule, lambda mask: functools.partial(stock, mask))
 
     def hooked(self, **options: Any) -> Callable[[], float]:
         """The same with a hook of these options."""
@@ -137,15 +137,15 @@ class Losses:
                 return functools.partial(stock_loss_func, mask)
             return TokenLoss(lambda output: (dict.fromkeys(names, output), {}), mask)
 
-        return functools.partial(self._run, hook.wrap(self._schedule), loss_of)
+        return functools.partial(self.run, hook.wrap(self._schedule), loss_of)
 
-    def _run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
+    def run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
         numbers = iter(range(len(self._masks)))
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
             next(data_iterator)
             i = next(numbers)
-            return model(self._leaves[i]), loss_of(self._masks[i])
+            return model(self.leaves[i]), loss_of(self._masks[i])
 
         schedule(
             forward_step_func=forward_step,
@@ -163,7 +163,7 @@ class Losses:
 
         self._begin = self._clock()
         reports: list[Any] = []
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             leaf.grad = None
             output, loss_func = forward_step_func(data_iterator, model)
             of_call = (None, False, num_microbatches, reports, 1, True)

@@ -5,6 +5,7 @@ Suffix: ``_S`` samples, the rows of the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -145,7 +146,9 @@ def check_coefficients(agg: LossAggregation, across: float, tokens: float, part:
     if agg.mode == "custom" or not across or not part.largest:
         return
     scale = agg.scale / across / (tokens if agg.within == "step" else 1.0)
-    least, largest = scale / part.largest_inverse, scale * part.largest
+    least, largest = math.inf, scale * part.largest
+    if part.largest_inverse:  # 0 where 1 / M_within overflows
+        least = scale / part.largest_inverse
     if least < _SMALLEST_FP32 or largest > LARGEST_FP32:
         raise MaskError(
             f"the coefficients of samples, by which the mask is multiplied, are from {least:.3g} "

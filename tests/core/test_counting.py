@@ -209,12 +209,9 @@ def test_the_first_bad_microbatch_is_named(bad):
         assert str(error) == str(alone).replace("microbatch 0", f"microbatch {place}")
 
 
-def test_masks_may_be_large_as_long_as_weights_are_normal_numbers():
+def test_masks_may_be_large_as_long_as_coefficients_are_normal_numbers():
     large, larger = (Microbatch(torch.full((1, 2), size)) for size in (1e35, 1e38))
     plan = StepPlan.build(aggregation("sample_mean"), [large] * 8)
     assert float(plan.weights(7).sum()) == pytest.approx(1 / 8)
-    with pytest.raises(MaskError, match="which fp32 rounds coarsely"):
+    with pytest.raises(MaskError, match=r"from 6.25e-40 to 6.25e-40, and fp32 hol"):
         StepPlan.build(aggregation("sample_mean"), [larger] * 8)
-    error = error_of([GOOD["rows"], Microbatch(torch.full((2, 64), 4e36))])
-    assert isinstance(error, MaskError)
-    assert str(error).startswith("microbatch 1: loss_mask sums to 5.12e+38, beyond fp32")

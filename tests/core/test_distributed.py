@@ -83,7 +83,6 @@ DEFECTS: dict[str, tuple[Callable[[Any], Any] | None, str]] = {
     "padding": (build(Microbatch(torch.ones(6), torch.tensor([0, 2, 5]), **IDS)), "MaskError"),
     "no ids": (build(Microbatch(torch.ones(2, 3))), "GroupError"),
     "offsets": (build(Microbatch(torch.ones(6), torch.tensor([0, 7, 6]), **IDS)), "GroupError"),
-    "small": (build(Microbatch(torch.full((2, 3), 1e-42), **IDS)), "MaskError"),
     "no microbatch": (build(torch.ones(2, 3)), "MaskError"),
     "no list": (lambda group: StepPlan.build(AGG, GOOD, group=group), "MaskError"),
     "no mode": (lambda group: StepPlan.build("prompt_mean", [GOOD], group=group), "ModeError"),

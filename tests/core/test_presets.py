@@ -102,10 +102,34 @@ def test_a_preset_takes_a_divisor_if_its_formula_has_one(name):
         LossAggregation.preset(name, divisor=None if needs else D)
 
 
-@pytest.mark.parametrize("name", ["verl/token_mean", "token_mean", "nobody/token_mean", ""])
-def test_an_unknown_preset_is_named_beside_the_known_ones(name):
-    with pytest.raises(ModeError, match=f"{name!r}.*verl/token-mean"):
+SYSTEMS = "skyrl, verl, slime, open-instruct, nemo-rl, trl, megatron"
+UNKNOWN = {
+    "verl/token_mean": "did you mean 'verl/token-mean'? expected one of verl/token-mean, verl/tok",
+    "trl/papo": "did you mean 'trl/sapo'? expected one of trl/grpo, trl/bnpo, trl/dapo, trl/dr_g",
+    "verl/dapo": "expected one of verl/token-mean",  # another system's is no hint
+    "trl/zzz": "expected one of trl/grpo, trl/bnpo",
+    "veri/token-mean": f"did you mean 'verl/token-mean'? expected SYSTEM/NAME of {SYSTEMS}",
+    "nobody": f"expected SYSTEM/NAME of {SYSTEMS}",
+    "": f"expected SYSTEM/NAME of {SYSTEMS}",
+    None: f"expected SYSTEM/NAME of {SYSTEMS}",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_preset_is_named_beside_the_nearest_and_those_of_its_system(name):
+    with pytest.raises(
+        ModeError, match=f"^{re.escape(f'unknown preset {name!r}; {UNKNOWN[name]}')}"
+    ):
         LossAggregation.preset(name)
+
+
+def test_an_unknown_mode_is_named_beside_the_nearest():
+    with pytest.raises(
+        ModeError, match=r"unknown mode 'token-mean'; did you mean 'token_mean'\? exp"
+    ):
+        LossAggregation(mode="token-mean")
+    with pytest.raises(ModeError, match="unknown mode 'dapo'; expected one of token_mean"):
+        LossAggregation(mode="dapo")
 
 
 def test_what_is_given_overrides_the_presets_own_choice():

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 F64 = torch.float64
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
@@ -47,21 +46,13 @@ OBJECTS = (
 )
 
 
-def fake(x: Tensor) -> Tensor:
-    with FakeTensorMode() as mode:
-        return mode.from_tensor(x)
-
-
 EXOTIC: tuple[Callable[[Tensor], Any], ...] = (
-    lambda x: x.to("meta"),
-    fake,
     lambda x: x.to_sparse(),
     lambda x: x.float().reshape(1, -1).to_sparse_csr(),
     lambda x: torch.nested.nested_tensor([x, x]),
     lambda x: torch.nested.nested_tensor([x.reshape(-1)] * 2, layout=torch.jagged),
     lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
     lambda x: x.float().to_mkldnn(),
-    lambda x: torch.masked.masked_tensor(x.float(), x != 0),
     *(lambda x, dtype=dtype: torch.zeros_like(x).to(dtype) for dtype in OTHERS[:3]),
     lambda x: torch.empty(x.shape, dtype=torch.bits8),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, weighted_sum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,12 +67,32 @@ def test_a_microbatch_does_not_wait_for_the_gpu(mode, layout):
 
 
 def test_the_sum_can_be_captured_in_a_graph():
-    from benchmarks.gpu.microbatch import captured
-
     whole = microbatch("thd", "cuda")
-    plan = StepPlan.build(LossAggregation(mode="prompt_mean"), [whole])
-    losses = torch.ones_like(whole.loss_mask, dtype=torch.float32, requires_grad=True)
-    graph = captured(plan.weights(0), losses)
+    w = StepPlan.build(LossAggregation(mode="prompt_mean"), [whole]).weights(0)
+    losses = torch.ones_like(w, requires_grad=True)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            losses.grad = None
+            weighted_sum(w, losses).backward()
+    torch.cuda.current_stream().wait_stream(side)
+    losses.grad = None
+    with torch.cuda.graph(graph):
+        weighted_sum(w, losses).backward()
     losses.grad.zero_()
     graph.replay()
-    torch.testing.assert_close(losses.grad, plan.weights(0))
+    torch.testing.assert_close(losses.grad, w)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_packs_are_split_as_transformer_engine_splits_them(size):
+    tex = pytest.importorskip("transformer_engine_torch")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        lengths = 2 * size * torch.randint(1, 9, (7,), generator=generator)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        for rank in range(size):
+            given = offsets.cuda(), int(offsets[-1]), size, rank
+            theirs = tex.thd_get_partitioned_indices(*given).cpu().long()
+            assert torch.equal(theirs, CPLayout.thd(offsets, size, rank).index)

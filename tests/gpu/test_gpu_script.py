@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import evidence, page, runner
-from benchmarks.gpu.evidence import Evidence, Measured, estimate
+from benchmarks.gpu import page, runner
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.results import CannotRun, Results, counted, estimate, verdict_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,15 +24,11 @@ ROOT = Path(__file__).parents[2]
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
     """What the script printed and wrote, without the part that runs pytest."""
     out = tmp_path_factory.mktemp("gpu")
-    environment = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "PYTHONWARNINGS": "ignore",
-    }
-    parts = [f"--only={name}" for name in runner.PARTS if name != "tests"]
+    own = {"PYTHON": sys.executable, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    parts = [f"--only={name}" for name in PARTS if name != "tests"]
     command = ["bash", "benchmarks/gpu.sh", "--dry", "--out", str(out), *parts]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads((out / "gpu.json").read_text()), out
@@ -50,60 +48,63 @@ def test_every_part_runs_or_says_why_not(dry_run):
         assert not part["failed"], name
         assert part["figures"] or part["could_not_run"] or part["facts"], name
     figures = [figure for part in results["parts"].values() for figure in part["figures"]]
-    steps = {figure["what"] for figure in figures if figure["what"].startswith("step, ")}
-    assert {"step, token_mean", "step, prompt_mean", "step, policy + KL"} <= steps
+    assert {"hook's loss function", "step"} <= {figure["what"] for figure in figures}
     judged = [figure for figure in figures if figure["goal"] is not None]
     # Of one rank, of DP 2 and of CP 2: fp32 and bf16, packs and rows. A CPU's times have no goal.
     assert [figure["verdict"] for figure in judged] == ["met"] * 12
 
 
-def fails(found: Evidence, dry: bool, seconds: float, folder: Path) -> None:
+def fails(found: Results, seconds: float) -> None:
     found.add("a figure", "here", 1.0, "x")
     raise ValueError("what went wrong")
 
 
-def dies(found: Evidence, dry: bool, seconds: float, folder: Path) -> None:
+def dies(found: Results, seconds: float) -> None:
     found.add("a figure", "here", 1.0, "x")
     os._exit(7)
 
 
-def hangs(found: Evidence, dry: bool, seconds: float, folder: Path) -> None:
+def hangs(found: Results, seconds: float) -> None:
     found.add("a figure", "here", 1.0, "x")
     time.sleep(600)
 
 
-def lacks(found: Evidence, dry: bool, seconds: float, folder: Path) -> None:
+def one_of_two_dies(found: Results, seconds: float) -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(7)
     found.add("a figure", "here", 1.0, "x")
-    raise evidence.CannotRun("needs 2 GPUs")
+    time.sleep(600)
+
+
+def lacks(found: Results, seconds: float) -> None:
+    found.add("a figure", "here", 1.0, "x")
+    raise CannotRun("needs more")
+
+
+def lacks_a_module(found: Results, seconds: float) -> None:
+    found.add("a figure", "here", 1.0, "x")
+    importlib.import_module("no_such_module")
 
 
 @pytest.mark.parametrize(
     "function, kind, reason",
     [
         ("fails", "failed", "ValueError: what went wrong"),
-        ("dies", "failed", "its process ended with 7"),
-        ("hangs", "failed", "still running after 4 s, and was killed"),
-        ("lacks", "could_not_run", "needs 2 GPUs"),
+        ("dies", "failed", "its processes ended with [7]"),
+        ("hangs", "failed", "still running after 12 s, and was killed"),
+        ("one_of_two_dies", "failed", "its processes ended with [None, 7]"),
+        ("lacks", "could_not_run", "needs more"),
+        ("lacks_a_module", "could_not_run", "No module named 'no_such_module'"),
     ],
 )
-def test_a_part_keeps_what_it_found_whatever_becomes_of_it(
-    function, kind, reason, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(runner.PARTS, "tried", runner.Part(__name__, function, 60, ()))
-    monkeypatch.setattr(runner, "LEAST", 1.0)
-    found = runner.run("tried", True, 4.0 if function == "hangs" else 60.0, tmp_path)
+def test_a_part_keeps_what_it_found_whatever_becomes_of_it(function, kind, reason, tmp_path):
+    part = Part(f"{__name__}:{function}", 60, ranks=2 if "two" in function else 1)
+    found = runner.run("tried", part, True, 12.0 if function == "hangs" else 60.0, tmp_path)
     assert [figure["what"] for figure in found["figures"]] == ["a figure"]
-    assert [row["reason"].partition(";")[0] for row in found[kind]] == [reason]
-    counts = page.count({"tried": found})
+    (row,) = found[kind]
+    assert row["reason"].startswith(reason)
+    counts = counted([found])
     assert counts["failed"] + counts["could_not_run"] == 1
-
-
-def test_a_part_without_its_modules_names_them(tmp_path, monkeypatch):
-    part = runner.Part(__name__, "fails", 60, ("no_such_module",))
-    monkeypatch.setitem(runner.PARTS, "tried", part)
-    found = runner.run("tried", True, 30.0, tmp_path)
-    (row,) = found["could_not_run"]
-    assert "cannot import no_such_module" in row["reason"] and not found["failed"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_part_without_its_modules_names_them(tmp_path, monkeypatch):
     ],
 )
 def test_a_goal_within_the_noise_is_undecided(value, noise, verdict):
-    assert Measured("step", "here", value, "x", 1.005, noise=noise).verdict == verdict
+    assert verdict_of(value, 1.005, noise) == verdict
 
 
 def test_the_noise_is_twice_the_standard_error_of_the_median():
@@ -132,17 +133,17 @@ def test_only_a_whole_run_on_a_gpu_writes_the_page_of_the_docs(dry, whole, in_do
 
 
 def test_the_page_keeps_its_head_and_gets_the_results(tmp_path):
-    found = Evidence(tmp_path / "part.json", dry=False)
+    found = Results(tmp_path / "part.json")
     found.fact("GPU 0", "a chip | with a bar")
     found.add("step", "here", 1.001, "x stock", "gpu_step", 0.0002)
     found.add("waits", "here", 3, "a step", "gpu_waits")
     found.add("not a number", "here", float("nan"), "x")
-    found.could_not_run("ranks", "needs 2 GPUs; found 1")
-    part = {**json.loads((tmp_path / "part.json").read_text()), "seconds": 1.0}
-    page.write(tmp_path / "gpu.md", {"part": part}, dry=False)
+    found.could_not_run("gradients of two ranks", "needs 2 GPUs; found 1")
+    page.write(tmp_path / "gpu.md", {"part": found.rows}, dry=False)
     text = (tmp_path / "gpu.md").read_text()
     assert text.startswith(page.PAGE.read_text().partition(page.RESULTS)[0])
     assert "No figures yet" not in text and "a chip \\| with a bar" in text
     assert "1.001 ± 0.0002 x stock | at most 1.005 | met |" in text
-    assert "3 a step | at most 0 | missed |" in text
+    assert "3 a step | at most 1 | missed |" in text
     assert "1 met, 1 missed, 0 undecided within the noise. 1 failed, 1 could not run" in text
+    assert json.loads((tmp_path / "part.json").read_text()) == found.rows

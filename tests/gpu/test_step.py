@@ -2,102 +2,82 @@
 
 from __future__ import annotations
 
-import functools
+import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks.fake_groups import fake_call, fake_groups
-from benchmarks.loss_function import loss_func
-from megatron_loss_agg import LossAggregation, Microbatch, Term
-from megatron_loss_agg.mcore.call_losses import Options, Step
-from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step_weights import StepWeights, Wanted
+from benchmarks import megatron
+from benchmarks.loss_function import Losses
+from benchmarks.shapes import MODE, microbatch
+from megatron_loss_agg import Microbatch, StepPlan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-GPU = "cuda"
-NUMBER, SAMPLES, LENGTH = 3, 5, 64
-TERMS = {"loss": Term(LossAggregation(mode="sample_mean"))}
+NUMBER = 3
+SHAPE = 16, 64  # samples, tokens of each
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[Any]:
-    with fake_groups(1) as (found,):
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with megatron.groups(gpu=True):
+        yield
 
 
-def microbatch(layout: str, device: str) -> Microbatch:
-    mask = (torch.arange(SAMPLES * LENGTH) % 3 > 0).float().to(device)
-    ids = {"prompt_ids": torch.arange(SAMPLES, device=device)}
-    if layout == "rows":
-        return Microbatch(mask.view(SAMPLES, LENGTH), **ids)
-    starts = LENGTH * torch.arange(SAMPLES + 1, dtype=torch.int32, device=device)
-    return Microbatch(mask, starts, cu_seqlens_padded=starts, **ids)
+class Strict:
+    """A schedule in which waiting for the GPU is an error; keeps the waits before it."""
 
+    def __init__(self) -> None:
+        self.mode = "default"
+        self.seen: list[Any] = []
+        self.waits_before = 0
 
-def planned(groups: Any, layout: str, device: str) -> StepWeights:
-    step = [microbatch(layout, device) for _ in range(NUMBER)]
-    splits = Splits()
-    splits.gathers.settle(True)
-    return StepWeights.plan(lambda: step, TERMS, groups, splits, Wanted(masks=False))
-
-
-def losses_of(groups: Any, weights: StepWeights, masks: list[Tensor]) -> list[Tensor]:
-    """The gradients of a call's losses, whose reports and checks are made, too."""
-    losses = [torch.ones_like(mask, requires_grad=True) for mask in masks]
-    model, given = torch.nn.Identity(), iter(zip(losses, masks, strict=True))
-
-    def forward_step() -> Any:
-        output, mask = next(given)
-        return model(output), functools.partial(loss_func, mask)
-
-    call = fake_call(groups, model, forward_step, len(masks))
-    options = Options(False, {loss_func.__code__}, None, None, False)
-    step = Step(call, TERMS, lambda: weights, Splits(), options)
-    before = torch.cuda.get_sync_debug_mode()
-    with step._model_calls.watch():
-        torch.cuda.set_sync_debug_mode("error")
+    def __call__(
+        self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int
+    ) -> None:
+        self.waits_before = sum("synchronizing CUDA" in str(w.message) for w in self.seen)
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode(self.mode)
         try:
-            for _ in masks:
-                output, loss = step.forward_step()
-                loss(output)[0].backward()
+            for _ in range(num_microbatches):
+                output, loss_func = forward_step_func(data_iterator, model)
+                loss_func(output)[0].backward()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    step.finish()
-    return [x.grad for x in losses]
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("layout", ["rows", "packs"])
-def test_no_loss_of_a_step_waits_and_gradients_are_those_of_the_cpu(groups, layout, device):
-    weights = planned(groups, layout, device)
-    masks = [microbatch(layout, GPU).loss_mask for _ in range(NUMBER)]
-    expected = planned(groups, layout, "cpu")
-    for i, gradient in enumerate(losses_of(groups, weights, masks)):
-        mask = masks[i].cpu()
-        w = expected.choose(i, {"loss": mask}, None, Splits(), True)["loss"]
-        made = NUMBER * w.made_for(mask, torch.float32).view(mask.shape)
-        torch.testing.assert_close(gradient.cpu(), made)
+def test_no_loss_waits_and_gradients_are_those_of_the_cpu(layout, device):
+    from megatron_loss_agg.mcore import LossHook
 
+    batch = microbatch(*SHAPE, layout)
+    w = StepPlan.build(MODE, [Microbatch(**batch)] * NUMBER).weights(0)
+    step = Losses(time.perf_counter, {name: x.to(device) for name, x in batch.items()}, NUMBER)
+    strict = Strict()
+    schedule = LossHook(MODE).wrap(strict)
 
-@pytest.mark.parametrize("layout", ["rows", "packs"])
-def test_planning_masks_on_the_gpu_waits_once(groups, layout):
-    planned(groups, layout, GPU)
-    step = [microbatch(layout, GPU) for _ in range(NUMBER)]
-    before = torch.cuda.get_sync_debug_mode()
+    def run() -> None:
+        for leaf in step.leaves:
+            leaf.grad = None
+        step.run(schedule, lambda mask: partial(megatron.loss_func, mask))
+
+    run()  # the first step compares more, and may wait for it
+    strict.mode = "error"
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as waits:
+        with warnings.catch_warnings(record=True) as strict.seen:
             warnings.simplefilter("always")
-            StepWeights.plan(lambda: step, TERMS, groups, Splits(), Wanted(masks=False))
+            run()
     finally:
-        torch.cuda.set_sync_debug_mode(before)
-    assert len([w for w in waits if "called a synchronizing" in str(w.message)]) == 1
+        torch.cuda.set_sync_debug_mode("default")
+    assert strict.waits_before == (device == "cuda")
+    for leaf in step.leaves:
+        torch.testing.assert_close(leaf.grad.cpu(), NUMBER * w)
