@@ -38,7 +38,7 @@ class Results:
         self.part = ""  # that is being measured
         kinds = ("figures", "failed", "could_not_run", "facts")
         self.rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
-        self._path = path
+        self.path = path
 
     def add(
         self, what: str, where: str, value: float, unit: str, goal: str = "", noise: float = 0.0
@@ -69,10 +69,10 @@ class Results:
     def _add(self, kind: str, row: dict[str, Any]) -> None:
         self.rows[kind].append(row)
         print(line(row) if kind == "figures" else f"{kind}: {row}", flush=True)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_suffix(".new")  # the process may be killed in between
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".new")  # the process may be killed in between
         beside.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self._path)
+        beside.replace(self.path)
 
     def rounds(self, number: int) -> int:
         """How often to measure what is measured ``number`` times."""

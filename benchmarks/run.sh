@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measures what the plugin costs, against the least that it can cost; prints every figure, says
-# which goals are met, and writes build/benchmarks.json. Exits 1 if a goal is missed.
+# Measures what the plugin costs beside stock Megatron; prints every figure, says which goals are met,
+# and writes build/benchmarks.json. Exits 1 if a goal is missed.
 #
-#   bash benchmarks/run.sh                  on this machine's CPU, in 3 to 4 minutes
+#   bash benchmarks/run.sh                  on this machine's CPU, in 2 to 3 minutes
 #   bash benchmarks/run.sh --only plan      one part alone: see benchmarks/__main__.py
 #   bash benchmarks/run.sh --quick          small shapes once: does it run?
 #

@@ -50,6 +50,9 @@ class OnDevice(Tensor):
         made.held = held
         return made
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnDevice({self.held})"
 
@@ -69,6 +72,7 @@ class Watched(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.collectives: list[tuple[str, str]] = []
+        _watching.append(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
@@ -77,10 +81,9 @@ class Watched(TorchDispatchMode):
             self.collectives += [(name, x.device.type) for x in given[:1]]
             _check_backend(name, args, given)
         out = self.result(func, args, kwargs or {})
-        if _is_off_cpu(given):
-            to_cpu = name in ("_to_copy", "copy_") and not _is_off_cpu(tensors_in(out))
-            if to_cpu or name in _WAITS or _waits_for_lengths(name, kwargs):
-                self.waits.append(name)
+        if _waits(name, given, tensors_in(out), kwargs or {}):
+            self.waits.append(name)
+            _synchronize()
         return out
 
     def result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -106,13 +109,19 @@ def take() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
     _kept.append(library)  # its functions go with it
     torch.accelerator.current_accelerator = lambda *_: torch.device(DEVICE.type)
     torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.current_stream = lambda *_: _Stream
+    torch.accelerator.is_available = lambda: True
+    Tensor.pin_memory = _pinned
+    _Stream.exists = True
     dist.Backend.register_backend(BACKEND, dist.ProcessGroupGloo, devices=["cpu"])
 
 
 _kept: list[Any] = []
+_watching: list[Watched] = []
 
 
 def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
@@ -121,6 +130,40 @@ def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
 
 def _empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
     return OnDevice(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _pinned(x: Tensor, *_: Any) -> Tensor:
+    copy = x.clone()
+    copy.is_pinned_here = True
+    return copy
+
+
+def _copy_from(x: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
+    x, held = (y.held if isinstance(y, OnDevice) else y for y in (x, to))
+    held.copy_(x)
+    return to
+
+
+_on_their_way: list[tuple[Tensor, Tensor]] = []
+"""Copies to the CPU that were not waited for, and what they will hold."""
+
+
+def _synchronize() -> None:
+    for copy, value in _on_their_way:
+        copy.copy_(value)
+    _on_their_way.clear()
+
+
+class _Stream:
+    """Of the device: there is one."""
+
+    exists = False
+
+    @staticmethod
+    def synchronize() -> None:
+        for mode in _watching:
+            mode.waits.append("synchronize")
+        _synchronize()
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -138,12 +181,19 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     held = tree_map_only(OnDevice, lambda x: x.held, (args, kwargs))
     out = func(*held[0], **held[1])
     if not on_device:
-        return out
+        return _arriving(out) if kwargs.get("non_blocking") else out
     if func is torch.ops.aten.copy_.default:
         return args[0]
     # An operation in place returns what it was given.
     same = {id(x.held): x for x in given if isinstance(x, OnDevice)}
     return tree_map_only(Tensor, lambda x: same[id(x)] if id(x) in same else OnDevice(x), out)
+
+
+def _arriving(value: Tensor) -> Tensor:
+    """A copy that holds something else until the device is waited for."""
+    copy = torch.full_like(value, 1)
+    _on_their_way.append((copy, value.clone()))
+    return copy
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -154,13 +204,20 @@ def _is_on_device(tensors: list[Tensor]) -> bool:
     return any(isinstance(x, OnDevice) for x in tensors)
 
 
-def _is_off_cpu(tensors: list[Tensor]) -> bool:
-    """Also of fake ones."""
-    return any(x.device.type != "cpu" for x in tensors)
-
-
-def _waits_for_lengths(name: str, kwargs: Any) -> bool:
-    return name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+def _waits(name: str, given: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for the device, real, simulated or fake."""
+    off_cpu = [any(x.device.type != "cpu" for x in tensors) for tensors in (given, made)]
+    if not any(off_cpu):
+        return False
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("_to_copy", "copy_") and len({x.device.type for x in (*given, *made)}) > 1:
+        if not all(x.numel() for x in given):
+            return False
+        # Memory of the CPU that can be swapped out is copied first, by the host.
+        from_pinned = not _Stream.exists or hasattr(given[-1], "is_pinned_here")
+        return not kwargs.get("non_blocking") or (off_cpu[1] and not from_pinned)
+    return name in _WAITS
 
 
 def _check_backend(name: str, args: Any, given: list[Tensor]) -> None:

@@ -61,11 +61,10 @@ def _processes(name: str, part: Part, dry: bool, seconds: float, folder: Path) -
         with open(folder / f"{name}.{rank}.log", "wb") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, **options))
     deadline = time.monotonic() + seconds
-    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-        if any(p.returncode for p in processes):
+    while None in (codes := [p.poll() for p in processes]) and not any(codes):
+        if time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    codes = [p.poll() for p in processes]
     for p in processes:
         if p.returncode is None:
             os.killpg(p.pid, signal.SIGKILL)

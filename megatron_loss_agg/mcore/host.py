@@ -83,7 +83,9 @@ class ParallelGroups:
                 "call parallel_state.initialize_model_parallel first"
             )
         return cls(
-            dp=parallel_state.get_data_parallel_group(with_context_parallel=False),
+            # Gloo's where the host has one beside NCCL's: counts then wait for no kernel.
+            dp=getattr(parallel_state, "_DATA_PARALLEL_GROUP_GLOO", None)
+            or parallel_state.get_data_parallel_group(with_context_parallel=False),
             cp=parallel_state.get_context_parallel_group(),
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),

@@ -15,6 +15,7 @@ from megatron_loss_agg.collectives import failing_together, handed_on
 from megatron_loss_agg.counts import StepCounts
 from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.exchange import abandoning_on_error
+from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import checked_microbatches
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_late, checked_samples
@@ -178,7 +179,8 @@ def _counted(step: Step, call: Call, splits: Splits, needs: Set[str]) -> Planned
             # Of masks nothing is known; the counts of samples and microbatches are right.
             given = [Microbatch(torch.ones(n, 1), routed_tokens=0) for n in numbers]
         else:
-            given = checked_microbatches(given, step.number, terms)
+            # All at once: each transfer from a device waits for it.
+            given = brought_to_cpu(checked_microbatches(given, step.number, terms))
         units = tuple(unit for unit in BY_ID if unit in needs)
         if not call.trains:  # validation sets are often read one by one, and then lack ids
             all_terms = [of_term(name, m) for m in given for name in terms]

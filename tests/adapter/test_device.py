@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_loss_agg import CPLayout, LossAggregation, Term
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, Term
 from tests import device
 from tests.distributed import run_ranks
 
 run = functools.partial(run_ranks, preload="megatron.core.utils")
+needs_device = pytest.mark.skipif(
+    not device.is_available(), reason="this torch takes no devices that are written in Python"
+)
 LENGTHS = ((3, 5, 4), (6, 2, 4))  # of the samples of each microbatch
 N_MB = len(LENGTHS)
 MULTIPLE = 4  # samples of packs are padded to twice the number of context-parallel ranks
@@ -258,7 +261,7 @@ def on_device(case: str, read_on_device: bool) -> dict[str, Any]:
         waits[:] += seen.waits[before:]
 
     def place(x: Tensor) -> Tensor:
-        return x.to(device.DEVICE)
+        return x.pin_memory().to(device.DEVICE, non_blocking=True)
 
     class Counting(Script):
         def schedule(self, **arguments: Any) -> Any:
@@ -281,7 +284,7 @@ def on_device(case: str, read_on_device: bool) -> dict[str, Any]:
     return {"planning": planning, "loss": waits, "same": same, "collectives": collectives}
 
 
-@pytest.mark.skipif(not device.is_available(), reason="this torch takes no devices in Python")
+@needs_device
 @pytest.mark.parametrize("read_on_device", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
@@ -293,3 +296,74 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
         assert len(rank["planning"]) <= read_on_device
         assert all(rank["same"]) and len(rank["same"]) >= 2 * N_MB
         assert {*rank["collectives"]} <= {device.DEVICE.type}
+
+
+def numbers_of(plan: Any) -> list[Any]:
+    return [plan.counts, *(plan.coefficients(i).tolist() for i in range(N_MB))]
+
+
+def over_groups(backend: str, places_on_device: bool) -> dict[str, Any]:
+    """Of everything that ranks exchange: is it right, where its tensors were, and its waits."""
+    from megatron_loss_agg.mcore.step import handed_on
+    from megatron_loss_agg.report import Sum, reduce_reports
+
+    rank = dist.get_rank()
+    batches = [whole_batch(i + rank, "rows") for i in range(N_MB - 1, -1, -1)]
+
+    def step(place: Callable[[Tensor], Tensor]) -> list[Microbatch]:
+        return [
+            Microbatch(place(x["loss_mask"]), prompt_ids=place(x["prompt_ids"])) for x in batches
+        ]
+
+    def exchanged(group: Any, place: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        plans = StepPlan.build_terms(TWO, step(place), group)
+        counted = [numbers_of(plans[name]) for name in TWO]
+        box = handed_on(lambda: (rank, counted), group, 1)
+        total = place(torch.tensor(rank + 1.0))
+        reports = [{"policy": Sum(total), "lm loss": torch.stack([total, total])}]
+        return counted, box, reduce_reports(reports, group)
+
+    wanted = exchanged(dist.group.WORLD, lambda x: x)
+    device.take()
+    group = dist.new_group(backend=backend)
+    place = (lambda x: x.to(device.DEVICE)) if places_on_device else (lambda x: x)
+    with device.Watched() as seen:
+        found = exchanged(group, place)
+    where = {device_type for _, device_type in seen.collectives}
+    return {"same": found == wanted, "sender": found[1][0], "where": where, "waits": seen.waits}
+
+
+@needs_device
+@pytest.mark.parametrize("places_on_device", [False, True])
+def test_ranks_exchange_tensors_on_the_device_that_their_backend_takes(
+    places_on_device: bool,
+) -> None:
+    for rank in run(over_groups, 2, device.BACKEND, places_on_device):
+        assert rank["same"] and rank["sender"] == 1
+        assert rank["where"] == {device.DEVICE.type}
+
+
+@needs_device
+def test_a_group_for_both_exchanges_over_the_cpu_and_waits_for_no_kernel() -> None:
+    both = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
+    for rank in run(over_groups, 2, both, False):
+        assert rank["same"] and rank["sender"] == 1
+        assert rank["where"] == {"cpu"}
+        assert rank["waits"] == []
+
+
+def counting_group(gloo_beside: bool) -> tuple[bool, bool]:
+    """Whether counts go over a group of their own, and whether it is gloo's."""
+    from megatron.core import parallel_state
+
+    from megatron_loss_agg.mcore.host import ParallelGroups
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=gloo_beside)
+    group = ParallelGroups.of().dp
+    is_own = group is not parallel_state.get_data_parallel_group()
+    return is_own, gloo_beside and group is parallel_state.get_data_parallel_group_gloo()
+
+
+@pytest.mark.parametrize("gloo_beside", [False, True])
+def test_counts_go_over_the_host_s_own_gloo_group_if_it_has_one(gloo_beside: bool) -> None:
+    assert {*run(counting_group, 2, gloo_beside)} == {(gloo_beside, gloo_beside)}

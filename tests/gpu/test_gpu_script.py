@@ -71,6 +71,8 @@ def hangs(found: Results, seconds: float) -> None:
 
 def one_of_two_dies(found: Results, seconds: float) -> None:
     if os.environ["RANK"] == "1":
+        while not found.path.with_name("tried.json").exists():
+            time.sleep(0.05)
         os._exit(7)
     found.add("a figure", "here", 1.0, "x")
     time.sleep(600)
@@ -91,7 +93,7 @@ def lacks_a_module(found: Results, seconds: float) -> None:
     [
         ("fails", "failed", "ValueError: what went wrong"),
         ("dies", "failed", "its processes ended with [7]"),
-        ("hangs", "failed", "still running after 12 s, and was killed"),
+        ("hangs", "failed", "still running after 15 s, and was killed"),
         ("one_of_two_dies", "failed", "its processes ended with [None, 7]"),
         ("lacks", "could_not_run", "needs more"),
         ("lacks_a_module", "could_not_run", "No module named 'no_such_module'"),
@@ -99,7 +101,7 @@ def lacks_a_module(found: Results, seconds: float) -> None:
 )
 def test_a_part_keeps_what_it_found_whatever_becomes_of_it(function, kind, reason, tmp_path):
     part = Part(f"{__name__}:{function}", 60, ranks=2 if "two" in function else 1)
-    found = runner.run("tried", part, True, 12.0 if function == "hangs" else 60.0, tmp_path)
+    found = runner.run("tried", part, True, 15.0 if function == "hangs" else 60.0, tmp_path)
     assert [figure["what"] for figure in found["figures"]] == ["a figure"]
     (row,) = found[kind]
     assert row["reason"].startswith(reason)

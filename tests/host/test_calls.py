@@ -309,7 +309,7 @@ def test_a_call_without_loss_functions_is_left_to_the_host() -> None:
     assert stock == hooked  # before 0.19 both fail: the schedule itself calls the loss function
     if stock is None:
         assert all(map(torch.equal, *answers))
-    assert "the loss function NoneType, which carries no mask" in trained
+    assert "the loss function NoneType, which the forward step returned, has no mask" in trained
 
 
 def frozen_on_host() -> list[str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore import LossHook, Loop
+from megatron_loss_agg.mcore import Loop, LossHook
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, data_for, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import LENGTHS, MODES, Places, aggregation, weights_of

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.mcore import LossHook, Loop, TokenLoss
+from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, batches, sequences, weights_of

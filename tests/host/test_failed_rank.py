@@ -32,7 +32,6 @@ DEFECTS = {
     ),
     ("dp2", "function"): ([1], FUNCTION),
     ("cp2", "reader"): ([1], READER),
-    ("dp2-cp2", "split"): ([2, 3], "LayoutError: sequence 0 has (padded) length"),
     ("pp2", "reader"): ([1], READER),
     ("pp2", "function"): ([1], FUNCTION),
     ("pp2", "empty step"): ([1], EMPTY),
@@ -58,20 +57,11 @@ def interrupted(good: Iterator[Any]) -> Iterator[Any]:
     raise KeyboardInterrupt
 
 
-def odd_packs(good: Iterator[Any]) -> Iterator[Any]:
-    """Packs of an odd length, which two context-parallel ranks cannot split."""
-    for batch in good:
-        mask = batch["loss_mask"][..., :-1]
-        offsets = batch["cu_seqlens"].new_tensor([0, mask.shape[-1]])
-        yield {"loss_mask": mask, "cu_seqlens": offsets, "prompt_ids": batch["prompt_ids"][:1]}
-
-
 BAD_DATA = {
     "reader": failing_reader,
     "short reader": lambda good: iter([next(good)]),
     "no data": lambda good: iter([]),
     "interrupted": interrupted,
-    "split": odd_packs,
     "no iterator": lambda good: None,
 }
 

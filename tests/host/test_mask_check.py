@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import Loop, LossHook, read_batch
+from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss, read_batch
 from tests.host.harness import CP2, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
 
@@ -44,13 +44,14 @@ def labels_alone(batch: Batch) -> Microbatch:
 def script(
     part: Callable[[int], int] = int,
     tokens: Callable[[Tensor], Tensor] = Tensor.clone,
+    own_tokens: Callable[[Tensor], Tensor] = Tensor.clone,
     mask: Callable[[Tensor, int], Tensor] = lambda mask, rank: mask,
 ) -> Callable[..., Any]:
     """A forward step.
 
     Args:
         part: the context-parallel rank whose part a rank takes.
-        tokens, mask: changes of what it uses; of the mask, by rank.
+        tokens, own_tokens, mask: changes of the batch's tokens, of the rank's and of its mask.
     """
 
     def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
@@ -63,10 +64,15 @@ def script(
         rank = parallel_state.get_context_parallel_rank()
         layout = CPLayout.bshd(batch["tokens"].shape[1], size, part(rank))
         own, loss_mask = layout.shard(tokens(batch["tokens"])), layout.shard(batch["loss_mask"])
+        own = own_tokens(own)
         losses = model(own, gpt.positions_like(own), None).logsumexp(-1)
         return losses, functools.partial(gpt.stock_loss_func, mask(loss_mask, rank))
 
     return forward_step
+
+
+def positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1]).expand_as(tokens)
 
 
 def without_a_token(mask: Tensor, rank: int) -> Tensor:
@@ -93,6 +99,8 @@ SPLIT: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str | None]] = {
         stream,
         "LayoutError: the tokens that the model is called with on all context-parallel ranks",
     ),
+    # As where the model gets embeddings: they tell nothing.
+    "positions alone": ({}, {"own_tokens": positions}, stream, None),
     "a token less on one rank": (
         {},
         {"mask": without_a_token},
@@ -204,10 +212,12 @@ def within_a_sample(mask: Tensor) -> Tensor:
     return mask
 
 
-MOVED: dict[str, tuple[str, Callable[[Tensor], Tensor], bool, bool]] = {
-    # Mode, change, whether the first step refuses it, and whether later ones do.
+BOTH = ("token_mean", "sample_mean")
+MOVED: dict[str, tuple[Any, Callable[[Tensor], Tensor], bool, bool]] = {
+    # Mode, or those of two terms; change; whether the first step refuses it; whether later ones do.
     "between samples": ("sample_mean", between_samples, True, True),
     "between samples that do not matter": ("token_mean", between_samples, True, False),
+    "between samples that matter to the second term": (BOTH, between_samples, True, True),
     "within a sample": ("sample_mean", within_a_sample, False, False),
     "within a sample, custom": ("custom", within_a_sample, True, True),
 }
@@ -222,15 +232,20 @@ def moved_on_host() -> dict[str, list[str | None]]:
 
     def run(hook: LossHook, change: Callable[[Tensor], Tensor] | None) -> str | None:
         def changed(stock: Any, mask: Tensor) -> Any:
-            return functools.partial(stock, mask if change is None else change(mask))
+            mask = mask if change is None else change(mask)
+            if len(hook.terms) == 1:
+                return functools.partial(stock, mask)
+            return TokenLoss(lambda losses: (dict.fromkeys(hook.terms, losses), {}), mask)
 
         options = {"forward_step_func": gpt.forward_step_with(changed)}
         return error_of(gpt.run_step, hook, model, batches(((0, 1),), "thd"), 1, **options)
 
     found = {}
-    for name, (mode, change, *_) in MOVED.items():
-        hooks = [LossHook(aggregation(mode), loop=Loop(of_megatron=True)) for _ in range(2)]
-        found[name] = [run(hooks[0], change), run(hooks[1], None), run(hooks[1], change)]
+    for case, (mode, change, *_) in MOVED.items():
+        modes = BOTH if mode == BOTH else (mode,)
+        terms = {name: aggregation(name) for name in modes}
+        hooks = [LossHook(terms, loop=Loop(of_megatron=True)) for _ in range(2)]
+        found[case] = [run(hooks[0], change), run(hooks[1], None), run(hooks[1], change)]
     return found
 
 

@@ -73,7 +73,7 @@ CASES = {
         scripts.with_another_name,
     ),
     "object that is no partial": Case(
-        ("HostError", "HoldsMask, which carries no mask"), scripts.HoldsMask
+        ("HostError", "HoldsMask, which the forward step returned, has no mask"), scripts.HoldsMask
     ),
     "term": Case(
         ("HostError", "expected a masked sum", "drop its own factors", "return a TokenLoss"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook, Loop
+from megatron_loss_agg.mcore import Loop, LossHook
 from tests.host.cases import Case, grid
 from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
 from tests.host.reference import reference

@@ -159,8 +159,8 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
     "transposed": (
         partial(policy_step, losses_of=lambda losses: losses["kl"].T, rows=True),
         False,
-        "MaskError: a TokenLoss whose function returned losses of shape (72, 2) for a loss mask of shape "
-        "(2, 72)",
+        "MaskError: a TokenLoss whose function returned losses of shape (72, 2) for a loss mask of "
+        "shape (2, 72)",
     ),
 }
 

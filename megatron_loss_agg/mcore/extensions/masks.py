@@ -249,13 +249,13 @@ def _matches(prints: Prints, rows: Tensor) -> bool:
 def _places(i: int, prints: Sequence[Prints], rows: Tensor, split: bool) -> set[int]:
     """The microbatches of the step whose tokens the model may have been called with for ``i``.
 
-    ``{i}`` where these are its own, or tell nothing; none where a script has changed its tokens.
+    ``{i}`` where these tell nothing; none where a script has changed its tokens.
 
     Raises:
         LayoutError: none, and they are ``split`` over ranks, which may hold some of them twice.
     """
     rows = rows[(rows[:, 1] == 0) & ((rows[:, 2] > 0) | split)]
-    if not len(rows) or not any(ids.tells for ids in prints[i].ids) or _matches(prints[i], rows):
+    if not len(rows) or not any(ids.tells for ids in prints[i].ids):
         return {i}
     found = {j for j, other in enumerate(prints) if _matches(other, rows)}
     if split and not found:
