@@ -74,18 +74,19 @@ def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: tor
             work()
         peaks.append(counted.peak)
     results.add("peak memory of a step's losses", where, peaks[1] / peaks[0], "x stock")
-    size = len(pickle.dumps(kept.last.plan)) / (NUMBER * shape[0])
+    size = kept.bytes / (NUMBER * shape[0])
     results.add("plan handed on to other ranks", where, size, "B a sample", "handed_on")
 
 
 class Kept(Extension):
     """Keeps what the hook hands to its extensions last."""
 
-    def __init__(self) -> None:
-        self.last: Any = None
+    last: Any = None
+    bytes = 0  # of a plan, as other ranks would get it: before losses ask it for anything
 
     @contextlib.contextmanager
     def around(self, call: Any, plan: Any) -> Iterator[Callable[[Any], None]]:
+        self.bytes = len(pickle.dumps(plan))
         yield functools.partial(setattr, self, "last")
 
     def works(self) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -39,7 +39,7 @@ from stdlib_pairs import VOCAB_SIZE, PackedPairs  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_loss_agg import CPLayout, LossAggregation  # noqa: E402
-from megatron_loss_agg.mcore.hook import LossHook  # noqa: E402
+from megatron_loss_agg.mcore import LossHook  # noqa: E402
 
 BOUND = 1e-14
 CP_SIZE = 2

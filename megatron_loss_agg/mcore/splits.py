@@ -97,6 +97,15 @@ def local_starts(pack: Samples, split: Split, size: int, rank: int) -> Tensor:
     return torch.stack(bounds).sum(dim=0)
 
 
+def _divides(split: Split, samples: Samples, size: int) -> bool:
+    """Whether the lengths are those that the split needs."""
+    if split.chunks is not None:
+        return samples.length % split.chunks(size, 0)[0] == 0
+    assert samples.starts is not None
+    ends = torch.cat([samples.starts, samples.starts.new_tensor([samples.length])])
+    return not bool((ends.diff() % (2 * size)).any())
+
+
 class Splits:
     """The splits that a script may use, for rows and for packs: fewer with every microbatch.
 
@@ -124,16 +133,11 @@ class Splits:
         Raises:
             LayoutError: none can.
         """
-        packed = samples.starts is not None
-        found, errors = {}, []
-        for name in self._left[packed]:
-            try:
-                _SPLITS[packed][name].layout(samples, size, 0)
-                found[name] = _SPLITS[packed][name]
-            except LayoutError as error:
-                errors.append(error)
+        splits = _SPLITS[samples.starts is not None]
+        left = {name: splits[name] for name in self._left[samples.starts is not None]}
+        found = {name: split for name, split in left.items() if _divides(split, samples, size)}
         if not found:
-            raise errors[0]
+            next(iter(left.values())).layout(samples, size, 0)  # raises, and says why
         return found
 
     def layouts(self, samples: Samples, size: int, rank: int) -> dict[str, CPLayout]:

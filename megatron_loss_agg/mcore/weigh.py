@@ -132,6 +132,8 @@ def weighed(
         return _late(term, aggregation, i, mask, packed, groups, whole)
     if samples.starts is None and by_sample:
         _check_rows(samples, packed)
+    if size > 1 and not whole:
+        splits.possible(samples, size)  # whose error says more than that of the shape
     _check_shape(mask, samples.shape, size, whole)
     coefficient_S = term.coefficient_S(aggregation, i, lambda: mask)
     given = None if term.given is None else term.given[i]

@@ -240,7 +240,10 @@ def test_a_loss_function_needs_no_value_from_the_device(case: str) -> None:
     assert made >= 2 * N_MB  # losses and reports
 
 
-def on_device(case: str, read_on_device: bool) -> dict[str, Any]:
+BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
+
+
+def on_device(case: str, read_on_device: bool, backend: str = device.BACKEND) -> dict[str, Any]:
     """Waits of a second step, by part, and whether two steps return what they do on the CPU."""
     terms, layout, options = CASES[case]
     per_token, forward_only = (options.get(x, False) for x in ("per_token", "forward_only"))
@@ -250,7 +253,7 @@ def on_device(case: str, read_on_device: bool) -> dict[str, Any]:
     wanted = [one_call(hook, Script(layout, number), model, groups, x) for x in steps]
 
     device.take()
-    groups.cp = dist.new_group(backend=device.BACKEND)
+    groups.cp = dist.new_group(backend=backend)
     hook, seen = hook_of(terms, options), device.Watched()
     planning, waits = [], []
 
@@ -285,8 +288,7 @@ def on_device(case: str, read_on_device: bool) -> dict[str, Any]:
 
 
 @needs_device
-@pytest.mark.parametrize("read_on_device", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "read_on_device"), [(1, True), (2, False)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
     case: str, ranks: int, read_on_device: bool
@@ -298,17 +300,26 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
         assert {*rank["collectives"]} <= {device.DEVICE.type}
 
 
+@needs_device
+@pytest.mark.parametrize("case", ["rows", "packs"])
+def test_a_loss_function_sends_from_the_device_if_a_group_takes_both(case: str) -> None:
+    for rank in run(on_device, 2, case, False, BOTH):
+        assert rank["loss"] == []
+        assert all(rank["same"])
+        assert device.DEVICE.type in rank["collectives"]
+
+
 def numbers_of(plan: Any) -> list[Any]:
     return [plan.counts, *(plan.coefficients(i).tolist() for i in range(N_MB))]
 
 
 def over_groups(backend: str, places_on_device: bool) -> dict[str, Any]:
     """Of everything that ranks exchange: is it right, where its tensors were, and its waits."""
-    from megatron_loss_agg.mcore.step import handed_on
+    from megatron_loss_agg.collectives import handed_on
     from megatron_loss_agg.report import Sum, reduce_reports
 
     rank = dist.get_rank()
-    batches = [whole_batch(i + rank, "rows") for i in range(N_MB - 1, -1, -1)]
+    batches = [whole_batch((i + rank) % N_MB, "rows") for i in range(N_MB)]
 
     def step(place: Callable[[Tensor], Tensor]) -> list[Microbatch]:
         return [
@@ -345,8 +356,7 @@ def test_ranks_exchange_tensors_on_the_device_that_their_backend_takes(
 
 @needs_device
 def test_a_group_for_both_exchanges_over_the_cpu_and_waits_for_no_kernel() -> None:
-    both = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
-    for rank in run(over_groups, 2, both, False):
+    for rank in run(over_groups, 2, BOTH, False):
         assert rank["same"] and rank["sender"] == 1
         assert rank["where"] == {"cpu"}
         assert rank["waits"] == []

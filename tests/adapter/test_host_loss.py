@@ -91,7 +91,7 @@ def test_masks_lose_their_gradients_and_stay_shared():
     "function", [lambda x, output_tensor: x, torch.add], ids=["own", "torch's"]
 )
 def test_a_partial_without_a_mask_is_refused(function: Any) -> None:
-    with pytest.raises(HostError, match="carries no mask"):
+    with pytest.raises(HostError, match="has no mask"):
         read(functools.partial(function, MASK), LOSSES)
 
 

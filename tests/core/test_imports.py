@@ -111,7 +111,8 @@ def test_a_file_of_the_guide_imports_only_what_stands_above_it():
         for file in files:
             unknown = imported_by(file.read_text()) - above
             assert not unknown, f"{file} imports {unknown}"
-    assert everything - above == {PACKAGE / "mcore/__init__.py", PACKAGE / "__main__.py"}
+    left = {file for file in everything - above if len(ast.parse(file.read_text()).body) > 1}
+    assert left == {PACKAGE / "__main__.py"}  # others are docstrings of folders
 
 
 def test_no_file_imports_itself_over_others():

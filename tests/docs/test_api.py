@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
 _COMMANDS = ("megatron_loss_agg.explain",)  # whose __all__ is a command's main function
+_PUBLIC_PATHS = {"megatron_loss_agg.losses.policy": "megatron_loss_agg.policy"}
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +48,26 @@ def _public_names() -> list[str]:
     for name, source in sources.items():
         if "\n__all__ = " not in source.read_text() or name in _COMMANDS:
             continue
-        module = import_module(name)
+        module, path = import_module(name), _PUBLIC_PATHS.get(name, name)
         for public in module.__all__:
-            found.append(f"{name}.{public}")
+            found.append(f"{path}.{public}")
             value = getattr(module, public)
             if inspect.isclass(value):
-                described = re.findall(r"^ +(\w+): ", value.__doc__ or "", re.MULTILINE)
-                own = [member for member in vars(value) if not member.startswith("_")]
-                found += [f"{name}.{public}.{member}" for member in own if member not in described]
+                members = _members(value, module.__all__)
+                found += [f"{path}.{public}.{member}" for member in members]
     return found
+
+
+def _members(cls: type, public: Sequence[str]) -> list[str]:
+    """Public members of a class that neither its docstring nor a base of a public name describes."""
+    described = {*re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.MULTILINE)}
+    members: list[str] = []
+    for base in cls.__mro__:
+        if base is not cls and base.__name__ in public:
+            described |= {*vars(base)}
+        elif base.__module__.startswith("megatron_loss_agg"):
+            members += [x for x in vars(base) if not x.startswith("_")]
+    return [member for member in members if member not in described]
 
 
 def test_no_public_name_is_missing(pages: dict[str, str]) -> None:

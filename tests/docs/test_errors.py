@@ -8,8 +8,8 @@ from tests.docs.pages import ROOT
 
 # After what was got: what was expected, or what to do.
 _CURE = re.compile(
-    r"expected|pip install|; (?:call|drop|fix|give|pass|write)\b|: (?:change|wrap)\b|or choose|"
-    r"; it has|only '?\w+'? takes one"
+    r"expected|pip install|; (?:call|drop|fix|give|pass|write)\b|: (?:change|wrap|or drop)\b|"
+    r"or choose|; it has|only '?\w+'? takes one"
 )
 
 

@@ -20,7 +20,8 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands
 # What a page claims about the names that its Python leaves behind.
 CLAIMS = {
     "README.md": "'prompt_mean loss' in reports[0]",
-    "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6",
+    "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
+    " and 'squared loss' in reports[0]",
     "docs/distillation.md": "distilled(logits, logits, labels, mask)[1].loss_mask is mask",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
     "docs/losses.md": "read({'texts': ['a', 'b']}).samples == 2",
@@ -29,7 +30,7 @@ CLAIMS = {
     " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
     " and 'kl of the policy' in reports[0]",
     "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
-    "patches/README.md": "install.__module__ == 'megatron_loss_agg.mcore.install'",
+    "patches/README.md": "install.__module__ == 'megatron_loss_agg.mcore.launch.install'",
 }
 # Commands that no test here can run, by how they begin: who runs them, or why nobody does.
 ELSEWHERE = {
@@ -140,7 +141,7 @@ def _parse_run(words: list[str]) -> None:
 
 def _parse_ours(words: list[str]) -> list[str]:
     """Check our flags among ``words``; return the others."""
-    from megatron_loss_agg.mcore.flags import aggregation_from, taken_from
+    from megatron_loss_agg.mcore.launch.flags import aggregation_from, taken_from
 
     ours, others = taken_from(words)
     if ours.get("loss_aggregation") != "MODE":

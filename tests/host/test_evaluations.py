@@ -105,9 +105,7 @@ def evaluated() -> dict[Any, Any]:
         facts[name] = means(LossHook(terms), ddp, CALLS, False)
     for by_call in (False, True):
         rejects = {"rejected": aggregation("sample_mean", rejected="skip")}
-        hook = LossHook(
-            rejects, loop=Loop(of_megatron=True, averages_quotients=by_call)
-        )
+        hook = LossHook(rejects, loop=Loop(of_megatron=True, averages_quotients=by_call))
         facts["rejected", by_call] = means(hook, ddp, CALLS, by_call)
     facts["terms"] = means(LossHook(TERMS), ddp, CALLS, False, forward_step_func=two_terms)
     return facts

@@ -137,7 +137,7 @@ class Script:
 
 
 def steps_on_host(sizes: dict[str, int], expected: dict[str, Any]) -> dict[str, list[Any]]:
-    """Every rank, for each case: the gradient errors of its steps, or what a step was refused with."""
+    """Every rank, for each case: its steps' gradient errors, or what a step was refused with."""
     from tests.host import gpt, gradients
 
     gpt.initialize(**sizes)

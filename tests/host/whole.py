@@ -60,9 +60,6 @@ def parts(x: Tensor, kind: str) -> list[Tensor]:
     gathered = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(gathered, x.detach().contiguous(), group=group)
     gathered[rank] = x
-    if kind == "a mix":  # a part of the gradient is summed over ranks
-        reduced = parts(x, "reduced_grad")
-        return [0.7 * a + 0.3 * b for a, b in zip(gathered, reduced, strict=True)]
     if kind == "detached on a rank":
         return [part.detach() if rank else part for part in gathered]
     return gathered
