@@ -37,6 +37,7 @@ from megatron_loss_agg.microbatch import tensors_in
 from megatron_loss_agg.running_mean import RunningMean
 from megatron_loss_agg.weights import (
     at_least_fp32,
+    detached,
     in_dtype,
     times_coefficient,
     weighted_sum_of_fitting,
@@ -87,21 +88,21 @@ class Reports:
 
         In an evaluation of several calls, a call weighs as much as the denominator.
         """
-        part, number = part.detach(), self._number // self._copies
+        part, number = detached(part), self._number // self._copies
         if self._plan.divided_by_host:
-            return _pair(part / self._copies, self._mask_sum.to(part) / self._copies)
+            return _pair(part, self._mask_sum, self._copies)
         if self._running_means is not None:
             value = self._running_means[key].add(part, denominator, self._begins)
             return _pair(value.to(part) * number, 1.0)
         count = max(denominator / self._number, _LEAST) if self._evaluates else 1.0
-        return _pair(part * (number * count), count)
+        return _pair(part if number * count == 1 else part * (number * count), count)
 
     def token_mean(self, key: str, dtype: torch.dtype) -> Tensor:
         """The pair of the microbatch's masked sum and mask sum, whose quotient is the mean."""
         mask = in_dtype(self._mask.flatten(), at_least_fp32(self._mask.dtype))
         total = in_dtype(weighted_sum_of_fitting(mask, self._losses), dtype)
         if self._running_means is None:
-            return _pair(total / self._copies, self._mask_sum.to(total) / self._copies)
+            return _pair(total, self._mask_sum, self._copies)
         tokens = self._plan.first.counts.all_tokens
         return self.summed(key, total / (tokens or 1.0), tokens)
 
@@ -110,9 +111,13 @@ class Reports:
         return self._mask.sum(dtype=at_least_fp32(self._mask.dtype))
 
 
-def _pair(total: Tensor, count: Tensor | float) -> Tensor:
-    """[2]; waits for no device."""
-    return torch.stack([total, count if isinstance(count, Tensor) else total.new_full((), count)])
+def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
+    """[2]: both, divided by ``copies``; in the dtype of ``total``. Waits for no device."""
+    if isinstance(count, Tensor):
+        pair = torch.stack([total, in_dtype(count, total.dtype)])
+    else:
+        pair = torch.stack([total, torch.full_like(total, count)])
+    return pair if copies == 1 else pair / copies
 
 
 class CallLosses:

@@ -28,7 +28,8 @@ class SumPair(Protocol):
 class MicrobatchLoss:
     """The loss of one microbatch on this rank, before the host's scale.
 
-    Mappings are by term. Tensors of tokens are flat: [tokens of this rank].
+    Mappings are by term. Losses and weights are flat: [tokens of this rank]. Masks have the shapes
+    that the script gave them.
     """
 
     i: int  # of the microbatch in its step

@@ -123,8 +123,9 @@ def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str
         mask = loss_func.loss_mask
     elif len(names) > 1:
         raise HostError(
-            f"the forward step returned the loss function {loss_func!r} for the terms "
-            f"{sorted(names)}; expected a TokenLoss, whose losses are a mapping of them"
+            f"the forward step returned the loss function {name_of(loss_func)} for the terms "
+            f"{sorted(names)}; expected a TokenLoss, whose losses are a mapping of them; for "
+            "Megatron's distillation LossHook(extensions=[Distillation()])"
         )
     else:
         mask = bound_mask(loss_func)
