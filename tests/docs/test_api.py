@@ -59,7 +59,7 @@ def _public_names() -> list[str]:
 
 
 def _members(cls: type, public: Sequence[str]) -> list[str]:
-    """Public members of a class that neither its docstring nor a base of a public name describes."""
+    """Public members of a class that neither its docstring nor a base of public name describes."""
     described = {*re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.MULTILINE)}
     members: list[str] = []
     for base in cls.__mro__:
