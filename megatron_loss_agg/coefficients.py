@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
-from megatron_loss_agg.counts import LocalTerm
+from megatron_loss_agg.counting.counts import LocalTerm
+from megatron_loss_agg.counting.exchange import Counted
 from megatron_loss_agg.errors import GroupError, StepError
-from megatron_loss_agg.exchange import Counted
 from megatron_loss_agg.weights import sample_coefficients
 
 

@@ -181,6 +181,12 @@ def communication_device(group: dist.ProcessGroup) -> torch.device:
     return current_device()
 
 
+def fitting(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x`` where ``group``'s backend takes it: on its own device if it can stay there."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return x if backends.get(x.device.type, "gloo") != "gloo" else x.to(communication_device(group))
+
+
 def current_device() -> torch.device:
     """Of this process's accelerator; the CPU if there is none."""
     if not hasattr(torch, "accelerator"):  # torch < 2.6

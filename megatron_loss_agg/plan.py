@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.counts import LocalTerm
+from megatron_loss_agg.counting.counts import LocalTerm
+from megatron_loss_agg.counting.exchange import Counted, abandon, abandoning_on_error, count_step
+from megatron_loss_agg.counting.samples import Samples, read_terms
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.exchange import Counted, abandon, abandoning_on_error, count_step
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Ids,
@@ -23,7 +24,6 @@ from megatron_loss_agg.microbatch import (
     listed,
     of_term,
 )
-from megatron_loss_agg.samples import Samples, read_terms
 from megatron_loss_agg.weights import (
     at_least_fp32,
     check_losses,

@@ -9,11 +9,15 @@ inf if the formula has no value for it), the loss is computed from 0 and then se
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import PolicyError
-from megatron_loss_agg.weights import check_tensors
+from megatron_loss_agg.weights import LARGEST_FP32, check_tensors
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to this magnitude before exp (e^20 = 4.9e8); no gradient beyond it."""
@@ -42,3 +46,18 @@ def prepare(**inputs: Tensor) -> list[Tensor]:
         dtype = torch.promote_types(dtype, x.dtype)
     first, *data = inputs.values()
     return [first.to(dtype), *(x.detach().to(dtype) for x in data)]
+
+
+def number_of(name: str, given: Any, above: float | None = None) -> float:
+    """``given`` as a float: > ``above``, or >= 0 without it; finite in fp32, or inf."""
+    least = ">= 0" if above is None else f"> {above}"
+    number = isinstance(given, Real) and not isinstance(given, bool)
+    try:
+        value = float(given) if number else math.nan
+    except OverflowError:
+        value = 2 * LARGEST_FP32
+    if not (value >= 0 if above is None else value > above) or LARGEST_FP32 < value < math.inf:
+        raise PolicyError(
+            f"{name}={given!r}; expected a number {least} that fp32 holds, or inf for no limit"
+        )
+    return value

@@ -8,10 +8,8 @@ inf or NaN is harmless at masked positions and becomes NaN at active ones (see `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +19,10 @@ from megatron_loss_agg.losses.elementwise import (
     LOG_RATIO_BOUND,
     clamp_log_ratio,
     nan_unless,
+    number_of,
     prepare,
 )
-from megatron_loss_agg.weights import LARGEST_FP32, check_tensors
+from megatron_loss_agg.weights import check_tensors
 
 __all__ = [
     "PolicyLoss",
@@ -79,7 +78,7 @@ def clipped_policy_loss(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     limits = _clip_range(clip_low, clip_high)
-    dual = None if dual_clip is None else _number("dual_clip", dual_clip, above=1)
+    dual = None if dual_clip is None else number_of("dual_clip", dual_clip, above=1)
     return _surrogate(log_probs - old, advantages, limits, dual)
 
 
@@ -174,7 +173,7 @@ def truncated_importance_weight(
         PolicyError: mismatched shapes or dtypes, or a cap that is not > 0.
     """
     log_probs, rollout = prepare(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
-    cap = _number("cap", cap, above=0)
+    cap = number_of("cap", cap, above=0)
     weights = clamp_log_ratio(log_probs.detach() - rollout).exp().clamp(max=cap)
     if mask is None:
         return weights
@@ -258,7 +257,7 @@ def clipped_value_loss(
             finite and beyond fp32.
     """
     inputs = prepare(values=values, old_values=old_values, returns=returns)
-    clip = _number("clip", clip)
+    clip = number_of("clip", clip)
     # Values whose square overflows are as unusable as inf.
     largest = torch.stack([x.detach().abs() for x in inputs]).amax(0)
     usable = (4 * largest * largest).isfinite()
@@ -289,19 +288,4 @@ def _surrogate(
 
 
 def _clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
-    return 1 - _number("clip_low", clip_low), 1 + _number("clip_high", clip_high)
-
-
-def _number(name: str, given: Any, above: float | None = None) -> float:
-    """``given`` as a float: > ``above``, or >= 0 without it; finite in fp32, or inf."""
-    least = ">= 0" if above is None else f"> {above}"
-    number = isinstance(given, Real) and not isinstance(given, bool)
-    try:
-        value = float(given) if number else math.nan
-    except OverflowError:
-        value = 2 * LARGEST_FP32
-    if not (value >= 0 if above is None else value > above) or LARGEST_FP32 < value < math.inf:
-        raise PolicyError(
-            f"{name}={given!r}; expected a number {least} that fp32 holds, or inf for no limit"
-        )
-    return value
+    return 1 - number_of("clip_low", clip_low), 1 + number_of("clip_high", clip_high)

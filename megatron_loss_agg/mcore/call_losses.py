@@ -1,11 +1,5 @@
 """One call of the host's schedule, with weighted losses and exact reports.
 
-Megatron's loop adds up both elements of a report's pairs over microbatches, ranks and, in an
-evaluation, its calls, and then divides the first by the second. A call's aggregated loss is
-``L = S / D``, with the denominator ``D`` of the aggregation. In an evaluation its pairs add up to
-``(L * D, D)``, so that ``sum L * D / sum D`` is the mean over the tokens, samples or groups of all
-calls.
-
 Suffix: ``_T`` tokens of this rank.
 """
 
@@ -18,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import AggregationError, HostError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Reports, denominator
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall, ModelCalls
 from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
+from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import (
     TokenLoss,
     TokenLosses,
@@ -34,90 +27,12 @@ from megatron_loss_agg.mcore.token_loss import (
 )
 from megatron_loss_agg.mcore.weigh import LocalWeights, weighed
 from megatron_loss_agg.microbatch import tensors_in
-from megatron_loss_agg.running_mean import RunningMean
+from megatron_loss_agg.report import RunningMean
 from megatron_loss_agg.weights import (
     at_least_fp32,
-    detached,
-    in_dtype,
     times_coefficient,
     weighted_sum_of_fitting,
 )
-
-_LEAST = torch.finfo(torch.float32).tiny
-"""The weight of an empty call: lost beside any other, but no division by 0 without others."""
-
-
-def denominator(aggregation: LossAggregation, term: PlannedTerm) -> float:
-    """What the aggregation divides by, over one whole call of the schedule.
-
-    ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones
-    under ``empty="skip"``. Both with sample weights, where they count. ``sum`` and ``custom``: 1.
-    """
-    counts = term.counts
-    return counts.across * (counts.tokens if aggregation.within == "step" else 1.0)
-
-
-class Reports:
-    """Pairs of one microbatch on this rank.
-
-    Args:
-        first: losses and mask of the first term.
-        copies: context-parallel ranks that report the same tokens.
-        running_means: by report, if the host averages quotients instead of summing pairs.
-        begins: it is the call's first microbatch.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        plan: PlannedStep,
-        first: tuple[Tensor, Tensor],
-        copies: int,
-        running_means: MutableMapping[str, RunningMean] | None,
-        begins: bool,
-    ) -> None:
-        self._plan, self._copies = plan, copies
-        self._losses, self._mask = first[0].detach(), first[1]
-        self._running_means, self._begins = running_means, begins
-        self._evaluates = not call.trains
-        # Of the step, over microbatches and ranks.
-        self._number = plan.microbatches * call.scale.context_parallel_size
-
-    def summed(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
-        """The pair for this rank's part of a sum over the step, whose quotient becomes the sum.
-
-        In an evaluation of several calls, a call weighs as much as the denominator.
-        """
-        part, number = detached(part), self._number // self._copies
-        if self._plan.divided_by_host:
-            return _pair(part, self._mask_sum, self._copies)
-        if self._running_means is not None:
-            value = self._running_means[key].add(part, denominator, self._begins)
-            return _pair(value.to(part) * number, 1.0)
-        count = max(denominator / self._number, _LEAST) if self._evaluates else 1.0
-        return _pair(part if number * count == 1 else part * (number * count), count)
-
-    def token_mean(self, key: str, dtype: torch.dtype) -> Tensor:
-        """The pair of the microbatch's masked sum and mask sum, whose quotient is the mean."""
-        mask = in_dtype(self._mask.flatten(), at_least_fp32(self._mask.dtype))
-        total = in_dtype(weighted_sum_of_fitting(mask, self._losses), dtype)
-        if self._running_means is None:
-            return _pair(total, self._mask_sum, self._copies)
-        tokens = self._plan.first.counts.all_tokens
-        return self.summed(key, total / (tokens or 1.0), tokens)
-
-    @functools.cached_property
-    def _mask_sum(self) -> Tensor:
-        return self._mask.sum(dtype=at_least_fp32(self._mask.dtype))
-
-
-def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
-    """[2]: both, divided by ``copies``; in the dtype of ``total``. Waits for no device."""
-    if isinstance(count, Tensor):
-        pair = torch.stack([total, in_dtype(count, total.dtype)])
-    else:
-        pair = torch.stack([total, torch.full_like(total, count)])
-    return pair if copies == 1 else pair / copies
 
 
 class CallLosses:
@@ -214,7 +129,7 @@ class CallLosses:
             call,
             plan,
             tokens.first,
-            call.scale.loss_copies(whole),
+            local()[names[0]].copies,
             self._running_means,
             i == call.first,
         )

@@ -1,27 +1,108 @@
 """The interface of what a call does besides its loss: checks, and parts that add to it.
 
 `extensions` has one file for each. The route calls them and knows none of them by name.
+
+Megatron's loop adds up both elements of a report's pairs over microbatches, ranks and, in an
+evaluation, its calls, and then divides the first by the second. A call's aggregated loss is
+``L = S / D``, with the denominator ``D`` of the aggregation. In an evaluation its pairs add up to
+``(L * D, D)``, so that ``sum L * D / sum D`` is the mean over the tokens, samples or groups of all
+calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.step import PlannedStep
+from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.mcore.weigh import LocalWeights
+from megatron_loss_agg.report import RunningMean
+from megatron_loss_agg.weights import at_least_fp32, detached, in_dtype, weighted_sum_of_fitting
+
+_LEAST = torch.finfo(torch.float32).tiny
+"""The weight of an empty call: lost beside any other, but no division by 0 without others."""
 
 
-class SumPair(Protocol):
-    """See `call_losses.Reports.summed`."""
+def denominator(aggregation: LossAggregation, term: PlannedTerm) -> float:
+    """What the aggregation divides by, over one whole call of the schedule.
 
-    def __call__(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor: ...
+    ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones
+    under ``empty="skip"``. Both with sample weights, where they count. ``sum`` and ``custom``: 1.
+    """
+    counts = term.counts
+    return counts.across * (counts.tokens if aggregation.within == "step" else 1.0)
+
+
+class Reports:
+    """Pairs of one microbatch on this rank.
+
+    Args:
+        first: losses and mask of the first term.
+        copies: context-parallel ranks that report the same tokens.
+        running_means: by report, if the host averages quotients instead of summing pairs.
+        begins: it is the call's first microbatch.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        plan: PlannedStep,
+        first: tuple[Tensor, Tensor],
+        copies: int,
+        running_means: MutableMapping[str, RunningMean] | None,
+        begins: bool,
+    ) -> None:
+        self._plan, self._copies = plan, copies
+        self._losses, self._mask = first[0].detach(), first[1]
+        self._running_means, self._begins = running_means, begins
+        self._evaluates = not call.trains
+        # Of the step, over microbatches and ranks.
+        self._number = plan.microbatches * call.scale.context_parallel_size
+
+    def summed(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
+        """The pair for this rank's part of a sum over the step, whose quotient becomes the sum.
+
+        In an evaluation of several calls, a call weighs as much as the denominator.
+        """
+        part, number = detached(part), self._number // self._copies
+        if self._plan.divided_by_host:
+            return _pair(part, self._mask_sum, self._copies)
+        if self._running_means is not None:
+            value = self._running_means[key].add(part, denominator, self._begins)
+            return _pair(value.to(part) * number, 1.0)
+        count = max(denominator / self._number, _LEAST) if self._evaluates else 1.0
+        return _pair(part if number * count == 1 else part * (number * count), count)
+
+    def token_mean(self, key: str, dtype: torch.dtype) -> Tensor:
+        """The pair of the microbatch's masked sum and mask sum, whose quotient is the mean."""
+        mask = in_dtype(self._mask.flatten(), at_least_fp32(self._mask.dtype))
+        total = in_dtype(weighted_sum_of_fitting(mask, self._losses), dtype)
+        if self._running_means is None:
+            return _pair(total, self._mask_sum, self._copies)
+        tokens = self._plan.first.counts.all_tokens
+        return self.summed(key, total / (tokens or 1.0), tokens)
+
+    @functools.cached_property
+    def _mask_sum(self) -> Tensor:
+        return self._mask.sum(dtype=at_least_fp32(self._mask.dtype))
+
+
+def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
+    """[2]: both, divided by ``copies``; in the dtype of ``total``. Waits for no device."""
+    if isinstance(count, Tensor):
+        pair = torch.stack([total, in_dtype(count, total.dtype)])
+    else:
+        pair = torch.stack([total, torch.full_like(total, count)])
+    return pair if copies == 1 else pair / copies
 
 
 @dataclass
@@ -42,7 +123,7 @@ class MicrobatchLoss:
     whole: str | None  # see `TokenLoss`; None, too, where no context-parallel ranks split tokens
     returned: Sequence[Any] | None  # by a stock loss function; None: it is a `TokenLoss`
     inputs: Sequence[Tensor]  # the integer tensors that the model was called with
-    sum_pair: SumPair
+    sum_pair: Callable[..., Tensor]  # see `Reports.summed`
     total: Tensor
     reports: dict[str, Any] = field(default_factory=dict)
 
@@ -52,7 +133,7 @@ class MicrobatchLoss:
         return next(iter(self.losses))
 
     def report(self, key: str, pair: Tensor) -> None:
-        """Add a report: a pair, see `call_losses.Reports`.
+        """Add a report: a pair, see `Reports`.
 
         Raises:
             ReportError: the script's loss function, or another part, has one of this name.

@@ -25,7 +25,7 @@ from megatron_loss_agg.mcore.reading.source import Source
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
-from megatron_loss_agg.running_mean import RunningMean
+from megatron_loss_agg.report import RunningMean
 
 _MARK = "wrapped_by_loss_hook"
 _EMPTY_STEP = ("step", "error", "skip")

@@ -66,8 +66,7 @@ class ParallelGroups:
             if hasattr(pg_collection, "module_pgs"):
                 raise HostError(
                     f"the schedule's {type(pg_collection).__name__} has groups for the modules "
-                    f"{sorted(pg_collection.module_pgs)}; expected a model of one module, with "
-                    "one ProcessGroupCollection"
+                    f"{sorted(pg_collection.module_pgs)}; expected a model of one module"
                 )
             try:
                 dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
@@ -159,10 +158,6 @@ class HostScale:
         if self.per_token:
             return max(total_tokens, 1) / summed
         return self.num_microbatches * self.data_parallel_size / summed
-
-    def loss_copies(self, gather: str | None) -> int:
-        """How many context-parallel ranks have the loss of the same tokens."""
-        return 1 if gather is None else self.context_parallel_size
 
 
 class Loop(NamedTuple):

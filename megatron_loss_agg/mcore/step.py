@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.collectives import failing_together, handed_on
-from megatron_loss_agg.counts import StepCounts
+from megatron_loss_agg.counting.counts import StepCounts
+from megatron_loss_agg.counting.exchange import abandoning_on_error
 from megatron_loss_agg.errors import StepError
-from megatron_loss_agg.exchange import abandoning_on_error
 from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import checked_microbatches

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.collectives import fitting
 from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.host import ParallelGroups
@@ -181,9 +182,11 @@ def _late(
 
     def sums_S() -> Tensor:
         sums = samples.sums(mask).double()
-        if groups.cp_size > 1 and not whole and aggregation.within in ("sample", "microbatch"):
-            dist.all_reduce(sums, group=groups.cp)
-        return sums
+        if groups.cp_size == 1 or whole or aggregation.within not in ("sample", "microbatch"):
+            return sums
+        sums = fitting(sums, groups.cp)
+        dist.all_reduce(sums, group=groups.cp)
+        return sums.to(mask.device)
 
     coefficient_S = term.coefficient_S(aggregation, i, sums_S)
     copies = groups.cp_size if whole else 1

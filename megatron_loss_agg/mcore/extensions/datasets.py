@@ -21,8 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore.call_losses import denominator
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, denominator
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.weigh import moved

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import all_gather, communication_device
+from megatron_loss_agg.collectives import all_gather, fitting
 from megatron_loss_agg.errors import LayoutError, MaskError, StepError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
 from megatron_loss_agg.mcore.host import Call
@@ -127,7 +127,7 @@ class _Seen:
         if self._call.groups.cp_size > 1:
             if self._verifies:
                 _check_same_size(len(self._sent), cp)
-            self._sent = self._sent.to(communication_device(cp))
+            self._sent = fitting(self._sent, cp)
             self._work = dist.all_reduce(self._sent, group=cp, async_op=True)
 
     def _mask_sums(self, x: MicrobatchLoss, name: str) -> tuple[Tensor, Tensor]:

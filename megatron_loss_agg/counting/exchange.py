@@ -26,9 +26,9 @@ from megatron_loss_agg.collectives import (
     rank_in,
     tag_of,
 )
-from megatron_loss_agg.counts import UNITS, LocalTerm, Record, StepCounts
+from megatron_loss_agg.counting.counts import UNITS, LocalTerm, Record, StepCounts
+from megatron_loss_agg.counting.table import Part, Table, check_coefficients
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
-from megatron_loss_agg.table import Part, Table, check_coefficients
 
 TERMS_CAPACITY = 8
 """Number of terms whose records fit in the first collective."""

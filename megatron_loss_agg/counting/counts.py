@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
+from megatron_loss_agg.counting.samples import Samples
+from megatron_loss_agg.counting.table import Part, Table
 from megatron_loss_agg.errors import GroupError
-from megatron_loss_agg.samples import Samples
-from megatron_loss_agg.table import Part, Table
 
 UNITS: tuple[Unit, ...] = (*BY_ID, "sample", "microbatch")
 """Units whose groups can span ranks; the last two do only where masks are sharded."""

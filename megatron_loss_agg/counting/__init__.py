@@ -1,0 +1,1 @@
+"""Counts a step: samples of all ranks, one exchange, the coefficients of every mode."""
