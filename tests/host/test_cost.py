@@ -81,18 +81,16 @@ def counted():
 def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(counted, layout, terms):
     (few, _), (many, all_gathers) = (counted[layout, terms, samples] for samples in (FEW, MANY))
     assert few == many
-    assert len(few) <= 30 * terms
+    assert len(few) <= (30 if layout == "bshd" else 50) * terms
     assert not WAITS & set(many)
     assert all_gathers == 2  # of the whole step
 
 
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_terms_of_one_mode_and_mask_share_its_weights_and_check(counted, layout):
-    """A term more is one sum more, made twice on a GPU, its coefficient and its report."""
+@pytest.mark.parametrize(("layout", "most"), [("bshd", 16), ("thd", 26)])
+def test_a_term_more_costs_its_weights_its_sum_and_its_report(counted, layout, most):
     one, five = (counted[layout, terms, MANY][0] for terms in (1, 5))
-    assert five.count("aten::dot") == one.count("aten::dot") + 2 * 4
-    assert five.count("aten::sum") == one.count("aten::sum") + 1  # over the terms
-    assert len(five) <= len(one) + 14 * 4
+    assert five.count("aten::dot") == one.count("aten::dot") + 2 * 4  # made twice on a GPU
+    assert len(five) <= len(one) + most * 4
 
 
 def peaks(dtype: torch.dtype) -> dict[str, float]:

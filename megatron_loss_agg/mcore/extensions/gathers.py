@@ -114,6 +114,7 @@ def _measured(
     for rank in (0, groups.cp_size - 1):
         leaves: list[Tensor] = []
         copies = [_copied(x, leaves) for x in arguments]
+        leaves = _of_ranks(leaves, groups.cp)
         if not leaves:
             return None
         with torch.enable_grad():
@@ -156,6 +157,16 @@ def _copied(x: Any, leaves: list[Tensor]) -> Any:
         values = [_copied(value, leaves) for value in x]
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
     return x
+
+
+def _of_ranks(leaves: Sequence[Tensor], cp: dist.ProcessGroup) -> list[Tensor]:
+    """Those that differ between the ranks of ``cp``: others were gathered before."""
+    if not leaves:
+        return []
+    sums = torch.stack([x.detach().sum(dtype=torch.float64) for x in leaves])
+    rows = all_gather(sums.cpu(), cp)
+    alike = torch.isclose(rows, rows[:1], rtol=_SAME, atol=0).all(dim=0)
+    return [x for x, same in zip(leaves, alike.tolist(), strict=True) if not same]
 
 
 def _is_attached(name: str, losses: Tensor, cp: dist.ProcessGroup) -> bool:
