@@ -39,9 +39,9 @@ _INPUTS = 4
 class _Sums(NamedTuple):
     """Of one microbatch, to be added over context-parallel ranks."""
 
-    of_masks: Tensor
-    of_tokens: Tensor  # see `_token_sums`; empty where tokens are not compared
-    planned: Tensor  # on the CPU: what those of masks add up to
+    of_masks: list[Tensor]
+    of_tokens: list[Tensor]  # see `_token_sums`; none where tokens are not compared
+    planned: list[Tensor]  # on the CPU: what those of masks add up to
 
 
 class MaskCheck(Extension):
@@ -66,7 +66,7 @@ class MaskCheck(Extension):
         masks, tokens = seen.read()
         if tokens:
             self._check_tokens(call, seen.plan, tokens)
-        _check_masks(call, seen.plan, masks, seen.planned)
+        _check_masks(call, seen.plan, masks, seen.sums)
         if call.trains and call.ends_step and not seen.plan.is_empty:
             self.needs = frozenset()
 
@@ -89,24 +89,22 @@ class _Seen:
         self.plan: PlannedStep | None = None
         self._call = call
         self._verifies = verifies  # compares sums of packs by sample, and tokens
-        self._sums: dict[int, _Sums] = {}
+        self.sums: dict[int, _Sums] = {}
         self._copies = 1  # ranks that have the same tokens
         self._sent = torch.zeros(0)
         self._work: Any = None
 
-    @property
-    def planned(self) -> dict[int, Tensor]:
-        return {i: x.planned for i, x in self._sums.items()}
-
     def collect(self, x: MicrobatchLoss) -> None:
         """Add a microbatch; if its loss is computed twice, the first time alone."""
-        if x.i in self._sums:
+        if x.i in self.sums:
             return
         self.plan, self._copies = x.plan, x.local[x.first].copies
-        masks, planned = zip(*(self._mask_sums(x, name) for name in _distinct(x)), strict=True)
-        compares = self._verifies and x.plan.first.prints is not None
-        tokens = _token_sums(x, self._call.groups.cp_size) if compares else torch.zeros(0)
-        self._sums[x.i] = _Sums(_joined(masks), tokens, _joined(planned))
+        sums = _Sums([], [], [])
+        for name in _distinct(x):
+            self._add_mask(sums, x, name)
+        if self._verifies and x.plan.first.prints is not None:
+            sums.of_tokens.extend(_token_sums(x, self._call.groups.cp_size))
+        self.sums[x.i] = sums
         if x.is_last:
             self._send()
 
@@ -114,47 +112,53 @@ class _Seen:
         """By microbatch, what was collected of masks and of tokens; waits for it."""
         if self._work is not None:
             self._work.wait()
-        sizes = [n for x in self._sums.values() for n in (len(x.of_masks), len(x.of_tokens))]
+        parts = (part for x in self.sums.values() for part in x[:2])
+        sizes = [sum(x.numel() for x in part) for part in parts]
         parts = self._sent.cpu().split(sizes)
-        masks = {i: x / self._copies for i, x in zip(self._sums, parts[::2], strict=True)}
-        tokens = {i: x for i, x in zip(self._sums, parts[1::2], strict=True) if len(x)}
+        masks = {i: x / self._copies for i, x in zip(self.sums, parts[::2], strict=True)}
+        tokens = {i: x for i, x in zip(self.sums, parts[1::2], strict=True) if len(x)}
         return masks, {i: x.view(_INPUTS, -1) for i, x in tokens.items()}
 
     def _send(self) -> None:
         """Start to add over ranks: their backward passes overlap it."""
         cp = self._call.groups.cp
-        self._sent = _joined([x for sums in self._sums.values() for x in sums[:2]])
+        found = self.sums.values()
+        self._sent = _joined([x for sums in found for x in (*sums.of_masks, *sums.of_tokens)])
         if self._call.groups.cp_size > 1:
             if self._verifies:
                 _check_same_size(len(self._sent), cp)
             self._sent = fitting(self._sent, cp)
             self._work = dist.all_reduce(self._sent, group=cp, async_op=True)
 
-    def _mask_sums(self, x: MicrobatchLoss, name: str) -> tuple[Tensor, Tensor]:
-        """Numbers of a mask, and what they add up to over ranks."""
+    def _add_mask(self, sums: _Sums, x: MicrobatchLoss, name: str) -> None:
+        """Add numbers of a term's mask, and what they add up to over ranks."""
         term, local, mask = x.plan.terms[name], x.local[name], x.masks[name]
         if x.plan.is_late:  # nothing was counted, and only its values can be checked
             legal = mask.isfinite() & (mask >= 0) & mask.sum(dtype=torch.float32).isfinite()
             if x.plan.divided_by_host:
                 legal = (mask == 0) | (mask == 1)
-            return (~legal).sum(), torch.zeros(1)
+            sums.of_masks.append((~legal).sum())
+            sums.planned.append(torch.zeros(1))
+            return
         planned_S = term.mask_sums[x.i]
         packed, follows = local.samples.starts is not None, term.given is None
         if follows and not packed:
-            return local.samples.sums(mask), planned_S
-        found, planned = [mask.sum(dtype=at_least_fp32(mask.dtype))], [planned_S.sum()]
+            sums.of_masks.append(local.samples.sums(mask))
+            sums.planned.append(planned_S)
+            return
+        sums.of_masks.append(mask.sum(dtype=at_least_fp32(mask.dtype)))
+        sums.planned.append(planned_S.sum())
         # Of a pack whose split makes no difference to its weights, sums by sample are not known.
         is_split = self._call.groups.cp_size > 1 and x.whole is None
         if not follows or (self._verifies and not (is_split and local.split is None)):
-            found.append(local.samples.sums(mask))
-            planned.append(planned_S)
+            sums.of_masks.append(local.samples.sums(mask))
+            sums.planned.append(planned_S)
         elif term.coefficients:
-            found.append(x.weights[name].sum())
-            planned.append(term.coefficients[x.i] @ planned_S)
+            sums.of_masks.append(x.weights[name].sum())
+            sums.planned.append(term.coefficients[x.i] @ planned_S)
         if not follows:  # weights where the mask is 0
-            found.append(((x.weights[name] != 0) & (mask.reshape(-1) == 0)).sum())
-            planned.append(torch.zeros(1))
-        return _joined(found), _joined(planned)
+            sums.of_masks.append(((x.weights[name] != 0) & (mask.reshape(-1) == 0)).sum())
+            sums.planned.append(torch.zeros(1))
 
 
 def _distinct(x: MicrobatchLoss) -> list[str]:
@@ -174,9 +178,8 @@ def _are_equal(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """fp64 [numbers], on the device of the first part."""
-    flat = [x.reshape(-1).to(parts[0].device, torch.float64) for x in parts]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    """fp64 [numbers]."""
+    return torch.cat([x.reshape(-1) for x in parts]).double()
 
 
 def _check_same_size(size: int, cp: dist.ProcessGroup) -> None:
@@ -191,11 +194,12 @@ def _check_same_size(size: int, cp: dist.ProcessGroup) -> None:
 
 
 def _check_masks(
-    call: Call, plan: PlannedStep, found: Mapping[int, Tensor], planned: Mapping[int, Tensor]
+    call: Call, plan: PlannedStep, found: Mapping[int, Tensor], sums: Mapping[int, _Sums]
 ) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    for i, sums in found.items():
-        excess = (sums - planned[i]).abs() - _TOLERANCE * planned[i].abs()
+    for i, given in found.items():
+        planned = _joined(sums[i].planned)
+        excess = (given - planned).abs() - _TOLERANCE * planned.abs()
         wrong = (~(excess <= 0)).nonzero().flatten()  # NaN, too
         if not len(wrong):
             continue
@@ -206,8 +210,8 @@ def _check_masks(
             split = "split it over context-parallel ranks as CPLayout can and "
         raise MaskError(
             "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
-            f"microbatch {i} it sums to {float(sums[k]):g}, by sample or weighted, and that to "
-            f"{float(planned[i][k]):g}; expected the script to {split}leave it as it is, undivided "
+            f"microbatch {i} it sums to {float(given[k]):g}, by sample or weighted, and that to "
+            f"{float(planned[k]):g}; expected the script to {split}leave it as it is, undivided "
             f"(a cast to half precision changes fractions): otherwise {HOW_TO_READ} with the final "
             "mask"
         )
@@ -226,8 +230,8 @@ def _illegal(call: Call, plan: PlannedStep, i: int) -> MaskError:
     )
 
 
-def _token_sums(x: MicrobatchLoss, cp: int) -> Tensor:
-    """Of the model's integer inputs with a number for each token: fp64 [_INPUTS * 3].
+def _token_sums(x: MicrobatchLoss, cp: int) -> list[Tensor]:
+    """Of the model's integer inputs with a number for each token: `_INPUTS` of fp64 [3].
 
     The fingerprint; whether they are positions, which tell nothing; whether they differ.
     """
@@ -237,7 +241,7 @@ def _token_sums(x: MicrobatchLoss, cp: int) -> Tensor:
         torch.stack([fingerprint(y), counts_up(y), (y != y.reshape(-1)[0]).any()]) for y in given
     ]
     nothing = torch.tensor([0, 1, 0], device=x.masks[x.first].device)
-    return _joined([*rows, *[nothing] * (_INPUTS - len(rows))])
+    return [*rows, *[nothing] * (_INPUTS - len(rows))]
 
 
 def _matches(prints: Prints, rows: Tensor) -> bool:
