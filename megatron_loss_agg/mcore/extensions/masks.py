@@ -108,22 +108,22 @@ class _Seen:
         if x.is_last:
             self._send()
 
-    def read(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """By microbatch, what was collected of masks and of tokens; waits for it."""
+    def read(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """What was collected of all masks, and of the tokens of each microbatch; waits for it."""
         if self._work is not None:
             self._work.wait()
-        parts = (part for x in self.sums.values() for part in x[:2])
-        sizes = [sum(x.numel() for x in part) for part in parts]
-        parts = self._sent.cpu().split(sizes)
-        masks = {i: x / self._copies for i, x in zip(self.sums, parts[::2], strict=True)}
-        tokens = {i: x for i, x in zip(self.sums, parts[1::2], strict=True) if len(x)}
-        return masks, {i: x.view(_INPUTS, -1) for i, x in tokens.items()}
+        sent, number = (
+            self._sent.cpu(),
+            sum(x.numel() for s in self.sums.values() for x in s.planned),
+        )
+        masks, tokens = sent[:number], sent[number:].view(-1, _INPUTS, 3)
+        compared = [i for i, sums in self.sums.items() if sums.of_tokens]
+        return masks / self._copies, dict(zip(compared, tokens, strict=True))
 
     def _send(self) -> None:
         """Start to add over ranks: their backward passes overlap it."""
-        cp = self._call.groups.cp
-        found = self.sums.values()
-        self._sent = _joined([x for sums in found for x in (*sums.of_masks, *sums.of_tokens)])
+        cp, of_masks, of_tokens, _ = self._call.groups.cp, *zip(*self.sums.values(), strict=True)
+        self._sent = _joined([x for parts in (*of_masks, *of_tokens) for x in parts])
         if self._call.groups.cp_size > 1:
             if self._verifies:
                 _check_same_size(len(self._sent), cp)
@@ -193,28 +193,25 @@ def _check_same_size(size: int, cp: dist.ProcessGroup) -> None:
         )
 
 
-def _check_masks(
-    call: Call, plan: PlannedStep, found: Mapping[int, Tensor], sums: Mapping[int, _Sums]
-) -> None:
+def _check_masks(call: Call, plan: PlannedStep, found: Tensor, sums: Mapping[int, _Sums]) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    for i, given in found.items():
-        planned = _joined(sums[i].planned)
-        excess = (given - planned).abs() - _TOLERANCE * planned.abs()
-        wrong = (~(excess <= 0)).nonzero().flatten()  # NaN, too
-        if not len(wrong):
-            continue
-        if plan.is_late:
-            raise _illegal(call, plan, i)
-        k, split = wrong[0], ""
-        if call.groups.cp_size > 1:
-            split = "split it over context-parallel ranks as CPLayout can and "
-        raise MaskError(
-            "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
-            f"microbatch {i} it sums to {float(given[k]):g}, by sample or weighted, and that to "
-            f"{float(planned[k]):g}; expected the script to {split}leave it as it is, undivided "
-            f"(a cast to half precision changes fractions): otherwise {HOW_TO_READ} with the final "
-            "mask"
-        )
+    planned = _joined([x for s in sums.values() for x in s.planned])
+    fits = (found - planned).abs() <= _TOLERANCE * planned.abs()  # NaN does not
+    if bool(fits.all()):
+        return
+    k = int((~fits).nonzero()[0])
+    i = [i for i, s in sums.items() for x in s.planned for _ in range(x.numel())][k]
+    if plan.is_late:
+        raise _illegal(call, plan, i)
+    several = call.groups.cp_size > 1
+    split = "split it over context-parallel ranks as CPLayout can and " if several else ""
+    raise MaskError(
+        "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
+        f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and that to "
+        f"{float(planned[k]):g}; expected the script to {split}leave it as it is, undivided "
+        f"(a cast to half precision changes fractions): otherwise {HOW_TO_READ} with the final "
+        "mask"
+    )
 
 
 def _illegal(call: Call, plan: PlannedStep, i: int) -> MaskError:
@@ -241,7 +238,7 @@ def _token_sums(x: MicrobatchLoss, cp: int) -> list[Tensor]:
         torch.stack([fingerprint(y), counts_up(y), (y != y.reshape(-1)[0]).any()]) for y in given
     ]
     nothing = torch.tensor([0, 1, 0], device=x.masks[x.first].device)
-    return [*rows, *[nothing] * (_INPUTS - len(rows))]
+    return [*(row.to(nothing.device) for row in rows), *[nothing] * (_INPUTS - len(rows))]
 
 
 def _matches(prints: Prints, rows: Tensor) -> bool:
