@@ -333,6 +333,38 @@ def test_a_step_without_gradients_is_left_to_the_host() -> None:
     assert stock == hooked
 
 
+def without_a_number(wanted: Any) -> tuple[float, str | None]:
+    """One rank: the gradient error of a schedule that has its number of microbatches already, and
+    what one without any says.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    model = gpt.ddp_model()
+    arguments = {"forward_step_func": gpt.forward_step, "model": [model], "seq_length": 1}
+    arguments |= {"micro_batch_size": 1, "forward_only": False}
+
+    def run(schedule: Any) -> None:
+        model.zero_grad_buffer()
+        hook = LossHook(aggregation("prompt_mean"))
+        with gpt.precision(model.config):
+            hook.wrap(schedule)(data_iterator=Data(), **arguments)
+
+    schedule = get_forward_backward_func()
+    run(partial(schedule, num_microbatches=N_MB))
+    error = gradients.error(model, wanted)
+    return error, error_of(run, schedule)
+
+
+def test_a_schedule_may_have_its_number_of_microbatches_already() -> None:
+    wanted = reference().gradient(weights_of("prompt_mean", PLACES[1]))
+    ((error, told),) = run_host_ranks(without_a_number, 1, wanted)
+    assert error <= EXACT
+    assert told.startswith("HostError: the schedule was called without num_microbatches=; expected")
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_neither_a_step_at_hand_nor_a_call_without_masks_is_drawn_ahead(cp: int) -> None:
     weights = weights_of("prompt_mean", PLACES[1])
