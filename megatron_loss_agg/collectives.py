@@ -178,20 +178,13 @@ def communication_device(group: dist.ProcessGroup) -> torch.device:
     """The device of tensors that ``group``'s backend takes; the CPU if it has one for both."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return current_device()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def fitting(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x`` where ``group``'s backend takes it: on its own device if it can stay there."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return x if backends.get(x.device.type, "gloo") != "gloo" else x.to(communication_device(group))
-
-
-def current_device() -> torch.device:
-    """Of this process's accelerator; the CPU if there is none."""
-    if not hasattr(torch, "accelerator"):  # torch < 2.6
-        return torch.device("cuda", torch.cuda.current_device())
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -24,7 +24,7 @@ class GroupError(AggregationError):
 
 
 class LayoutError(AggregationError):
-    """A sequence that cannot be sharded over context-parallel ranks as requested."""
+    """Tokens that are not split over context-parallel ranks as requested, or as was said."""
 
 
 class PolicyError(AggregationError):
@@ -36,7 +36,7 @@ class FunctionError(AggregationError):
 
 
 class HostError(AggregationError):
-    """A Megatron version or flag combination whose loss scaling the plugin cannot undo exactly."""
+    """A Megatron version, flags or a script whose loss the plugin cannot weigh exactly."""
 
 
 class StepError(AggregationError):

@@ -83,7 +83,7 @@ def brought_to_cpu(microbatches: Sequence[_Microbatch]) -> list[_Microbatch]:
 
     found = [for_each_term(lambda m: m.changed(copied), given) for given in microbatches]
     for device in devices:
-        getattr(torch, "accelerator", torch.cuda).current_stream(device).synchronize()
+        torch.accelerator.current_stream(device).synchronize()
     return found
 
 

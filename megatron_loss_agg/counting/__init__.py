@@ -1,1 +1,1 @@
-"""Counts a step: samples of all ranks, one exchange, the coefficients of every mode."""
+"""Counts a step: a rank's samples, their table, and one exchange over all ranks."""

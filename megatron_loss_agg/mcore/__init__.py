@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.mcore.extension import Extension
@@ -105,12 +104,12 @@ class LossHook(Hook):
         total: str = "loss",
         loop: Loop = Loop(),  # noqa: B008  (immutable)
     ) -> None:
-        arguments: dict[str, Any] = {
-            "read_batch": read_batch,
-            "read_step": read_step,
-            "extensions": with_checks(extensions),
-            "empty_step": empty_step,
-            "total": total,
-            "loop": loop,
-        }
-        super().__init__(aggregation, **arguments)
+        super().__init__(
+            aggregation,
+            extensions=with_checks(extensions),
+            read_batch=read_batch,
+            read_step=read_step,
+            empty_step=empty_step,
+            total=total,
+            loop=loop,
+        )

@@ -193,7 +193,7 @@ class Extension:
 
         Args:
             plan: None where none was made before the call: on other pipeline stages, unless the
-                extension needs ``stages``, and in a forward-only call of a custom loop, whose loss
-                functions may carry no mask.
+                call trains and the extension needs ``stages``; and in a forward-only call of a
+                custom loop, whose loss functions may carry no mask.
         """
         yield None

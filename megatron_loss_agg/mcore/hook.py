@@ -64,6 +64,8 @@ class Hook:
         mask = "model" if read_batch is read_samples else "batch"
         self._settings = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
         for extension in self._extensions:
+            if taken := self._settings.keys() & extension.settings().keys():
+                raise ModeError(f"several extensions have the settings {sorted(taken)}; drop one")
             self._settings |= extension.settings()
         self.step_is_empty = False
         self._splits = Splits()
@@ -100,7 +102,9 @@ class Hook:
                 "a forward-backward function that a LossHook has wrapped already; expected "
                 "Megatron's own: wrap it once"
             )
-        self._evaluation = defaultdict(RunningMean)  # for each, Megatron asks for the schedule anew
+        self._evaluation = defaultdict(
+            RunningMean
+        )  # Megatron asks for a schedule in each evaluation
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
@@ -223,14 +227,11 @@ class Hook:
 
     def _count(self, call: Call, step: Step) -> PlannedStep:
         """The step's plan, made once; the next step's batches are then drawn behind this one."""
-
-        def count() -> PlannedStep:
-            plan = planned_step(step, call, self._splits, self._needs)
+        if step.plan is None:
+            step.plan = planned_step(step, call, self._splits, self._needs)
             if step is not self._open:
                 self._source.fetch_next(call)
-            return plan
-
-        return step.planned(count)
+        return step.plan
 
     def _running_means(self, call: Call) -> MutableMapping[str, RunningMean] | None:
         """Of the evaluation that the call is a part of; in a custom loop, of the call."""

@@ -178,7 +178,7 @@ class Loop(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the schedule. Only `of` reads its arguments."""
+    """One call of the schedule. Only `of` and `run` read its arguments."""
 
     arguments: Mapping[str, Any]  # as given, by name
     pg_collection: Any  # None: Megatron's global groups

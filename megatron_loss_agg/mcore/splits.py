@@ -107,15 +107,11 @@ def _divides(split: Split, samples: Samples, size: int) -> bool:
 
 
 class Splits:
-    """The splits that a script may use, for rows and for packs: fewer with every microbatch.
-
-    Attributes:
-        whole: whether losses are of all tokens on every context-parallel rank; None: not known yet.
-    """
+    """The splits that a script may use, for rows and for packs: fewer with every microbatch."""
 
     def __init__(self) -> None:
         self._left = {packed: [*splits] for packed, splits in _SPLITS.items()}
-        self.whole: bool | None = None
+        self._whole: bool | None = None  # see `settle`
 
     def recognised(self, packed: bool) -> str | None:
         """The only split that is left for packs, or for rows; None if there are several."""
@@ -152,15 +148,15 @@ class Splits:
             with contextlib.suppress(LayoutError):  # raised where the split is needed
                 layouts = self.layouts(samples, size, rank)
 
+        def by_split(x: Tensor) -> dict[str, float]:
+            return {name: float(fingerprint(y.shard(x), True)) for name, y in layouts.items()}
+
         def printed(x: Tensor) -> IdPrints:
-            parts = {name: fingerprint(layout.shard(x), True) for name, layout in layouts.items()}
             tells = x.numel() > 0 and bool((x != x.reshape(-1)[:1]).any())
-            return IdPrints(
-                float(fingerprint(x)), tells, {name: float(f) for name, f in parts.items()}
-            )
+            return IdPrints(float(fingerprint(x)), tells, by_split(x))
 
         telling = [x for x in microbatch.token_ids if not bool(counts_up(x))]
-        return Prints(tuple(map(printed, telling)), printed(microbatch.loss_mask.detach() != 0))
+        return Prints(tuple(map(printed, telling)), by_split(microbatch.loss_mask.detach() != 0))
 
     def settle(self, whole: bool) -> None:
         """Losses are, or are not, of all tokens on every context-parallel rank.
@@ -168,13 +164,13 @@ class Splits:
         Raises:
             LayoutError: they were otherwise before.
         """
-        if self.whole not in (None, whole):
+        if self._whole not in (None, whole):
             now, before = ("all", "a part") if whole else ("a part", "all")
             raise LayoutError(
                 f"losses of {now} of the tokens on a context-parallel rank, after losses of "
                 f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
             )
-        self.whole = whole
+        self._whole = whole
 
     def recognise(
         self, samples: Samples, prints: Prints, inputs: Sequence[Tensor], mask: Tensor
@@ -191,14 +187,14 @@ class Splits:
             LayoutError: the inputs are this rank's part under none of them.
         """
         packed = samples.starts is not None
-        if self.recognised(packed) or not prints.mask.by_split:
+        if self.recognised(packed) or not prints.mask:
             return
-        left = [name for name in self._left[packed] if name in prints.mask.by_split]
+        left = [name for name in self._left[packed] if name in prints.mask]
         given = [x for x in inputs if x.numel() == mask.numel() and not bool(counts_up(x))]
         seen = [float(fingerprint(x, True)) for x in given]
         matched = False
         by_mask = float(fingerprint(mask.detach() != 0, True))
-        left = [s for s in left if prints.mask.by_split[s] == by_mask] or left
+        left = [s for s in left if prints.mask[s] == by_mask] or left
         for ids in prints.ids:
             fit = [split for split in left if ids.by_split[split] in seen]
             matched, left = matched or bool(fit), fit or left

@@ -39,7 +39,7 @@ class Step:
         self.left = number
         self.read = read
         self.own_tokens: dict[int, int | Tensor] = {}  # of each microbatch, as told to the host
-        self.plan: PlannedStep | None = None
+        self.plan: PlannedStep | None = None  # of all of them, once it is made
 
     @property
     def is_untouched(self) -> bool:
@@ -61,12 +61,6 @@ class Step:
         self.left -= number
         return self.number - self.left - number
 
-    def planned(self, make: Callable[[], PlannedStep]) -> PlannedStep:
-        """The plan of all of them, made when first asked for."""
-        if self.plan is None:
-            self.plan = make()
-        return self.plan
-
     def check_all_taken(self) -> None:
         """Raise StepError if some are left."""
         if self.left:
@@ -86,6 +80,8 @@ class Groups(NamedTuple):
 @dataclass(frozen=True)
 class PlannedTerm:
     """What a step's losses need to know of one term: a few numbers for each sample.
+
+    Only custom functions and extensions that ask for it have more, by token.
 
     Lists are by microbatch of this data-parallel rank. Tensors are on the CPU.
     """
@@ -113,28 +109,23 @@ class PlannedTerm:
     def _by_microbatch(self, x: Tensor | None) -> Sequence[Tensor]:
         return () if x is None else x.split([samples.number for samples in self.samples])
 
-    def coefficient_S(
-        self, aggregation: LossAggregation, i: int, sums_S: Callable[[], Tensor]
-    ) -> Tensor:
-        """``c_s`` of microbatch ``i``: fp64 [samples].
+    def late_coefficient_S(self, aggregation: LossAggregation, sums_S: Tensor) -> Tensor:
+        """``c_s`` of a microbatch whose mask the model made: fp64 [samples]; see `reading.late`.
 
         Args:
-            sums_S: the loss function's mask, fp64, summed by sample over context-parallel ranks.
-                Only asked for where the model makes the mask; see `reading.late`.
+            sums_S: its mask, fp64, summed by sample over context-parallel ranks.
         """
-        if self.coefficients:
-            return self.coefficients[i]
-        within_S = sums_S()
+        within_S = sums_S
         if aggregation.within == "microbatch":
-            within_S = within_S.sum().expand_as(within_S)
+            within_S = sums_S.sum().expand_as(sums_S)
         elif aggregation.within != "sample":
-            within_S = torch.ones_like(within_S)
+            within_S = torch.ones_like(sums_S)
         return sample_coefficients(within_S, self.counts.across, aggregation.scale, within_S == 0)
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The plan of one step, a value that is the same on every rank that gets it."""
+    """The plan of one step: a value, made once for each context-parallel rank and handed on."""
 
     terms: Mapping[str, PlannedTerm]
     tokens: Sequence[int]  # of each microbatch, as the host counts them, over all its ranks

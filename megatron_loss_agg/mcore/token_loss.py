@@ -30,7 +30,8 @@ class TokenLoss:
 
     For a loss of several terms, the token losses are a mapping by term, and so is the mask if the
     terms' masks differ. It holds only its arguments, and lives as long as the schedule keeps it.
-    The hook calls ``compute`` once, in the schedule's gradient mode.
+    The hook calls ``compute`` in the
+    schedule's gradient mode: once, but for the first training step with ``whole``.
 
     Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
     the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs.

@@ -136,7 +136,7 @@ def weighed(
     if size > 1 and not whole:
         splits.possible(samples, size)  # whose error says more than that of the shape
     _check_shape(mask, samples.shape, size, whole)
-    coefficient_S = term.coefficient_S(aggregation, i, lambda: mask)
+    coefficient_S = term.coefficients[i]
     given = None if term.given is None else term.given[i]
     by_token = given is not None or term.masks is not None
     starts, split, layouts = samples.starts, None, None
@@ -188,7 +188,7 @@ def _late(
         dist.all_reduce(sums, group=groups.cp)
         return sums.to(mask.device)
 
-    coefficient_S = term.coefficient_S(aggregation, i, sums_S)
+    coefficient_S = term.late_coefficient_S(aggregation, sums_S())
     copies = groups.cp_size if whole else 1
     return LocalWeights(samples, coefficient_S, None, None, None, copies)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_loss_agg import Microbatch, collectives, weighted_sum
+from megatron_loss_agg import Microbatch, weighted_sum
 from megatron_loss_agg.collectives import communication_device
 from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.microbatch import tensors_in
@@ -98,11 +98,6 @@ def test_collectives_take_the_cpu_if_the_backend_does_and_else_the_accelerator(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     assert communication_device(object()) == torch.device(device)
-    if kind.type == "cuda":
-        # As in torch before 2.6.
-        cuda = SimpleNamespace(current_device=lambda: 5)
-        monkeypatch.setattr(collectives, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
-        assert communication_device(object()) == torch.device("cuda:5")
 
 
 def test_tensors_are_found_in_any_nest():

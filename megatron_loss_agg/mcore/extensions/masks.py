@@ -112,18 +112,18 @@ class _Seen:
         """What was collected of all masks, and of the tokens of each microbatch; waits for it."""
         if self._work is not None:
             self._work.wait()
-        sent, number = (
-            self._sent.cpu(),
-            sum(x.numel() for s in self.sums.values() for x in s.planned),
-        )
+        sent = self._sent.cpu()
+        number = sum(x.numel() for sums in self.sums.values() for x in sums.planned)
         masks, tokens = sent[:number], sent[number:].view(-1, _INPUTS, 3)
         compared = [i for i, sums in self.sums.items() if sums.of_tokens]
         return masks / self._copies, dict(zip(compared, tokens, strict=True))
 
     def _send(self) -> None:
         """Start to add over ranks: their backward passes overlap it."""
-        cp, of_masks, of_tokens, _ = self._call.groups.cp, *zip(*self.sums.values(), strict=True)
-        self._sent = _joined([x for parts in (*of_masks, *of_tokens) for x in parts])
+        cp, found = self._call.groups.cp, self.sums.values()
+        of_masks = [x for sums in found for x in sums.of_masks]
+        of_tokens = [x for sums in found for x in sums.of_tokens]
+        self._sent = _joined([*of_masks, *of_tokens])
         if self._call.groups.cp_size > 1:
             if self._verifies:
                 _check_same_size(len(self._sent), cp)
@@ -153,7 +153,7 @@ class _Seen:
         if not follows or (self._verifies and not (is_split and local.split is None)):
             sums.of_masks.append(local.samples.sums(mask))
             sums.planned.append(planned_S)
-        elif term.coefficients:
+        else:
             sums.of_masks.append(x.weights[name].sum())
             sums.planned.append(term.coefficients[x.i] @ planned_S)
         if not follows:  # weights where the mask is 0

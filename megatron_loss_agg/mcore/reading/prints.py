@@ -21,7 +21,7 @@ class IdPrints(NamedTuple):
     """Of one tensor that tells a microbatch's tokens apart."""
 
     whole: float  # of the whole microbatch, in any order
-    tells: bool  # it is more than one number alone
+    tells: bool  # its values are not all equal
     by_split: Mapping[str, float]  # of this rank's part under each split, in its order
 
 
@@ -29,7 +29,7 @@ class Prints(NamedTuple):
     """Of one microbatch."""
 
     ids: tuple[IdPrints, ...]  # the most telling first
-    mask: IdPrints
+    mask: Mapping[str, float]  # as `IdPrints.by_split`, of where the mask is not 0
 
 
 def fingerprint(ids: Tensor, in_order: bool = False) -> Tensor:
