@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.errors import LayoutError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.reading.prints import IdPrints, Prints, counts_up, fingerprint
@@ -121,7 +123,8 @@ class Splits:
     def is_open(self, samples: Samples, size: int, by_token: bool) -> bool:
         """Whether it matters how ``samples`` are split over ``size`` ranks, and is not known."""
         packed = samples.starts is not None
-        return size > 1 and (packed or by_token) and self.recognised(packed) is None
+        matters = by_token or (packed and samples.number > 1)
+        return size > 1 and matters and self.recognised(packed) is None
 
     def possible(self, samples: Samples, size: int) -> dict[str, Split]:
         """Those left that can split ``samples``.
@@ -173,39 +176,54 @@ class Splits:
         self._whole = whole
 
     def recognise(
-        self, samples: Samples, prints: Prints, inputs: Sequence[Tensor], mask: Tensor
+        self,
+        samples: Samples,
+        prints: Prints,
+        inputs: Sequence[Tensor],
+        mask: Tensor,
+        cp: dist.ProcessGroup,
     ) -> None:
-        """Keep the splits under which the script passes on this rank's part of a microbatch.
+        """Keep the splits under which the script passes on each rank's part of a microbatch.
 
-        Waits for the device, until one split is left.
+        Waits for the device, until one split is left. All ranks of ``cp`` must call; if one raises,
+        all do.
 
         Args:
             inputs: the integer tensors that the model was called with.
             mask: the loss function's.
 
         Raises:
-            LayoutError: the inputs are this rank's part under none of them.
+            LayoutError: the inputs are the ranks' parts under none of them.
         """
         packed = samples.starts is not None
-        if self.recognised(packed) or not prints.mask:
+        if self.recognised(packed):
             return
-        left = [name for name in self._left[packed] if name in prints.mask]
+        possible = self._left[packed]
+        # Of what is whole on a rank, or has one coefficient, nothing was printed.
+        left = self._fitting(possible, prints, inputs, mask) if prints.mask else possible
+        fits = all_gather(torch.tensor([float(name in left) for name in possible]), cp).all(dim=0)
+        if not fits.any():
+            raise LayoutError(
+                "none of the integer tensors that the model is called with is this rank's part of "
+                f"the batch's under any of the splits {possible}, which fit so far, on every "
+                "context-parallel rank; expected one of these splits, or "
+                "Microbatch(token_ids=...) with the whole labels or tokens of the call"
+            )
+        self._left[packed] = [name for name, fit in zip(possible, fits, strict=True) if fit]
+
+    def _fitting(
+        self, possible: Sequence[str], prints: Prints, inputs: Sequence[Tensor], mask: Tensor
+    ) -> list[str]:
+        """The splits of which these are this rank's part, as far as they tell."""
+        left = [name for name in possible if name in prints.mask]
         given = [x for x in inputs if x.numel() == mask.numel() and not bool(counts_up(x))]
         seen = [float(fingerprint(x, True)) for x in given]
-        matched = False
         by_mask = float(fingerprint(mask.detach() != 0, True))
-        left = [s for s in left if prints.mask[s] == by_mask] or left
+        left, matched = [s for s in left if prints.mask[s] == by_mask] or left, False
         for ids in prints.ids:
             fit = [split for split in left if ids.by_split[split] in seen]
             matched, left = matched or bool(fit), fit or left
-        if seen and prints.ids and not matched:
-            raise LayoutError(
-                "none of the integer tensors that the model is called with is this rank's part of "
-                f"the batch's under any of the splits {self._left[packed]}, which fit so far; "
-                "expected one of these splits, or Microbatch(token_ids=...) with the whole labels "
-                "or tokens of the call"
-            )
-        self._left[packed] = left
+        return left if matched or not seen or not prints.ids else []
 
 
 def only(by_split: Mapping[str, Tensor]) -> Tensor:

@@ -62,12 +62,12 @@ class LocalSamples:
         return pad(x_S, (0, 1)).repeat_interleave(lengths, output_size=self.tokens)
 
     def sums(self, x_T: Tensor) -> Tensor:
-        """The sum over each sample's tokens, [samples]; at least fp32."""
-        x_T = in_dtype(self.shaped(x_T), at_least_fp32(x_T.dtype))
+        """The sum over each sample's tokens, [samples]; at least fp32, of packs fp64."""
+        x_T = self.shaped(x_T)
         if self.starts is None:
-            return x_T.sum(dim=1)
-        lengths = moved(self._lengths, x_T.device)
-        return torch.segment_reduce(x_T, "sum", lengths=lengths, unsafe=True)[:-1]
+            return x_T.sum(dim=1, dtype=at_least_fp32(x_T.dtype))
+        lengths = moved(self._lengths, x_T.device)  # their tokens are added one after the other
+        return torch.segment_reduce(x_T.double(), "sum", lengths=lengths, unsafe=True)[:-1]
 
 
 @dataclass(frozen=True)
@@ -142,18 +142,24 @@ def weighed(
     starts, split, layouts = samples.starts, None, None
     if size > 1 and not whole:
         if term.prints is not None and model_call is not None and (starts is not None or by_token):
-            splits.recognise(samples, term.prints[i], model_call.inputs, mask)
+            splits.recognise(samples, term.prints[i], model_call.inputs, mask, groups.cp)
         if starts is not None:
-            starts, split = _local_starts(samples, mask, coefficient_S, splits, groups)
+            # Groups ask for the sample of each token, weights for its coefficient alone.
+            telling_S = torch.arange(1.0, 1 + samples.number) if term.groups else coefficient_S
+            starts, split = _local_starts(samples, mask, telling_S, splits, groups)
         layouts = functools.partial(splits.layouts, samples, size, groups.cp_rank)
     local = LocalSamples(samples.number, mask.numel(), starts)
     return LocalWeights(local, coefficient_S, given, layouts, split, size if whole else 1)
 
 
 def _local_starts(
-    samples: Samples, mask: Tensor, coefficient_S: Tensor, splits: Splits, groups: ParallelGroups
+    samples: Samples, mask: Tensor, telling_S: Tensor, splits: Splits, groups: ParallelGroups
 ) -> tuple[Tensor, str | None]:
-    """See `local_starts`; and the split, if only one is left."""
+    """See `local_starts`; and the split, if only one is left.
+
+    Raises:
+        LayoutError: several are left, which differ in ``telling_S`` of active tokens.
+    """
     possible = splits.possible(samples, groups.cp_size)
     starts = {
         name: local_starts(samples, split, groups.cp_size, groups.cp_rank)
@@ -161,7 +167,8 @@ def _local_starts(
     }
     if len(starts) > 1:
         made = {name: LocalSamples(samples.number, mask.numel(), x) for name, x in starts.items()}
-        only({name: x.spread(coefficient_S) for name, x in made.items()})
+        active = mask.detach().reshape(-1).cpu() != 0
+        only({name: x.spread(telling_S) * active for name, x in made.items()})
     return next(iter(starts.values())), splits.recognised(True)
 
 

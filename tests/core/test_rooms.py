@@ -116,7 +116,7 @@ def test_the_route_is_small() -> None:
     alone = {name_of(x) for x in (PACKAGE / "mcore").glob("*.py")} - FACADES
     assert alone == {*ROUTE, *ALONE.keys() - {"__main__.py"}}
     assert len(ROUTE) <= 8
-    assert sum(lines_of(PACKAGE / name) for name in ROUTE) <= 2000
+    assert sum(lines_of(PACKAGE / name) for name in ROUTE) <= 2050
     assert lines_of(PACKAGE / "mcore/hook.py") <= 250
 
 

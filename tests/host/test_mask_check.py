@@ -92,13 +92,13 @@ def reversed_step(iterator: Any, number: int) -> list[Microbatch]:
 # By name: options of the hook, of the script, of the data, and what every rank says.
 SPLIT: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str | None]] = {
     "good": ({}, {}, stream, None),
-    "the same part twice": ({}, {"part": lambda rank: 0}, stream, "LayoutError: the tokens that"),
-    "tokens of its own": (
+    "the same part twice": (
         {},
-        {"tokens": lambda x: 31 - x},
+        {"part": lambda rank: 0},
         stream,
-        "LayoutError: the tokens that the model is called with on all context-parallel ranks",
+        "LayoutError: the model is called with the same tokens",
     ),
+    "tokens of its own": ({}, {"tokens": lambda x: 31 - x}, stream, None),
     # As where the model gets embeddings: they tell nothing.
     "positions alone": ({}, {"own_tokens": positions}, stream, None),
     "a token less on one rank": (

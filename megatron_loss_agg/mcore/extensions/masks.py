@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather, fitting
 from megatron_loss_agg.errors import LayoutError, MaskError, StepError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
-from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host import Call, ParallelGroups
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.prints import Prints, counts_up, fingerprint
 from megatron_loss_agg.mcore.step import PlannedStep
@@ -31,9 +31,7 @@ from megatron_loss_agg.weights import at_least_fp32
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
-
-_INPUTS = 4
-"""How many of the model's integer inputs are compared: a fixed number, since ranks add them up."""
+_INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks add them up
 
 
 class _Sums(NamedTuple):
@@ -103,7 +101,7 @@ class _Seen:
         for name in _distinct(x):
             self._add_mask(sums, x, name)
         if self._verifies and x.plan.first.prints is not None:
-            sums.of_tokens.extend(_token_sums(x, self._call.groups.cp_size))
+            sums.of_tokens.extend(_token_sums(x, self._call.groups))
         self.sums[x.i] = sums
         if x.is_last:
             self._send()
@@ -114,7 +112,10 @@ class _Seen:
             self._work.wait()
         sent = self._sent.cpu()
         number = sum(x.numel() for sums in self.sums.values() for x in sums.planned)
-        masks, tokens = sent[:number], sent[number:].view(-1, _INPUTS, 3)
+        masks, tokens = (
+            sent[:number],
+            sent[number:].view(-1, _INPUTS, 3 + self._call.groups.cp_size),
+        )
         compared = [i for i, sums in self.sums.items() if sums.of_tokens]
         return masks / self._copies, dict(zip(compared, tokens, strict=True))
 
@@ -227,18 +228,21 @@ def _illegal(call: Call, plan: PlannedStep, i: int) -> MaskError:
     )
 
 
-def _token_sums(x: MicrobatchLoss, cp: int) -> list[Tensor]:
-    """Of the model's integer inputs with a number for each token: `_INPUTS` of fp64 [3].
+def _token_sums(x: MicrobatchLoss, groups: ParallelGroups) -> list[Tensor]:
+    """Of the model's integer inputs with a number for each token: `_INPUTS` of fp64 [3 + ranks].
 
-    The fingerprint; whether they are positions, which tell nothing; whether they differ.
+    The fingerprint; whether they are positions, which tell nothing; whether they differ; and again
+    the fingerprint, at the place of this rank.
     """
-    tokens = x.masks[x.first].numel() // (1 if x.whole is None else cp)
-    given = [ids for ids in x.inputs if ids.numel() == tokens > 0][:_INPUTS]
-    rows = [
-        torch.stack([fingerprint(y), counts_up(y), (y != y.reshape(-1)[0]).any()]) for y in given
-    ]
-    nothing = torch.tensor([0, 1, 0], device=x.masks[x.first].device)
-    return [*(row.to(nothing.device) for row in rows), *[nothing] * (_INPUTS - len(rows))]
+    size, mask = groups.cp_size, x.masks[x.first]
+    tokens = mask.numel() // (1 if x.whole is None else size)
+    rows = []
+    for y in [ids for ids in x.inputs if ids.numel() == tokens > 0][:_INPUTS]:
+        own, varies = fingerprint(y), (y != y.reshape(-1)[0]).any()
+        by_rank = [own * (rank == groups.cp_rank) for rank in range(size)]
+        rows.append(torch.stack([own, counts_up(y), varies, *by_rank]).to(mask.device))
+    nothing = torch.tensor([0, 1, 0, *[0] * size], device=mask.device)
+    return [*rows, *[nothing] * (_INPUTS - len(rows))]
 
 
 def _matches(prints: Prints, rows: Tensor) -> bool:
@@ -253,18 +257,18 @@ def _places(i: int, prints: Sequence[Prints], rows: Tensor, split: bool) -> set[
     ``{i}`` where these tell nothing; none where a script has changed its tokens.
 
     Raises:
-        LayoutError: none, and they are ``split`` over ranks, which may hold some of them twice.
+        LayoutError: none, and two of the ranks that ``split`` them hold the same tokens.
     """
     rows = rows[(rows[:, 1] == 0) & ((rows[:, 2] > 0) | split)]
     if not len(rows) or not any(ids.tells for ids in prints[i].ids):
         return {i}
     found = {j for j, other in enumerate(prints) if _matches(other, rows)}
-    if split and not found:
+    telling = rows[rows[:, 2] > 0, 3:].tolist()
+    if split and not found and any(len({*by_rank}) < len(by_rank) for by_rank in telling):
         raise LayoutError(
-            f"the tokens that the model is called with on all context-parallel ranks, for "
-            f"microbatch {i}, are together not those of the batch; expected each token on one "
-            "rank: split every sequence as CPLayout can, or give Microbatch(token_ids=...) with "
-            "the whole labels or tokens of the call"
+            f"the model is called with the same tokens on several context-parallel ranks, for "
+            f"microbatch {i}; expected each token of the batch on one rank: split every sequence "
+            "as CPLayout can"
         )
     return found
 
