@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
-from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.mcore import DatasetReports, LossHook, TokenLoss
 from tests.host.harness import CP2, EXACT, error_of, run_host_ranks
 
 pytestmark = pytest.mark.host
@@ -130,6 +130,80 @@ def test_the_split_of_the_script_is_recognised(name: str) -> None:
         assert isinstance(errors, list), errors
         assert len(errors) == len(steps)
         assert max(errors) <= EXACT
+
+
+def padded_pack(second: int) -> dict[str, Tensor]:
+    """Two samples in places of 32: ranks differ in which splits fit their own part."""
+    real = torch.zeros(TOKENS, dtype=torch.bool)
+    real[:16] = real[32 : 32 + second] = True
+    labels = torch.where(real, LABELS + 1, 0).view(1, -1)
+    return {
+        "labels": labels,
+        "tokens": labels % 32,
+        "loss_mask": real.float().view(1, -1),
+        "cu_seqlens": torch.tensor([0, 16, 16 + second]),
+        "cu_seqlens_padded": torch.tensor([0, 32, TOKENS]),
+    }
+
+
+def padded_losses(name: str, second: int) -> list[float] | str | None:
+    """Every rank, CP 2: the loss of two steps of `padded_pack`."""
+    from tests.host import gpt
+
+    gpt.initialize(**CP2)
+    ddp, found = gpt.ddp_model(), []
+    hook = LossHook(LossAggregation(mode="sample_mean"))
+
+    def run() -> None:
+        for _ in range(2):
+            data = iter([padded_pack(second)])
+            step = script(split=PACKS[name])
+            reports = gpt.run_step(hook, ddp, data, 1, forward_step_func=step)
+            found.append(gpt.reported(reports, "sample_mean loss"))
+
+    return error_of(run) or found
+
+
+@pytest.mark.parametrize("second", [16, 12])
+@pytest.mark.parametrize("name", ["row", "contiguous"])
+def test_ranks_recognise_the_split_together(name: str, second: int) -> None:
+    labels = padded_pack(second)["labels"].double().view(-1)
+    expected = (labels[:16].mean() + labels[32 : 32 + second].mean()) / 2
+    for found in run_host_ranks(padded_losses, 2, name, second, timeout=60):
+        assert found == pytest.approx([float(expected)] * 2, rel=EXACT)
+
+
+def reports_of_data_sets(told: bool) -> Any:
+    """Every rank, CP 2: the mean of each data set in a pack that is split contiguously."""
+    from tests.host import gpt
+
+    gpt.initialize(**CP2)
+    ddp, ids = gpt.ddp_model(), torch.tensor([3, 5, 7])
+    whole = {**batch(), "dataset_ids": ids}
+
+    def read_step(iterator: Any, number: int) -> list[Microbatch]:
+        return [Microbatch(whole["loss_mask"], whole["cu_seqlens"], dataset_ids=ids)]
+
+    hook = LossHook(
+        LossAggregation(mode="token_mean"),
+        extensions=[DatasetReports()],
+        read_step=None if told else read_step,
+    )
+    step, found = script(split=PACKS["contiguous"]), []
+
+    def run() -> None:
+        reports = gpt.run_step(hook, ddp, iter([whole]), 1, forward_step_func=step)
+        found.extend(gpt.reported(reports, f"lm loss of dataset {d}") for d in ids.tolist())
+
+    return error_of(run) or found
+
+
+def test_reports_by_data_set_ask_for_the_split_where_weights_do_not() -> None:
+    means_of = [float(x.double().mean()) for x in LABELS.split(LENGTHS)]
+    for found in run_host_ranks(reports_of_data_sets, 2, True):
+        assert found == pytest.approx(means_of, rel=EXACT)
+    for found in run_host_ranks(reports_of_data_sets, 2, False):
+        assert "expected tensors that tell tokens apart" in found
 
 
 REFUSED = {
