@@ -144,9 +144,11 @@ class Splits:
         possible = self.possible(samples, size)
         return {name: split.layout(samples, size, rank) for name, split in possible.items()}
 
-    def prints(self, microbatch: Microbatch, size: int, rank: int, by_token: bool) -> Prints:
+    def prints(
+        self, microbatch: Microbatch, samples: Samples, size: int, rank: int, by_token: bool
+    ) -> Prints:
         """Fingerprints of a microbatch's tokens and mask; waits for a device that holds them."""
-        samples, layouts = Samples.of(microbatch), dict[str, CPLayout]()
+        layouts: dict[str, CPLayout] = {}
         if self.is_open(samples, size, by_token):
             with contextlib.suppress(LayoutError):  # raised where the split is needed
                 layouts = self.layouts(samples, size, rank)

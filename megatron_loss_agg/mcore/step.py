@@ -213,12 +213,16 @@ def _planned_term(
     plan: StepPlan, call: Call, splits: Splits, needs: Set[str], units: Sequence[Unit]
 ) -> PlannedTerm:
     microbatches, numbers = plan.microbatches, range(len(plan.microbatches))
+    samples = [Samples.of(m) for m in microbatches]
     is_custom = plan.aggregation.function is not None
     by_token = is_custom or "masks" in needs
     cp, rank = call.groups.cp_size, call.groups.cp_rank
     prints = None
-    if "prints" in needs or any(splits.is_open(Samples.of(m), cp, by_token) for m in microbatches):
-        prints = [splits.prints(m, cp, rank, by_token) for m in microbatches]
+    if "prints" in needs or any(splits.is_open(x, cp, by_token) for x in samples):
+        prints = [
+            splits.prints(m, x, cp, rank, by_token)
+            for m, x in zip(microbatches, samples, strict=True)
+        ]
     groups = {}
     for unit in units:
         ids, sums = plan.groups(unit)
@@ -229,7 +233,7 @@ def _planned_term(
     dtype = at_least_fp32(torch.get_default_dtype())
     return PlannedTerm(
         counts=plan.counts,
-        samples=[Samples.of(m) for m in microbatches],
+        samples=samples,
         all_coefficients=_joined([plan.coefficients(i) for i in numbers]),
         all_mask_sums=_joined([plan.mask_sums(i) for i in numbers]),
         given=[plan.weights(i, dtype) for i in numbers] if is_custom else None,
