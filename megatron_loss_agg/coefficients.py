@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import operator
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
-from megatron_loss_agg.counting.counts import LocalTerm
-from megatron_loss_agg.counting.exchange import Counted
+from megatron_loss_agg.counting.table import StepCounts
 from megatron_loss_agg.errors import GroupError, StepError
-from megatron_loss_agg.weights import sample_coefficients
 
 
+@dataclass(frozen=True, eq=False)
 class StepCoefficients:
-    """What a step's plan knows without masks by token.
+    """What a step's plan knows of this rank's samples without masks by token.
 
-    Attributes:
-        aggregation: the `LossAggregation` it was made for.
-        counts: `StepCounts` over all microbatches of all ranks.
-        mask_totals: the mask sum of each microbatch, rejected samples included.
-        active_tokens: for each microbatch, the number of positions with a nonzero mask; empty in a
-            plan from mask sums.
+    Vectors are on the CPU, with the samples of all microbatches in their order.
     """
 
-    def __init__(self, term: LocalTerm, counted: Counted) -> None:
-        agg, samples = term.agg, term.samples
-        self.aggregation = agg
-        self.counts, within_S, self._group_sums, self._groups = counted
-        self.mask_totals = samples.mask_totals
-        self.active_tokens = samples.active_tokens
-        self._sums_S = samples.sums_S
-        self._places = [slice(*ends) for ends in pairwise(accumulate(samples.sizes, initial=0))]
-        zero_S = samples.sums_S == 0
-        if samples.rejected_S is not None:
-            zero_S |= samples.rejected_S
-        self._coefficient_S = sample_coefficients(
-            within_S, self.counts.across, agg.scale, zero_S, samples.weights_S
-        )
+    counts: StepCounts
+    """Over all microbatches of all ranks."""
+    sizes: Sequence[int]
+    """Samples of each microbatch."""
+    coefficient_S: Tensor
+    """``c_s``, fp64; see `coefficients`."""
+    mask_sum_S: Tensor
+    """``M_s``, fp64; see `mask_sums`."""
+    sums_by_unit: Mapping[Unit, Tensor]
+    """fp64; see `group_sums`."""
+    groups_by_unit: Mapping[Unit, tuple[Tensor, Tensor]]
+    """See `groups`."""
 
     @property
     def is_empty(self) -> bool:
@@ -52,11 +44,11 @@ class StepCoefficients:
 
         With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self._coefficient_S[self._place(i)].clone()
+        return self.of_microbatch(self.coefficient_S, i)
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self._sums_S[self._place(i)].clone()
+        return self.of_microbatch(self.mask_sum_S, i)
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``.
@@ -66,18 +58,12 @@ class StepCoefficients:
         Raises:
             GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
-        place = self._place(i)
-        if unit in self._group_sums:
-            return self._group_sums[unit][place].clone()
-        own_S = self._group_sums["sample"][place]
-        if unit == "step":
-            return torch.full_like(own_S, self.counts.tokens)
-        if unit == "microbatch":
-            return torch.full_like(own_S, float(own_S.sum()))
-        raise GroupError(
-            f"no sums by {unit!r} in this plan; expected one of "
-            f"{', '.join(sorted({'step', 'microbatch', *self._group_sums}))}"
-        )
+        if unit not in self.sums_by_unit:
+            raise GroupError(
+                f"no sums by {unit!r} in this plan; expected one of "
+                f"{', '.join(sorted(self.sums_by_unit))}"
+            )
+        return self.of_microbatch(self.sums_by_unit[unit], i)
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.
@@ -88,20 +74,19 @@ class StepCoefficients:
         Raises:
             GroupError: ``unit`` has no ids, or neither the mode nor ``group_by`` names it.
         """
-        if unit not in BY_ID or unit not in self._groups:
+        if unit not in self.groups_by_unit:
             raise GroupError(
                 f"no groups by {unit!r} in this plan; expected one of {', '.join(BY_ID)}, that the "
                 "mode uses or that group_by names"
             )
-        ids, sums = self._groups[unit]
-        return ids.clone(), sums.clone()
+        return self.groups_by_unit[unit]
 
-    def _place(self, i: Any) -> slice:
-        """Where the samples of microbatch ``i`` lie in the vectors of all."""
+    def of_microbatch(self, x_S: Tensor, i: Any) -> Tensor:
+        """A copy of the part of ``x_S`` that is of microbatch ``i``."""
         try:
-            return self._places[operator.index(i)]
+            return x_S.split([*self.sizes])[operator.index(i)].clone()
         except (TypeError, IndexError):
             raise StepError(
-                f"microbatch {i!r} of a plan of {len(self._places)} microbatches; expected an int "
+                f"microbatch {i!r} of a plan of {len(self.sizes)} microbatches; expected an int "
                 "from 0 to one less"
             ) from None

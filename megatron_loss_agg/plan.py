@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.counting.counts import LocalTerm
-from megatron_loss_agg.counting.exchange import Counted, abandon, abandoning_on_error, count_step
+from megatron_loss_agg.counting import exchange
 from megatron_loss_agg.counting.samples import Samples, read_terms
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import (
@@ -38,22 +38,21 @@ from megatron_loss_agg.weights import (
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
+@dataclass(frozen=True, eq=False)
 class StepPlan(StepCoefficients):
     """The weight of every token of this rank's microbatches, exact for the whole step.
 
     Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
     alone). It holds copies of the microbatches, which later edits of the originals do not reach,
     and a few numbers per sample; `weights` computes the weights of a microbatch on every call.
-
-    Attributes:
-        microbatches: copies of this rank's, in order; empty in a plan from mask sums.
     """
 
-    def __init__(
-        self, term: LocalTerm, counted: Counted, microbatches: Sequence[Microbatch]
-    ) -> None:
-        super().__init__(term, counted)
-        self.microbatches = list(microbatches)
+    aggregation: LossAggregation
+    """What it was made for."""
+    microbatches: Sequence[Microbatch]
+    """Copies of this rank's, in order; empty in a plan from mask sums."""
+    active_tokens: Sequence[int]
+    """Positions with a nonzero mask, of each microbatch; empty in a plan from mask sums."""
 
     @classmethod
     def build(
@@ -111,7 +110,7 @@ class StepPlan(StepCoefficients):
             AggregationError: as `build`; ModeError also for bad ``terms``, GroupError for
                 ``group_by``.
         """
-        with abandoning_on_error(group):
+        with exchange.abandoning_on_error(group):
             if sharded_over is not None and group is None:
                 raise GroupError(
                     "sharded_over without group; expected the combined data-and-context-parallel "
@@ -123,12 +122,20 @@ class StepPlan(StepCoefficients):
             given = listed(microbatches)
             read = read_terms([of_term(name, m) for m in given] for name in named)
             local = {
-                name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
+                name: exchange.LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
                 for (name, term), (_, samples) in zip(named.items(), read, strict=True)
             }
-        parts = zip(local.values(), count_step(local, group), read, strict=True)
-        plans = [StepPlan(term, counted, own) for term, counted, (own, _) in parts]
-        return StepTerms(named, dict(zip(named, plans, strict=True)))
+        parts = zip(local.items(), exchange.count_step(local, group), read, strict=True)
+        plans = {
+            name: StepPlan(
+                **vars(counted),
+                aggregation=term.agg,
+                microbatches=own,
+                active_tokens=term.samples.active_tokens,
+            )
+            for (name, term), counted, (own, _) in parts
+        }
+        return StepTerms(named, plans)
 
     @classmethod
     def from_mask_sums(
@@ -161,17 +168,18 @@ class StepPlan(StepCoefficients):
             FunctionError: mode ``custom``.
             GroupError, ModeError, PeerError: as `build`.
         """
-        with abandoning_on_error(group):
+        with exchange.abandoning_on_error(group):
             given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
             samples = Samples.of_sums(mask_sums, dict(zip(BY_SAMPLE, given, strict=True)))
             (term,) = named_terms({"": agg}).values()
-            local = LocalTerm(term.aggregation, samples, None)
+            local = exchange.LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":
                 raise FunctionError(
                     "mode 'custom' with mask sums alone; expected masks, which its function reads: "
                     "use StepPlan.build"
                 )
-        return cls(local, count_step({"": local}, group)[0], [])
+        (counted,) = exchange.count_step({"": local}, group)
+        return cls(**vars(counted), aggregation=agg, microbatches=(), active_tokens=())
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -179,7 +187,7 @@ class StepPlan(StepCoefficients):
 
         The other ranks then raise PeerError instead of hanging. This rank raises its own error.
         """
-        abandon(group)
+        exchange.abandon(group)
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
@@ -188,22 +196,19 @@ class StepPlan(StepCoefficients):
         aggregated loss of the step.
 
         Raises:
-            MaskError: a plan from mask sums; or a ``dtype`` that is not floating-point, or has less
-                range than fp32, so that the weights of a large step would underflow.
+            MaskError: a plan from mask sums; or a ``dtype`` in which weights would underflow.
             FunctionError: a custom function returned something that cannot be weights, or edited
                 the plan's mask.
         """
-        if not isinstance(dtype, torch.dtype) or dtype not in _WEIGHT_DTYPES:
+        if dtype not in _WEIGHT_DTYPES:
             raise MaskError(
                 f"weights in dtype {dtype!r}; expected a floating dtype with the range of fp32: "
                 "torch.float32, torch.float64 or torch.bfloat16"
             )
-        microbatch = self._microbatch(i)
+        microbatch, function = self._microbatch(i), self.aggregation.function
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
-        function = self.aggregation.function
         if function is None:
-            coefficient_S = self._coefficient_S[self._places[i]]
-            return token_weights_of(coefficient_S, mask, starts, dtype)
+            return token_weights_of(self.coefficients(i), mask, starts, dtype)
         kept = None
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, starts, dtype)
@@ -241,12 +246,12 @@ class StepPlan(StepCoefficients):
         return where_weighted(w, advantages.to(w)) * w
 
     def _microbatch(self, i: int) -> Microbatch:
-        if not self.microbatches and self._places:
+        if not self.microbatches and self.sizes:
             raise MaskError(
                 "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
                 "multiply your mask by coefficients(i)"
             )
-        self._place(i)
+        self.mask_sums(i)  # raises for an index that is none
         return self.microbatches[i]
 
 
@@ -254,10 +259,7 @@ class StepTerms(Mapping[str, StepPlan]):
     """The plans of one step's terms, by name; built by `StepPlan.build_terms`.
 
     The loss of the step is the sum of ``coefficient * w_t * loss_t`` over terms, tokens,
-    microbatches and ranks; `weighted_sum` computes one microbatch's part of it.
-
-    Attributes:
-        terms: `Term` by name.
+    microbatches and ranks.
     """
 
     def __init__(self, terms: Mapping[str, Term], plans: Mapping[str, StepPlan]) -> None:

@@ -23,7 +23,6 @@ class Samples(NamedTuple):
 
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
-    mask_totals: list[float]  # of each microbatch
     ids: Mapping[Unit, Tensor]  # int64 [samples], of units for which every microbatch has them
     rejected_S: Tensor | None  # bool
     weights_S: Tensor | None  # fp64
@@ -39,27 +38,30 @@ class Samples(NamedTuple):
             MaskError, GroupError: as `MaskSums.read`; or sample weights that are not finite and
                 >= 0.
         """
-        sums_S, totals, active_tokens = MaskSums.read(microbatches)
-        ids = {
-            unit: _column(microbatches, f"{unit}_ids", 0)
-            for unit in BY_ID
-            if all(getattr(m, f"{unit}_ids") is not None for m in microbatches)
-        }
+        sums = MaskSums.read(microbatches)
         rejected_S = weights_S = None
         if any(m.rejected is not None for m in microbatches):
             rejected_S = _column(microbatches, "rejected", False)
         if any(m.sample_weights is not None for m in microbatches):
             weights_S = _column(microbatches, "sample_weights", 1.0)
             _check_weights(weights_S)
-        sizes = [m.num_samples for m in microbatches]
         routed = [m.routed_tokens for m in microbatches]
-        positions = [
-            m.loss_mask.numel() if n is None else n
-            for m, n in zip(microbatches, routed, strict=True)
-        ]
-        says = len(routed) - routed.count(None)
         return cls(
-            sums_S, sizes, totals, ids, rejected_S, weights_S, active_tokens, positions, says
+            sums_S=sums.by_sample,
+            sizes=[m.num_samples for m in microbatches],
+            ids={
+                unit: _column(microbatches, f"{unit}_ids", 0)
+                for unit in BY_ID
+                if all(getattr(m, f"{unit}_ids") is not None for m in microbatches)
+            },
+            rejected_S=rejected_S,
+            weights_S=weights_S,
+            active_tokens=sums.active_tokens,
+            positions=[
+                m.loss_mask.numel() if n is None else n
+                for m, n in zip(microbatches, routed, strict=True)
+            ],
+            routed_microbatches=len(routed) - routed.count(None),
         )
 
     @classmethod
@@ -72,20 +74,17 @@ class Samples(NamedTuple):
         Raises:
             MaskError, GroupError: a wrong shape or dtype, or values that are not finite and >= 0.
         """
-        by_microbatch = isinstance(mask_sums, (list, tuple)) and (
-            not mask_sums or not all(map(_is_number, mask_sums))
-        )  # an empty list is a rank without microbatches
-        sums = [_checked_sums(x) for x in (mask_sums if by_microbatch else [mask_sums])]
+        # An empty list is a rank without microbatches.
+        flat = not isinstance(mask_sums, (list, tuple)) or (
+            len(mask_sums) > 0 and all(map(_is_number, mask_sums))
+        )
+        sums = [_checked_sums(x) for x in ([mask_sums] if flat else mask_sums)]
         sizes = [x.numel() for x in sums]
         of_all = {name: _of_all(name, x, sizes) for name, x in by_sample.items() if x is not None}
         # The same samples, each with all of its mask in one token.
-        rows = Microbatch(vector(sums, torch.float64).unsqueeze(1), **of_all)
-        return cls.of_microbatches(brought_to_cpu([rows]))._replace(
-            sizes=sizes,
-            mask_totals=[float(x.sum()) for x in sums],
-            active_tokens=[],
-            positions=None,
-        )
+        rows = Microbatch(_joined(sums, torch.float64).unsqueeze(1), **of_all)
+        samples = cls.of_microbatches(brought_to_cpu([rows]))
+        return samples._replace(sizes=sizes, active_tokens=[], positions=None)
 
 
 def read_terms(by_term: Iterable[Sequence[Any]]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
@@ -107,20 +106,18 @@ def read_terms(by_term: Iterable[Sequence[Any]]) -> list[tuple[tuple[Microbatch,
     return [(tuple(copies[m] for m in of_term), samples[of_term]) for of_term in given]
 
 
-def vector(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``parts`` as one ``dtype`` vector on the CPU; empty if there are none."""
-    return torch.cat([torch.empty(0, dtype=dtype), *(part.to("cpu", dtype) for part in parts)])
+def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """One vector on the CPU; empty if there are no parts."""
+    return torch.cat([torch.empty(0, dtype=dtype), *(x.detach().to("cpu", dtype) for x in parts)])
 
 
 def _column(microbatches: Sequence[Microbatch], name: str, default: float) -> Tensor:
     """The field ``name`` of all samples; ``default`` for microbatches without it."""
     dtype = BY_SAMPLE[name]
-    parts = [
-        torch.full((m.num_samples,), default, dtype=dtype) if x is None else x.detach()
-        for m in microbatches
-        for x in [getattr(m, name)]
-    ]
-    return vector(parts, dtype)
+    fields = [(m.num_samples, getattr(m, name)) for m in microbatches]
+    return _joined(
+        (torch.full((n,), default, dtype=dtype) if x is None else x for n, x in fields), dtype
+    )
 
 
 def _check_weights(weights_S: Tensor) -> None:
@@ -134,20 +131,17 @@ def _check_weights(weights_S: Tensor) -> None:
 
 def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
     """``given``, unchecked; or its entries for each microbatch, checked and joined."""
-    nested = isinstance(given, (list, tuple)) and all(map(_may_be_vector, given))
-    if not nested or (not given and sizes):
+    if not isinstance(given, (list, tuple)) or all(
+        isinstance(x, str) or _is_number(x) for x in given
+    ):
         return given
-    if len(given) != len(sizes) or any(part is None for part in given):
+    if len(given) != len(sizes):
         raise GroupError(
-            f"{name} for {sum(part is not None for part in given)} microbatches and mask_sums for "
-            f"{len(sizes)}; expected one entry for each microbatch, or one vector for all samples"
+            f"{name} for {len(given)} microbatches and mask_sums for {len(sizes)}; expected one "
+            "entry for each microbatch, or one vector for all samples"
         )
-    parts = [checked_by_sample(name, *pair) for pair in zip(given, sizes, strict=True)]
-    return vector([part.detach() for part in parts], BY_SAMPLE[name])
-
-
-def _may_be_vector(x: object) -> bool:
-    return x is None or isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) > 0
+    parts = [checked_by_sample(name, x, size) for x, size in zip(given, sizes, strict=True)]
+    return _joined(parts, BY_SAMPLE[name])
 
 
 def _is_number(x: object) -> bool:
@@ -157,18 +151,14 @@ def _is_number(x: object) -> bool:
 def _checked_sums(given: Any) -> Tensor:
     """fp64 [samples]."""
     try:
-        # Python numbers directly in fp64, and not in the default dtype.
-        dtype = None if hasattr(given, "dtype") else torch.float64
-        sums = torch.as_tensor(given, dtype=dtype).detach()
-        sums_S = sums.to("cpu", torch.float64)
+        sums_S = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise MaskError(
             f"mask_sums cannot be read ({error}); expected a vector of numbers"
         ) from error
-    valid = sums_S.dim() == 1 and not sums.is_complex()
-    if not valid or not bool((sums_S.isfinite() & (sums_S >= 0)).all()):
+    if sums_S.dim() != 1 or not bool((sums_S.isfinite() & (sums_S >= 0)).all()):
         raise MaskError(
-            f"mask_sums of shape {tuple(sums.shape)} and dtype {sums.dtype}; expected a vector of "
-            "finite numbers >= 0, one for each sample"
+            f"mask_sums of shape {tuple(sums_S.shape)}; expected a vector of finite numbers >= 0, "
+            "one for each sample"
         )
     return sums_S

@@ -1,12 +1,11 @@
-"""The samples of a step as one table, and the denominators that are read from it.
+"""All samples of a step as one table, from which its denominators and coefficients are read.
 
 Suffix: ``_S`` samples, the rows of the table.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,9 +13,27 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
 from megatron_loss_agg.errors import MaskError
-from megatron_loss_agg.weights import LARGEST_FP32
+from megatron_loss_agg.weights import LARGEST_FP32, sample_coefficients
 
 _SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
+
+
+class StepCounts(NamedTuple):
+    """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
+
+    tokens: float  # sum of the masks that count
+    kept_tokens: float  # without those of rejected samples
+    all_tokens: float  # with them
+    active_tokens: int | None  # positions with a nonzero mask; None where masks are unknown
+    routed_tokens: int | None  # None: the microbatches do not say it
+    microbatches: int
+    samples: int
+    rollouts: int | None  # None: the mode does not use them, or some rank has no ids
+    prompts: int | None
+    datasets: int | None
+    across: float  # N_across or V_across; 1 without an outer mean
+    positions: int | None  # routed tokens, or elements of masks; None where masks are unknown
+    unequal: bool  # whether the positions of some rank's microbatches differ
 
 
 class Groups(NamedTuple):
@@ -30,128 +47,99 @@ class Groups(NamedTuple):
         return x_S.new_zeros(self.ids.numel()).index_add_(0, self.place, x_S)
 
 
-class Part(NamedTuple):
-    """What a table says of the denominators; adds up over ranks that share no group of `across`."""
-
-    across: float  # N_across, or V_across; 0 without an outer mean, and where it is the step's
-    largest: float  # of v_s / M_within over samples with a weight; with 1 for M_step
-    largest_inverse: float  # of its reciprocals
-
-
 class Table:
-    """Samples of one term, one row each: this rank's, or those of all ranks of the step.
+    """The samples of one term, one row each, of all ranks of the step.
 
-    Attributes:
-        mask_S: fp64, mask sums; 0 for samples that do not count.
-        counted_S: fp64, 0 for samples that do not count, and else 1.
-        weight_S: fp64, ``v_s``; 1 where none is given.
-        rejected_S: bool.
-        ids: int64 [rows] by unit, equal for the rows of one group. Without ids of samples, every
-            row is one.
+    Where masks are sharded, a sample has a row on each of the ranks that share it, with equal ids.
+
+    Args:
+        columns: int64 [3 + units, rows]: mask sums and weights ``v_s``, by the bits of their fp64
+            numbers, whether a sample is rejected, and ids by each of ``units``.
+        microbatches: of the step, those without samples included.
     """
 
     def __init__(
-        self,
-        agg: LossAggregation,
-        mask_S: Tensor,
-        weight_S: Tensor,
-        rejected_S: Tensor,
-        ids: Mapping[Unit, Tensor],
+        self, agg: LossAggregation, columns: Tensor, units: list[Unit], microbatches: int
     ) -> None:
-        self.agg = agg
-        self.counted_S = torch.ones_like(mask_S)
-        self.mask_S = mask_S
-        if agg.rejected == "skip":
-            self.counted_S = self.counted_S.masked_fill(rejected_S, 0.0)
-            self.mask_S = mask_S.masked_fill(rejected_S, 0.0)
-        self.weight_S = weight_S
-        self.rejected_S = rejected_S
-        self.ids = ids
-        self._groups: dict[Unit, Groups] = {}
-
-    def packed(self, units: Sequence[Unit]) -> Tensor:
-        """int64 [3 + units, rows]: all columns, floats by their bits."""
-        floats = [x.view(torch.int64) for x in (self.mask_S, self.weight_S)]
-        return torch.stack([*floats, self.rejected_S.long(), *(self.ids[unit] for unit in units)])
-
-    @classmethod
-    def unpacked(cls, agg: LossAggregation, packed: Tensor, units: Sequence[Unit]) -> Table:
-        """The table whose columns were `packed`."""
-        mask_S, weight_S, rejected_S, *ids = packed.unbind()
-        mask_S, weight_S = mask_S.view(torch.float64), weight_S.view(torch.float64)
-        return cls(agg, mask_S, weight_S, rejected_S.bool(), dict(zip(units, ids, strict=True)))
+        mask_S, self._weight_S = (x.view(torch.float64) for x in columns[:2])
+        self._rejected_S = columns[2].bool()
+        skipped_S = self._rejected_S & (agg.rejected == "skip")
+        self.all_tokens = float(mask_S.sum())
+        self.kept_tokens = float(mask_S.masked_fill(self._rejected_S, 0.0).sum())
+        self._mask_S = mask_S.masked_fill(skipped_S, 0.0)
+        self._counted_S = (~skipped_S).double()
+        self.tokens = float(self._mask_S.sum())
+        self._agg, self._microbatches = agg, microbatches
+        self._ids: Mapping[Unit, Tensor] = dict(zip(units, columns[3:], strict=True))
+        self._groups: dict[Unit, Groups] = {}  # several denominators ask for the same ones
 
     def groups(self, unit: Unit) -> Groups:
-        """The groups by ``unit``; kept, since several denominators ask for them."""
+        """The groups by ``unit``; without ids of samples, every row is one."""
         if unit not in self._groups:
-            if unit in self.ids:
-                self._groups[unit] = Groups(*self.ids[unit].unique(return_inverse=True))
-            else:
-                assert unit == "sample"
-                ordinal_S = torch.arange(self.mask_S.numel())
+            if unit == "sample" and unit not in self._ids:
+                ordinal_S = torch.arange(self._mask_S.numel())
                 self._groups[unit] = Groups(ordinal_S, ordinal_S)
+            else:
+                self._groups[unit] = Groups(*self._ids[unit].unique(return_inverse=True))
         return self._groups[unit]
 
-    def group_sums(self, unit: Unit) -> Tensor:
-        """Mask sum of each row's group: fp64 [rows]."""
+    def group_sums(self, unit: Unit | None) -> Tensor:
+        """``M_within``: mask sum of each row's group, fp64 [rows]; 1 for None."""
+        if unit is None or unit == "step":
+            return torch.full_like(self._mask_S, 1.0 if unit is None else self.tokens)
         groups = self.groups(unit)
-        return groups.summed(self.mask_S)[groups.place]
+        return groups.summed(self._mask_S)[groups.place]
 
     def counted_groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """Groups with samples that count: ids, int64 [groups], and mask sums, fp64 [groups]."""
         groups = self.groups(unit)
-        counted = groups.summed(self.counted_S) > 0
-        return groups.ids[counted], groups.summed(self.mask_S)[counted]
+        counted = groups.summed(self._counted_S) > 0
+        return groups.ids[counted], groups.summed(self._mask_S)[counted]
 
-    def part(self, microbatches: int) -> Part:
-        """What the denominators need; ``microbatches`` is their number, also of those without rows.
-
-        `Part.largest` does not count samples of coefficient 0.
-        """
-        factor_S = self.weight_S
-        if self.agg.within not in (None, "step"):
-            factor_S = factor_S / self.group_sums(self.agg.within)
-        zero_S = self.rejected_S | (self.mask_S == 0) | (self.weight_S == 0)
-        ends = [x_S.masked_fill(zero_S, 0.0) for x_S in (factor_S, 1 / factor_S)]
-        return Part(self._across(microbatches), *(float(x.amax()) if len(x) else 0.0 for x in ends))
-
-    def _across(self, microbatches: int) -> float:
-        unit = self.agg.weighted or self.agg.across
-        if unit in (None, "step"):
-            return 0.0
+    def across(self) -> float:
+        """``N_across``, or ``V_across`` where weights of samples count; 1 without an outer mean."""
+        agg = self._agg
+        if agg.weighted == "step":
+            weighted = float((self._weight_S * self._mask_S).sum())
+            return weighted / self.tokens if self.tokens else 0.0
+        if agg.across is None and agg.weighted is None:
+            return 1.0
+        unit = agg.weighted or agg.across
+        assert unit is not None
         groups = self.groups(unit)
-        number, mask = groups.summed(self.counted_S), groups.summed(self.mask_S)
+        number, mask = groups.summed(self._counted_S), groups.summed(self._mask_S)
         value = torch.ones_like(mask)
-        if self.agg.weighted is not None:
-            weighted = groups.summed(self.weight_S * self.mask_S)
-            value = groups.summed(self.weight_S * self.counted_S) / number
-            value = (weighted / mask).where(mask > 0, value)
-        exists = number > 0
-        counts_empty = self.agg.empty == "count"
-        across = float(value[exists if counts_empty else mask > 0].sum())
-        if unit == "microbatch" and counts_empty:
-            across += microbatches - int(exists.sum())  # those without samples, of weight 1
+        if agg.weighted is not None:
+            weighted_tokens = groups.summed(self._weight_S * self._mask_S)
+            mean_weight = groups.summed(self._weight_S * self._counted_S) / number
+            value = (weighted_tokens / mask).where(mask > 0, mean_weight)
+        if agg.empty == "skip":
+            return float(value[mask > 0].sum())
+        across = float(value[number > 0].sum())
+        if unit == "microbatch":
+            across += self._microbatches - int((number > 0).sum())  # those without samples
         return across
 
+    def coefficients(self, across: float) -> Tensor:
+        """``c_s``, fp64 [rows]; 0 for rejected samples, and for those without a mask here.
 
-def check_coefficients(agg: LossAggregation, across: float, tokens: float, part: Part) -> None:
-    """Raise MaskError if fp32 overflows at a sample's coefficient, or rounds it coarsely.
-
-    Below its smallest normal number fp32 has less than 24 bits. All ranks of a step decide alike.
-
-    Args:
-        across, tokens: as in `StepCounts`.
-        part: of the whole step.
-    """
-    if agg.mode == "custom" or not across or not part.largest:
-        return
-    scale = agg.scale / across / (tokens if agg.within == "step" else 1.0)
-    least, largest = math.inf, scale * part.largest
-    if part.largest_inverse:  # 0 where 1 / M_within overflows
-        least = scale / part.largest_inverse
-    if least < _SMALLEST_FP32 or largest > LARGEST_FP32:
-        raise MaskError(
-            f"the coefficients of samples, by which the mask is multiplied, are from {least:.3g} "
-            f"to {largest:.3g}, and fp32 holds {_SMALLEST_FP32:.3g} to {LARGEST_FP32:.3g}; "
-            "expected a loss_mask, sample_weights and divisor of moderate size"
+        Raises:
+            MaskError: fp32 overflows at a sample's coefficient, or rounds it coarsely: below its
+                smallest normal number it has less than 24 bits. All ranks decide alike.
+        """
+        agg, zero_S = self._agg, self._rejected_S | (self._mask_S == 0)
+        coefficient_S = sample_coefficients(
+            self.group_sums(agg.within), across, agg.scale, zero_S, self._weight_S
         )
+        size_S = coefficient_S[~zero_S & (self._weight_S != 0)]
+        if agg.mode == "custom" or not across or not size_S.numel():
+            return coefficient_S
+        least, largest = size_S.aminmax()
+        if not (least >= _SMALLEST_FP32 and largest <= LARGEST_FP32):
+            raise MaskError(
+                "the coefficients of samples, by which the mask is multiplied, are from "
+                f"{least:.3g} to {largest:.3g}, and fp32 holds {_SMALLEST_FP32:.3g} to "
+                f"{LARGEST_FP32:.3g}; expected a loss_mask, sample_weights and divisor of moderate "
+                "size"
+            )
+        return coefficient_S

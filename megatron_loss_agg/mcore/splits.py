@@ -30,7 +30,7 @@ class Samples(NamedTuple):
     """Where the samples of a whole microbatch lie, before context parallelism."""
 
     number: int
-    shape: tuple[int, ...] | None  # of the mask; None: the model makes it
+    shape: tuple[int, ...]  # of the mask
     starts: Tensor | None  # int64 [number + 1], offsets in the (padded) pack; None: rows
 
     @classmethod
@@ -42,7 +42,6 @@ class Samples(NamedTuple):
     @property
     def length(self) -> int:
         """Tokens of each row, or of the pack."""
-        assert self.shape is not None
         return self.shape[-1]
 
 

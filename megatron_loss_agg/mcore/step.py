@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
+from megatron_loss_agg.aggregation import BY_ID, Unit
+from megatron_loss_agg.coefficients import StepCoefficients
 from megatron_loss_agg.collectives import failing_together, handed_on
-from megatron_loss_agg.counting.counts import StepCounts
 from megatron_loss_agg.counting.exchange import abandoning_on_error
 from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.masks import brought_to_cpu
@@ -23,7 +22,7 @@ from megatron_loss_agg.mcore.reading.prints import Prints
 from megatron_loss_agg.mcore.splits import Samples, Splits
 from megatron_loss_agg.microbatch import Microbatch, listed, of_term
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.weights import at_least_fp32, sample_coefficients
+from megatron_loss_agg.weights import at_least_fp32
 
 
 class Step:
@@ -70,57 +69,20 @@ class Step:
             )
 
 
-class Groups(NamedTuple):
-    """Groups of samples by one unit, such as data sets."""
-
-    ids: list[int]  # of those with tokens in the whole step, sorted
-    places: Sequence[Tensor]  # int64 [samples]: the index in `ids`; len(ids) for those without
-
-
-@dataclass(frozen=True)
-class PlannedTerm:
+@dataclass(frozen=True, eq=False)
+class PlannedTerm(StepCoefficients):
     """What a step's losses need to know of one term: a few numbers for each sample.
 
-    Only custom functions and extensions that ask for it have more, by token.
-
-    Lists are by microbatch of this data-parallel rank. Tensors are on the CPU.
+    Only custom functions and extensions that ask for it have more, by token. Lists are by
+    microbatch of this data-parallel rank; tensors are on the CPU.
     """
 
-    counts: StepCounts
     samples: Sequence[Samples]
-    # fp64 [samples of all microbatches]; None where the model makes the masks.
-    all_coefficients: Tensor | None
-    all_mask_sums: Tensor | None
+    ids: Mapping[Unit, Tensor]  # int64 [samples of all microbatches], of the units that are needed
     given: Sequence[Tensor] | None  # of a custom function: the weights of all tokens
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
     prints: Sequence[Prints] | None  # of the tokens, while these are compared
-    groups: Mapping[Unit, Groups]  # by the units that are needed
-
-    @cached_property
-    def coefficients(self) -> Sequence[Tensor]:
-        """fp64 [samples] of each microbatch; none where the model makes the masks."""
-        return self._by_microbatch(self.all_coefficients)
-
-    @cached_property
-    def mask_sums(self) -> Sequence[Tensor]:
-        """Likewise."""
-        return self._by_microbatch(self.all_mask_sums)
-
-    def _by_microbatch(self, x: Tensor | None) -> Sequence[Tensor]:
-        return () if x is None else x.split([samples.number for samples in self.samples])
-
-    def late_coefficient_S(self, aggregation: LossAggregation, sums_S: Tensor) -> Tensor:
-        """``c_s`` of a microbatch whose mask the model made: fp64 [samples]; see `reading.late`.
-
-        Args:
-            sums_S: its mask, fp64, summed by sample over context-parallel ranks.
-        """
-        within_S = sums_S
-        if aggregation.within == "microbatch":
-            within_S = sums_S.sum().expand_as(sums_S)
-        elif aggregation.within != "sample":
-            within_S = torch.ones_like(sums_S)
-        return sample_coefficients(within_S, self.counts.across, aggregation.scale, within_S == 0)
+    is_late: bool  # the model makes the masks: coefficients and mask sums are not known
 
 
 @dataclass(frozen=True)
@@ -132,7 +94,6 @@ class PlannedStep:
     total_tokens: int  # of the whole step, likewise
     routed: Sequence[int]  # of each microbatch: tokens that the model's routers see
     is_empty: bool  # every token of the whole step is masked or rejected
-    is_late: bool = False  # the model makes the masks
     divided_by_host: bool = False  # by the step's tokens: see `reading.late`
 
     @property
@@ -144,6 +105,11 @@ class PlannedStep:
     def microbatches(self) -> int:
         """Of the whole step, over all data-parallel ranks."""
         return self.first.counts.microbatches
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the model makes the masks."""
+        return self.first.is_late
 
 
 def planned_step(step: Step, call: Call, splits: Splits, needs: Set[str]) -> PlannedStep:
@@ -172,28 +138,27 @@ def _counted(step: Step, call: Call, splits: Splits, needs: Set[str]) -> Planned
         else:
             # All at once: each transfer from a device waits for it.
             given = brought_to_cpu(checked_microbatches(given, step.number, terms))
-        units = tuple(unit for unit in BY_ID if unit in needs)
+        units = [unit for unit in BY_ID if unit in needs]
         if not call.trains:  # validation sets are often read one by one, and then lack ids
             all_terms = [of_term(name, m) for m in given for name in terms]
-            units = tuple(
-                x for x in units if all(getattr(m, f"{x}_ids") is not None for m in all_terms)
-            )
+            units = [x for x in units if all(getattr(m, f"{x}_ids") is not None for m in all_terms)]
     plans = StepPlan.build_terms(terms, given, dp, group_by=units)
-    if is_late:
-        return _late_step(plans, call)
     custom = any(plan.aggregation.function is not None for plan in plans.values())
     # A custom function may fail on one data-parallel rank alone; the others must learn of it.
     with failing_together([dp] if custom else [], _CUSTOM_FAILED):
         planned = {
-            name: _planned_term(plan, call, splits, needs, units) for name, plan in plans.items()
+            name: _planned_term(plan, call, splits, set() if is_late else needs, units, is_late)
+            for name, plan in plans.items()
         }
     first = next(iter(plans.values()))
-    counts, active = first.counts, first.active_tokens
+    if is_late:
+        return _late_step(planned, plans, call.groups.cp_size)
+    counts = first.counts
     routed = [m.routed_tokens for m in first.microbatches]
     assert counts.active_tokens is not None
     return PlannedStep(
         terms=planned,
-        tokens=[a if r is None else r for a, r in zip(active, routed, strict=True)],
+        tokens=[a if r is None else r for a, r in zip(first.active_tokens, routed, strict=True)],
         total_tokens=counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens,
         routed=[
             m.loss_mask.numel() if r is None else r
@@ -210,7 +175,12 @@ _CUSTOM_FAILED = (
 
 
 def _planned_term(
-    plan: StepPlan, call: Call, splits: Splits, needs: Set[str], units: Sequence[Unit]
+    plan: StepPlan,
+    call: Call,
+    splits: Splits,
+    needs: Set[str],
+    units: Sequence[Unit],
+    is_late: bool,
 ) -> PlannedTerm:
     microbatches, numbers = plan.microbatches, range(len(plan.microbatches))
     samples = [Samples.of(m) for m in microbatches]
@@ -223,57 +193,36 @@ def _planned_term(
             splits.prints(m, x, cp, rank, by_token)
             for m, x in zip(microbatches, samples, strict=True)
         ]
-    groups = {}
-    for unit in units:
-        ids, sums = plan.groups(unit)
-        ids = ids[sums > 0]
-        given = [getattr(m, f"{unit}_ids").cpu() for m in microbatches]
-        places = [torch.searchsorted(ids, x).where(torch.isin(x, ids), len(ids)) for x in given]
-        groups[unit] = Groups(ids.tolist(), places)
     dtype = at_least_fp32(torch.get_default_dtype())
+    known = {x.name: getattr(plan, x.name) for x in fields(StepCoefficients)}
     return PlannedTerm(
-        counts=plan.counts,
+        **{**known, "sums_by_unit": {}},  # only custom functions ask for them
         samples=samples,
-        all_coefficients=_joined([plan.coefficients(i) for i in numbers]),
-        all_mask_sums=_joined([plan.mask_sums(i) for i in numbers]),
+        ids={x: torch.cat([getattr(m, f"{x}_ids").cpu() for m in microbatches]) for x in units},
         given=[plan.weights(i, dtype) for i in numbers] if is_custom else None,
         masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
         prints=prints,
-        groups=groups,
+        is_late=is_late,
     )
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """As one tensor, which is handed on faster than many."""
-    return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+def _late_step(
+    terms: Mapping[str, PlannedTerm], plans: Mapping[str, StepPlan], ranks: int
+) -> PlannedStep:
+    """The plan of a step whose masks the model makes; see `reading.late`.
 
-
-def _late_step(plans: Mapping[str, StepPlan], call: Call) -> PlannedStep:
-    """The plan of a step whose masks the model makes; see `reading.late`."""
+    Args:
+        ranks: of the context-parallel group.
+    """
     by_host = any(plan.aggregation.within == "step" for plan in plans.values())
-    cp = call.groups.cp_size
-    terms = {
-        name: PlannedTerm(
-            counts=plan.counts,
-            samples=[Samples(m.num_samples, None, None) for m in plan.microbatches],
-            all_coefficients=None,
-            all_mask_sums=None,
-            given=None,
-            masks=None,
-            prints=None,
-            groups={},
-        )
-        for name, plan in plans.items()
-    }
-    counts = next(iter(terms.values())).counts
-    number = len(next(iter(terms.values())).samples)
+    first = next(iter(plans.values()))
+    number = len(first.sizes)
     return PlannedStep(
         terms=terms,
         # One for each rank and microbatch, unless the host divides by what it counts itself.
-        tokens=[cp] * number,
-        total_tokens=1 if by_host else counts.microbatches * cp,
+        tokens=[ranks] * number,
+        total_tokens=1 if by_host else first.counts.microbatches * ranks,
         routed=[0] * number,
         is_empty=False,
-        is_late=True,
         divided_by_host=by_host,
     )

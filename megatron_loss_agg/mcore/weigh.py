@@ -28,7 +28,7 @@ from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
 from megatron_loss_agg.mcore.splits import Samples, Splits, local_starts, only
 from megatron_loss_agg.mcore.step import PlannedTerm
-from megatron_loss_agg.weights import at_least_fp32, in_dtype, token_weights_of
+from megatron_loss_agg.weights import at_least_fp32, in_dtype, sample_coefficients, token_weights_of
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def weighed(
             "call that model (--overlap-moe-expert-parallel-comm does not: drop it)"
         )
     packed = None if model_call is None else model_call.packed_sequences
-    if samples.shape is None:
+    if term.is_late:
         return _late(term, aggregation, i, mask, packed, groups, whole)
     if samples.starts is None and by_sample:
         _check_rows(samples, packed)
     if size > 1 and not whole:
         splits.possible(samples, size)  # whose error says more than that of the shape
     _check_shape(mask, samples.shape, size, whole)
-    coefficient_S = term.coefficients[i]
+    coefficient_S = term.coefficients(i)
     given = None if term.given is None else term.given[i]
     by_token = given is not None or term.masks is not None
     starts, split, layouts = samples.starts, None, None
@@ -145,7 +145,7 @@ def weighed(
             splits.recognise(samples, term.prints[i], model_call.inputs, mask, groups.cp)
         if starts is not None:
             # Groups ask for the sample of each token, weights for its coefficient alone.
-            telling_S = torch.arange(1.0, 1 + samples.number) if term.groups else coefficient_S
+            telling_S = torch.arange(1.0, 1 + samples.number) if term.ids else coefficient_S
             starts, split = _local_starts(samples, mask, telling_S, splits, groups)
         layouts = functools.partial(splits.layouts, samples, size, groups.cp_rank)
     local = LocalSamples(samples.number, mask.numel(), starts)
@@ -195,9 +195,23 @@ def _late(
         dist.all_reduce(sums, group=groups.cp)
         return sums.to(mask.device)
 
-    coefficient_S = term.late_coefficient_S(aggregation, sums_S())
+    coefficient_S = _late_coefficients(term.counts.across, aggregation, sums_S())
     copies = groups.cp_size if whole else 1
     return LocalWeights(samples, coefficient_S, None, None, None, copies)
+
+
+def _late_coefficients(across: float, aggregation: LossAggregation, sums_S: Tensor) -> Tensor:
+    """``c_s`` of a microbatch whose mask the model made: fp64 [samples]; see `reading.late`.
+
+    Args:
+        sums_S: its mask, fp64, summed by sample over context-parallel ranks.
+    """
+    within_S = sums_S
+    if aggregation.within == "microbatch":
+        within_S = sums_S.sum().expand_as(sums_S)
+    elif aggregation.within != "sample":
+        within_S = torch.ones_like(sums_S)
+    return sample_coefficients(within_S, across, aggregation.scale, within_S == 0)
 
 
 def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -38,8 +38,8 @@ def planned(layout: str, groups: ParallelGroups) -> PlannedStep:
 def numbers(plan: PlannedStep) -> dict[str, Any]:
     return {
         name: (
-            [x.tolist() for x in term.coefficients or ()],
-            [x.tolist() for x in term.mask_sums],
+            [term.coefficients(i).tolist() for i in range(len(term.sizes))],
+            [term.mask_sums(i).tolist() for i in range(len(term.sizes))],
             [None if s.starts is None else s.starts.tolist() for s in term.samples],
             term.counts,
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, denominator
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.step import PlannedStep
+from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.mcore.weigh import moved
 from megatron_loss_agg.weights import at_least_fp32, where_weighted
 
@@ -79,7 +79,7 @@ class DatasetReports(Extension):
 
     @torch.no_grad()
     def _report(self, call: Call, x: MicrobatchLoss) -> None:
-        if "dataset" not in x.plan.first.groups:
+        if "dataset" not in x.plan.first.ids:
             return
         names, undefined = (self._names, self._undefined) if call.trains else (_ids(x.plan), set())
         means = {"lm loss": (x.first, x.masks[x.first].reshape(-1).double())}
@@ -102,8 +102,14 @@ class DatasetReports(Extension):
 
 def _ids(plan: PlannedStep) -> list[int]:
     """Of the whole step, sorted; those with tokens in some term."""
-    groups = (term.groups.get("dataset") for term in plan.terms.values())
-    return sorted({d for of_term in groups if of_term is not None for d in of_term.ids})
+    terms = [term for term in plan.terms.values() if "dataset" in term.ids]
+    return sorted({d for term in terms for d in _active(term).tolist()})
+
+
+def _active(term: PlannedTerm) -> Tensor:
+    """The data sets with tokens in the whole step: int64, sorted."""
+    ids, sums = term.groups("dataset")
+    return ids[sums > 0]
 
 
 def _sums(x: MicrobatchLoss, name: str, w: Tensor, *values: Tensor) -> dict[int, Tensor]:
@@ -115,9 +121,11 @@ def _sums(x: MicrobatchLoss, name: str, w: Tensor, *values: Tensor) -> dict[int,
     Returns:
         tensors [values], in the dtype of the losses, but at least fp32.
     """
-    groups, samples = x.plan.terms[name].groups["dataset"], x.local[name].samples
+    term, samples = x.plan.terms[name], x.local[name].samples
+    ids, id_S = _active(term), term.of_microbatch(term.ids["dataset"], x.i)
     sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
-    place_S = moved(groups.places[x.i], w.device)
-    sums = w.new_zeros(len(groups.ids) + 1, len(values)).index_add_(0, place_S, sums_S)
+    place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
+    place_S = moved(place_S, w.device)
+    sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, place_S, sums_S)
     rounded = sums[:-1].to(at_least_fp32(values[0].dtype))
-    return dict(zip(groups.ids, rounded.unbind(), strict=True))
+    return dict(zip(ids.tolist(), rounded.unbind(), strict=True))

@@ -141,7 +141,7 @@ class _Seen:
             sums.of_masks.append((~legal).sum())
             sums.planned.append(torch.zeros(1))
             return
-        planned_S = term.mask_sums[x.i]
+        planned_S = term.mask_sums(x.i)
         packed, follows = local.samples.starts is not None, term.given is None
         if follows and not packed:
             sums.of_masks.append(local.samples.sums(mask))
@@ -156,7 +156,7 @@ class _Seen:
             sums.planned.append(planned_S)
         else:
             sums.of_masks.append(x.weights[name].sum())
-            sums.planned.append(term.coefficients[x.i] @ planned_S)
+            sums.planned.append(term.coefficients(x.i) @ planned_S)
         if not follows:  # weights where the mask is 0
             sums.of_masks.append(((x.weights[name] != 0) & (mask.reshape(-1) == 0)).sum())
             sums.planned.append(torch.zeros(1))
@@ -167,7 +167,8 @@ def _distinct(x: MicrobatchLoss) -> list[str]:
     kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
     for name, mask in x.masks.items():
         term, starts = x.plan.terms[name], x.plan.terms[name].samples[x.i].starts
-        numbers = [y[x.i] for y in (term.mask_sums, term.coefficients, term.given) if y]
+        numbers = [term.mask_sums(x.i), term.coefficients(x.i)]
+        numbers += [] if term.given is None else [term.given[x.i]]
         numbers += [] if starts is None else [starts]
         if not any(mask is other and _are_equal(numbers, y) for other, y in kept.values()):
             kept[name] = mask, numbers

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
-from megatron_loss_agg.counting.counts import UNDECIDED, UNWEIGHED
+from megatron_loss_agg.counting.exchange import UNDECIDED, UNWEIGHED
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
