@@ -44,11 +44,11 @@ class StepCoefficients:
 
         With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self.of_microbatch(self.coefficient_S, i)
+        return self._of_microbatch(self.coefficient_S, i)
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self.of_microbatch(self.mask_sum_S, i)
+        return self._of_microbatch(self.mask_sum_S, i)
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``.
@@ -63,7 +63,7 @@ class StepCoefficients:
                 f"no sums by {unit!r} in this plan; expected one of "
                 f"{', '.join(sorted(self.sums_by_unit))}"
             )
-        return self.of_microbatch(self.sums_by_unit[unit], i)
+        return self._of_microbatch(self.sums_by_unit[unit], i)
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.
@@ -81,10 +81,13 @@ class StepCoefficients:
             )
         return self.groups_by_unit[unit]
 
-    def of_microbatch(self, x_S: Tensor, i: Any) -> Tensor:
+    def _of_microbatch(self, x_S: Tensor, i: int) -> Tensor:
         """A copy of the part of ``x_S`` that is of microbatch ``i``."""
+        return x_S.split([*self.sizes])[self._index(i)].clone()
+
+    def _index(self, i: Any) -> int:
         try:
-            return x_S.split([*self.sizes])[operator.index(i)].clone()
+            return range(len(self.sizes))[operator.index(i)]
         except (TypeError, IndexError):
             raise StepError(
                 f"microbatch {i!r} of a plan of {len(self.sizes)} microbatches; expected an int "

@@ -251,8 +251,7 @@ class StepPlan(StepCoefficients):
                 "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
                 "multiply your mask by coefficients(i)"
             )
-        self.mask_sums(i)  # raises for an index that is none
-        return self.microbatches[i]
+        return self.microbatches[self._index(i)]
 
 
 class StepTerms(Mapping[str, StepPlan]):

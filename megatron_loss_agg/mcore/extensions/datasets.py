@@ -122,7 +122,7 @@ def _sums(x: MicrobatchLoss, name: str, w: Tensor, *values: Tensor) -> dict[int,
         tensors [values], in the dtype of the losses, but at least fp32.
     """
     term, samples = x.plan.terms[name], x.local[name].samples
-    ids, id_S = _active(term), term.of_microbatch(term.ids["dataset"], x.i)
+    ids, id_S = _active(term), term.ids["dataset"].split([*term.sizes])[x.i]
     sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
     place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
     place_S = moved(place_S, w.device)
