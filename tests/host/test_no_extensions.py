@@ -1,19 +1,23 @@
 """A step without any extension has the gradients, bit for bit, of one with all checks.
 
-And a loss function that is called twice, as where it is recomputed, makes the same weights again.
+And a loss function that is called twice, as where it is recomputed, makes the same weights again;
+and every check finds its mistake without any one of the others.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.host.cases import Case
-from tests.host.harness import EXACT, TOPOLOGIES, build_chunks, data_for, run_host_ranks
+from tests.host.harness import EXACT, TOPOLOGIES, build_chunks, data_for, error_of, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import PLACES
 
@@ -111,3 +115,77 @@ def test_a_loss_that_is_computed_twice_is_the_same(name: str) -> None:
         for of_case, error, same in rank:
             assert error <= EXACT, of_case
             assert same, of_case
+
+
+def without_finalization(model: Any) -> None:
+    model.config.finalize_model_grads_func = None
+
+
+def over_layers(model: Any) -> None:
+    model.config.overlap_moe_expert_parallel_comm = True
+
+
+def halved(loss_func: Callable[..., Any], mask: Tensor) -> Any:
+    return functools.partial(loss_func, mask / 2)
+
+
+def divided(loss_func: Callable[..., Any], mask: Tensor) -> Any:
+    def own(loss_mask: Tensor, output: Tensor) -> Any:
+        loss, tokens, report = loss_func(loss_mask, output)
+        return loss / 7, tokens, report
+
+    return functools.partial(own, mask)
+
+
+# What finds a mistake; what is changed in the model, in the loss function and in the settings of
+# rank 1; and what is said of it.
+MISTAKES: dict[str, tuple[Any, Any, str, str]] = {
+    "Agreement": (None, None, "error", "ModeError: ranks have different settings"),
+    "InexactSettings": (over_layers, None, "step", "HostError: the model's overlap_moe_expert"),
+    "LeftGradients": (None, None, "step", "StepError: a forward-backward call on the gradients"),
+    "Audit": (
+        without_finalization,
+        None,
+        "step",
+        "HostError: gradients would be 0.666667 times the",
+    ),
+    "MaskCheck": (None, halved, "step", "MaskError: the loss function's mask is not this rank's"),
+    "MaskedSum": (None, divided, "step", "HostError: the loss function returned"),
+}
+OTHERS = ("FirstLine", "GatherCheck")
+
+
+def found_without(names: tuple[str, ...]) -> dict[tuple[str, str], str | None]:
+    """What one step with each mistake ends with, by the check that is left out."""
+    from megatron_loss_agg.mcore.extensions import with_checks
+    from megatron_loss_agg.mcore.hook import Hook
+    from tests.host import gpt
+
+    gpt.initialize()
+    case = cases(2)[-1]
+    found = {}
+    for name, mistake in itertools.product(names, MISTAKES):
+        change_model, change_loss, empty_step, _ = MISTAKES[mistake]
+        model = build_chunks(TOPOLOGIES["dp2"], False, torch.float32)
+        checks = [x for x in with_checks([]) if type(x).__name__ != name]
+        hook = Hook(
+            case.aggregation,
+            extensions=checks,
+            empty_step=empty_step if dist.get_rank() else "step",
+        )
+        if mistake == "LeftGradients":
+            one_step("dp2", case, hook, model)
+        if change_model is not None:
+            change_model(model[0] if isinstance(model, list) else model)
+        options: dict[str, Any] = {"zero_grad": mistake != "LeftGradients"}
+        if change_loss is not None:
+            options["forward_step_func"] = gpt.forward_step_with(change_loss)
+        found[name, mistake] = error_of(one_step, "dp2", case, hook, model, **options)
+    return found
+
+
+def test_a_check_finds_its_mistake_without_any_one_of_the_others() -> None:
+    for rank in run_host_ranks(found_without, 2, (*MISTAKES, *OTHERS)):
+        for (without, mistake), error in rank.items():
+            is_found = (error or "").startswith(MISTAKES[mistake][-1])
+            assert is_found == (without != mistake), (without, mistake, error)
