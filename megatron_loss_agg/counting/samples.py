@@ -16,6 +16,7 @@ from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import MaskSums, brought_to_cpu
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, checked_by_sample
+from megatron_loss_agg.weights import described, is_plain
 
 
 class Samples(NamedTuple):
@@ -156,9 +157,10 @@ def _checked_sums(given: Any) -> Tensor:
         raise MaskError(
             f"mask_sums cannot be read ({error}); expected a vector of numbers"
         ) from error
-    if sums_S.dim() != 1 or not bool((sums_S.isfinite() & (sums_S >= 0)).all()):
+    is_vector = is_plain(sums_S) and sums_S.dim() == 1
+    if not is_vector or not bool((sums_S.isfinite() & (sums_S >= 0)).all()):
         raise MaskError(
-            f"mask_sums of shape {tuple(sums_S.shape)}; expected a vector of finite numbers >= 0, "
-            "one for each sample"
+            f"mask_sums is {described(sums_S)}; expected a vector of finite numbers >= 0, one for "
+            "each sample"
         )
     return sums_S
