@@ -157,8 +157,9 @@ def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> 
         if dist.get_rank(group) == source:
             box = [make()]
     finally:  # the others must hear of a failure, too
+        device = fitting(torch.empty(0), group).device
         with torch.no_grad():
-            dist.broadcast_object_list(box, dist.get_global_rank(group, source), group)
+            dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
     if box[0] is None:
         raise PeerError(
             "the rank that plans the step for this one failed; expected it to succeed: see its "
@@ -169,13 +170,8 @@ def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> 
 
 
 def fitting(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x`` where ``group``'s backend takes it: on its own device if it can stay there.
-
-    Tensors on an accelerator stay there only for a backend of its own, as NCCL.
-    """
+    """``x`` where ``group``'s backend takes it: on its own device if it can stay there."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    if backends.get(x.device.type, "gloo") != "gloo":
-        return x
-    if "gloo" in backends.values():
-        return x.cpu()
-    return x.to(torch.accelerator.current_accelerator() or "cpu")
+    if "gloo" not in backends.values():
+        return x.to(torch.accelerator.current_accelerator() or "cpu")
+    return x if backends.get(x.device.type, "gloo") != "gloo" else x.cpu()

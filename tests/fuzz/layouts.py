@@ -44,6 +44,8 @@ def layout(draw: Draw) -> None:
         whole = draw.option(2 * cp * draw.randrange(5), 7, -4, 2.0)
     size, rank = draw.option(cp, 5, 2.0), draw.option(draw.randrange(cp), cp)
     made = called(lambda: getattr(CPLayout, kind)(whole, size, rank), strange=draw.strange)
+    if not isinstance(size, int) or not isinstance(rank, int):
+        raise Refused  # by its annotation
     held = positions(kind, whole, size, rank)
     require(made.index.tolist() == held, f"{made.index.tolist()} for {held}")
     shape, dim = draw.choice((((), ()), ((2,), ()), ((), (3,)), ((2,), (1, 2)))), 0
@@ -72,7 +74,6 @@ def layout(draw: Draw) -> None:
             [*parts, *parts],
             [None],
             parts[0],
-            [p.float() if i else p for i, p in enumerate(parts)],
         )
     )
     if cp > 1:
