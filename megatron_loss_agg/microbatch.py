@@ -201,7 +201,7 @@ def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
     """
     x = hashed(name, given) if name in ID_FIELDS and not isinstance(given, Tensor) else given
     dtype = BY_SAMPLE[name]
-    fits = isinstance(x, Tensor) and x.shape == (number,)
+    fits = is_plain(x) and x.shape == (number,)
     if not fits or (x.dtype != dtype and not (x.is_floating_point() and dtype.is_floating_point)):
         kind = "floating-point" if dtype.is_floating_point else dtype
         raise GroupError(
