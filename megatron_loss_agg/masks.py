@@ -107,7 +107,8 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
         place: index of the microbatch in the step, for errors.
     """
     mask = detached(microbatch.loss_mask)
-    least, largest = mask.aminmax() if mask.numel() else (0.0, 0.0)
+    # As Python numbers, since half precision would round the limit to infinity.
+    least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):
         raise MaskError(
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -166,27 +165,30 @@ def reduce_reports(
     with abandoning_on_error(METRICS_CAPACITY, COLUMNS, group):
         total = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        parts = [x for metric in total.values() for x in ([*vars(metric).values()] * COLUMNS)[:2]]
+        columns = [([*vars(metric).values()] * COLUMNS)[:COLUMNS] for metric in total.values()]
+        parts = [part for of_metric in columns for part in of_metric]
         mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
     kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
+
+    def different(headers: Sequence[Header]) -> ReportError:
+        others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(kinds)]
+        return ReportError(
+            f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
+            "other metrics; expected the same names and kinds on every rank"
+        )
+
     rows = gather_records(
         mine.view(-1, COLUMNS),
         METRICS_CAPACITY,
         group,
         tag=tag_of(kinds),
         failure="bad metrics on rank(s) {} of the group",
-        difference=functools.partial(_different_metrics, kinds),
+        difference=different,
     )
     metrics = zip(total.items(), rows.unbind(1), strict=True)
-    return {name: float(_merged(type(x), of_ranks.T).value()) for (name, x), of_ranks in metrics}
-
-
-def _different_metrics(kinds: list[str], headers: Sequence[Header]) -> ReportError:
-    others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(kinds)]
-    return ReportError(
-        f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
-        "other metrics; expected the same names and kinds on every rank"
-    )
+    return {
+        name: float(_merged(type(x), of_ranks.unbind(1)).value()) for (name, x), of_ranks in metrics
+    }
 
 
 def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict[str, Metric]:
@@ -205,7 +207,7 @@ def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict
                 f"{len(metrics)} of {len(given)} microbatches; expected the same kind in each"
             )
         columns = zip(*(vars(metric).values() for metric in metrics), strict=True)
-        total[name] = _merged(kinds.pop(), map(torch.stack, columns))
+        total[name] = _merged(kinds.pop(), [*map(torch.stack, columns)])
     return total
 
 
@@ -225,10 +227,9 @@ def _metric(name: str, value: Metric | Tensor) -> Metric:
     return kind(*(part.detach().double().reshape(()) for part in parts))
 
 
-def _merged(kind: type[Metric], columns: Iterable[Tensor]) -> Metric:
-    """One metric of several: ``columns`` are their fields; of what follows, nothing is read."""
-    names = fields(kind)
-    return kind(*(_OVER[kind](column, 0) for column, _ in zip(columns, names, strict=False)))
+def _merged(kind: type[Metric], columns: Sequence[Tensor]) -> Metric:
+    """One metric of several, whose fields are the first of ``columns``."""
+    return kind(*(_OVER[kind](column, 0) for column in columns[: len(fields(kind))]))
 
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:

@@ -154,6 +154,8 @@ BAD_MASKS = {
     "barely negative": (Microbatch(torch.tensor([[-1e-30, 2.0]])), "finite"),
     "NaN": (pack(torch.tensor([torch.nan, 1, 1, 1]), ONE), "finite"),
     "infinite": (Microbatch(torch.full((2, 3), torch.inf)), "finite"),
+    "infinite in fp16": (Microbatch(torch.full((2, 3), torch.inf).half()), "finite"),
+    "infinite in bf16": (Microbatch(torch.full((2, 3), torch.inf).bfloat16()), "finite"),
     "minus infinite": (Microbatch(torch.full((2, 3), -torch.inf)), "finite"),
     "beyond fp32": (Microbatch(torch.full((1, 2), 1e39, dtype=F64)), "beyond fp32"),
     "outside": (pack(torch.ones(5), ONE), "not 0 on tokens outside"),
