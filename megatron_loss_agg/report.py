@@ -136,7 +136,7 @@ _OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
     Max: torch.amax,
     Min: torch.amin,
 }
-"""What makes one metric of several, for each of their fields."""
+"""What makes the columns of one metric of those of several: [several, columns] -> [columns]."""
 
 
 def reduce_reports(
@@ -163,56 +163,57 @@ def reduce_reports(
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
     with abandoning_on_error(METRICS_CAPACITY, COLUMNS, group):
-        total = _over_microbatches(reports)
+        kinds, columns = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        columns = [([*vars(metric).values()] * COLUMNS)[:COLUMNS] for metric in total.values()]
-        parts = [part for of_metric in columns for part in of_metric]
-        mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
-    kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
+        mine = torch.stack(columns).cpu() if columns else torch.zeros(0, COLUMNS)
+    names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
 
     def different(headers: Sequence[Header]) -> ReportError:
-        others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(kinds)]
+        others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(names)]
         return ReportError(
-            f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
+            f"this rank reports {', '.join(names) or 'nothing'}, and rank(s) {others} of the group "
             "other metrics; expected the same names and kinds on every rank"
         )
 
     rows = gather_records(
-        mine.view(-1, COLUMNS),
+        mine,
         METRICS_CAPACITY,
         group,
-        tag=tag_of(kinds),
+        tag=tag_of(names),
         failure="bad metrics on rank(s) {} of the group",
         difference=different,
     )
-    metrics = zip(total.items(), rows.unbind(1), strict=True)
-    return {
-        name: float(_merged(type(x), of_ranks.unbind(1)).value()) for (name, x), of_ranks in metrics
-    }
+    reduced = {}
+    for (name, kind), of_ranks in zip(kinds.items(), rows.unbind(1), strict=True):
+        parts = _OVER[kind](of_ranks, 0)[: len(fields(kind))]
+        reduced[name] = float(kind(*parts).value())
+    return reduced
 
 
-def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict[str, Metric]:
-    """This rank's metrics of the step, sorted by name."""
+def _over_microbatches(
+    reports: Iterable[Mapping[str, Metric | Tensor]],
+) -> tuple[dict[str, type[Metric]], list[Tensor]]:
+    """This rank's metrics of the step, sorted: kinds by name, and fp64 [columns] of each."""
     given = list(reports)
-    found: defaultdict[str, list[Metric]] = defaultdict(list)
+    found: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
     for report in given:
         for name, value in report.items():
-            found[name].append(_metric(name, value))
-    total = {}
+            found[name].append(_kind_and_columns(name, value))
+    kinds, reduced = {}, []
     for name, metrics in sorted(found.items()):
-        kinds = {type(metric) for metric in metrics}
-        if len(metrics) != len(given) or len(kinds) > 1:
+        kind, *others = {kind for kind, _ in metrics}
+        if others or len(metrics) != len(given):
+            got = " or ".join(sorted({kind.__name__ for kind, _ in metrics}))
             raise ReportError(
-                f"metric {name!r} is a {' or '.join(sorted(kind.__name__ for kind in kinds))} in "
-                f"{len(metrics)} of {len(given)} microbatches; expected the same kind in each"
+                f"metric {name!r} is a {got} in {len(metrics)} of {len(given)} microbatches; "
+                "expected the same kind in each"
             )
-        columns = zip(*(vars(metric).values() for metric in metrics), strict=True)
-        total[name] = _merged(kinds.pop(), [*map(torch.stack, columns)])
-    return total
+        kinds[name] = kind
+        reduced.append(_OVER[kind](torch.stack([columns for _, columns in metrics]), 0))
+    return kinds, reduced
 
 
-def _metric(name: str, value: Metric | Tensor) -> Metric:
-    """A metric of fp64 scalars."""
+def _kind_and_columns(name: str, value: Metric | Tensor) -> tuple[type[Metric], Tensor]:
     kind: type[Metric] = Mean
     parts: list[Tensor] = []
     if isinstance(value, Metric):
@@ -224,12 +225,8 @@ def _metric(name: str, value: Metric | Tensor) -> Metric:
             f"metric {name!r} is {value!r}; expected a Mean, Sum, Max or Min of scalars, or a "
             "tensor [sum, count]"
         )
-    return kind(*(part.detach().double().reshape(()) for part in parts))
-
-
-def _merged(kind: type[Metric], columns: Sequence[Tensor]) -> Metric:
-    """One metric of several, whose fields are the first of ``columns``."""
-    return kind(*(_OVER[kind](column, 0) for column in columns[: len(fields(kind))]))
+    scalars = [part.detach().double().reshape(()) for part in parts]
+    return kind, torch.stack((scalars * COLUMNS)[:COLUMNS])
 
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
