@@ -18,7 +18,7 @@ outer mean: its ``V_across`` is the mean weight of the step's tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from numbers import Real
@@ -55,8 +55,6 @@ MODES: dict[str, Mode] = {
 }
 
 _COUNTABLE = ("sample", "rollout", "prompt", "dataset")
-# Between this and its reciprocal, both D and 1 / D are normal fp32 numbers.
-_MIN_DIVISOR = 1e-37
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ class LossAggregation:
     Raises:
         ModeError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or a ``count``
             that the mode does not support.
-        DivisorError: ``divisor`` is missing, not supported by the mode, not a finite positive
-            number, or its reciprocal is not a normal fp32 number.
+        DivisorError: ``divisor`` is missing, not supported by the mode, or not a finite positive
+            number.
         FunctionError: ``function`` is missing for ``custom``, or given for another mode.
     """
 
@@ -98,23 +96,24 @@ class LossAggregation:
     """What `label` shows, if not the mode; `preset` sets it to the preset's name."""
 
     def __post_init__(self) -> None:
-        if not _is_one_of(self.mode, MODES):
+        if self.mode not in MODES:
             hint = _did_you_mean(self.mode, MODES)
             raise ModeError(f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}")
-        if not _is_one_of(self.empty, ("count", "skip")):
+        if self.empty not in ("count", "skip"):
             raise ModeError(f"empty={self.empty!r}; expected 'count' or 'skip'")
         for name in ("rejected", "sample_weights"):
-            given = getattr(self, name)
-            if given is not None and not _is_one_of(given, ("count", "skip")):
+            if (given := getattr(self, name)) not in (None, "count", "skip"):
                 raise ModeError(f"{name}={given!r}; expected 'count' or 'skip'")
-        self._check_count()
+        countable = MODES[self.mode].across in _COUNTABLE
+        if self.count is not None and not (countable and self.count in _COUNTABLE):
+            expected = f"one of {', '.join(_COUNTABLE)}" if countable else "none"
+            raise ModeError(f"count={self.count!r} with mode {self.mode!r}; expected {expected}")
         self._check_divisor()
-        if self.mode != "custom" and self.function is not None:
-            raise FunctionError(f"function given with mode {self.mode!r}; only 'custom' takes one")
-        if self.mode == "custom" and not callable(self.function):
+        is_custom = self.mode == "custom"
+        if not (callable(self.function) if is_custom else self.function is None):
+            expected = "a function (plan, i) -> weights of microbatch i" if is_custom else "none"
             raise FunctionError(
-                f"mode 'custom' with function={self.function!r}; expected a function (plan, i) -> "
-                "weights of microbatch i"
+                f"function={self.function!r} with mode {self.mode!r}; expected {expected}"
             )
 
     @classmethod
@@ -131,15 +130,15 @@ class LossAggregation:
 
         ``rejected`` overrides the preset's own choice.
         """
-        if not _is_one_of(name, PRESETS):
-            raise _unknown_preset(name)
+        if name not in PRESETS:
+            system, _, _ = name.partition("/")
+            known = [x for x in PRESETS if x.startswith(f"{system}/")] or [*PRESETS]
+            hint = _did_you_mean(name, known)
+            raise ModeError(f"unknown preset {name!r}; {hint}expected one of {', '.join(known)}")
         preset = PRESETS[name]
-        if preset.needs_divisor and divisor is None:
-            raise DivisorError(f"preset {name!r} needs a divisor and got none; give one > 0")
-        if divisor is not None and not preset.needs_divisor:
-            raise DivisorError(
-                f"divisor={divisor!r} with preset {name!r}, which takes none; drop it"
-            )
+        if preset.needs_divisor != (divisor is not None):
+            expected = "a number > 0" if preset.needs_divisor else "none"
+            raise DivisorError(f"divisor={divisor!r} with preset {name!r}; expected {expected}")
         return cls(
             mode=preset.mode,
             divisor=divisor,
@@ -175,16 +174,6 @@ class LossAggregation:
         """``1 / D``."""
         return 1.0 if self.divisor is None else 1.0 / float(self.divisor)
 
-    def _check_count(self) -> None:
-        if self.count is None:
-            return
-        if MODES[self.mode].across not in _COUNTABLE:
-            raise ModeError(
-                f"count={self.count!r} with mode {self.mode!r}, which takes no count; drop it"
-            )
-        if not _is_one_of(self.count, _COUNTABLE):
-            raise ModeError(f"count={self.count!r}; expected one of {', '.join(_COUNTABLE)}")
-
     def _check_divisor(self) -> None:
         divisor: Any = self.divisor  # callers may pass any type
         rule = MODES[self.mode].divisor
@@ -197,21 +186,8 @@ class LossAggregation:
                 f"divisor={divisor!r} with mode {self.mode!r}, which takes none; "
                 "drop it, or choose mode 'constant' or 'sum'"
             )
-        number = isinstance(divisor, Real) and not isinstance(divisor, bool)
-        try:
-            value = float(divisor) if number else math.nan
-        except OverflowError:
-            value = math.inf
-        if not _MIN_DIVISOR <= value <= 1 / _MIN_DIVISOR:
-            raise DivisorError(
-                f"divisor={divisor!r}; expected a finite number > 0, from "
-                f"{_MIN_DIVISOR:g} to {1 / _MIN_DIVISOR:g}: weights are fp32"
-            )
-
-
-def _is_one_of(value: object, names: Container[str]) -> bool:
-    """Whether ``value`` is one of ``names``; also for an array, which ``in`` cannot compare."""
-    return isinstance(value, str) and value in names
+        if not isinstance(divisor, Real) or not 0 < float(divisor) < math.inf:
+            raise DivisorError(f"divisor={divisor!r}; expected a finite number > 0")
 
 
 @dataclass(frozen=True)
@@ -233,11 +209,7 @@ class Term:
             got = type(aggregation).__name__
             raise ModeError(f"a {got} for the aggregation of a term; expected a LossAggregation")
         number: Any = self.coefficient
-        try:
-            finite = isinstance(number, Real) and math.isfinite(number)
-        except OverflowError:
-            finite = False
-        if not finite or isinstance(number, bool):
+        if not isinstance(number, Real) or not math.isfinite(number):
             raise ModeError(f"coefficient={number!r}; expected a finite number")
         object.__setattr__(self, "coefficient", float(number))
 
@@ -251,16 +223,6 @@ def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
     if not isinstance(terms, Mapping) or not terms:
         raise ModeError(f"terms={terms!r}; expected a mapping of names to Term or LossAggregation")
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}
-
-
-def _unknown_preset(name: object) -> ModeError:
-    """Names the presets of the system; or the systems, if there is no such one."""
-    systems = list(dict.fromkeys(preset.partition("/")[0] for preset in PRESETS))
-    system = str(name).partition("/")[0]
-    known = [preset for preset in PRESETS if preset.startswith(f"{system}/")]
-    hint = _did_you_mean(name, known or PRESETS)
-    expected = f"one of {', '.join(known)}" if known else f"SYSTEM/NAME of {', '.join(systems)}"
-    return ModeError(f"unknown preset {name!r}; {hint}expected {expected}")
 
 
 def _did_you_mean(name: object, known: Iterable[str]) -> str:

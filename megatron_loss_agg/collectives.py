@@ -36,27 +36,22 @@ def gather_records(
     failure: str,
     difference: Callable[[Sequence[Header]], AggregationError],
 ) -> Tensor:
-    """All-gather records, such as one per term or per metric; all ranks must have as many.
+    """fp64 [ranks, records, width] of each rank's ``mine``, fp64 [records, width].
 
     One all-gather for up to ``capacity`` records, a second one for the rest. The first has a fixed
     size, since ranks that disagree on a size hang or crash; the second runs only if all agree.
 
     Args:
-        mine: fp64 [records, width].
         tag: see `tag_of`.
         failure: message for ranks that failed, with ``{}`` for their list.
         difference: makes the error that every rank raises if the headers differ.
 
-    Returns:
-        fp64 [ranks, records, width].
-
     Raises:
         PeerError: some rank called `abandon_records`.
-        AggregationError: from ``difference``.
     """
-    header = Header(False, len(mine), tag)
-    rows = all_gather(padded_row(header, mine[:capacity], capacity), group)
-    headers = [Header(*row) for row in rows[:, : len(header)].tolist()]
+    row = _padded_row(Header(False, len(mine), tag), mine[:capacity], capacity)
+    rows = all_gather(row, group)
+    headers = [Header(*row) for row in rows[:, : len(Header._fields)].tolist()]
     failed = [rank for rank, other in enumerate(headers) if other.failed]
     if failed:
         raise PeerError(
@@ -65,7 +60,7 @@ def gather_records(
         )
     if len(set(headers)) > 1:
         raise difference(headers)
-    records = rows[:, len(header) :].unflatten(1, (capacity, -1))[:, : len(mine)]
+    records = rows[:, len(Header._fields) :].unflatten(1, (capacity, -1))[:, : len(mine)]
     if len(mine) > capacity:
         rest = all_gather(mine[capacity:].reshape(-1), group)
         records = torch.cat([records, rest.unflatten(1, (-1, mine.shape[1]))], dim=1)
@@ -74,7 +69,7 @@ def gather_records(
 
 def abandon_records(capacity: int, width: int, group: dist.ProcessGroup | None) -> None:
     """Call instead of `gather_records` on a rank that failed."""
-    all_gather(padded_row(Header(True, 0, 0), torch.zeros(0, width), capacity), group)
+    all_gather(_padded_row(Header(True, 0, 0), torch.zeros(0, width), capacity), group)
 
 
 @contextlib.contextmanager
@@ -94,7 +89,7 @@ def tag_of(names: Iterable[object]) -> int:
     return crc32(repr(list(names)).encode())
 
 
-def padded_row(header: Header, records: Tensor, capacity: int) -> Tensor:
+def _padded_row(header: Header, records: Tensor, capacity: int) -> Tensor:
     """fp64 [len(header) + capacity * width]: the header, the records, then zeros."""
     row = torch.zeros(len(header) + capacity * records.shape[1], dtype=torch.float64)
     row[: len(header)] = torch.tensor(header, dtype=torch.float64)
@@ -106,7 +101,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[ranks, n] from each rank's [n], in rank order."""
     if group is None or ranks_of(group) == 1:
         return row.unsqueeze(0)
-    sent = row.to(communication_device(group))
+    sent = fitting(row, group)
     rows = sent.new_empty(ranks_of(group) * row.numel())
     dist.all_gather_into_tensor(rows, sent, group=group)
     return rows.view(-1, row.numel()).cpu()
@@ -144,7 +139,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Whether ``flag`` is set on any rank of ``group``. One collective; waits for the device."""
     if dist.get_world_size(group) == 1:
         return flag
-    value = torch.tensor(int(flag), dtype=torch.int, device=communication_device(group))
+    value = fitting(torch.tensor(int(flag)), group)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return bool(value)
 
@@ -162,9 +157,9 @@ def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> 
         if dist.get_rank(group) == source:
             box = [make()]
     finally:  # the others must hear of a failure, too
-        rank, device = dist.get_global_rank(group, source), communication_device(group)
+        device = fitting(torch.empty(0), group).device
         with torch.no_grad():
-            dist.broadcast_object_list(box, rank, group, device)
+            dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
     if box[0] is None:
         raise PeerError(
             "the rank that plans the step for this one failed; expected it to succeed: see its "
@@ -174,17 +169,9 @@ def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> 
     return found
 
 
-def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """The device of tensors that ``group``'s backend takes; the CPU if it has one for both."""
-    if "gloo" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
 def fitting(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x`` where ``group``'s backend takes it: on its own device if it can stay there."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return x if backends.get(x.device.type, "gloo") != "gloo" else x.to(communication_device(group))
+    if "gloo" not in backends.values():
+        return x.to(torch.accelerator.current_accelerator() or "cpu")
+    return x if backends.get(x.device.type, "gloo") != "gloo" else x.cpu()

@@ -16,7 +16,6 @@ from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import LayoutError
 from megatron_loss_agg.microbatch import are_offsets, rise_from_0
-from megatron_loss_agg.weights import described, is_plain
 
 
 class CPLayout:
@@ -33,6 +32,8 @@ class CPLayout:
     def __init__(
         self, index_of: Callable[[int], Tensor], total_len: int, cp_size: int, cp_rank: int
     ):
+        if not 0 <= cp_rank < cp_size:
+            raise LayoutError(f"cp_rank={cp_rank} of cp_size={cp_size}; expected 0 <= rank < size")
         self.total_len = total_len
         self.cp_size = cp_size
         self.cp_rank = cp_rank
@@ -46,7 +47,6 @@ class CPLayout:
         Raises:
             LayoutError: as `thd` does.
         """
-        _check_length(seq_len)
         return cls.thd(torch.tensor([0, seq_len]), cp_size, cp_rank)
 
     @classmethod
@@ -61,20 +61,24 @@ class CPLayout:
             LayoutError: the offsets do not start at 0 or decrease, a length is not such a
                 multiple, or ``cp_rank`` is out of range.
         """
-        _check_rank(cp_size, cp_rank)
-        _check_offsets(cu_seqlens_padded)
+        if not are_offsets(cu_seqlens_padded) or not rise_from_0(cu_seqlens_padded):
+            raise LayoutError(
+                f"cu_seqlens_padded={cu_seqlens_padded}; expected int32 or int64 [sequences + 1], "
+                "offsets that start at 0 and do not decrease"
+            )
+        total_len = int(cu_seqlens_padded[-1])
+        if cp_size == 1:
+            return cls.contiguous(total_len, cp_size, cp_rank)
         # A copy, since `unshard` computes the other ranks' maps from it later.
         starts = cu_seqlens_padded[:-1].to(torch.int64, copy=True)
         lengths = cu_seqlens_padded.diff().to(torch.int64)
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
-        if cp_size > 1 and uneven.numel():
+        if uneven.numel():
             which = int(uneven[0])
             raise LayoutError(
                 f"sequence {which} has (padded) length {int(lengths[which])}; expected a multiple "
                 f"of 2 * cp_size = {2 * cp_size}: pad it"
             )
-        if cp_size == 1:
-            return cls.contiguous(int(cu_seqlens_padded[-1]), cp_size, cp_rank)
         chunk = lengths // (2 * cp_size)
         # Each sequence gives this rank two runs of one chunk each: run k begins at run_start[k] in
         # the pack, and ends at run_end[k] among this rank's tokens.
@@ -87,7 +91,7 @@ class CPLayout:
             offset = (run_start - (run_end - run_length)).repeat_interleave(run_length)
             return offset + torch.arange(offset.numel(), device=starts.device)
 
-        return cls(index_of, int(cu_seqlens_padded[-1]), cp_size, cp_rank)
+        return cls(index_of, total_len, cp_size, cp_rank)
 
     @classmethod
     def contiguous(cls, total_len: int, cp_size: int, cp_rank: int) -> CPLayout:
@@ -97,8 +101,6 @@ class CPLayout:
             LayoutError: ``total_len`` is not a multiple of ``cp_size``, or ``cp_rank`` is out of
                 range.
         """
-        _check_rank(cp_size, cp_rank)
-        _check_length(total_len)
         if total_len % cp_size:
             raise LayoutError(
                 f"length {total_len} cannot be split into {cp_size} equal parts; "
@@ -115,10 +117,10 @@ class CPLayout:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
 
         Raises:
-            LayoutError: ``x`` has no axis ``dim``, or its length there is not ``total_len``.
+            LayoutError: the length of ``x`` there is not ``total_len``.
         """
-        _check_axis(x, dim, self.total_len, "the layout's")
-        return _taken(x, dim, self.index)
+        _check_length(x, dim, self.total_len)
+        return x.index_select(dim, self.index.to(x.device))
 
     def unshard(
         self,
@@ -134,79 +136,23 @@ class CPLayout:
                 all-gather: a part's gradient is summed over all ranks' results.
 
         Raises:
-            LayoutError: not ``cp_size`` parts of one shape and dtype and of this rank's length; a
-                list with ``group``, or a tensor without it.
+            LayoutError: the parts are not as long as the whole axis; a list with ``group``, or a
+                tensor without it.
         """
-        parts = self._gathered(local, group, dim)
-        if len(parts) != self.cp_size:
-            raise LayoutError(f"unshard got {len(parts)} parts; expected cp_size = {self.cp_size}")
-        if len({(part.shape, part.dtype) for part in parts}) > 1:
-            got = [(tuple(part.shape), part.dtype) for part in parts]
-            raise LayoutError(f"unshard got parts {got}; expected one shape and dtype")
-        whole = torch.cat([*parts], dim=dim)
-        order = torch.cat([self._index_of(rank) for rank in range(self.cp_size)])
-        return _taken(whole, dim, order.argsort())
-
-    def _gathered(
-        self, local: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None, dim: int
-    ) -> Sequence[Tensor]:
-        """All parts in rank order, each as long as this rank's."""
-        length = self.index.numel()
-        if isinstance(local, Tensor) and group is not None:
-            _check_axis(local, dim, length, "this rank's")
-            return all_gather(local.contiguous(), group=group)
-        if isinstance(local, Sequence) and group is None:
-            for part in local:
-                _check_axis(part, dim, length, "this rank's")
-            return local
-        got = "one part" if isinstance(local, Tensor) else type(local).__name__
-        raise LayoutError(
-            f"unshard got {got} {'without' if group is None else 'with'} a group; expected this "
-            "rank's part and a group, or the list of all parts"
-        )
+        if isinstance(local, Tensor) != (group is not None):
+            raise LayoutError(
+                f"unshard got a {type(local).__name__} {'without' if group is None else 'with'} a "
+                "group; expected this rank's part and a group, or the list of all parts"
+            )
+        if isinstance(local, Tensor):
+            _check_length(local, dim, self.index.numel())
+            local = all_gather(local.contiguous(), group=group)
+        whole = torch.cat([*local], dim=dim)
+        _check_length(whole, dim, self.total_len)
+        order = torch.cat([self._index_of(rank) for rank in range(self.cp_size)]).argsort()
+        return whole.index_select(dim, order.to(whole.device))
 
 
-def _check_axis(x: Tensor, dim: int, length: int, whose: str) -> None:
-    if not is_plain(x):
-        raise LayoutError(f"cannot split or join {described(x)}; expected a real, dense tensor")
-    if not _is_integer(dim) or not -x.dim() <= dim < x.dim():
-        raise LayoutError(f"no axis {dim!r} in shape {tuple(x.shape)}; expected a tensor with it")
-    if x.shape[dim] != length:
-        raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected {whose} {length}")
-
-
-def _is_integer(x: object) -> bool:
-    """Whether ``x`` is an integer whose double fits into int64."""
-    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**62
-
-
-def _taken(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    try:
-        return x.index_select(dim, index.to(x.device))
-    except NotImplementedError as error:  # of uint32 and uint64
-        raise LayoutError(
-            f"cannot split or join {described(x)} ({error}); expected another dtype, such as int64"
-        ) from error
-
-
-def _check_rank(cp_size: int, cp_rank: int) -> None:
-    integers = _is_integer(cp_size) and _is_integer(cp_rank)
-    if not integers or not 0 <= cp_rank < cp_size:
-        raise LayoutError(f"cp_rank={cp_rank!r} of cp_size={cp_size!r}; expected 0 <= rank < size")
-
-
-def _check_length(length: int) -> None:
-    if not _is_integer(length) or length < 0:
-        raise LayoutError(f"length {length!r}; expected a number of tokens")
-
-
-def _check_offsets(offsets: Tensor) -> None:
-    if not are_offsets(offsets):
-        raise LayoutError(
-            f"cu_seqlens_padded is {described(offsets)}; expected int32 or int64 [sequences + 1]"
-        )
-    if not rise_from_0(offsets):
-        raise LayoutError(
-            f"cu_seqlens_padded={offsets.tolist()}; expected offsets that start at 0 and do not "
-            "decrease"
-        )
+def _check_length(x: Tensor, dim: int, expected: int) -> None:
+    if x.shape[dim] != expected:
+        raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected the layout's {expected}")

@@ -16,12 +16,9 @@ from megatron_loss_agg.microbatch import (
     for_each_term,
     rise_from_0,
 )
-from megatron_loss_agg.weights import LARGEST_FP32, at_least_fp32, detached, in_dtype
+from megatron_loss_agg.weights import LARGEST_FP32, detached
 
 _Microbatch = TypeVar("_Microbatch", bound=MicrobatchOfTerms)
-_BLOCK = 2**18
-_COUNTED_BY_FP32 = 2**24
-"""Up to here fp32 holds all whole numbers."""
 
 
 class MaskSums(NamedTuple):
@@ -39,12 +36,13 @@ class MaskSums(NamedTuple):
             MaskError: values that are not finite and >= 0, or not 0 outside of all samples.
             GroupError: offsets that are not those of samples within the mask.
         """
-        read = [_read(x, place) for place, x in enumerate(microbatches)]
-        if not read:
-            return cls(torch.empty(0, dtype=torch.float64), [], [])
-        sums, totals, active_tokens = zip(*read, strict=True)
-        by_sample = torch.cat(sums) if len(sums) > 1 else sums[0]
-        return cls(by_sample, [*totals], [*active_tokens])
+        sums = [_sums(microbatch, place) for place, microbatch in enumerate(microbatches)]
+        return cls(
+            torch.cat([torch.empty(0, dtype=torch.float64), *sums]),
+            [float(sums_S.sum()) for sums_S in sums],
+            # Of floats only a comparison is fast.
+            [int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
+        )
 
 
 def predicting_mask(
@@ -98,108 +96,55 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
     position = torch.arange(length, device=values.device)
     ends = starts[1:].to(position).contiguous()
     sequence = torch.searchsorted(ends, position, right=True)
-    stays = torch.searchsorted(ends, position + by, right=True) == sequence
-    # torch has no `masked_fill` of uint16 to uint64.
-    return torch.where(stays, result, torch.zeros_like(result))
+    leaves = torch.searchsorted(ends, position + by, right=True) != sequence
+    return result.masked_fill(leaves, 0)
 
 
-def _read(microbatch: Microbatch, place: int) -> tuple[Tensor, float, int]:
-    """Sums by sample, fp64 [samples], their total, and the number of active tokens.
+def _sums(microbatch: Microbatch, place: int) -> Tensor:
+    """The mask sum of each sample, fp64 [samples].
 
     Args:
         place: index of the microbatch in the step, for errors.
     """
-    mask = _with_arithmetic(detached(microbatch.loss_mask))
-    binary = _is_binary(mask)
-    if not (binary or (mask.amin() >= 0 and mask.amax() <= LARGEST_FP32)):
+    mask = detached(microbatch.loss_mask)
+    # As Python numbers, since half precision would round the limit to infinity.
+    least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
+    if not (least >= 0 and largest <= LARGEST_FP32):
         raise MaskError(
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite values >= 0"
         )
-    # Sums of 0s and 1s count the active tokens, and are exact in every dtype that holds them.
-    exact = binary and mask.numel() <= _COUNTED_BY_FP32
     if microbatch.cu_seqlens is None:
-        sums = mask.sum(dim=1, dtype=None if exact else torch.float64)
-    else:
-        dtype = at_least_fp32(mask.dtype) if exact else torch.float64
-        bounds = _bounds(microbatch, place)
-        flat = in_dtype(mask.reshape(-1), dtype)
-        parts = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
-        padded = microbatch.cu_seqlens_padded is not None
-        sums, outside = (parts[:-2:2], parts[1::2]) if padded else (parts[:-1], parts[-1:])
-        if bool(outside.any()):
-            raise MaskError(
-                f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; "
-                f"expected 0 on padding {_offsets(microbatch)}"
-            )
-    sums = sums.double()
-    total = float(sums.sum())
-    return sums, total, int(total) if binary else int(mask.count_nonzero())
-
-
-def _with_arithmetic(mask: Tensor) -> Tensor:
-    """The same values in a dtype that torch sums and compares fast on CPUs."""
-    if mask.dtype == torch.bool:
-        return mask.to(torch.uint8)
-    if mask.is_floating_point():
-        return in_dtype(mask, at_least_fp32(mask.dtype))
-    return mask.double() if mask.dtype in (torch.uint16, torch.uint32, torch.uint64) else mask
-
-
-def _is_binary(mask: Tensor) -> bool:
-    """Whether all values are 0 or 1."""
-    if not mask.numel():
-        return True
-    if not mask.is_floating_point():
-        least, largest = mask.aminmax()
-        return bool(least >= 0) and bool(largest <= 1)
-    # Those whose x - x^2 has no bit set: integers are compared faster. Blocks take less memory.
-    bits = torch.int32 if mask.dtype == torch.float32 else torch.int64
-    blocks = [mask] if mask.numel() <= _BLOCK else mask.reshape(-1).split(_BLOCK)
-    ends = (torch.addcmul(x, x, x, value=-1).view(bits).aminmax() for x in blocks)
-    return not any(map(any, ends))
+        return mask.sum(dim=1, dtype=torch.float64)
+    bounds = _bounds(microbatch, place)
+    flat = mask.reshape(-1).double()
+    parts = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
+    sums, outside = parts[:-2:2], parts[1::2]
+    if bool(outside.any()):
+        raise MaskError(
+            f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; expected "
+            "0 on padding, see cu_seqlens and cu_seqlens_padded"
+        )
+    return sums
 
 
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:
-    """Where to cut a pack into samples and the rest; with padding, into sample, padding, sample,
-    padding, ..., an empty sample and the rest.
+    """Where a pack is cut into sample, padding, sample, padding, ..., an empty sample and the rest.
 
-    Returns:
-        int64 [samples + 2] or [2 * samples + 3].
-
-    Raises:
-        GroupError: the offsets do not start at 0, decrease, or leave their place or the mask.
+    int64 [2 * samples + 3]. Raises GroupError, see `MaskSums.read`.
     """
     assert microbatch.cu_seqlens is not None
     real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
-    bounds = real
-    if padded is not None:
-        starts = padded.long()
-        bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
+    starts = real if padded is None else padded.long()
+    bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
-    if not rise_from_0(bounds) or (padded is not None and not rise_from_0(real)):
-        raise _bad_offsets(microbatch, place)
+    if not (rise_from_0(real) and rise_from_0(bounds)):
+        given = {"cu_seqlens": real.tolist()}
+        if padded is not None:
+            given["cu_seqlens_padded"] = padded.tolist()
+        raise GroupError(
+            f"microbatch {place} of {microbatch.loss_mask.numel()} tokens has {given}; expected "
+            "offsets that start at 0 and do not decrease, samples no longer than their padded "
+            "places, and no end beyond the mask"
+        )
     return bounds
-
-
-def _bad_offsets(microbatch: Microbatch, place: int) -> GroupError:
-    for name, what in (("cu_seqlens", ""), ("cu_seqlens_padded", "padded ")):
-        offsets = getattr(microbatch, name)
-        if offsets is not None and not rise_from_0(offsets):
-            return GroupError(
-                f"microbatch {place}: {name} must start at 0 and not decrease; expected the "
-                f"running sum of the {what}lengths {_offsets(microbatch)}"
-            )
-    return GroupError(
-        f"microbatch {place}: a sample is longer than its padded place, or ends beyond the mask; "
-        f"expected cu_seqlens within cu_seqlens_padded within the tokens {_offsets(microbatch)}"
-    )
-
-
-def _offsets(microbatch: Microbatch) -> str:
-    given = {
-        name: offsets.tolist()
-        for name in ("cu_seqlens", "cu_seqlens_padded")
-        if (offsets := getattr(microbatch, name)) is not None
-    }
-    return f"(of {microbatch.loss_mask.numel()} tokens; {given})"

@@ -6,16 +6,17 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.weights import SUMMABLE, described, detached, is_plain
+from megatron_loss_agg.weights import described, detached, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
@@ -23,7 +24,6 @@ ID_FIELDS = tuple(f"{unit}_ids" for unit in BY_ID)
 BY_SAMPLE = dict.fromkeys(ID_FIELDS, torch.int64)
 BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
 """Fields with a value for each sample, and the dtype they are counted in."""
-_INTEGERS = {x for x in SUMMABLE if not x.is_floating_point and x != torch.bool}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +78,7 @@ class Microbatch:
         mask = self.loss_mask
         if not is_plain(mask):
             raise MaskError(f"loss_mask is {described(mask)}; expected a real, dense tensor")
-        if self.cu_seqlens is None:
-            if self.cu_seqlens_padded is not None:
-                raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
-            if mask.dim() != 2:
-                raise MaskError(
-                    f"loss_mask has shape {tuple(mask.shape)}; expected [samples, seq], "
-                    "or [tokens] with cu_seqlens"
-                )
-        else:
-            self._check_packed(self.cu_seqlens)
+        self._check_layout()
         for name in BY_SAMPLE:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_by_sample(name, given, self.num_samples))
@@ -99,8 +90,8 @@ class Microbatch:
                     "expected an integer for each token"
                 )
         object.__setattr__(self, "token_ids", tuple(ids.reshape(mask.shape) for ids in given))
-        routed: Any = self.routed_tokens
-        if routed is not None and (type(routed) is not int or not 0 <= routed < 2**53):
+        routed = self.routed_tokens
+        if routed is not None and (not isinstance(routed, int) or routed < 0):
             raise MaskError(f"routed_tokens={routed!r}; expected an int >= 0, such as x.numel()")
 
     @property
@@ -126,13 +117,9 @@ class Microbatch:
         if position is None:
             position = torch.arange(self.loss_mask.numel(), device=self.loss_mask.device)
         starts_S = self.sample_starts.to(position)
+        length_S = pad(self.cu_seqlens.diff(), (0, 1)).to(position)
         sample_T = torch.searchsorted(starts_S[1:].contiguous(), position, right=True)
-        if self.cu_seqlens_padded is None or self.num_samples == 0:
-            return sample_T
-        # Clamp the index of tokens after the last sample, for the look-up alone.
-        nearest_T = sample_T.clamp(max=self.num_samples - 1)
-        length_S = self.cu_seqlens.diff().to(position)
-        inside = position - starts_S[nearest_T] < length_S[nearest_T]
+        inside = position - starts_S[sample_T] < length_S[sample_T]
         return torch.where(inside, sample_T, self.num_samples)
 
     def copied(self) -> Microbatch:
@@ -141,31 +128,26 @@ class Microbatch:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
         """With each tensor changed, but the `token_ids`."""
-        own = object.__new__(type(self))  # not `replace`, which would check all fields again
-        fields = vars(self).items()
-        vars(own).update({name: change(x) if isinstance(x, Tensor) else x for name, x in fields})
-        return own
+        own = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **own)  # type: ignore[arg-type]
 
-    def _check_packed(self, cu_seqlens: Tensor) -> None:
-        if self.loss_mask.dim() != 1 and (
-            self.loss_mask.dim() != 2 or self.loss_mask.shape[0] != 1
-        ):
+    def _check_layout(self) -> None:
+        """Raise unless the shapes of mask and offsets are those of rows, or of a pack."""
+        shape, tokens = tuple(self.loss_mask.shape), self.loss_mask.numel()
+        offsets: Any = self.cu_seqlens
+        if offsets is None and self.cu_seqlens_padded is not None:
+            raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
+        if len(shape) != 2 if offsets is None else shape not in ((tokens,), (1, tokens)):
             raise MaskError(
-                f"loss_mask has shape {tuple(self.loss_mask.shape)} beside cu_seqlens; "
-                "expected [tokens] or [1, tokens]"
+                f"loss_mask has shape {shape} {'without' if offsets is None else 'beside'} "
+                "cu_seqlens; expected [samples, seq] without, or [tokens] or [1, tokens] beside it"
             )
         for name in ("cu_seqlens", "cu_seqlens_padded"):
-            offsets = getattr(self, name)
-            if offsets is None:
-                continue
-            if not are_offsets(offsets):
+            x = getattr(self, name)
+            if x is not None and not (are_offsets(x) and x.shape == offsets.shape):
                 raise GroupError(
-                    f"{name} is {described(offsets)}; expected int32 or int64 [samples + 1]"
-                )
-            if offsets.numel() != cu_seqlens.numel():
-                raise GroupError(
-                    f"{name} has {offsets.numel()} offsets and cu_seqlens has "
-                    f"{cu_seqlens.numel()}; expected the same number"
+                    f"{name} is {described(x)}; expected int32 or int64 [samples + 1], as many as "
+                    "in cu_seqlens"
                 )
 
 
@@ -195,22 +177,20 @@ def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
 
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
-    sequence = isinstance(microbatches, Iterable) and getattr(microbatches, "ndim", 1) == 1
-    if not sequence or isinstance(microbatches, (Tensor, Mapping)):
+    if not isinstance(microbatches, Iterable):
         raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """The tensors in mappings, lists and tuples; not in lists of numbers or strings."""
+    """The tensors in mappings, lists and tuples."""
     if isinstance(x, Tensor):
         return [x]
-    parts: Iterable[Any] = ()
     if isinstance(x, Mapping):
-        parts = x.values()
-    elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], (str, int, float)):
-        parts = x
-    return [tensor for part in parts for tensor in tensors_in(part)]
+        x = x.values()
+    elif not isinstance(x, (list, tuple)):
+        return []
+    return [tensor for part in x for tensor in tensors_in(part)]
 
 
 def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
@@ -221,38 +201,33 @@ def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
     """
     x = hashed(name, given) if name in ID_FIELDS and not isinstance(given, Tensor) else given
     dtype = BY_SAMPLE[name]
-    floating = dtype.is_floating_point
-    if not is_plain(x) or (not x.is_floating_point() if floating else x.dtype != dtype):
-        expected = {torch.int64: "an int64", torch.bool: "a bool"}.get(dtype, "a floating-point")
-        raise GroupError(f"{name} is {described(x)}; expected {expected} tensor [samples]")
-    if x.shape != (number,):
+    fits = is_plain(x) and x.shape == (number,)
+    if not fits or (x.dtype != dtype and not (x.is_floating_point() and dtype.is_floating_point)):
+        kind = "floating-point" if dtype.is_floating_point else dtype
         raise GroupError(
-            f"{name} has shape {tuple(x.shape)}; expected one for each of the {number} samples"
+            f"{name} is {described(x)}; expected {kind} [{number}], one for each sample"
         )
     return x
 
 
-def hashed(name: str, strings: Any) -> Tensor:
+def hashed(name: str, strings: Iterable[str]) -> Tensor:
     """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
-    ordered = isinstance(strings, Iterable) and not isinstance(strings, (str, bytes, Mapping, Set))
-    ordered = ordered and getattr(strings, "ndim", 1) == 1  # of an array
-    values = list(strings) if ordered else []
-    if not ordered or not all(isinstance(x, str) for x in values):
+    values = list(strings)
+    if isinstance(strings, str) or not all(isinstance(x, str) for x in values):
         raise GroupError(
             f"{name} is {described(strings)}; expected an int64 tensor [samples], or a sequence of "
             "strings"
         )
-    return torch.tensor([_hash(x) for x in values], dtype=torch.int64)
+    digests = [hashlib.blake2b(x.encode(), digest_size=8).digest() for x in values]
+    numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _hash(string: str) -> int:
-    digest = hashlib.blake2b(string.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def are_offsets(x: object) -> bool:
+def are_offsets(x: object) -> TypeGuard[Tensor]:
     """Whether ``x`` is a non-empty int32 or int64 vector; its values are not checked."""
-    return is_plain(x) and x.dtype in (torch.int32, torch.int64) and x.dim() == 1 and len(x) >= 1
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        return False
+    return x.dim() == 1 and len(x) >= 1
 
 
 def rise_from_0(offsets: Tensor) -> bool:
@@ -261,5 +236,7 @@ def rise_from_0(offsets: Tensor) -> bool:
 
 
 def holds_integers(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a plain tensor of integers, which booleans are not."""
-    return isinstance(x, Tensor) and x.dtype in _INTEGERS and is_plain(x)
+    """Whether ``x`` is a tensor of integers, which booleans are not."""
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+        return False
+    return x.dtype != torch.bool

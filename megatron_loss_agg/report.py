@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import Header, abandoning_on_error, gather_records, tag_of
 from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.weights import check_tensors, described, is_plain, weighted_sum
+from megatron_loss_agg.weights import check_tensors, is_plain, weighted_sum
 
 __all__ = ["Max", "Mean", "Metric", "Min", "Sum", "reduce_reports"]
 
@@ -53,11 +53,6 @@ class Mean:
         total = weighted_sum(weights, values.detach().to(dtype))
         return cls(total.double(), weights.sum().double())
 
-    def __add__(self, other: object) -> Mean:
-        if not isinstance(other, Mean):
-            return NotImplemented
-        return Mean(self.sum + other.sum, self.count + other.count)
-
     def value(self) -> Tensor:
         """``sum / count``; 0 if nothing was counted."""
         return torch.where(self.count == 0, torch.zeros_like(self.sum), self.sum / self.count)
@@ -82,9 +77,6 @@ class Sum:
         as the losses are. Dtypes, arguments and errors are as of `Mean.of`.
         """
         return cls(Mean.of(values, weights).sum)
-
-    def __add__(self, other: object) -> Sum:
-        return Sum(self.sum + other.sum) if isinstance(other, Sum) else NotImplemented
 
     def value(self) -> Tensor:
         """The sum."""
@@ -111,9 +103,6 @@ class Max:
         """
         return cls(_masked(values, mask, -torch.inf).amax())
 
-    def __add__(self, other: object) -> Max:
-        return Max(torch.maximum(self.max, other.max)) if isinstance(other, Max) else NotImplemented
-
     def value(self) -> Tensor:
         """The maximum."""
         return self.max
@@ -131,9 +120,6 @@ class Min:
         """Minimum over the positions where ``mask`` is not 0; otherwise as `Max.of`."""
         return cls(_masked(values, mask, torch.inf).amin())
 
-    def __add__(self, other: object) -> Min:
-        return Min(torch.minimum(self.min, other.min)) if isinstance(other, Min) else NotImplemented
-
     def value(self) -> Tensor:
         """The minimum."""
         return self.min
@@ -144,12 +130,13 @@ Metric = Mean | Sum | Max | Min
 
 METRICS_CAPACITY = 32
 COLUMNS = 2  # of a metric: its fields, or its only field twice
-_OVER_RANKS: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
+_OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
     Mean: torch.sum,
     Sum: torch.sum,
     Max: torch.amax,
     Min: torch.amin,
 }
+"""What makes the columns of one metric of those of several: [several, columns] -> [columns]."""
 
 
 def reduce_reports(
@@ -176,54 +163,70 @@ def reduce_reports(
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
     with abandoning_on_error(METRICS_CAPACITY, COLUMNS, group):
-        total = _over_microbatches(reports)
+        kinds, columns = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        fields = ([*vars(metric).values()] for metric in total.values())
-        parts = [part for of_metric in fields for part in (of_metric * COLUMNS)[:COLUMNS]]
-        mine = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
-    kinds = [f"{type(metric).__name__} {name!r}" for name, metric in total.items()]
+        mine = torch.stack(columns).cpu() if columns else torch.zeros(0, COLUMNS)
+    names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
+
+    def different(headers: Sequence[Header]) -> ReportError:
+        others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(names)]
+        return ReportError(
+            f"this rank reports {', '.join(names) or 'nothing'}, and rank(s) {others} of the group "
+            "other metrics; expected the same names and kinds on every rank"
+        )
+
     rows = gather_records(
-        mine.view(-1, COLUMNS),
+        mine,
         METRICS_CAPACITY,
         group,
-        tag=tag_of(kinds),
+        tag=tag_of(names),
         failure="bad metrics on rank(s) {} of the group",
-        difference=functools.partial(_different_metrics, kinds),
+        difference=different,
     )
     reduced = {}
-    for (name, metric), columns in zip(total.items(), rows.unbind(1), strict=True):
-        kind = type(metric)
-        values = _OVER_RANKS[kind](columns, 0).unbind()[: len(vars(metric))]
-        reduced[name] = float(kind(*values).value())
+    for (name, kind), of_ranks in zip(kinds.items(), rows.unbind(1), strict=True):
+        parts = _OVER[kind](of_ranks, 0)[: len(fields(kind))]
+        reduced[name] = float(kind(*parts).value())
     return reduced
 
 
-def _different_metrics(kinds: list[str], headers: Sequence[Header]) -> ReportError:
-    others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(kinds)]
-    return ReportError(
-        f"this rank reports {', '.join(kinds) or 'nothing'}, and rank(s) {others} of the group "
-        "other metrics; expected the same names and kinds on every rank"
-    )
+def _over_microbatches(
+    reports: Iterable[Mapping[str, Metric | Tensor]],
+) -> tuple[dict[str, type[Metric]], list[Tensor]]:
+    """This rank's metrics of the step, sorted: kinds by name, and fp64 [columns] of each."""
+    given = list(reports)
+    found: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
+    for report in given:
+        for name, value in report.items():
+            found[name].append(_kind_and_columns(name, value))
+    kinds, reduced = {}, []
+    for name, metrics in sorted(found.items()):
+        kind, *others = {kind for kind, _ in metrics}
+        if others or len(metrics) != len(given):
+            got = " or ".join(sorted({kind.__name__ for kind, _ in metrics}))
+            raise ReportError(
+                f"metric {name!r} is a {got} in {len(metrics)} of {len(given)} microbatches; "
+                "expected the same kind in each"
+            )
+        kinds[name] = kind
+        reduced.append(_OVER[kind](torch.stack([columns for _, columns in metrics]), 0))
+    return kinds, reduced
 
 
-def _over_microbatches(reports: Iterable[Mapping[str, Metric | Tensor]]) -> dict[str, Metric]:
-    """This rank's metrics of the step, sorted by name."""
-    if not isinstance(reports, Iterable) or getattr(reports, "ndim", 1) == 0:
-        raise ReportError(f"reports are a {type(reports).__name__}; expected a list of mappings")
-    total: dict[str, Metric] = {}
-    for i, report in enumerate(reports):
-        if not isinstance(report, Mapping) or not all(isinstance(name, str) for name in report):
-            raise ReportError(
-                f"microbatch {i} reports {report!r}; expected a mapping of names to metrics"
-            )
-        metrics = {name: _metric(name, value) for name, value in report.items()}
-        if i and metrics.keys() != total.keys():
-            raise ReportError(
-                f"microbatch {i} reports {sorted(metrics)} and the first {sorted(total)}; "
-                "expected the same metrics in each"
-            )
-        total = {n: _added(n, total[n], m) for n, m in metrics.items()} if i else metrics
-    return dict(sorted(total.items()))
+def _kind_and_columns(name: str, value: Metric | Tensor) -> tuple[type[Metric], Tensor]:
+    kind: type[Metric] = Mean
+    parts: list[Tensor] = []
+    if isinstance(value, Metric):
+        kind, parts = type(value), [*vars(value).values()]
+    elif is_plain(value) and value.numel() == 2:
+        parts = [*value.reshape(-1)]
+    if not parts or not all(is_plain(part) and part.numel() == 1 for part in parts):
+        raise ReportError(
+            f"metric {name!r} is {value!r}; expected a Mean, Sum, Max or Min of scalars, or a "
+            "tensor [sum, count]"
+        )
+    scalars = [part.detach().double().reshape(()) for part in parts]
+    return kind, torch.stack((scalars * COLUMNS)[:COLUMNS])
 
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
@@ -236,31 +239,6 @@ def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
 def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:
     floating = values.is_floating_point and (weights.is_floating_point or weights == torch.bool)
     return torch.float32 if floating and torch.float64 not in (values, weights) else torch.float64
-
-
-def _metric(name: str, value: Metric | Tensor) -> Metric:
-    kind: type[Metric] = Mean
-    parts: tuple[Tensor, ...] = ()
-    if isinstance(value, Metric):
-        kind, parts = type(value), tuple(vars(value).values())
-    elif is_plain(value) and value.numel() == 2:
-        parts = value.detach().reshape(-1).unbind()
-    if parts and all(is_plain(part) and part.numel() == 1 for part in parts):
-        return kind(*(part.detach().double().reshape(()) for part in parts))
-    got = described(value)
-    if kind is type(value):
-        got = f"a {kind.__name__} of {', '.join(map(described, parts))}"
-    raise ReportError(
-        f"metric {name!r} is {got}; expected a Mean, Sum, Max or Min of scalars, or a tensor "
-        "[sum, count]"
-    )
-
-
-def _added(name: str, first: Metric, second: Metric) -> Metric:
-    if type(first) is not type(second):
-        kinds = f"{type(first).__name__} and {type(second).__name__}"
-        raise ReportError(f"metric {name!r} is {kinds} in different microbatches; expected one")
-    return first + second
 
 
 class RunningMean:
@@ -276,6 +254,7 @@ class RunningMean:
         self._calls = 0
         self._denominators = 0.0  # of all calls
         self._sum: Tensor | float = 0.0  # fp64: of this rank's parts of L * D
+        self._told: Tensor | float = 0.0  # of the values that were returned
 
     def add(self, part: Tensor, denominator: float, first: bool) -> Tensor:
         """This rank's part of the call's value, for its ``part`` of ``L`` in one microbatch.
@@ -283,16 +262,10 @@ class RunningMean:
         Args:
             first: whether it is the call's first microbatch.
         """
-        carried: Tensor | float = 0.0
         if first:
-            before = _over(self._calls, self._denominators)
             self._calls += 1
             self._denominators += denominator
-            carried = (_over(self._calls, self._denominators) - before) * self._sum
-        part = part.double() * denominator
-        self._sum = self._sum + part
-        return part * _over(self._calls, self._denominators) + carried
-
-
-def _over(calls: int, denominators: float) -> float:
-    return calls / denominators if denominators else 0.0
+        self._sum = self._sum + part.double() * denominator
+        before = self._told
+        self._told = self._sum * (self._calls / self._denominators if self._denominators else 0.0)
+        return self._told - before

@@ -10,8 +10,6 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeGuard
 
@@ -22,13 +20,8 @@ from torch.nn.functional import pad
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
 LARGEST_FP32 = torch.finfo(torch.float32).max
-_LONGEST_DOT = 2**10
-SUMMABLE = {torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64}
-SUMMABLE |= {torch.int8, torch.int16, torch.int32, torch.int64}
-SUMMABLE |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 
 
-@functools.cache
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """``dtype``, or fp32 where that is wider: half precision cannot hold sums or counts."""
     return torch.promote_types(dtype, torch.float32)
@@ -45,26 +38,21 @@ def detached(x: Tensor) -> Tensor:
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a dense tensor of real numbers that torch can sum; also a fake one."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
-        return False
-    return x.dtype in SUMMABLE
+    """Whether ``x`` is a dense tensor of real numbers."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_complex()
 
 
 def described(x: object) -> str:
     """What ``x`` is, for an error."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
-    if x.is_nested:
-        return f"a nested {x.dtype} tensor"
-    layout = "" if x.layout == torch.strided else f"{str(x.layout).removeprefix('torch.')} "
-    return f"a {layout}{x.dtype} tensor of shape {tuple(x.shape)}"
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
 
 
 def check_tensors(
     error: type[AggregationError], kind: Literal["real", "floating-point"], /, **inputs: Tensor
 ) -> None:
-    """Raise ``error`` unless all inputs are tensors of this kind and have the same shape."""
+    """Raise ``error`` unless all inputs are dense tensors of this kind and of one shape."""
     (first_name, first), *_ = inputs.items()
     for name, x in inputs.items():
         if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
@@ -77,22 +65,18 @@ def check_tensors(
 
 
 def check_losses(losses: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Raise MaskError unless ``losses`` has one tensor for each of ``names``."""
-    if not isinstance(losses, Mapping) or losses.keys() != {*names}:
-        got = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
-        raise MaskError(f"losses {got} for the terms {sorted(names)}; expected one for each term")
-    for name, loss in losses.items():
-        if not is_plain(loss):
-            raise MaskError(
-                f"losses of {name!r} are {described(loss)}; expected a real, dense tensor"
-            )
+    """Raise MaskError unless ``losses`` are those of the terms ``names``."""
+    if losses.keys() != {*names}:
+        raise MaskError(
+            f"losses {sorted(losses)} for the terms {sorted(names)}; expected one for each term"
+        )
 
 
 def sample_coefficients(
     within_S: Tensor,
     across: float,
     scale: float,
-    zero_S: Tensor | None,
+    zero_S: Tensor,
     weights_S: Tensor | None = None,
 ) -> Tensor:
     """``v_s * scale / (M_within(s) * N_across)``.
@@ -101,8 +85,7 @@ def sample_coefficients(
         within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
         across: number of groups in the whole step, or their weight ``V_across``.
         scale: ``1 / D``.
-        zero_S: bool, samples of coefficient 0, all those of groups without tokens among them; None
-            if there are none.
+        zero_S: bool, samples of coefficient 0, all those of groups without tokens among them.
         weights_S: fp64 [samples], ``v_s``; None: all 1.
 
     Returns:
@@ -110,9 +93,7 @@ def sample_coefficients(
     """
     if not across:
         return torch.zeros_like(within_S)
-    coefficient_S = torch.div(scale / across, within_S)
-    if zero_S is not None:
-        coefficient_S.masked_fill_(zero_S, 0.0)
+    coefficient_S = torch.div(scale / across, within_S).masked_fill_(zero_S, 0.0)
     return coefficient_S if weights_S is None else coefficient_S.mul_(weights_S)
 
 
@@ -138,14 +119,10 @@ def token_weights_of(
     if starts is None:
         weights = mask * coefficient_S.view(-1, 1)
     else:
-        # Tokens after the last sample get 0. Lengths in int32 are repeated faster, and passing
-        # `output_size` avoids a device sync.
-        offset = torch.int32 if mask.numel() < 2**31 else torch.int64
-        starts = starts.to(mask.device, offset, non_blocking=True)
-        length = pad(starts, (0, 1), value=mask.numel()).diff()
-        coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(
-            length, output_size=mask.numel()
-        )
+        # Tokens after the last sample get 0. Passing `output_size` avoids a device sync.
+        number = mask.numel()
+        length = pad(starts.to(mask.device, non_blocking=True), (0, 1), value=number).diff()
+        coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(length, output_size=number)
         weights = coefficient_T.view(mask.shape).mul_(mask)
     return in_dtype(weights, dtype)
 
@@ -156,37 +133,27 @@ def custom_weights(
     """A copy of what a custom function returns, in ``dtype``.
 
     Args:
-        mask: the plan's, which the function can reach.
+        mask: the plan's, which the function can reach; its edits are undone.
         kept: 0 on tokens of rejected samples, in the shape of ``mask``; None if there are none.
 
     Raises:
         FunctionError: not real, finite weights in the shape of ``mask``, or not 0 on masked tokens
-            or on rejected samples; or the function edited ``mask``, which is then restored.
+            or on rejected samples.
     """
     unedited = mask.clone()
     weights = function()
-    if not torch.equal(mask, unedited):
-        mask.copy_(unedited)
-        raise FunctionError(
-            "the aggregation function edited plan.microbatches[i].loss_mask in place; expected a "
-            "new tensor"
-        )
     if not is_plain(weights) or weights.shape != mask.shape:
-        got = tuple(weights.shape) if is_plain(weights) else described(weights)
         raise FunctionError(
-            f"the aggregation function returned {got}; expected real weights of the mask's shape "
-            f"{tuple(mask.shape)}"
+            f"the aggregation function returned {described(weights)}; expected real weights of the "
+            f"mask's shape {tuple(mask.shape)}"
         )
-    weights = weights.detach().to(dtype, copy=True)  # it may alias the batch
-    if not bool((weights.isfinite() & ((weights == 0) | (mask != 0))).all()):
+    weights = weights.detach().to(dtype, copy=True)  # it may be the mask
+    mask.copy_(unedited)
+    is_zero = mask == 0 if kept is None else (mask == 0) | (kept == 0)
+    if not bool((weights.isfinite() & ((weights == 0) | ~is_zero)).all()):
         raise FunctionError(
             "the aggregation function returned weights that are not finite, or not 0 where the "
-            "mask is 0; expected finite weights, and 0 on masked tokens"
-        )
-    if kept is not None and bool(((weights != 0) & (kept == 0)).any()):
-        raise FunctionError(
-            "the aggregation function returned weights for rejected samples; expected 0 on their "
-            "tokens: see plan.microbatches[i].rejected"
+            "mask is 0 or the sample rejected; expected finite weights, and 0 on those tokens"
         )
     return weights
 
@@ -214,18 +181,11 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 def weighted_sum_of_fitting(w: Tensor, token_loss: Tensor) -> Tensor:
     """`weighted_sum` of tensors that are known to fit, with weights that have no gradient."""
-    summed = w.dtype
-    if summed != token_loss.dtype or summed not in (torch.float32, torch.float64):
-        # torch promotes no integer dtype together with uint16 to uint64.
-        floating = [x.dtype for x in (w, token_loss) if x.is_floating_point()] or [torch.float32]
-        summed = torch.promote_types(floating[0], floating[-1])
-        w, token_loss = (x.to(at_least_fp32(summed)) for x in (w, token_loss))
-    # The gradient is w even where losses are not finite: only the value needs a repair.
-    total = dot(token_loss, w)
-    if not _is_known_finite(total):
-        with torch.no_grad():
-            total.detach().copy_(dot(where_weighted(w, token_loss), w))
-    return in_dtype(total, summed)
+    summed = torch.promote_types(w.dtype, token_loss.dtype)
+    if not summed.is_floating_point:
+        summed = torch.float32
+    w, token_loss = (in_dtype(x, at_least_fp32(summed)) for x in (w, token_loss))
+    return in_dtype((where_weighted(w, token_loss) * w).sum(), summed)
 
 
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
@@ -247,24 +207,3 @@ def where_weighted(w: Tensor, x: Tensor) -> Tensor:
     One vectorized pass: `torch.where` is several times slower on CPU.
     """
     return torch.ops.aten.hardshrink_backward(x, w, 0)
-
-
-def dot(x: Tensor, w: Tensor) -> Tensor:
-    """``sum(x * w)`` of two tensors of one shape.
-
-    `torch.dot` is faster, but its rounding error grows with the length on some CPUs, whose BLAS
-    adds nearly one number after the other.
-    """
-    if x.numel() > _LONGEST_DOT and x.is_cpu:
-        return (x * w).sum()
-    return torch.dot(x.flatten(), w.flatten())  # of a vector no node of the graph
-
-
-def _is_known_finite(total: Tensor) -> bool:
-    """Whether ``total`` is finite; False if that is unknown without a device sync."""
-    if not total.is_cpu or torch.compiler.is_compiling():
-        return False
-    try:
-        return math.isfinite(total.item())
-    except RuntimeError:  # a tensor without a value of its own, as under `vmap`
-        return False

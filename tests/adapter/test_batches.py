@@ -176,18 +176,18 @@ def test_packs_that_end_early_are_refused(offsets: dict[str, Any], error: str) -
         ),
         (
             {"cu_seqlens": [[0, 2, 4, -1, -1]]},
-            r"start at 0 and not decrease;.* \[0, 2, 4, -1\]",
+            r"\[0, 2, 4, -1\].* start at 0 and do not decrease",
         ),
         (
             {"cu_seqlens_q": [0, 3, 2]},
-            r"start at 0 and not decrease;.* \[0, 3, 2\]",
+            r"\[0, 3, 2\].* start at 0 and do not decrease",
         ),
-        ({"cu_seqlens_q": [1, 4]}, r"start at 0 and not decrease;.* \[1, 4\]"),
+        ({"cu_seqlens_q": [1, 4]}, r"\[1, 4\].* start at 0 and do not decrease"),
         ({"cu_seqlens_q": [0.0, 4.0]}, "cu_seqlens is .*float32.*int32 or int64"),
         ({"cu_seqlens_q": [[0, 4], [0, 4]]}, r"'cu_seqlens_q' has shape \(2, 2\)"),
         (
             {"cu_seqlens_q": [0, 1, 3], "cu_seqlens_q_padded": [0, 4]},
-            "cu_seqlens_padded has 2 offsets and cu_seqlens has 3; expected the same number",
+            r"cu_seqlens_padded is .* of shape \(2,\); .* as many as in cu_seqlens",
         ),
         (
             {"cu_seqlens_q": [[0, 2, 4]], "token_count": [3]},

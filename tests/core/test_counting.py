@@ -154,27 +154,27 @@ BAD_MASKS = {
     "barely negative": (Microbatch(torch.tensor([[-1e-30, 2.0]])), "finite"),
     "NaN": (pack(torch.tensor([torch.nan, 1, 1, 1]), ONE), "finite"),
     "infinite": (Microbatch(torch.full((2, 3), torch.inf)), "finite"),
+    "infinite in fp16": (Microbatch(torch.full((2, 3), torch.inf).half()), "finite"),
+    "infinite in bf16": (Microbatch(torch.full((2, 3), torch.inf).bfloat16()), "finite"),
     "minus infinite": (Microbatch(torch.full((2, 3), -torch.inf)), "finite"),
     "beyond fp32": (Microbatch(torch.full((1, 2), 1e39, dtype=F64)), "beyond fp32"),
-    "outside": (pack(torch.ones(5), ONE), r"\(of 5 tokens; \{'cu_seqlens': \[0, 2, 4\]\}\)"),
+    "outside": (pack(torch.ones(5), ONE), "not 0 on tokens outside"),
     "padding": (pack(torch.ones(8), ONE, 2 * ONE), "not 0 on tokens outside"),
 }
 FAR = [0, 2**63 - 1, -2]  # were these read, the process would die
+EXPECTED = "expected offsets that start at 0 and do not decrease"
 BAD_OFFSETS = {
-    "first offset": (pack(torch.zeros(6), ONE + 1), "cu_seqlens must start at 0"),
-    "first offset before padding": (
-        pack(torch.zeros(9), ONE + 1, 2 * ONE),
-        "cu_seqlens must start at 0",
-    ),
-    "padded first offset": (pack(torch.zeros(9), ONE, ONE + 1), "cu_seqlens_padded must start"),
-    "decreasing": (pack(torch.zeros(4), [0, 3, 1]), "cu_seqlens must start at 0 and not decrease"),
-    "padded decreasing": (pack(torch.zeros(9), 0 * ONE, [0, 3, 1]), "_padded must .*not decrease"),
-    "wrapping": (pack(torch.ones(8), [*FAR, 8]), "not decrease"),
-    "padded wrapping": (pack(torch.zeros(9), ONE, FAR), "not decrease"),
-    "beyond the mask": (pack(torch.zeros(3), ONE), r"beyond the mask.*3 tokens; .*\[0, 2, 4\]"),
-    "padding beyond the mask": (pack(torch.zeros(5), ONE, 2 * ONE), "ends beyond the mask"),
-    "far beyond the mask": (pack(torch.ones(4), [0, 2, 2**40]), "ends beyond the mask"),
-    "padded place": (pack(torch.zeros(9), ONE, ONE // 2), "longer than its padded place"),
+    "first offset": (pack(torch.zeros(6), ONE + 1), EXPECTED),
+    "first offset before padding": (pack(torch.zeros(9), ONE + 1, 2 * ONE), EXPECTED),
+    "padded first offset": (pack(torch.zeros(9), ONE, ONE + 1), EXPECTED),
+    "decreasing": (pack(torch.zeros(4), [0, 3, 1]), EXPECTED),
+    "padded decreasing": (pack(torch.zeros(9), 0 * ONE, [0, 3, 1]), EXPECTED),
+    "wrapping": (pack(torch.ones(8), [*FAR, 8]), EXPECTED),
+    "padded wrapping": (pack(torch.zeros(9), ONE, FAR), EXPECTED),
+    "beyond the mask": (pack(torch.zeros(3), ONE), rf"of 3 tokens .*\[0, 2, 4\].*; {EXPECTED}"),
+    "padding beyond the mask": (pack(torch.zeros(5), ONE, 2 * ONE), EXPECTED),
+    "far beyond the mask": (pack(torch.ones(4), [0, 2, 2**40]), EXPECTED),
+    "padded place": (pack(torch.zeros(9), ONE, ONE // 2), EXPECTED),
 }
 BAD = BAD_MASKS | BAD_OFFSETS
 
@@ -189,7 +189,7 @@ def error_of(step: list[Microbatch]) -> AggregationError:
 def test_the_first_bad_microbatch_is_named(bad):
     microbatch, text = BAD[bad]
     alone = error_of([microbatch])
-    assert re.match(f"microbatch 0: .*{text}", str(alone))
+    assert re.match(f"microbatch 0.* .*{text}", str(alone))
     assert type(alone) is (MaskError if bad in BAD_MASKS else GroupError)
     alike = GOOD["padded pack" if microbatch.cu_seqlens_padded is not None else "pack"]
     if microbatch.cu_seqlens is None:

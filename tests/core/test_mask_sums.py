@@ -99,8 +99,8 @@ BAD: list[tuple[LossAggregation, Any, dict[str, Any], type[AggregationError], st
     (TOKEN_MEAN, "ab", {}, MaskError, "expected a vector of numbers"),
     (TOKEN_MEAN, [1.0], {"rejected": torch.tensor([True])}, GroupError, "rejected='count'"),
     (PROMPT_MEAN, [1.0], {}, GroupError, "no prompt_ids"),
-    (PROMPT_MEAN, [1.0], {"prompt_ids": 3}, GroupError, "a sequence of strings"),
-    (PROMPT_MEAN, [1.0, 1.0], {"prompt_ids": ["a"]}, GroupError, "one for each of the 2 samples"),
+    (PROMPT_MEAN, [1.0], {"prompt_ids": "a"}, GroupError, "a sequence of strings"),
+    (PROMPT_MEAN, [1.0, 1.0], {"prompt_ids": ["a"]}, GroupError, r"expected torch.int64 \[2\]"),
     (
         PROMPT_MEAN,
         [[1.0], [1.0]],
@@ -110,8 +110,7 @@ BAD: list[tuple[LossAggregation, Any, dict[str, Any], type[AggregationError], st
     ),
     (PROMPT_MEAN, [[1.0]] * 2, {"prompt_ids": [["a"], None]}, GroupError, "is a NoneType"),
     (PROMPT_MEAN, [1.0, 1.0], {"prompt_ids": [0, 1]}, GroupError, "a sequence of strings"),
-    (PROMPT_MEAN, [1.0], {"prompt_ids": {"a"}}, GroupError, "a sequence of strings"),
-    (TOKEN_MEAN, [1.0], {"rejected": [True]}, GroupError, "a bool tensor"),
+    (TOKEN_MEAN, [1.0], {"rejected": [True]}, GroupError, "a list; expected torch.bool"),
     (TOKEN_MEAN, [1j], {}, MaskError, "expected a vector of numbers"),
     (CUSTOM, [1.0], {}, FunctionError, "use StepPlan.build"),
 ]

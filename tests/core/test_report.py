@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,14 +88,11 @@ def test_extremes_look_at_active_positions_alone():
 ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
 NO_METRIC = "expected a Mean, Sum, Max or Min"
 BAD_REPORTS = [
-    ([{"a": ONE}, {"b": ONE}], r"microbatch 1 reports \['b'\] and the first \['a'\]"),
-    ([{"a": ONE}, {"a": GREATEST}], "'a' is Mean and Max in different microbatches"),
+    ([{"a": ONE}, {"b": ONE}], "'a' is a Mean in 1 of 2 microbatches"),
+    ([{"a": ONE}, {"a": GREATEST}], "'a' is a Max or Mean in 2 of 2 microbatches"),
     ([{"a": Mean(torch.ones(3), torch.ones(3))}], f"{NO_METRIC} of scalars"),
-    ([{"a": torch.tensor(1.0)}], rf"'a' is a torch.float32 tensor of shape \(\); {NO_METRIC}"),
+    ([{"a": torch.tensor(1.0)}], rf"'a' is tensor\(1.\); {NO_METRIC}"),
     ([{"a": Mean(1.0, 2.0)}], NO_METRIC),
-    (None, "NoneType; expected a list of mappings"),
-    (numpy.array(1.0), "ndarray; expected a list of mappings"),
-    *((bad, "expected a mapping") for bad in ({"a": ONE}, [None], [{1: ONE}], [ONE])),
 ]
 
 

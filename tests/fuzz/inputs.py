@@ -10,7 +10,7 @@ import torch
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.presets import PRESETS
 from tests import oracle
-from tests.fuzz.draw import F64, FLOATS, INTEGERS, UNSIGNED, Draw
+from tests.fuzz.draw import F64, FLOATS, INTEGERS, Draw
 from tests.fuzz.judge import called
 
 UNITS = ("prompt", "rollout", "dataset")
@@ -60,7 +60,7 @@ def microbatch(draw: Draw, rejected: bool = False, weighted: bool = False) -> di
             given["cu_seqlens_padded"] = torch.tensor(starts)
         if draw.flag(0.3):
             mask = mask.unsqueeze(0)
-    given["loss_mask"] = draw.dressed(mask.to(draw.choice((*FLOATS, *INTEGERS, *UNSIGNED))))
+    given["loss_mask"] = draw.dressed(mask.to(draw.choice((*FLOATS, *INTEGERS))))
     given |= {name: ids(draw, len(lengths)) for name in ID_NAMES}
     if rejected:
         given["rejected"] = torch.tensor([draw.flag(0.3) for _ in lengths], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What is allowed: the exact number, or a named error. Anything else is a finding."""
+"""What is allowed: the exact number, or for strange input an error. All else is a finding."""
 
 from __future__ import annotations
 
@@ -27,29 +27,26 @@ class Refused(Exception):
     """The input was refused by a named error, as it may be."""
 
 
-def called(function: Callable[[], Any], *, strange: bool, also: tuple[type, ...] = ()) -> Any:
+def called(function: Callable[[], Any], *, strange: bool) -> Any:
     """The result of ``function``.
 
     Args:
-        strange: whether the input may be refused.
-        also: further errors that say enough, such as the IndexError of a list.
+        strange: whether the input may be refused, by name or by torch's or Python's own error.
 
     Raises:
-        Refused: it was, by name.
-        Finding: another error, or valid input was refused.
+        Refused: it was.
+        Finding: valid input was refused.
     """
     try:
         return function()
     except Refused:
         raise
-    except (AggregationError, *also) as error:
+    except Exception as error:
         if not strange:
             raise Finding(f"valid input was refused: {type(error).__name__}: {error}") from error
         if isinstance(error, AggregationError) and not _SAYS_WHAT_TO_MEND.search(str(error)):
             raise Finding(f"{type(error).__name__} does not say what to mend: {error}") from error
         raise Refused from error
-    except Exception as error:
-        raise Finding(f"{type(error).__name__} has no name of the package: {error}") from error
 
 
 def flat(nested: Any) -> list[float]:

@@ -72,7 +72,7 @@ class Step:
             return [plan.coefficients(i) * plan.mask_sums(i) for i in range(len(ids))]
         try:
             made = [Microbatch(**given) for given in self.given[rank]]
-        except AggregationError:
+        except Exception:
             StepPlan.abandon(group)
             raise
         microbatches: Any = made if instead is None else instead
@@ -85,7 +85,7 @@ class Step:
 
     def judged(self, outcomes: list[Any]) -> str:
         """``exact`` or ``refused``; raises Finding if it is neither."""
-        errors = [x for x in outcomes if isinstance(x, AggregationError)]
+        errors = [x for x in outcomes if isinstance(x, Exception)]
         if errors:
             require(self.bad is not None, f"valid input was refused: {outcomes}")
             require(len(errors) == len(outcomes), f"refused by some ranks alone: {outcomes}")
@@ -117,7 +117,7 @@ def _report(values: Any) -> Any:
     """A report, or an error in its place, as a loop might hand on."""
     try:
         return {name: of(values, ONES) for name, of in METRICS.items()}
-    except AggregationError as error:
+    except Exception as error:
         return error
 
 
@@ -125,7 +125,7 @@ METRICS: dict[str, Any] = {"mean": Mean.of, "max": Max.of, "min": Min.of}
 
 
 def run_steps(seed: int, number: int) -> list[Any]:
-    """On every rank: the outcome of each step, or the AggregationError that it raised."""
+    """On every rank: the outcome of each step, or the error that it raised."""
     warnings.simplefilter("ignore")
     group = dist.new_group(timeout=PATIENCE)
     outcomes: list[Any] = []
@@ -133,7 +133,10 @@ def run_steps(seed: int, number: int) -> list[Any]:
         step = Step(one, dist.get_world_size())
         try:
             outcomes.append(step.run(dist.get_rank(), group))
-        except AggregationError as error:
+        except Exception as error:
+            # Torch's or Python's own error is one of the rank that got the bad input.
+            if not isinstance(error, AggregationError) and dist.get_rank() != step.bad:
+                raise
             outcomes.append(error)
         dist.barrier(group)  # so that a rank that left another one alone is found in this step
     return outcomes
