@@ -38,7 +38,6 @@ def own(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(3)
 
 
-TOKENS_OF_STEP = "whose tokens are not known before the step; expected one of the two: drop it"
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     r"'prompt_mean' with a mask that the model makes .*; expected mode sum, ": (
         LossAggregation(mode="prompt_mean"),
@@ -47,34 +46,25 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     r"'rollout_mean' with": (LossAggregation(mode="rollout_mean"), {}),
     r"'slime/constant' with": (LossAggregation.preset("slime/constant", divisor=3.0), {}),
     r"'custom' with": (LossAggregation(mode="custom", function=own), {}),
-    r"empty='skip' .*; expected empty='count'": (
+    r"empty='skip' with .* --loss-aggregation-empty": (
         LossAggregation(mode="sample_sum", empty="skip"),
         {},
     ),
-    **{
-        rf"{option}='skip' with .* drop --loss-aggregation-{option.replace('_', '-')}$": (
-            LossAggregation(mode="sum", **{option: "skip"}),
-            {},
-        )
-        for option in ("sample_weights", "rejected")
-    },
-    r"empty_step='skip' with .*; expected 'step'": (SUM, {"empty_step": "skip"}),
+    r"'prompt_mean' and empty_step='skip' with": (
+        LossAggregation(mode="prompt_mean"),
+        {"empty_step": "skip"},
+    ),
     r"empty_step='error' with": (SUM, {"empty_step": "error"}),
     r"Loop\(averages_quotients=True\) \(Megatron's --sft\) with": (
         SUM,
         {"averages_quotients": True},
     ),
     **{
-        rf"an extension that needs '{need}' \({flag}\) with .*{TOKENS_OF_STEP}": (
+        rf"an extension that needs '{need}' with .* --loss-aggregation-empty, -empty-step, -mtp": (
             SUM,
             {"needs": ("prints", need)},
         )
-        for need, flag in {
-            "masks": "--loss-aggregation-mtp",
-            "stages": "--loss-aggregation-moe",
-            "dataset": "--loss-aggregation-report-datasets",
-            "prompt": "an extension of your own",
-        }.items()
+        for need in ("masks", "stages", "dataset", "prompt")
     },
 }
 

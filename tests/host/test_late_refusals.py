@@ -69,15 +69,11 @@ class Needing(Extension):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "an extension that needs 'masks' (--loss-aggregation-mtp) with a mask that the model makes": {
+    "an extension that needs 'masks' with a mask that the model makes": {
         "extensions": [Needing("masks")]
     },
-    "an extension that needs 'stages' (--loss-aggregation-moe) with": {
-        "extensions": [Needing("stages")]
-    },
-    "an extension that needs 'dataset' (--loss-aggregation-report-datasets) with": {
-        "extensions": [DatasetReports()]
-    },
+    "an extension that needs 'stages' with": {"extensions": [Needing("stages")]},
+    "an extension that needs 'dataset' with": {"extensions": [DatasetReports()]},
     "empty_step='skip' with": {"empty_step": "skip"},
     "Loop(averages_quotients=True) (Megatron's --sft) with": {
         "loop": Loop(averages_quotients=True)

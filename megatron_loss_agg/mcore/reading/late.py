@@ -30,25 +30,21 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import FunctionError, GroupError, HostError, MaskError, ModeError
+from megatron_loss_agg.mcore.reading.offsets import OFFSET_KEYS
 from megatron_loss_agg.microbatch import listed
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
+_UNREAD = ("rejected", "sample_weights", *OFFSET_KEYS)
 _READER = (
     "give a function batch -> LateMicrobatch (--loss-aggregation-batch module:name, or in a loop "
     "of your own LossHook(read_batch=...))"
 )
 _POSSIBLE = (
-    "expected mode sum, constant, sample_sum, sample_mean or microbatch_mean, which count samples "
-    "or microbatches with empty='count'; or token_mean as the only term, under "
-    "--calculate-per-token-loss"
+    "mode sum, constant, sample_sum, sample_mean or microbatch_mean; or token_mean as the only "
+    "term, under --calculate-per-token-loss"
 )
-_UNKNOWN = {  # what extensions may need, and the flag that asks for it
-    "masks": "--loss-aggregation-mtp",
-    "stages": "--loss-aggregation-moe",
-    "dataset": "--loss-aggregation-report-datasets",
-    "prompt": "an extension of your own",
-    "rollout": "an extension of your own",
-}
+_OF_TOKENS = frozenset({"masks", "stages", "dataset", "prompt", "rollout"})
+"""What extensions may need, and is not known before the step."""
 _SCALED_BY_TOKENS = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
 
 
@@ -79,25 +75,21 @@ def read_samples(batch: Any) -> LateMicrobatch:
         MaskError: there is none, or it is no tensor [samples, seq].
         GroupError: the batch has offsets of packed samples, rejected samples or sample weights.
     """
-    keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-    found = [batch[key] for key in _ROWS if key in batch] if isinstance(batch, Mapping) else []
-    if not found or not isinstance(found[0], Tensor) or found[0].dim() != 2:
+    given = batch if isinstance(batch, Mapping) else {}
+    rows = next((given[key] for key in _ROWS if key in given), None)
+    if not isinstance(rows, Tensor) or rows.dim() != 2:
         raise MaskError(
-            f"the data iterator gave {keys}; expected a mapping with one of the tensors "
-            f"{', '.join(_ROWS)}, [samples, seq], to count its rows: otherwise {_READER}"
+            f"the data iterator gave {sorted(given) or type(batch).__name__}; expected a mapping "
+            f"with one of the tensors {', '.join(_ROWS)}, [samples, seq], to count its rows: "
+            f"otherwise {_READER}"
         )
-    refused = [
-        key
-        for key in batch
-        if batch[key] is not None
-        and (key in ("rejected", "sample_weights") or str(key).startswith("cu_seqlens"))
-    ]
-    if refused:
+    unread = [key for key in _UNREAD if given.get(key) is not None]
+    if unread:
         raise GroupError(
-            f"the batch has the keys {refused} beside a mask that the model makes; expected one "
+            f"the batch has the keys {unread} beside a mask that the model makes; expected one "
             f"sample in each row, none rejected and none weighted: otherwise {_READER}"
         )
-    return LateMicrobatch(found[0].shape[0])
+    return LateMicrobatch(rows.shape[0])
 
 
 def checked_samples(microbatches: Any, number: int) -> list[int]:
@@ -117,16 +109,7 @@ def checked_samples(microbatches: Any, number: int) -> list[int]:
 
 
 def check_late(terms: Mapping[str, Term], call: Any, needs: Collection[str]) -> None:
-    """Refuse a step whose masks the model makes, if it cannot be exact.
-
-    Args:
-        call: of the schedule.
-        needs: of its extensions.
-
-    Raises:
-        ModeError: as `check_possible`.
-        HostError: as `check_host`.
-    """
+    """`check_possible` and `check_host` for a call of the schedule, a `mcore.host.Call`."""
     check_possible(
         terms,
         needs=needs,
@@ -148,45 +131,30 @@ def check_possible(
     Raises:
         ModeError: names the mode or the setting.
     """
-    what = "with a mask that the model makes (--loss-aggregation-mask model)"
-    for term in terms.values():
-        _check_aggregation(term.aggregation, what, alone=len(terms) == 1)
+    aggregations = [term.aggregation for term in terms.values()]
+    refused = [repr(x.label) for x in aggregations if not _is_possible(x, alone=len(terms) == 1)]
+    if any(x.empty == "skip" and x.across is not None for x in aggregations):
+        refused.append("empty='skip'")
     if empty_step != "step":
-        raise ModeError(
-            f"empty_step={empty_step!r} {what}, so that an empty step is not known in time; "
-            "expected 'step'"
-        )
+        refused.append(f"empty_step={empty_step!r}")
     if averages_quotients:
+        refused.append("Loop(averages_quotients=True) (Megatron's --sft)")
+    refused += [f"an extension that needs {x!r}" for x in sorted(_OF_TOKENS.intersection(needs))]
+    if refused:
         raise ModeError(
-            f"Loop(averages_quotients=True) (Megatron's --sft) {what}; expected an evaluation that "
-            "adds up sums and counts: drop one of the two"
-        )
-    for need in sorted(_UNKNOWN.keys() & set(needs)):
-        raise ModeError(
-            f"an extension that needs {need!r} ({_UNKNOWN[need]}) {what}, whose tokens are not "
-            "known before the step; expected one of the two: drop it"
+            f"{' and '.join(refused)} with a mask that the model makes (--loss-aggregation-mask "
+            f"model), which is not known before the step; expected {_POSSIBLE}; without --sft and "
+            "--loss-aggregation-empty, -empty-step, -mtp, -moe and -report-datasets"
         )
 
 
-def _check_aggregation(agg: LossAggregation, what: str, alone: bool) -> None:
+def _is_possible(aggregation: LossAggregation, alone: bool) -> bool:
+    """Whether its weights need no sums over other microbatches, or the host divides by them."""
     known = (None, "sample", "microbatch")
-    possible = agg.function is None and agg.across in known and agg.within in (*known, "step")
-    if not possible or (agg.within == "step" and not alone):
-        raise ModeError(f"{agg.label!r} {what}; {_POSSIBLE}")
-    options = {"sample_weights": agg.sample_weights}
-    if agg.name is None:  # a preset says of rejected samples what its system does
-        options["rejected"] = agg.rejected
-    for option, value in options.items():
-        if value is not None:
-            raise ModeError(
-                f"{option}={value!r} {what}, whose batches are read for their number of samples "
-                f"alone; expected none: drop --loss-aggregation-{option.replace('_', '-')}"
-            )
-    if agg.empty == "skip" and agg.across is not None:
-        raise ModeError(
-            f"empty='skip' {what}, so that the number of {agg.across}s with tokens is not known in "
-            "time; expected empty='count'"
-        )
+    within, across = aggregation.within, aggregation.across
+    if aggregation.function is not None or across not in known:
+        return False
+    return within in known or (within == "step" and alone)
 
 
 def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
@@ -202,17 +170,16 @@ def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
     if any(term.aggregation.within == "step" for term in terms.values()):
         if not per_token:
             raise HostError(
-                "'token_mean' of masks that the model makes, without calculate_per_token_loss: "
-                "the tokens of the step are not known in time, and the host would not divide by "
-                f"them; {_POSSIBLE}"
+                "'token_mean' of masks that the model makes, without calculate_per_token_loss, "
+                f"under which the host divides by their tokens; expected {_POSSIBLE}"
             )
         return
     scaled = [name for name in _SCALED_BY_TOKENS if getattr(config, name, None) is not None]
     if per_token and scaled:
         raise HostError(
             f"the model's {scaled[0]} with calculate_per_token_loss and masks that the model "
-            "makes: the host scales a loss of its own by the tokens of the step, which are not "
-            "known in time; expected calculate_per_token_loss off, or mode token_mean"
+            "makes: the host scales a loss of its own by tokens of the step that are not known; "
+            "expected calculate_per_token_loss off, or mode token_mean"
         )
 
 
@@ -233,12 +200,10 @@ def check_mask(
         raise MaskError(
             f"a model's mask of shape {tuple(mask.shape)} with {found} "
             f"{'rows' if packed is None else 'packed sequences'}, for {samples} samples of the "
-            "batch; expected a mask [samples, seq], or LateMicrobatch(samples=...) with the number "
-            "of the model's samples"
+            "batch; expected [samples, seq], or LateMicrobatch(samples=...) with the model's number"
         )
     if packed is not None and samples > 1 and aggregation.within == "sample":
         raise GroupError(
             f"{aggregation.label!r} with {samples} samples packed by the script, whose masks the "
-            "model makes; expected samples in rows, or mode sum, constant, sample_sum or "
-            "microbatch_mean"
+            "model makes; expected samples in rows, or another mode"
         )
