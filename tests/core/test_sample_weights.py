@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError, ModeError
 from megatron_loss_agg.mcore.reading.keys import read_batch
 from tests.core.operations import Operations

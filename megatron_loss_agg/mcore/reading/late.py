@@ -29,23 +29,18 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
-from megatron_loss_agg.errors import FunctionError, GroupError, HostError, MaskError, ModeError
-from megatron_loss_agg.mcore.reading.offsets import OFFSET_KEYS
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.microbatch import listed
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
-_UNREAD = ("rejected", "sample_weights", *OFFSET_KEYS)
 _READER = (
     "give a function batch -> LateMicrobatch (--loss-aggregation-batch module:name, or in a loop "
     "of your own LossHook(read_batch=...))"
 )
-_POSSIBLE = (
-    "mode sum, constant, sample_sum, sample_mean or microbatch_mean; or token_mean as the only "
-    "term, under --calculate-per-token-loss"
-)
 _OF_TOKENS = frozenset({"masks", "stages", "dataset", "prompt", "rollout"})
 """What extensions may need, and is not known before the step."""
 _SCALED_BY_TOKENS = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
+"""Settings of models with a further loss, which the host scales by the tokens of the step."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +49,9 @@ class LateMicrobatch:
 
     Args:
         samples: number of samples, those without a loss token included.
-
-    Raises:
-        MaskError: it is not an int above 0.
     """
 
     samples: int
-
-    def __post_init__(self) -> None:
-        if type(self.samples) is not int or self.samples < 1:
-            raise MaskError(f"samples={self.samples!r}; expected an int > 0")
 
 
 def read_samples(batch: Any) -> LateMicrobatch:
@@ -73,7 +61,7 @@ def read_samples(batch: Any) -> LateMicrobatch:
 
     Raises:
         MaskError: there is none, or it is no tensor [samples, seq].
-        GroupError: the batch has offsets of packed samples, rejected samples or sample weights.
+        GroupError: the batch has rejected samples or sample weights.
     """
     given = batch if isinstance(batch, Mapping) else {}
     rows = next((given[key] for key in _ROWS if key in given), None)
@@ -83,12 +71,12 @@ def read_samples(batch: Any) -> LateMicrobatch:
             f"with one of the tensors {', '.join(_ROWS)}, [samples, seq], to count its rows: "
             f"otherwise {_READER}"
         )
-    unread = [key for key in _UNREAD if given.get(key) is not None]
-    if unread:
-        raise GroupError(
-            f"the batch has the keys {unread} beside a mask that the model makes; expected one "
-            f"sample in each row, none rejected and none weighted: otherwise {_READER}"
-        )
+    for key in ("rejected", "sample_weights"):
+        if given.get(key) is not None:
+            raise GroupError(
+                f"the batch has the key {key!r} beside a mask that the model makes, of whose "
+                "samples only the number is read; expected none: drop it"
+            )
     return LateMicrobatch(rows.shape[0])
 
 
@@ -109,27 +97,35 @@ def checked_samples(microbatches: Any, number: int) -> list[int]:
 
 
 def check_late(terms: Mapping[str, Term], call: Any, needs: Collection[str]) -> None:
-    """`check_possible` and `check_host` for a call of the schedule, a `mcore.host.Call`."""
+    """`check_possible` for a call of the schedule, a `mcore.host.Call`."""
     check_possible(
         terms,
         needs=needs,
         empty_step=call.settings["empty_step"],
         averages_quotients=call.loop.averages_quotients,
+        per_token=call.scale.per_token,
+        config=call.config,
     )
-    check_host(terms, call.scale.per_token, call.config)
 
 
 def check_possible(
     terms: Mapping[str, Term],
     *,
-    needs: Collection[str],
-    empty_step: str,
-    averages_quotients: bool,
+    needs: Collection[str] = (),
+    empty_step: str = "step",
+    averages_quotients: bool = False,
+    per_token: bool | None = None,
+    config: Any = None,
 ) -> None:
     """Refuse what needs the masks, or the tokens, of the whole step before the first forward pass.
 
+    Args:
+        needs: of the extensions.
+        per_token: whether ``calculate_per_token_loss`` is on; None: not known yet.
+        config: the model's.
+
     Raises:
-        ModeError: names the mode or the setting.
+        ModeError: names all modes and settings that do.
     """
     aggregations = [term.aggregation for term in terms.values()]
     refused = [repr(x.label) for x in aggregations if not _is_possible(x, alone=len(terms) == 1)]
@@ -140,11 +136,19 @@ def check_possible(
     if averages_quotients:
         refused.append("Loop(averages_quotients=True) (Megatron's --sft)")
     refused += [f"an extension that needs {x!r}" for x in sorted(_OF_TOKENS.intersection(needs))]
+    divided_by_host = any(x.within == "step" for x in aggregations)
+    if divided_by_host and per_token is False:
+        refused.append("calculate_per_token_loss=False and 'token_mean'")
+    if per_token and not divided_by_host:
+        scaled = [x for x in _SCALED_BY_TOKENS if getattr(config, x, None) is not None]
+        refused += [f"calculate_per_token_loss and the model's {x}" for x in scaled]
     if refused:
         raise ModeError(
             f"{' and '.join(refused)} with a mask that the model makes (--loss-aggregation-mask "
-            f"model), which is not known before the step; expected {_POSSIBLE}; without --sft and "
-            "--loss-aggregation-empty, -empty-step, -mtp, -moe and -report-datasets"
+            "model), whose tokens are not known before the step; expected mode sum, constant, "
+            "sample_sum, sample_mean or microbatch_mean, and --calculate-per-token-loss only for "
+            "models without experts and multi-token prediction; or token_mean alone, with it; and "
+            "none of --sft, --loss-aggregation-empty, -empty-step, -mtp, -moe, -report-datasets"
         )
 
 
@@ -157,53 +161,20 @@ def _is_possible(aggregation: LossAggregation, alone: bool) -> bool:
     return within in known or (within == "step" and alone)
 
 
-def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
-    """Refuse ``calculate_per_token_loss`` if ``terms`` need it the other way round.
-
-    Args:
-        per_token: whether it is on.
-        config: the model's.
-
-    Raises:
-        HostError: names the setting.
-    """
-    if any(term.aggregation.within == "step" for term in terms.values()):
-        if not per_token:
-            raise HostError(
-                "'token_mean' of masks that the model makes, without calculate_per_token_loss, "
-                f"under which the host divides by their tokens; expected {_POSSIBLE}"
-            )
-        return
-    scaled = [name for name in _SCALED_BY_TOKENS if getattr(config, name, None) is not None]
-    if per_token and scaled:
-        raise HostError(
-            f"the model's {scaled[0]} with calculate_per_token_loss and masks that the model "
-            "makes: the host scales a loss of its own by tokens of the step that are not known; "
-            "expected calculate_per_token_loss off, or mode token_mean"
-        )
-
-
 def check_mask(
     mask: Tensor, samples: int, packed: int | None, aggregation: LossAggregation
 ) -> None:
-    """Check a mask of a model, of a microbatch of ``samples`` samples.
+    """Raise MaskError unless a model's mask has ``samples`` samples that the mode can tell apart.
 
     Args:
         packed: sequences that the model was called with; None: rows.
-
-    Raises:
-        MaskError: it is of another number of samples.
-        GroupError: samples are packed, and the mode needs to know which tokens are whose.
     """
-    found = packed if packed is not None else mask.shape[0] if mask.dim() == 2 else None
-    if found != samples:
+    rows = mask.shape[0] if mask.dim() == 2 else None
+    found, what = (rows, "rows") if packed is None else (packed, "packed sequences")
+    cannot_tell = packed is not None and samples > 1 and aggregation.within == "sample"
+    if found != samples or cannot_tell:
         raise MaskError(
-            f"a model's mask of shape {tuple(mask.shape)} with {found} "
-            f"{'rows' if packed is None else 'packed sequences'}, for {samples} samples of the "
-            "batch; expected [samples, seq], or LateMicrobatch(samples=...) with the model's number"
-        )
-    if packed is not None and samples > 1 and aggregation.within == "sample":
-        raise GroupError(
-            f"{aggregation.label!r} with {samples} samples packed by the script, whose masks the "
-            "model makes; expected samples in rows, or another mode"
+            f"{aggregation.label!r} of a model's mask of shape {tuple(mask.shape)} with {found} "
+            f"{what}, for {samples} samples of the batch; expected [samples, seq], or in modes "
+            "other than sample_mean as many packed sequences: see LateMicrobatch(samples=...)"
         )

@@ -18,7 +18,7 @@ _FORMS = (
     {"cu_seqlens_q"},
     {"cu_seqlens_q", "cu_seqlens_q_padded"},
 )
-OFFSET_KEYS = (
+_KEYS = (
     *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens_q_padded"),
     *("cu_seqlens_unpadded", "cu_seqlens_argmin"),
 )
@@ -37,7 +37,7 @@ def pack_offsets(
     Raises:
         GroupError: the keys are no known form, or have not the shape of offsets of these packs.
     """
-    given = {key: batch[key] for key in OFFSET_KEYS if batch.get(key) is not None}
+    given = {key: batch[key] for key in _KEYS if batch.get(key) is not None}
     if not given:
         return {}
     if set(given) not in _FORMS:
@@ -48,17 +48,18 @@ def pack_offsets(
         )
     rows = [_rows(key, offsets, mask) for key, offsets in given.items()]
     real, places = rows[0], rows[-1]
-    if "cu_seqlens" in given and not real.any() and not any(sample_counts):
+    if "cu_seqlens" in given and not any(sample_counts) and not real.any():
         return {"cu_seqlens": real[0, :1]}  # a dummy pack, whose place is no sample's
-    # An empty last sample repeats the last real offset, as fill does; its place tells them apart.
-    surplus = [_repeated(row) for row in places]
     counts = batch.get("token_count")
     if len(places) == 1 and places.shape[1] - 1 in sample_counts:
         surplus = [0]
-    elif counts is not None and "cu_seqlens_q" in given and given["cu_seqlens_q"].dim() == 2:
-        # In packs of Megatron-Bridge's data sets, what begins where their tokens end is padding.
-        beyond = [int((row > count).sum()) for row, count in zip(places, counts, strict=True)]
-        surplus = [max(fill, padding) for fill, padding in zip(surplus, beyond, strict=True)]
+    else:
+        # An empty last sample repeats the last real offset, as fill does; its place does not.
+        surplus = [_repeated(row) for row in places]
+        if counts is not None and "cu_seqlens_q" in given and given["cu_seqlens_q"].dim() == 2:
+            # Packs of Megatron-Bridge's data sets: what begins where their tokens end is padding.
+            beyond = [int((row > n).sum()) for row, n in zip(places, counts, strict=True)]
+            surplus = [max(pair) for pair in zip(surplus, beyond, strict=True)]
     found = [_joined(key, x, surplus, mask) for key, x in zip(given, rows, strict=True)]
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), found, strict=False))
 
