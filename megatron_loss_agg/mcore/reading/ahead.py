@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import HostError, StepError
@@ -21,11 +22,8 @@ class Source(NamedTuple):
     read_step: ReadStep | None
 
     def of(self, call: Any, copies: bool) -> tuple[Callable[[], Sequence[Any]], Any]:
-        """What returns all microbatches of ``call``, a `mcore.host.Call`, when called once; and
-        what the schedule gets in place of the script's data iterator.
-
-        Args:
-            copies: see `LookAhead`.
+        """A function that returns all microbatches of ``call``, a `mcore.host.Call`, and is called
+        once; and what the schedule gets in place of the script's data iterator.
         """
         number, iterator = call.scale.num_microbatches, call.data_iterator
         # Planned when the script may have changed the batches already.
@@ -36,7 +34,7 @@ class Source(NamedTuple):
             read = functools.partial(self.read_step, iterator, number)
             if lazily:  # now, since it may look at the iterator, from which the forward steps draw
                 kept = attempt(lambda: [for_each_term(copied, x) for x in listed(read())])
-                return kept, iterator
+                return kept.result, iterator
             return read, iterator
         if not hasattr(iterator, "__next__"):
             return functools.partial(_refuse, iterator), iterator
@@ -85,20 +83,15 @@ class LookAhead:
         self._read = read
         self._lazily = lazily
         self._copies = copies or lazily
-        self._drawn: list[Callable[[], Any]] = []  # the microbatches, or what reading them raised
+        self._drawn: list[Future[Any]] = []  # the microbatches, or what reading them raised
         self._waiting: deque[Any] = deque()  # batches that were drawn before they were asked for
         self._taken = 0
 
     def microbatches(self) -> list[Any]:
-        """Those of all ``number`` batches, including batches already returned by ``next``.
-
-        Raises:
-            StepError: ``source`` ended amid the step.
-            Exception: that of ``source``, or of ``read``.
-        """
+        """Those of all ``number`` batches, including batches already returned by ``next``."""
         while len(self._drawn) < self._number:
             self._waiting.append(self._draw())
-        return [microbatch() for microbatch in self._drawn]
+        return [microbatch.result() for microbatch in self._drawn]
 
     def check_taken(self) -> None:
         """Raise StepError if the forward steps have not drawn one batch for each microbatch."""

@@ -79,7 +79,7 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
         mask = mask.reshape(1, -1)
     if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
-    return Microbatch(mask, **offsets, **by_sample, token_ids=_token_ids(batch, mask))
+    return identified(Microbatch(mask, **offsets, **by_sample), batch)
 
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
@@ -106,29 +106,20 @@ def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Te
     return row_S[(starts // length).clamp(max=rows - 1)]
 
 
-def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
-    """The tensors of ``batch`` that tell its tokens apart."""
-    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
-    return [x for x in given if holds_integers(x) and x.numel() == mask.numel()]
-
-
 def identified(microbatch: Any, batch: Any) -> Any:
     """``microbatch`` with the token ids of ``batch``, if it has none of its own."""
+    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
     if not isinstance(microbatch, Microbatch) or microbatch.token_ids:
         return microbatch
-    token_ids = _token_ids(batch, microbatch.loss_mask)
-    return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
+    number = microbatch.loss_mask.numel()
+    token_ids = [x for x in given if holds_integers(x) and x.numel() == number]
+    return dataclasses.replace(microbatch, token_ids=token_ids)
 
 
 def checked_microbatches(
     microbatches: Any, number: int, terms: Mapping[str, Term]
 ) -> list[MicrobatchOfTerms]:
-    """``microbatches`` as a list.
-
-    Raises:
-        FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
-        MaskError, GroupError: a term, or the ids that its mode groups by, are missing.
-    """
+    """``microbatches`` as a list; raises unless there are ``number``, with what ``terms`` need."""
     found = listed(microbatches)
     if len(found) != number:
         raise FunctionError(

@@ -81,11 +81,7 @@ def read_samples(batch: Any) -> LateMicrobatch:
 
 
 def checked_samples(microbatches: Any, number: int) -> list[int]:
-    """The number of samples of each of ``number`` microbatches.
-
-    Raises:
-        FunctionError: another number of them, or other types.
-    """
+    """The number of samples of each of ``number`` microbatches; FunctionError for others."""
     found = listed(microbatches)
     if len(found) != number or not all(isinstance(m, LateMicrobatch) for m in found):
         kinds = sorted({type(m).__name__ for m in found})
@@ -117,15 +113,11 @@ def check_possible(
     per_token: bool | None = None,
     config: Any = None,
 ) -> None:
-    """Refuse what needs the masks, or the tokens, of the whole step before the first forward pass.
+    """Raise ModeError for what needs the tokens of the whole step before the first forward pass.
 
     Args:
-        needs: of the extensions.
         per_token: whether ``calculate_per_token_loss`` is on; None: not known yet.
         config: the model's.
-
-    Raises:
-        ModeError: names all modes and settings that do.
     """
     aggregations = [term.aggregation for term in terms.values()]
     refused = [repr(x.label) for x in aggregations if not _is_possible(x, alone=len(terms) == 1)]

@@ -31,11 +31,7 @@ def pack_offsets(
     """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
 
     Args:
-        mask: the batch's; several packs are joined.
         sample_counts: how many samples the batch has ids for.
-
-    Raises:
-        GroupError: the keys are no known form, or have not the shape of offsets of these packs.
     """
     given = {key: batch[key] for key in _KEYS if batch.get(key) is not None}
     if not given:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from threading import Thread
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -20,14 +21,6 @@ from megatron_loss_agg.errors import AggregationError
 
 _POSITIONS = ("state_dict", "save_state")
 """Methods that return a data loader's position, for checkpoints."""
-
-
-class _Drawn(NamedTuple):
-    """A batch that waits for its reader, or what the source raised in its place."""
-
-    batch: Any
-    failure: BaseException | None
-    positions: Mapping[str, Callable[[], Any]]  # of the source before it, by name
 
 
 class Prefetch:
@@ -50,14 +43,15 @@ class Prefetch:
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        self._drawn: deque[_Drawn] = deque()  # a failure is the last
+        # Batches, and the source's positions before them by name; one that failed is the last.
+        self._drawn: deque[tuple[Future[Any], dict[str, Future[Any]]]] = deque()
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
         """Start drawing, so that the next ``number`` batches are ready."""
         self._wait()
         missing = number - len(self._drawn)
-        failed = bool(self._drawn) and self._drawn[-1].failure is not None
+        failed = bool(self._drawn) and self._drawn[-1][0].exception() is not None
         if missing > 0 and not failed:
             self._thread = Thread(target=self._draw, args=(missing,), daemon=True)
             self._thread.start()
@@ -67,12 +61,7 @@ class Prefetch:
 
     def __next__(self) -> Any:
         self._wait()
-        if not self._drawn:
-            return next(self._source)
-        drawn = self._drawn.popleft()
-        if drawn.failure is not None:
-            raise drawn.failure
-        return drawn.batch
+        return self._drawn.popleft()[0].result() if self._drawn else next(self._source)
 
     def __getattr__(self, name: str) -> Any:
         if name in _POSITIONS and hasattr(self._source, name):
@@ -81,7 +70,7 @@ class Prefetch:
 
     def _position(self, name: str) -> Any:
         self._wait()
-        return self._drawn[0].positions[name]() if self._drawn else getattr(self._source, name)()
+        return self._drawn[0][1][name].result() if self._drawn else getattr(self._source, name)()
 
     def _saved(self, name: str) -> Any:
         return copy.deepcopy(getattr(self._source, name)())  # which may be live state
@@ -91,10 +80,9 @@ class Prefetch:
         for _ in range(number):
             # One that cannot be had matters only to a reader that asks for it.
             positions = {name: attempt(self._saved, name) for name in names}
-            try:
-                self._drawn.append(_Drawn(next(self._source), None, positions))
-            except BaseException as failure:  # raised later in the reader, StopIteration too
-                self._drawn.append(_Drawn(None, failure, positions))
+            batch = attempt(next, self._source)  # the end of the data is raised in the reader, too
+            self._drawn.append((batch, positions))
+            if batch.exception() is not None:
                 return
 
     def _wait(self) -> None:
@@ -104,30 +92,24 @@ class Prefetch:
             self._thread = None
 
 
-def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Call ``function`` now; what is returned returns its result, or raises its exception."""
+def attempt(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call ``function`` now, and keep its result, or its exception, for who asks for it later."""
+    kept: Future[Any] = Future()
     try:
-        result = function(*args)
+        kept.set_result(function(*args))
     except Exception as error:
         # A traceback keeps the batch alive; ours says no more than the message.
-        kept = None if isinstance(error, AggregationError) else error.__traceback__
-        failure = error.with_traceback(kept)
-    else:
-        return lambda: result
-
-    def fail() -> Any:
-        raise failure
-
-    return fail
+        is_ours = isinstance(error, AggregationError)
+        kept.set_exception(error.with_traceback(None) if is_ours else error)
+    return kept
 
 
 def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
     """The `Prefetch` that ``data_iterator`` is or wraps; None if there is none.
 
     Args:
-        insert: if there is none, and Megatron's own iterator reads a
-            `torch.utils.data.DataLoader`, put one between them. Megatron's iterator must stay
-            outermost, since it replays a step from the batches that it returned. Other loaders are
+        insert: if there is none, put one between Megatron's own iterator, which replays a step from
+            the batches that it returned, and a `torch.utils.data.DataLoader`. Other loaders are
             left alone, since they may use collectives or a device.
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
