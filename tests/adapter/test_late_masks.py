@@ -143,7 +143,7 @@ def test_other_batches_need_a_reader(text: str) -> None:
 
 
 def test_a_step_has_as_many_as_microbatches_and_nothing_else() -> None:
-    assert checked_samples(iter([LateMicrobatch(3), LateMicrobatch(1)]), 2) == [3, 1]
+    assert checked_samples([LateMicrobatch(3), LateMicrobatch(1)], 2) == [3, 1]
     for given in ([LateMicrobatch(3)], [LateMicrobatch(3), TOKENS]):
         kinds = ", ".join(sorted({type(x).__name__ for x in given}))
         text = f"{len(given)} microbatches of type {kinds} for 2 whose masks the model"

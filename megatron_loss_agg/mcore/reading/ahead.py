@@ -42,10 +42,7 @@ class Source(NamedTuple):
         return ahead.microbatches, ahead
 
     def fetch_next(self, call: Any) -> None:
-        """Start to draw the next step's batches, if a `Prefetch` can.
-
-        Megatron's own training loop gets a `Prefetch`.
-        """
+        """Start to draw the next step's batches by a `Prefetch`, which Megatron's loop gets."""
         if self.read_step is None and call.trains and call.groups.reads_data:
             prefetch = prefetch_of(call.data_iterator, insert=call.loop.of_megatron)
             if prefetch is not None:

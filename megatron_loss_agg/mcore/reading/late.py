@@ -22,7 +22,7 @@ token a microbatch, which the host's own auxiliary losses would be scaled by.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
-from megatron_loss_agg.microbatch import listed
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (
@@ -80,9 +79,8 @@ def read_samples(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(rows.shape[0])
 
 
-def checked_samples(microbatches: Any, number: int) -> list[int]:
+def checked_samples(found: Sequence[Any], number: int) -> list[int]:
     """The number of samples of each of ``number`` microbatches; FunctionError for others."""
-    found = listed(microbatches)
     if len(found) != number or not all(isinstance(m, LateMicrobatch) for m in found):
         kinds = sorted({type(m).__name__ for m in found})
         raise FunctionError(
@@ -120,7 +118,13 @@ def check_possible(
         config: the model's.
     """
     aggregations = [term.aggregation for term in terms.values()]
-    refused = [repr(x.label) for x in aggregations if not _is_possible(x, alone=len(terms) == 1)]
+    # `token_mean` is divided by the host, which has one divisor.
+    known = {None, "sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
+    refused = [
+        repr(x.label)
+        for x in aggregations
+        if x.function is not None or not {x.within, x.across} <= known
+    ]
     if any(x.empty == "skip" and x.across is not None for x in aggregations):
         refused.append("empty='skip'")
     if empty_step != "step":
@@ -142,15 +146,6 @@ def check_possible(
             "models without experts and multi-token prediction; or token_mean alone, with it; and "
             "none of --sft, --loss-aggregation-empty, -empty-step, -mtp, -moe, -report-datasets"
         )
-
-
-def _is_possible(aggregation: LossAggregation, alone: bool) -> bool:
-    """Whether its weights need no sums over other microbatches, or the host divides by them."""
-    known = (None, "sample", "microbatch")
-    within, across = aggregation.within, aggregation.across
-    if aggregation.function is not None or across not in known:
-        return False
-    return within in known or (within == "step" and alone)
 
 
 def check_mask(
