@@ -59,8 +59,7 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
             sets: integers [batch], one for each row, or for all samples of each pack.
 
     Raises:
-        MaskError, GroupError: a key is missing, or has a wrong type or shape; or the offsets are in
-            another form, or contradict each other.
+        MaskError, GroupError: a key is missing, or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
