@@ -33,14 +33,6 @@ from megatron_loss_agg.errors import GroupError, ModeError, StepError
 
 TERMS_CAPACITY = 8
 """Number of terms whose records fit in the first collective."""
-UNDECIDED = (
-    "some samples are rejected, and the aggregation does not say whether rejected samples count; "
-    "expected LossAggregation(rejected='count') or rejected='skip'"
-)
-UNWEIGHED = (
-    "samples have weights, and the aggregation does not say whether they count; expected "
-    "LossAggregation(sample_weights='count') or sample_weights='skip'"
-)
 
 
 class Record(NamedTuple):
@@ -79,9 +71,17 @@ class LocalTerm:
         group_by: tuple[Unit, ...] = (),
     ) -> None:
         if agg.rejected is None and samples.rejected_S is not None:
-            raise GroupError(UNDECIDED)
+            raise GroupError(
+                "some samples are rejected, and the aggregation does not say whether they count; "
+                "expected LossAggregation(rejected='count') or rejected='skip' "
+                "(--loss-aggregation-rejected)"
+            )
         if agg.sample_weights is None and samples.weights_S is not None:
-            raise GroupError(UNWEIGHED)
+            raise GroupError(
+                "samples have weights, and the aggregation does not say whether they count; "
+                "expected LossAggregation(sample_weights='count') or sample_weights='skip' "
+                "(--loss-aggregation-sample-weights)"
+            )
         self.agg, self.samples, self.group_by = agg, samples, group_by
         self.owner, self._rank = -1, dist.get_rank() if dist.is_initialized() else 0
         if sharded_over is not None:

@@ -18,10 +18,9 @@ from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call, Loop, stock
-from megatron_loss_agg.mcore.reading.ahead import LookAhead
+from megatron_loss_agg.mcore.reading.ahead import LookAhead, Source
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch, reading
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, read_samples
-from megatron_loss_agg.mcore.reading.source import Source
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed

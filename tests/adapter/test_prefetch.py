@@ -45,18 +45,17 @@ def test_an_exception_surfaces_at_its_batch_and_the_source_is_not_drawn_from_aga
         next(prefetch)
 
 
-@pytest.mark.parametrize("failure", [OSError, SystemExit, KeyboardInterrupt])
-def test_a_failed_generator_is_not_taken_for_an_ended_one(failure: type[BaseException]) -> None:
+def test_a_failed_generator_is_not_taken_for_an_ended_one() -> None:
     def source() -> Iterator[int]:
         yield 1
-        raise failure("the loader's own")  # a generator that is drawn from again just ends
+        raise OSError("the loader's own")  # a generator that is drawn from again just ends
 
     prefetch = Prefetch(source())
     for _ in range(3):
         prefetch.fetch(2)
     assert next(prefetch) == 1
     prefetch.fetch(2)
-    with pytest.raises(failure, match="the loader's own"):
+    with pytest.raises(OSError, match="the loader's own"):
         next(prefetch)
     with pytest.raises(StopIteration):
         next(prefetch)

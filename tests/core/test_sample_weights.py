@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError, ModeError
-from megatron_loss_agg.mcore.reading.keys import checked_microbatches, read_batch
+from megatron_loss_agg.mcore.reading.keys import read_batch
 from tests.core.operations import Operations
 from tests.core.steps import (
     CONFIGS,
@@ -194,8 +194,6 @@ def test_whether_weights_count_is_a_choice_that_must_be_made():
     for agg in (aggregation("sample_mean"), LossAggregation.preset("verl/token-mean")):
         with pytest.raises(GroupError, match=r"expected LossAggregation\(sample_weights='count'\)"):
             StepPlan.build(agg, [microbatch])
-        with pytest.raises(GroupError, match=r"\(--loss-aggregation-sample-weights\)"):
-            checked_microbatches([microbatch], 1, {"loss": Term(agg)})
     agg = LossAggregation.preset("verl/token-mean", sample_weights="count")
     w = StepPlan.build(agg, [microbatch]).weights(0, F64)
     assert w.sum(dim=1).tolist() == pytest.approx([2 / 3, 1 / 3])  # 4 and 2 of 6

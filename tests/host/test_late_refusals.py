@@ -60,7 +60,7 @@ def failing(batch: Any) -> LateMicrobatch:
 
 PEER = "PeerError: "
 BAD = "MaskError: the model's mask of microbatch 0 has negative, infinite or NaN values"
-NO_TOTAL = "HostError: 'token_mean' of masks that the model makes, without calculate_per_token"
+NO_TOTAL = "ModeError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
 
 
 class Needing(Extension):
@@ -69,15 +69,11 @@ class Needing(Extension):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "an extension that needs 'masks' (--loss-aggregation-mtp) with a mask that the model makes": {
+    "an extension that needs 'masks' with a mask that the model makes": {
         "extensions": [Needing("masks")]
     },
-    "an extension that needs 'stages' (--loss-aggregation-moe) with": {
-        "extensions": [Needing("stages")]
-    },
-    "an extension that needs 'dataset' (--loss-aggregation-report-datasets) with": {
-        "extensions": [DatasetReports()]
-    },
+    "an extension that needs 'stages' with": {"extensions": [Needing("stages")]},
+    "an extension that needs 'dataset' with": {"extensions": [DatasetReports()]},
     "empty_step='skip' with": {"empty_step": "skip"},
     "Loop(averages_quotients=True) (Megatron's --sft) with": {
         "loop": Loop(averages_quotients=True)
@@ -112,25 +108,26 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
         "sum",
         False,
         {"change": Tensor.flatten},
-        ["MaskError: a model's mask of shape (144,) with None rows, for 2 samples"] * 2,
+        ["MaskError: 'sum' of a model's mask of shape (144,) with None rows, for 2 samples"] * 2,
     ),
     "other number of samples": (
         "sample_sum",
         False,
         {"read_batch": one_more},
-        ["MaskError: a model's mask of shape (2, 72) with 2 rows, for 3 samples of the batch"] * 2,
+        ["MaskError: 'sample_sum' of a model's mask of shape (2, 72) with 2 rows, for 3 samples"]
+        * 2,
     ),
     "packed rows": (
         "sample_mean",
         False,
         {"layout": "thd", "read_batch": count},
-        ["GroupError: 'sample_mean' with 2 samples packed by the script"] * 2,
+        ["MaskError: 'sample_mean' of a model's mask of shape (1, 28) with 2 packed seque"] * 2,
     ),
     "packs without a reader": (
         "sum",
         False,
         {"layout": "thd"},
-        ["GroupError: the batch has the keys ['cu_seqlens', 'cu_seqlens_padded'] beside"] * 2,
+        ["MaskError: 'sum' of a model's mask of shape (1, 28) with 2 packed sequences, for 1 "] * 2,
     ),
     "masks of some batches": (
         "sum",
@@ -143,7 +140,7 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
         "sum",
         True,
         {"config": {"num_moe_experts": 2}},
-        ["HostError: the model's num_moe_experts with calculate_per_token_loss and masks"] * 2,
+        ["ModeError: calculate_per_token_loss and the model's num_moe_experts with a mask"] * 2,
     ),
     "mode": ("prompt_mean", False, {}, ["ModeError: 'prompt_mean' with a mask that the mod"] * 2),
     **{

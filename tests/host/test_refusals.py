@@ -69,7 +69,7 @@ CASES = {
         ("HostError", "function without_mask.<locals>.<lambda>,", "TokenLoss"), scripts.without_mask
     ),
     "mask of another name": Case(
-        ("HostError", "own_loss) of (tokens: ", "a parameter named loss_mask"),
+        ("HostError", "own_loss)", "a parameter named loss_mask"),
         scripts.with_another_name,
     ),
     "object that is no partial": Case(

@@ -87,7 +87,7 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         f"--cuda-graph-impl full_iteration {mode}": "FAIL: HostError: --cuda-graph-impl full_iter",
         f"--loss-aggregation-mod x {mode}": "FAIL: ModeError: unknown flag --loss-aggregation-mod",
         f"{LATE} {TOKENS} --calculate-per-token-loss": "OK: token_mean",
-        f"{LATE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErr",
+        f"{LATE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: ModeErr",
         f"{LATE} {TOKENS} --sft": "FAIL: ModeError: Loop(averages_quotients=True) (Meg",
         f"{MTP} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
         f"{MTP} {TOKENS} --mtp-num-layers 1": "OK: token_mean",

@@ -22,7 +22,7 @@ import torch
 
 from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import BY_ID
-from megatron_loss_agg.errors import AggregationError, HostError, InputError
+from megatron_loss_agg.errors import AggregationError, InputError
 from megatron_loss_agg.mcore.extensions.mtp import number_of_depths
 from megatron_loss_agg.mcore.extensions.routers import check_config
 from megatron_loss_agg.mcore.hook import Hook
@@ -30,7 +30,7 @@ from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags
 from megatron_loss_agg.mcore.launch.install import hook_from_args
 from megatron_loss_agg.mcore.launch.seams import seams
-from megatron_loss_agg.mcore.reading.late import check_host
+from megatron_loss_agg.mcore.reading.late import check_possible
 
 _Level = Literal["OK", "WARN", "FAIL"]
 """FAIL: the plugin would not run, or would not be exact."""
@@ -228,7 +228,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> tuple[_Level, 
         return "WARN", f"{mode}; Megatron's own flags not checked: no megatron.training"
     try:
         _check_model(hook, args)
-    except HostError as error:
+    except AggregationError as error:
         return "WARN", f"{mode}; refused if the model is as these flags say: {_one_line(error)}"
     unknown = ", ".join(flag for flag in others if flag.startswith("--") and flag != "--cpu")
     if unknown:
@@ -240,7 +240,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> tuple[_Level, 
 
 
 def _check_model(hook: Hook, args: argparse.Namespace) -> None:
-    """Raise HostError where the first step of a model built from ``args`` would.
+    """Raise where the first step of a model built from ``args`` would.
 
     The model may be another: scripts, checkpoints and YAML files set what these flags do not.
     """
@@ -257,7 +257,7 @@ def _check_model(hook: Hook, args: argparse.Namespace) -> None:
     if values.get("loss_aggregation_moe") == "step":
         check_config(config, ranks=1)
     if values.get("loss_aggregation_mask") == "model":
-        check_host(hook.terms, args.calculate_per_token_loss, config)
+        check_possible(hook.terms, per_token=args.calculate_per_token_loss, config=config)
 
 
 def how_to_start(root: Path, on_gpu: bool) -> Finding:

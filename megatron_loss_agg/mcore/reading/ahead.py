@@ -1,18 +1,60 @@
-"""Draws the batches of a step before their forward passes, which get the same batches later."""
+"""Where a call's microbatches come from: its data iterator, drawn ahead, or a function."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from megatron_loss_agg.errors import HostError, StepError
+from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, identified
+from megatron_loss_agg.mcore.reading.prefetch import attempt, prefetch_of
+from megatron_loss_agg.microbatch import Microbatch, for_each_term, listed
 
-from megatron_loss_agg.errors import AggregationError, HostError, StepError
-from megatron_loss_agg.mcore.reading.keys import ReadBatch, identified
-from megatron_loss_agg.microbatch import Microbatch, for_each_term
-from megatron_loss_agg.weights import detached
+
+class Source(NamedTuple):
+    """See `LossHook`."""
+
+    read_batch: ReadBatch
+    read_step: ReadStep | None
+
+    def of(self, call: Any, copies: bool) -> tuple[Callable[[], Sequence[Any]], Any]:
+        """A function that returns all microbatches of ``call``, a `mcore.host.Call`, and is called
+        once; and what the schedule gets in place of the script's data iterator.
+        """
+        number, iterator = call.scale.num_microbatches, call.data_iterator
+        # Planned when the script may have changed the batches already.
+        lazily = call.may_lack_mask
+        if not call.groups.last_stage or not call.groups.reads_data:
+            return list, iterator
+        if self.read_step is not None:
+            read = functools.partial(self.read_step, iterator, number)
+            if lazily:  # now, since it may look at the iterator, from which the forward steps draw
+                kept = attempt(lambda: [for_each_term(copied, x) for x in listed(read())])
+                return kept.result, iterator
+            return read, iterator
+        if not hasattr(iterator, "__next__"):
+            return functools.partial(_refuse, iterator), iterator
+        ahead = LookAhead(iterator, number, self.read_batch, lazily, copies)
+        return ahead.microbatches, ahead
+
+    def fetch_next(self, call: Any) -> None:
+        """Start to draw the next step's batches by a `Prefetch`, which Megatron's loop gets."""
+        if self.read_step is None and call.trains and call.groups.reads_data:
+            prefetch = prefetch_of(call.data_iterator, insert=call.loop.of_megatron)
+            if prefetch is not None:
+                prefetch.fetch(call.scale.num_microbatches)
+
+
+def _refuse(data_iterator: Any) -> Any:
+    raise HostError(
+        f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
+        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, "
+        "one for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
+    )
 
 
 class LookAhead:
@@ -38,25 +80,15 @@ class LookAhead:
         self._read = read
         self._lazily = lazily
         self._copies = copies or lazily
-        self._drawn: list[Callable[[], Any]] = []  # the microbatches, or what reading them raised
-        self._served: deque[Any] = deque()
+        self._drawn: list[Future[Any]] = []  # the microbatches, or what reading them raised
+        self._waiting: deque[Any] = deque()  # batches that were drawn before they were asked for
         self._taken = 0
 
     def microbatches(self) -> list[Any]:
-        """Those of all ``number`` batches, including batches already returned by ``next``.
-
-        Raises:
-            HostError: ``lazily``, and no batch was returned yet.
-            StepError: ``source`` ended amid the step.
-            Exception: that of ``source``, or of ``read``.
-        """
-        if self._lazily and not self._drawn:
-            raise HostError(
-                "a loss function with a mask, whose batch was not drawn by next(data_iterator); "
-                "expected that, or LossHook(read_step=...)"
-            )
-        self._served.extend([self._draw() for _ in range(len(self._drawn), self._number)])
-        return [microbatch() for microbatch in self._drawn]
+        """Those of all ``number`` batches, including batches already returned by ``next``."""
+        while len(self._drawn) < self._number:
+            self._waiting.append(self._draw())
+        return [microbatch.result() for microbatch in self._drawn]
 
     def check_taken(self) -> None:
         """Raise StepError if the forward steps have not drawn one batch for each microbatch."""
@@ -71,16 +103,16 @@ class LookAhead:
 
     def __next__(self) -> Any:
         self._taken += 1
-        if self._served:
-            return self._served.popleft()
+        if self._waiting:
+            return self._waiting.popleft()
         return self._draw() if len(self._drawn) < self._number else next(self._source)
 
     def __getattr__(self, name: str) -> Any:
         if self._lazily:
             return getattr(self._source, name)
         raise AttributeError(
-            f"{type(self._source).__name__}.{name} of a data iterator that the hook draws ahead; "
-            "expected next(data_iterator) alone: give LossHook(read_step=...)"
+            f"a data iterator that the hook draws ahead has no {name}; expected "
+            "next(data_iterator) alone: otherwise give LossHook(read_step=...)"
         )
 
     def _draw(self) -> Any:
@@ -91,8 +123,7 @@ class LookAhead:
                 raise  # the end of the data, which a loop may wait for
             raise StepError(
                 f"the data iterator ended after {len(self._drawn)} of the {self._number} batches "
-                "of a call; expected num_microbatches of them: leave out the last, smaller step, "
-                "or lower num_microbatches for it"
+                "of a call; expected all: leave out the last step, or lower its num_microbatches"
             ) from None
         self._drawn.append(attempt(self._microbatch, batch))
         return batch
@@ -102,30 +133,9 @@ class LookAhead:
         return for_each_term(copied, read) if self._copies else read
 
 
-def attempt(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Call ``function`` now; what is returned returns its result, or raises its exception."""
-    try:
-        result = function(*args)
-    except Exception as error:
-        # A traceback keeps the batch alive; ours says no more than the message.
-        kept = None if isinstance(error, AggregationError) else error.__traceback__
-        failure = error.with_traceback(kept)
-    else:
-        return lambda: result
-
-    def fail() -> Any:
-        raise failure
-
-    return fail
-
-
 def copied(microbatch: Any) -> Any:
     """A microbatch with copies of all tensors, which later edits of the batch do not reach."""
     if not isinstance(microbatch, Microbatch):
         return microbatch
-    token_ids = tuple(map(_copy, microbatch.token_ids))
-    return dataclasses.replace(microbatch.changed(_copy), token_ids=token_ids)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return detached(x).clone()
+    token_ids = [x.clone() for x in microbatch.token_ids]
+    return dataclasses.replace(microbatch.copied(), token_ids=token_ids)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
-from megatron_loss_agg.counting.exchange import UNDECIDED, UNWEIGHED
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
-    ID_FIELDS,
+    BY_SAMPLE,
     Microbatch,
     MicrobatchOfTerms,
-    hashed,
     holds_integers,
     listed,
     of_term,
@@ -35,8 +33,6 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-_TENSORS = ("rejected", "sample_weights")
-_BY_SAMPLE = (*ID_FIELDS, *_TENSORS)
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 
@@ -56,15 +52,14 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
     the model. Trailing offsets that repeat the last one (the last padded one, if given) are fill,
     unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
     the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
-    microbatch has ``cu_seqlens`` [0] and no samples, whatever its ``cu_seqlens_padded``.
+    microbatch has ``cu_seqlens`` of 0 alone and no samples, whatever its ``cu_seqlens_padded``.
 
     Args:
         dataset_id: without ``dataset_ids``, read the key ``dataset_id`` of Megatron's blended data
             sets: integers [batch], one for each row, or for all samples of each pack.
 
     Raises:
-        MaskError, GroupError: a key is missing, or has a wrong type or shape; or the offsets are in
-            another form, or contradict each other.
+        MaskError, GroupError: a key is missing, or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -72,34 +67,26 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
             f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
             f"that key to the batch, or {HOW_TO_READ}"
         )
-    given = {name: batch[name] for name in _BY_SAMPLE if batch.get(name) is not None}
-    for name in _TENSORS:
-        if name in given and not isinstance(given[name], Tensor):
-            kind = type(given[name]).__name__
-            raise GroupError(f"batch key {name!r} is a {kind}; expected a tensor")
-    by_sample = {
-        name: x.reshape(-1) if isinstance(x, Tensor) else hashed(name, x)
-        for name, x in given.items()
-    }
-    numbers = {value.numel() for value in by_sample.values()}
+    by_sample: dict[str, Any] = {}
+    for name in BY_SAMPLE:
+        if (x := batch.get(name)) is not None:
+            by_sample[name] = x.reshape(-1) if isinstance(x, Tensor) else x
+    numbers = {len(x) for x in by_sample.values() if isinstance(x, Sized)}
     mask = batch["loss_mask"]
     offsets = pack_offsets(batch, mask, numbers)
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
     if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
-    return Microbatch(mask, **offsets, **by_sample, token_ids=_token_ids(batch, mask))
+    return identified(Microbatch(mask, **offsets, **by_sample), batch)
 
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
     """``read``; if it is `read_batch` and data sets matter, with Megatron's key ``dataset_id``."""
-    for term in terms.values():
-        dataset_id |= "dataset" in (term.aggregation.within, term.aggregation.across)
-    return (
-        functools.partial(read_batch, dataset_id=True)
-        if dataset_id and read is read_batch
-        else read
-    )
+    units = {x for t in terms.values() for x in (t.aggregation.within, t.aggregation.across)}
+    if read is read_batch and (dataset_id or "dataset" in units):
+        return functools.partial(read_batch, dataset_id=True)
+    return read
 
 
 def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
@@ -115,33 +102,23 @@ def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Te
         return row_S
     starts = offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])[:-1].to(row_S)
     # A sample without tokens may start where the last pack ends.
-    return row_S[(starts // max(length, 1)).clamp(max=rows - 1)]
-
-
-def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
-    """The tensors of ``batch`` that tell its tokens apart."""
-    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
-    return [x for x in given if holds_integers(x) and x.numel() == mask.numel()]
+    return row_S[(starts // length).clamp(max=rows - 1)]
 
 
 def identified(microbatch: Any, batch: Any) -> Any:
     """``microbatch`` with the token ids of ``batch``, if it has none of its own."""
+    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
     if not isinstance(microbatch, Microbatch) or microbatch.token_ids:
         return microbatch
-    token_ids = _token_ids(batch, microbatch.loss_mask)
-    return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
+    number = microbatch.loss_mask.numel()
+    token_ids = [x for x in given if holds_integers(x) and x.numel() == number]
+    return dataclasses.replace(microbatch, token_ids=token_ids)
 
 
 def checked_microbatches(
     microbatches: Any, number: int, terms: Mapping[str, Term]
 ) -> list[MicrobatchOfTerms]:
-    """``microbatches`` as a list, of ``terms`` alone, checked against these and ``number``.
-
-    Raises:
-        FunctionError: another number of them, or neither `Microbatch` nor mappings by term.
-        MaskError, GroupError: a term, ids, `LossAggregation.rejected` or
-            `LossAggregation.sample_weights` are missing.
-    """
+    """``microbatches`` as a list; raises unless there are ``number``, with what ``terms`` need."""
     found = listed(microbatches)
     if len(found) != number:
         raise FunctionError(
@@ -151,8 +128,7 @@ def checked_microbatches(
     for name, term in terms.items():
         for microbatch in found:
             _check_readable(of_term(name, microbatch), term.aggregation)
-    # A mapping may have entries that are no terms.
-    return [m if isinstance(m, Microbatch) else {n: m[n] for n in terms} for m in found]
+    return found
 
 
 def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
@@ -168,7 +144,3 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
                 f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
             )
-    if microbatch.rejected is not None and aggregation.rejected is None:
-        raise GroupError(f"{UNDECIDED} (--loss-aggregation-rejected)")
-    if microbatch.sample_weights is not None and aggregation.sample_weights is None:
-        raise GroupError(f"{UNWEIGHED} (--loss-aggregation-sample-weights)")

@@ -22,34 +22,24 @@ token a microbatch, which the host's own auxiliary losses would be scaled by.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
-from megatron_loss_agg.errors import FunctionError, GroupError, HostError, MaskError, ModeError
-from megatron_loss_agg.microbatch import listed
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (
     "give a function batch -> LateMicrobatch (--loss-aggregation-batch module:name, or in a loop "
     "of your own LossHook(read_batch=...))"
 )
-_POSSIBLE = (
-    "expected mode sum, constant, sample_sum, sample_mean or microbatch_mean, which count samples "
-    "or microbatches with empty='count'; or token_mean as the only term, under "
-    "--calculate-per-token-loss"
-)
-_UNKNOWN = {  # what extensions may need, and the flag that asks for it
-    "masks": "--loss-aggregation-mtp",
-    "stages": "--loss-aggregation-moe",
-    "dataset": "--loss-aggregation-report-datasets",
-    "prompt": "an extension of your own",
-    "rollout": "an extension of your own",
-}
+_OF_TOKENS = frozenset({"masks", "stages", "dataset", "prompt", "rollout"})
+"""What extensions may need, and is not known before the step."""
 _SCALED_BY_TOKENS = ("num_moe_experts", "mtp_num_layers", "experimental_attention_variant")
+"""Settings of models with a further loss, which the host scales by the tokens of the step."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +48,9 @@ class LateMicrobatch:
 
     Args:
         samples: number of samples, those without a loss token included.
-
-    Raises:
-        MaskError: it is not an int above 0.
     """
 
     samples: int
-
-    def __post_init__(self) -> None:
-        if type(self.samples) is not int or self.samples < 1:
-            raise MaskError(f"samples={self.samples!r}; expected an int > 0")
 
 
 def read_samples(batch: Any) -> LateMicrobatch:
@@ -77,36 +60,27 @@ def read_samples(batch: Any) -> LateMicrobatch:
 
     Raises:
         MaskError: there is none, or it is no tensor [samples, seq].
-        GroupError: the batch has offsets of packed samples, rejected samples or sample weights.
+        GroupError: the batch has rejected samples or sample weights.
     """
-    keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-    found = [batch[key] for key in _ROWS if key in batch] if isinstance(batch, Mapping) else []
-    if not found or not isinstance(found[0], Tensor) or found[0].dim() != 2:
+    given = batch if isinstance(batch, Mapping) else {}
+    rows = next((given[key] for key in _ROWS if key in given), None)
+    if not isinstance(rows, Tensor) or rows.dim() != 2:
         raise MaskError(
-            f"the data iterator gave {keys}; expected a mapping with one of the tensors "
-            f"{', '.join(_ROWS)}, [samples, seq], to count its rows: otherwise {_READER}"
+            f"the data iterator gave {sorted(given) or type(batch).__name__}; expected a mapping "
+            f"with one of the tensors {', '.join(_ROWS)}, [samples, seq], to count its rows: "
+            f"otherwise {_READER}"
         )
-    refused = [
-        key
-        for key in batch
-        if batch[key] is not None
-        and (key in ("rejected", "sample_weights") or str(key).startswith("cu_seqlens"))
-    ]
-    if refused:
-        raise GroupError(
-            f"the batch has the keys {refused} beside a mask that the model makes; expected one "
-            f"sample in each row, none rejected and none weighted: otherwise {_READER}"
-        )
-    return LateMicrobatch(found[0].shape[0])
+    for key in ("rejected", "sample_weights"):
+        if given.get(key) is not None:
+            raise GroupError(
+                f"the batch has the key {key!r} beside a mask that the model makes, of whose "
+                "samples only the number is read; expected none: drop it"
+            )
+    return LateMicrobatch(rows.shape[0])
 
 
-def checked_samples(microbatches: Any, number: int) -> list[int]:
-    """The number of samples of each of ``number`` microbatches.
-
-    Raises:
-        FunctionError: another number of them, or other types.
-    """
-    found = listed(microbatches)
+def checked_samples(found: Sequence[Any], number: int) -> list[int]:
+    """The number of samples of each of ``number`` microbatches; FunctionError for others."""
     if len(found) != number or not all(isinstance(m, LateMicrobatch) for m in found):
         kinds = sorted({type(m).__name__ for m in found})
         raise FunctionError(
@@ -117,128 +91,77 @@ def checked_samples(microbatches: Any, number: int) -> list[int]:
 
 
 def check_late(terms: Mapping[str, Term], call: Any, needs: Collection[str]) -> None:
-    """Refuse a step whose masks the model makes, if it cannot be exact.
-
-    Args:
-        call: of the schedule.
-        needs: of its extensions.
-
-    Raises:
-        ModeError: as `check_possible`.
-        HostError: as `check_host`.
-    """
+    """`check_possible` for a call of the schedule, a `mcore.host.Call`."""
     check_possible(
         terms,
         needs=needs,
         empty_step=call.settings["empty_step"],
         averages_quotients=call.loop.averages_quotients,
+        per_token=call.scale.per_token,
+        config=call.config,
     )
-    check_host(terms, call.scale.per_token, call.config)
 
 
 def check_possible(
     terms: Mapping[str, Term],
     *,
-    needs: Collection[str],
-    empty_step: str,
-    averages_quotients: bool,
+    needs: Collection[str] = (),
+    empty_step: str = "step",
+    averages_quotients: bool = False,
+    per_token: bool | None = None,
+    config: Any = None,
 ) -> None:
-    """Refuse what needs the masks, or the tokens, of the whole step before the first forward pass.
-
-    Raises:
-        ModeError: names the mode or the setting.
-    """
-    what = "with a mask that the model makes (--loss-aggregation-mask model)"
-    for term in terms.values():
-        _check_aggregation(term.aggregation, what, alone=len(terms) == 1)
-    if empty_step != "step":
-        raise ModeError(
-            f"empty_step={empty_step!r} {what}, so that an empty step is not known in time; "
-            "expected 'step'"
-        )
-    if averages_quotients:
-        raise ModeError(
-            f"Loop(averages_quotients=True) (Megatron's --sft) {what}; expected an evaluation that "
-            "adds up sums and counts: drop one of the two"
-        )
-    for need in sorted(_UNKNOWN.keys() & set(needs)):
-        raise ModeError(
-            f"an extension that needs {need!r} ({_UNKNOWN[need]}) {what}, whose tokens are not "
-            "known before the step; expected one of the two: drop it"
-        )
-
-
-def _check_aggregation(agg: LossAggregation, what: str, alone: bool) -> None:
-    known = (None, "sample", "microbatch")
-    possible = agg.function is None and agg.across in known and agg.within in (*known, "step")
-    if not possible or (agg.within == "step" and not alone):
-        raise ModeError(f"{agg.label!r} {what}; {_POSSIBLE}")
-    options = {"sample_weights": agg.sample_weights}
-    if agg.name is None:  # a preset says of rejected samples what its system does
-        options["rejected"] = agg.rejected
-    for option, value in options.items():
-        if value is not None:
-            raise ModeError(
-                f"{option}={value!r} {what}, whose batches are read for their number of samples "
-                f"alone; expected none: drop --loss-aggregation-{option.replace('_', '-')}"
-            )
-    if agg.empty == "skip" and agg.across is not None:
-        raise ModeError(
-            f"empty='skip' {what}, so that the number of {agg.across}s with tokens is not known in "
-            "time; expected empty='count'"
-        )
-
-
-def check_host(terms: Mapping[str, Term], per_token: bool, config: Any) -> None:
-    """Refuse ``calculate_per_token_loss`` if ``terms`` need it the other way round.
+    """Raise ModeError for what needs the tokens of the whole step before the first forward pass.
 
     Args:
-        per_token: whether it is on.
+        per_token: whether ``calculate_per_token_loss`` is on; None: not known yet.
         config: the model's.
-
-    Raises:
-        HostError: names the setting.
     """
-    if any(term.aggregation.within == "step" for term in terms.values()):
-        if not per_token:
-            raise HostError(
-                "'token_mean' of masks that the model makes, without calculate_per_token_loss: "
-                "the tokens of the step are not known in time, and the host would not divide by "
-                f"them; {_POSSIBLE}"
-            )
-        return
-    scaled = [name for name in _SCALED_BY_TOKENS if getattr(config, name, None) is not None]
-    if per_token and scaled:
-        raise HostError(
-            f"the model's {scaled[0]} with calculate_per_token_loss and masks that the model "
-            "makes: the host scales a loss of its own by the tokens of the step, which are not "
-            "known in time; expected calculate_per_token_loss off, or mode token_mean"
+    aggregations = [term.aggregation for term in terms.values()]
+    # `token_mean` is divided by the host, which has one divisor.
+    known = {None, "sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
+    refused = [
+        repr(x.label)
+        for x in aggregations
+        if x.function is not None or not {x.within, x.across} <= known
+    ]
+    if any(x.empty == "skip" and x.across is not None for x in aggregations):
+        refused.append("empty='skip'")
+    if empty_step != "step":
+        refused.append(f"empty_step={empty_step!r}")
+    if averages_quotients:
+        refused.append("Loop(averages_quotients=True) (Megatron's --sft)")
+    refused += [f"an extension that needs {x!r}" for x in sorted(_OF_TOKENS.intersection(needs))]
+    divided_by_host = any(x.within == "step" for x in aggregations)
+    if divided_by_host and per_token is False:
+        refused.append("calculate_per_token_loss=False and 'token_mean'")
+    if per_token and not divided_by_host:
+        scaled = [x for x in _SCALED_BY_TOKENS if getattr(config, x, None) is not None]
+        refused += [f"calculate_per_token_loss and the model's {x}" for x in scaled]
+    if refused:
+        raise ModeError(
+            f"{' and '.join(refused)} with a mask that the model makes (--loss-aggregation-mask "
+            "model), whose tokens are not known before the step; expected mode sum, constant, "
+            "sample_sum, sample_mean or microbatch_mean, and --calculate-per-token-loss only for "
+            "models without experts and multi-token prediction; or token_mean alone, with it; and "
+            "none of --sft, --loss-aggregation-empty, -empty-step, -mtp, -moe, -report-datasets"
         )
 
 
 def check_mask(
     mask: Tensor, samples: int, packed: int | None, aggregation: LossAggregation
 ) -> None:
-    """Check a mask of a model, of a microbatch of ``samples`` samples.
+    """Raise MaskError unless a model's mask has ``samples`` samples that the mode can tell apart.
 
     Args:
         packed: sequences that the model was called with; None: rows.
-
-    Raises:
-        MaskError: it is of another number of samples.
-        GroupError: samples are packed, and the mode needs to know which tokens are whose.
     """
-    found = packed if packed is not None else mask.shape[0] if mask.dim() == 2 else None
-    if found != samples:
+    rows = mask.shape[0] if mask.dim() == 2 else None
+    found, what = (rows, "rows") if packed is None else (packed, "packed sequences")
+    cannot_tell = packed is not None and samples > 1 and aggregation.within == "sample"
+    if found != samples or cannot_tell:
         raise MaskError(
-            f"a model's mask of shape {tuple(mask.shape)} with {found} "
-            f"{'rows' if packed is None else 'packed sequences'}, for {samples} samples of the "
-            "batch; expected a mask [samples, seq], or LateMicrobatch(samples=...) with the number "
-            "of the model's samples"
-        )
-    if packed is not None and samples > 1 and aggregation.within == "sample":
-        raise GroupError(
-            f"{aggregation.label!r} with {samples} samples packed by the script, whose masks the "
-            "model makes; expected samples in rows, or mode sum, constant, sample_sum or "
-            "microbatch_mean"
+            f"{aggregation.label!r} of a model's mask of shape {tuple(mask.shape)} with {found} "
+            f"{what}, for {samples} samples of the batch; expected [samples, seq], or in modes "
+            "other than sample_mean as many packed sequences: see LateMicrobatch(samples=...)"
         )

@@ -32,8 +32,5 @@ def bound_mask(loss_func: Callable[..., Any]) -> Tensor | None:
 def name_of(loss_func: Callable[..., Any]) -> str:
     """A readable name, without the tensors that a `functools.partial` binds."""
     if isinstance(loss_func, functools.partial):
-        try:
-            return f"partial({name_of(loss_func.func)}) of {inspect.signature(loss_func.func)}"
-        except ValueError:
-            return f"partial({name_of(loss_func.func)})"
+        return f"partial({name_of(loss_func.func)})"
     return getattr(loss_func, "__qualname__", type(loss_func).__qualname__)

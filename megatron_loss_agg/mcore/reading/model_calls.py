@@ -13,7 +13,7 @@ from megatron_loss_agg.microbatch import holds_integers
 
 
 class ModelCall(NamedTuple):
-    """How a forward step called the model."""
+    """One call of the model."""
 
     inputs: Sequence[Tensor]  # its integer tensors
     packed_sequences: int | None  # None: rows
@@ -49,8 +49,7 @@ class ModelCalls:
     def _see(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = (*args, *kwargs.values())
         inputs = [x for x in given if holds_integers(x)]
-        # Tensors take long to say that they lack an attribute.
-        others = (x for x in given if not isinstance(x, Tensor))
+        others = [x for x in given if not isinstance(x, Tensor)]
         packing = next((x for x in others if hasattr(x, "qkv_format")), None)
         self._last = ModelCall(inputs, None if packing is None else self._packed(packing))
 
@@ -61,7 +60,4 @@ class ModelCalls:
                 f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
                 f"expected one group of {self._ranks} for all: drop --hybrid-context-parallel"
             )
-        if packing.qkv_format != "thd":
-            return None
-        starts = getattr(packing, "cu_seqlens_q", None)
-        return 0 if starts is None else starts.numel() - 1
+        return packing.cu_seqlens_q.numel() - 1 if packing.qkv_format == "thd" else None

@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from threading import Thread
 from types import GeneratorType
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from megatron_loss_agg.errors import AggregationError
 
 _POSITIONS = ("state_dict", "save_state")
 """Methods that return a data loader's position, for checkpoints."""
@@ -40,15 +43,16 @@ class Prefetch:
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        self._drawn: deque[tuple[dict[str, Any], Any]] = deque()  # (position before it, batch)
-        self._failure: tuple[dict[str, Any], BaseException] | None = None
+        # Batches, and the source's positions before them by name; one that failed is the last.
+        self._drawn: deque[tuple[Future[Any], dict[str, Future[Any]]]] = deque()
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
         """Start drawing, so that the next ``number`` batches are ready."""
         self._wait()
         missing = number - len(self._drawn)
-        if missing > 0 and self._failure is None:
+        failed = bool(self._drawn) and self._drawn[-1][0].exception() is not None
+        if missing > 0 and not failed:
             self._thread = Thread(target=self._draw, args=(missing,), daemon=True)
             self._thread.start()
 
@@ -57,10 +61,7 @@ class Prefetch:
 
     def __next__(self) -> Any:
         self._wait()
-        if self._failure is not None and not self._drawn:
-            (_, failure), self._failure = self._failure, None
-            raise failure
-        return self._drawn.popleft()[1] if self._drawn else next(self._source)
+        return self._drawn.popleft()[0].result() if self._drawn else next(self._source)
 
     def __getattr__(self, name: str) -> Any:
         if name in _POSITIONS and hasattr(self._source, name):
@@ -69,30 +70,19 @@ class Prefetch:
 
     def _position(self, name: str) -> Any:
         self._wait()
-        unread = self._drawn[0] if self._drawn else self._failure
-        position = getattr(self._source, name)() if unread is None else unread[0][name]
-        if isinstance(position, Exception):
-            raise position
-        return position
+        return self._drawn[0][1][name].result() if self._drawn else getattr(self._source, name)()
 
-    def _positions(self) -> dict[str, Any]:
-        """Copies by name, since a loader may return live state; an exception where one fails."""
-        positions: dict[str, Any] = {}
-        for name in _POSITIONS:
-            if hasattr(self._source, name):
-                try:
-                    positions[name] = copy.deepcopy(getattr(self._source, name)())
-                except Exception as error:  # matters only to a reader that asks for it
-                    positions[name] = error
-        return positions
+    def _saved(self, name: str) -> Any:
+        return copy.deepcopy(getattr(self._source, name)())  # which may be live state
 
     def _draw(self, number: int) -> None:
+        names = [name for name in _POSITIONS if hasattr(self._source, name)]
         for _ in range(number):
-            positions = self._positions()
-            try:
-                self._drawn.append((positions, next(self._source)))
-            except BaseException as failure:  # raised later in the reader, StopIteration too
-                self._failure = positions, failure
+            # One that cannot be had matters only to a reader that asks for it.
+            positions = {name: attempt(self._saved, name) for name in names}
+            batch = attempt(next, self._source)  # the end of the data is raised in the reader, too
+            self._drawn.append((batch, positions))
+            if batch.exception() is not None:
                 return
 
     def _wait(self) -> None:
@@ -102,30 +92,37 @@ class Prefetch:
             self._thread = None
 
 
+def attempt(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call ``function`` now, and keep its result, or its exception, for who asks for it later."""
+    kept: Future[Any] = Future()
+    try:
+        kept.set_result(function(*args))
+    except Exception as error:
+        # A traceback keeps the batch alive; ours says no more than the message.
+        is_ours = isinstance(error, AggregationError)
+        kept.set_exception(error.with_traceback(None) if is_ours else error)
+    return kept
+
+
 def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
     """The `Prefetch` that ``data_iterator`` is or wraps; None if there is none.
 
     Args:
-        insert: if there is none, and Megatron's own iterator reads a
-            `torch.utils.data.DataLoader`, put one between them. Megatron's iterator must stay
-            outermost, since it replays a step from the batches that it returned. Other loaders are
+        insert: if there is none, put one between Megatron's own iterator, which replays a step from
+            the batches that it returned, and a `torch.utils.data.DataLoader`. Other loaders are
             left alone, since they may use collectives or a device.
     """
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
     if isinstance(data_iterator, Prefetch):
         return data_iterator
     loader: Any = getattr(data_iterator, "iterable", None)
     if isinstance(loader, Prefetch):
         return loader
-    if not insert or not _reads_data_loader(data_iterator, loader):
+    # `--dataloader-type cyclic` reads one through a generator.
+    cyclic = isinstance(loader, GeneratorType) and loader.__name__ == "cyclic_iter"
+    reads_loader = cyclic or isinstance(loader, _BaseDataLoaderIter)
+    if not (insert and reads_loader and isinstance(data_iterator, RerunDataIterator)):
         return None
     data_iterator.iterable = prefetch = Prefetch(loader)
     return prefetch
-
-
-def _reads_data_loader(data_iterator: Any, loader: Any) -> bool:
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
-    # `--dataloader-type cyclic` reads one through a generator.
-    cyclic = isinstance(loader, GeneratorType) and loader.__name__ == "cyclic_iter"
-    reads = cyclic or isinstance(loader, _BaseDataLoaderIter)
-    return reads and isinstance(data_iterator, RerunDataIterator)
