@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
@@ -51,12 +51,19 @@ class Hook:
     ) -> None:
         if empty_step not in _EMPTY_STEP:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(_EMPTY_STEP)}")
-        self._total: str | None = total  # None: no total is reported
+        several = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
-            aggregation, self._total = {aggregation.label: aggregation}, None
+            aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
-        _check_names(self.terms, total)
+        self._total = total if several else None
+        names = ["lm loss", *(f"{name} loss" for name in self.terms), total]
+        if not isinstance(total, str) or len({*names}) < len(names):
+            raise ModeError(
+                f"reports named {names}; expected different names of the terms and total=, and no "
+                "term 'lm', since 'lm loss' is the mean over tokens"
+            )
         self._extensions = list(extensions)
+        self._needs = frozenset[str]().union(*(x.needs for x in self._extensions))
         read_batch = reading(read_batch, self.terms, "dataset" in self._needs)
         self._source = Source(read_batch, read_step)
         self._empty_step = empty_step
@@ -79,10 +86,6 @@ class Hook:
         total = [] if self._total is None else [self._total]
         return [*(f"{name} loss" for name in self.terms), *total]
 
-    @property
-    def _needs(self) -> frozenset[str]:
-        return frozenset[str]().union(*(extension.needs for extension in self._extensions))
-
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_backward`` with its loss aggregated.
 
@@ -102,28 +105,33 @@ class Hook:
                 "a forward-backward function that a LossHook has wrapped already; expected "
                 "Megatron's own: wrap it once"
             )
-        self._evaluation = defaultdict(
-            RunningMean
-        )  # Megatron asks for a schedule in each evaluation
+        # Megatron asks for a schedule in each evaluation.
+        self._evaluation = defaultdict(RunningMean)
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
+            if arguments.get("collect_non_loss_data"):  # no loss is computed
+                return schedule(**arguments)
             call = Call.of(
                 schedule,
                 arguments,
                 terms=self.terms,
                 loop=self._loop,
                 settings=self._settings,
-                words=lambda: [words for x in self._extensions if (words := x.words())],
+                extensions=self._extensions,
+                total=self._total,
             )
-            if call.collects_other_data:
-                return schedule(**arguments)
             step, iterator = self._open if call.trains else None, call.data_iterator
             if step is None:
                 read, iterator = self._source.of(call, "prints" in self._needs)
                 step = Step(call.scale.num_microbatches, read)
             begins, first = step.is_untouched, step.take(call.scale.num_microbatches)
-            call = dataclasses.replace(call, first=first, ends_step=not step.left)
+            call = dataclasses.replace(
+                call,
+                first=first,
+                ends_step=not step.left,
+                running_means=self._running_means(call),
+            )
             if begins:
                 for extension in self._extensions:
                     extension.start(call)
@@ -167,6 +175,7 @@ class Hook:
         groups = call.groups
         plan = None if call.may_lack_mask else self._plan(call, step)
 
+        @functools.cache
         def planned() -> PlannedStep:
             with failing_together([groups.cp] if call.may_lack_mask else [], _FAILED):
                 return self._count(call, step)
@@ -174,24 +183,11 @@ class Hook:
         with contextlib.ExitStack() as stack:
             if not call.ends_step:
                 stack.enter_context(call.accumulating())
-            watchers = []
-            for x in self._extensions:
-                wants = groups.last_stage or "stages" in x.needs
-                watch = stack.enter_context(x.around(call, plan if wants else None))
-                watchers += [] if watch is None else [watch]
+            watchers = [stack.enter_context(x.around(call, plan)) for x in self._extensions]
             if not groups.last_stage:
-                result = call.run(schedule, call.forward_step, iterator)
+                result = call.run(schedule, call.arguments["forward_step_func"], iterator)
             else:
-                losses = CallLosses(
-                    call,
-                    functools.cache(planned),
-                    self._splits,
-                    self._extensions,
-                    watchers,
-                    step.own_tokens,
-                    self._total,
-                    self._running_means(call),
-                )
+                losses = CallLosses(call, planned, self._splits, watchers, step.own_tokens)
                 with losses.watching_the_model():
                     result = call.run(schedule, losses.forward_step, iterator)
                 losses.finish()
@@ -207,21 +203,20 @@ class Hook:
         Raises:
             PeerError: planning failed on the last stage, or on another context-parallel rank.
         """
+        if call.first:
+            return step.plan
         groups, to_stages = call.groups, call.trains and "stages" in self._needs
-        # Exchanging failures makes ranks wait: only where one is likely, in a step's first call.
-        likely = call.trains not in self._planned or (
-            call.trains and (self._empty_step == "error" or to_stages)
-        )
-        with failing_together([groups.cp, groups.pp] if likely and not call.first else [], _FAILED):
-            if groups.last_stage:
-                plan = self._count(call, step)
-                if plan.is_empty and call.trains and self._empty_step == "error":
-                    raise MaskError(
-                        "every token of the step is masked or rejected; expected an active token: "
-                        "fix the data, or choose --loss-aggregation-empty-step skip or step"
-                    )
+        refuses_empty = call.trains and self._empty_step == "error"
+        # Exchanging failures makes ranks wait: only where one is likely.
+        likely = call.trains not in self._planned or refuses_empty or to_stages
+        with failing_together([groups.cp, groups.pp] if likely else [], _FAILED):
+            if groups.last_stage and self._count(call, step).is_empty and refuses_empty:
+                raise MaskError(
+                    "every token of the step is masked or rejected; expected an active token: "
+                    "fix the data, or choose --loss-aggregation-empty-step skip or step"
+                )
         self._planned.add(call.trains)
-        if to_stages and not call.first:
+        if to_stages:
             step.plan = handed_on(lambda: step.plan, groups.pp, groups.pp.size() - 1)
         return step.plan
 
@@ -233,18 +228,8 @@ class Hook:
                 self._source.fetch_next(call)
         return step.plan
 
-    def _running_means(self, call: Call) -> MutableMapping[str, RunningMean] | None:
+    def _running_means(self, call: Call) -> Mapping[str, RunningMean] | None:
         """Of the evaluation that the call is a part of; in a custom loop, of the call."""
         if call.trains or not call.loop.averages_quotients:
             return None
         return self._evaluation if call.loop.of_megatron else defaultdict(RunningMean)
-
-
-def _check_names(terms: Mapping[str, Term], total: str) -> None:
-    """Raise ModeError if two reports of the hook had the same name."""
-    if "lm" in terms:
-        raise ModeError(
-            "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
-        )
-    if not isinstance(total, str) or total in ("lm loss", *(f"{name} loss" for name in terms)):
-        raise ModeError(f"total={total!r}; expected a name that no other report of the hook has")

@@ -46,19 +46,10 @@ class Samples(NamedTuple):
         return self.shape[-1]
 
 
-class Split(NamedTuple):
-    """One way to split a microbatch."""
-
-    layout: Callable[[Samples, int, int], CPLayout]  # of a context-parallel size and rank
-    chunks: Callable[[int, int], tuple[int, tuple[int, ...]]] | None  # see `local_starts`
-
-
 def _zigzag_of_sequences(pack: Samples, size: int, rank: int) -> CPLayout:
-    starts = pack.starts
-    assert starts is not None
-    if int(starts[-1]) < pack.length:
-        # Tokens after the last sample are padding, which is split like a sequence of its own.
-        starts = torch.cat([starts, starts.new_tensor([pack.length])])
+    assert pack.starts is not None
+    # Tokens after the last sample are padding, which is split like a sequence of its own.
+    starts = torch.cat([pack.starts, pack.starts.new_tensor([pack.length])])
     return CPLayout.thd(starts, size, rank)
 
 
@@ -70,42 +61,14 @@ def _contiguous(samples: Samples, size: int, rank: int) -> CPLayout:
     return CPLayout.contiguous(samples.length, size, rank)
 
 
-_ROWS = {
-    "zigzag": Split(_zigzag, lambda size, rank: (2 * size, (rank, 2 * size - 1 - rank))),
-    "contiguous": Split(_contiguous, lambda size, rank: (size, (rank,))),
-}
-_SPLITS: Mapping[bool, Mapping[str, Split]] = {  # by whether samples are packed
-    False: _ROWS,
-    True: {
-        "zigzag inside every sequence": Split(_zigzag_of_sequences, None),
-        "zigzag over the whole pack": _ROWS["zigzag"],
-        "contiguous": _ROWS["contiguous"],
+_SPLITS: Mapping[bool, Mapping[str, Callable[[Samples, int, int], CPLayout]]] = {
+    False: {"zigzag": _zigzag, "contiguous": _contiguous},
+    True: {  # of packs
+        "zigzag inside every sequence": _zigzag_of_sequences,
+        "zigzag over the whole pack": _zigzag,
+        "contiguous": _contiguous,
     },
 }
-
-
-def local_starts(pack: Samples, split: Split, size: int, rank: int) -> Tensor:
-    """Where each sample of a pack begins among this rank's tokens: int64 [samples + 1].
-
-    In every split, a rank's tokens stay in the order of their samples.
-    """
-    starts = pack.starts
-    assert starts is not None
-    if split.chunks is None:  # of every sequence, each rank has the same part
-        return starts // size
-    parts, chunks = split.chunks(size, rank)
-    length = pack.length // parts
-    bounds = [starts.clamp(k * length, (k + 1) * length) - k * length for k in chunks]
-    return torch.stack(bounds).sum(dim=0)
-
-
-def _divides(split: Split, samples: Samples, size: int) -> bool:
-    """Whether the lengths are those that the split needs."""
-    if split.chunks is not None:
-        return samples.length % split.chunks(size, 0)[0] == 0
-    assert samples.starts is not None
-    ends = torch.cat([samples.starts, samples.starts.new_tensor([samples.length])])
-    return not bool((ends.diff() % (2 * size)).any())
 
 
 class Splits:
@@ -113,7 +76,6 @@ class Splits:
 
     def __init__(self) -> None:
         self._left = {packed: [*splits] for packed, splits in _SPLITS.items()}
-        self._whole: bool | None = None  # see `settle`
 
     def recognised(self, packed: bool) -> str | None:
         """The only split that is left for packs, or for rows; None if there are several."""
@@ -126,23 +88,23 @@ class Splits:
         matters = by_token or (packed and samples.number > 1)
         return size > 1 and matters and self.recognised(packed) is None
 
-    def possible(self, samples: Samples, size: int) -> dict[str, Split]:
-        """Those left that can split ``samples``.
+    def layouts(self, samples: Samples, size: int, rank: int) -> dict[str, CPLayout]:
+        """The places of this rank's tokens, under each split that is left and fits the lengths.
 
         Raises:
-            LayoutError: none can.
+            LayoutError: none fits.
         """
-        splits = _SPLITS[samples.starts is not None]
-        left = {name: splits[name] for name in self._left[samples.starts is not None]}
-        found = {name: split for name, split in left.items() if _divides(split, samples, size)}
+        packed = samples.starts is not None
+        found: dict[str, CPLayout] = {}
+        errors: list[LayoutError] = []
+        for name in self._left[packed]:
+            try:
+                found[name] = _SPLITS[packed][name](samples, size, rank)
+            except LayoutError as error:
+                errors.append(error)
         if not found:
-            next(iter(left.values())).layout(samples, size, 0)  # raises, and says why
+            raise errors[0]
         return found
-
-    def layouts(self, samples: Samples, size: int, rank: int) -> dict[str, CPLayout]:
-        """The places of this rank's tokens under each possible split; LayoutError: as there."""
-        possible = self.possible(samples, size)
-        return {name: split.layout(samples, size, rank) for name, split in possible.items()}
 
     def prints(
         self, microbatch: Microbatch, samples: Samples, size: int, rank: int, by_token: bool
@@ -162,20 +124,6 @@ class Splits:
 
         telling = [x for x in microbatch.token_ids if not bool(counts_up(x))]
         return Prints(tuple(map(printed, telling)), by_split(microbatch.loss_mask.detach() != 0))
-
-    def settle(self, whole: bool) -> None:
-        """Losses are, or are not, of all tokens on every context-parallel rank.
-
-        Raises:
-            LayoutError: they were otherwise before.
-        """
-        if self._whole not in (None, whole):
-            now, before = ("all", "a part") if whole else ("a part", "all")
-            raise LayoutError(
-                f"losses of {now} of the tokens on a context-parallel rank, after losses of "
-                f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
-            )
-        self._whole = whole
 
     def recognise(
         self,

@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "not whole": (
         {"kind": "local_grad", "gathers": False},
-        ("LayoutError: TokenLoss(whole=...) with a mask of", "leave out whole="),
+        ("LayoutError: a loss mask of a part", "sharded as the model's inputs are"),
     ),
     "said on one rank": (
         {"kind": "local_grad", "whole": "by rank"},
