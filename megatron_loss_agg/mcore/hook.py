@@ -6,15 +6,15 @@ read -> count -> plan -> hand on -> weigh -> report
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
 from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
-from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
+from megatron_loss_agg.errors import MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call, Loop, stock
@@ -27,7 +27,6 @@ from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.report import RunningMean
 
-_MARK = "wrapped_by_loss_hook"
 _EMPTY_STEP = ("step", "error", "skip")
 _FAILED = (
     "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
@@ -51,11 +50,10 @@ class Hook:
     ) -> None:
         if empty_step not in _EMPTY_STEP:
             raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(_EMPTY_STEP)}")
-        several = not isinstance(aggregation, LossAggregation)
+        self._total: str | None = total  # None: no total is reported
         if isinstance(aggregation, LossAggregation):
-            aggregation = {aggregation.label: aggregation}
+            aggregation, self._total = {aggregation.label: aggregation}, None
         self.terms = named_terms(aggregation)
-        self._total = total if several else None
         names = ["lm loss", *(f"{name} loss" for name in self.terms), total]
         if not isinstance(total, str) or len({*names}) < len(names):
             raise ModeError(
@@ -63,7 +61,6 @@ class Hook:
                 "term 'lm', since 'lm loss' is the mean over tokens"
             )
         self._extensions = list(extensions)
-        self._needs = frozenset[str]().union(*(x.needs for x in self._extensions))
         read_batch = reading(read_batch, self.terms, "dataset" in self._needs)
         self._source = Source(read_batch, read_step)
         self._empty_step = empty_step
@@ -86,6 +83,10 @@ class Hook:
         total = [] if self._total is None else [self._total]
         return [*(f"{name} loss" for name in self.terms), *total]
 
+    @property
+    def _needs(self) -> frozenset[str]:
+        return frozenset[str]().union(*(x.needs for x in self._extensions))
+
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward_backward`` with its loss aggregated.
 
@@ -97,14 +98,8 @@ class Hook:
 
         Raises:
             AggregationError: when called; every error of this package, see docs/errors.md.
-            HostError: ``forward_backward`` is wrapped already.
         """
         schedule = stock(forward_backward)
-        if hasattr(schedule, _MARK):
-            raise HostError(
-                "a forward-backward function that a LossHook has wrapped already; expected "
-                "Megatron's own: wrap it once"
-            )
         # Megatron asks for a schedule in each evaluation.
         self._evaluation = defaultdict(RunningMean)
 
@@ -112,32 +107,20 @@ class Hook:
         def wrapped(**arguments: Any) -> Any:
             if arguments.get("collect_non_loss_data"):  # no loss is computed
                 return schedule(**arguments)
-            call = Call.of(
-                schedule,
-                arguments,
-                terms=self.terms,
-                loop=self._loop,
-                settings=self._settings,
-                extensions=self._extensions,
-                total=self._total,
-            )
+            of_hook = self.terms, self._loop, self._settings, self._extensions, self._total
+            call = Call.of(schedule, arguments, *of_hook)
             step, iterator = self._open if call.trains else None, call.data_iterator
             if step is None:
                 read, iterator = self._source.of(call, "prints" in self._needs)
                 step = Step(call.scale.num_microbatches, read)
             begins, first = step.is_untouched, step.take(call.scale.num_microbatches)
-            call = dataclasses.replace(
-                call,
-                first=first,
-                ends_step=not step.left,
-                running_means=self._running_means(call),
-            )
+            means = self._running_means(call)
+            call = replace(call, first=first, ends_step=not step.left, running_means=means)
             if begins:
                 for extension in self._extensions:
                     extension.start(call)
             return self._run(schedule, call, step, iterator)
 
-        setattr(wrapped, _MARK, True)
         return wrapped
 
     @contextlib.contextmanager
@@ -147,7 +130,6 @@ class Hook:
             with hook.step(microbatches):
                 forward_backward(num_microbatches=2, **the_rest)
                 forward_backward(num_microbatches=6, **the_rest)
-            optimizer.step()
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
         its iterator. The step is counted once, by the first call, and the host reduces and scales

@@ -186,8 +186,8 @@ class Call:
     running_means: Mapping[str, RunningMean] | None = None  # by report; see `Loop`
 
     @classmethod
-    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], **of_hook: Any) -> Call:
-        """From the ``given`` keyword arguments of the schedule, and the fields the hook knows.
+    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], *of_hook: Any) -> Call:
+        """From the ``given`` keyword arguments of the schedule, and the fields from ``terms`` on.
 
         Raises:
             HostError: an argument or a group is missing.
@@ -212,7 +212,7 @@ class Call:
             context_parallel_size=groups.cp_size,
             per_token=config.calculate_per_token_loss,
         )
-        return cls(arguments, groups, scale, config, chunks, **of_hook)
+        return cls(arguments, groups, scale, config, chunks, *of_hook)
 
     @property
     def pg_collection(self) -> Any:

@@ -26,15 +26,15 @@ from megatron_loss_agg.mcore.reading.prints import IdPrints, Prints, counts_up, 
 from megatron_loss_agg.microbatch import Microbatch
 
 
-class Samples(NamedTuple):
+class MicrobatchShape(NamedTuple):
     """Where the samples of a whole microbatch lie, before context parallelism."""
 
-    number: int
+    number: int  # of samples
     shape: tuple[int, ...] | None  # of the mask; None: the model makes it
     starts: Tensor | None  # int64 [number + 1], offsets in the (padded) pack; None: rows
 
     @classmethod
-    def of(cls, microbatch: Microbatch) -> Samples:
+    def of(cls, microbatch: Microbatch) -> MicrobatchShape:
         starts = microbatch.sample_starts
         starts = None if starts is None else starts.to("cpu", torch.int64)
         return cls(microbatch.num_samples, tuple(microbatch.loss_mask.shape), starts)
@@ -46,22 +46,22 @@ class Samples(NamedTuple):
         return self.shape[-1]
 
 
-def _zigzag_of_sequences(pack: Samples, size: int, rank: int) -> CPLayout:
+def _zigzag_of_sequences(pack: MicrobatchShape, size: int, rank: int) -> CPLayout:
     assert pack.starts is not None
     # Tokens after the last sample are padding, which is split like a sequence of its own.
     starts = torch.cat([pack.starts, pack.starts.new_tensor([pack.length])])
     return CPLayout.thd(starts, size, rank)
 
 
-def _zigzag(samples: Samples, size: int, rank: int) -> CPLayout:
+def _zigzag(samples: MicrobatchShape, size: int, rank: int) -> CPLayout:
     return CPLayout.bshd(samples.length, size, rank)
 
 
-def _contiguous(samples: Samples, size: int, rank: int) -> CPLayout:
+def _contiguous(samples: MicrobatchShape, size: int, rank: int) -> CPLayout:
     return CPLayout.contiguous(samples.length, size, rank)
 
 
-_SPLITS: Mapping[bool, Mapping[str, Callable[[Samples, int, int], CPLayout]]] = {
+_SPLITS: Mapping[bool, Mapping[str, Callable[[MicrobatchShape, int, int], CPLayout]]] = {
     False: {"zigzag": _zigzag, "contiguous": _contiguous},
     True: {  # of packs
         "zigzag inside every sequence": _zigzag_of_sequences,
@@ -82,13 +82,13 @@ class Splits:
         left = self._left[packed]
         return left[0] if len(left) == 1 else None
 
-    def is_open(self, samples: Samples, size: int, by_token: bool) -> bool:
+    def is_open(self, samples: MicrobatchShape, size: int, by_token: bool) -> bool:
         """Whether it matters how ``samples`` are split over ``size`` ranks, and is not known."""
         packed = samples.starts is not None
         matters = by_token or (packed and samples.number > 1)
         return size > 1 and matters and self.recognised(packed) is None
 
-    def layouts(self, samples: Samples, size: int, rank: int) -> dict[str, CPLayout]:
+    def layouts(self, samples: MicrobatchShape, size: int, rank: int) -> dict[str, CPLayout]:
         """The places of this rank's tokens, under each split that is left and fits the lengths.
 
         Raises:
@@ -107,7 +107,7 @@ class Splits:
         return found
 
     def prints(
-        self, microbatch: Microbatch, samples: Samples, size: int, rank: int, by_token: bool
+        self, microbatch: Microbatch, samples: MicrobatchShape, size: int, rank: int, by_token: bool
     ) -> Prints:
         """Fingerprints of a microbatch's tokens and mask; waits for a device that holds them."""
         layouts: dict[str, CPLayout] = {}
@@ -127,7 +127,7 @@ class Splits:
 
     def recognise(
         self,
-        samples: Samples,
+        samples: MicrobatchShape,
         prints: Prints,
         inputs: Sequence[Tensor],
         mask: Tensor,

@@ -20,7 +20,8 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import checked_microbatches
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_late, checked_samples
 from megatron_loss_agg.mcore.reading.prints import Prints
-from megatron_loss_agg.mcore.splits import Samples, Splits
+from megatron_loss_agg.mcore.splits import MicrobatchShape as Samples
+from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.microbatch import Microbatch, listed, of_term
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.weights import at_least_fp32, sample_coefficients

@@ -17,7 +17,7 @@ def test_an_unknown_choice_and_a_term_with_the_name_of_the_token_mean_are_refuse
     text = "^empty_step='ignore'; expected one of step, error, skip$"
     with pytest.raises(AggregationError, match=text):
         LossHook(SUM, empty_step="ignore")
-    with pytest.raises(AggregationError, match="expected different names .* no term 'lm'"):
+    with pytest.raises(AggregationError, match=r"expected different names .* no term 'lm'"):
         LossHook({"lm": SUM})
 
 

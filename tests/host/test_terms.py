@@ -159,8 +159,7 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
     "transposed": (
         partial(policy_step, losses_of=lambda losses: losses["kl"].T, rows=True),
         False,
-        "MaskError: losses of a TokenLoss are a torch.float64 tensor of shape (72, 2) for a loss mask "
-        "of shape (2, 72)",
+        "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
     ),
 }
 
