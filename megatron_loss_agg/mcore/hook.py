@@ -27,7 +27,6 @@ from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.report import RunningMean
 
-_EMPTY_STEP = ("step", "error", "skip")
 _FAILED = (
     "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
     "expected it to: see its error"
@@ -48,8 +47,8 @@ class Hook:
         total: str = "loss",
         loop: Loop = Loop(),  # noqa: B008  (immutable)
     ) -> None:
-        if empty_step not in _EMPTY_STEP:
-            raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(_EMPTY_STEP)}")
+        if empty_step not in ("step", "error", "skip"):
+            raise ModeError(f"empty_step={empty_step!r}; expected one of step, error, skip")
         self._total: str | None = total  # None: no total is reported
         if isinstance(aggregation, LossAggregation):
             aggregation, self._total = {aggregation.label: aggregation}, None
@@ -63,8 +62,7 @@ class Hook:
         self._extensions = list(extensions)
         read_batch = reading(read_batch, self.terms, "dataset" in self._needs)
         self._source = Source(read_batch, read_step)
-        self._empty_step = empty_step
-        self._loop = loop
+        self._empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
         self._settings = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
         for extension in self._extensions:
@@ -85,13 +83,10 @@ class Hook:
 
     @property
     def _needs(self) -> frozenset[str]:
-        return frozenset[str]().union(*(x.needs for x in self._extensions))
+        return frozenset[str]().union(*(x.needs for x in self._extensions))  # they may change
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward_backward`` with its loss aggregated.
-
-        Args:
-            forward_backward: Megatron's schedule, from ``get_forward_backward_func()``.
+        """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
 
         Returns:
             a function that takes the schedule's arguments, by keyword, and returns its result.
@@ -100,8 +95,7 @@ class Hook:
             AggregationError: when called; every error of this package, see docs/errors.md.
         """
         schedule = stock(forward_backward)
-        # Megatron asks for a schedule in each evaluation.
-        self._evaluation = defaultdict(RunningMean)
+        self._evaluation = defaultdict(RunningMean)  # of the next one: Megatron asks for each
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
@@ -114,7 +108,9 @@ class Hook:
                 read, iterator = self._source.of(call, "prints" in self._needs)
                 step = Step(call.scale.num_microbatches, read)
             begins, first = step.is_untouched, step.take(call.scale.num_microbatches)
-            means = self._running_means(call)
+            means = None
+            if self._loop.averages_quotients and not call.trains:
+                means = self._evaluation if self._loop.of_megatron else defaultdict(RunningMean)
             call = replace(call, first=first, ends_step=not step.left, running_means=means)
             if begins:
                 for extension in self._extensions:
@@ -154,37 +150,28 @@ class Hook:
 
     def _run(self, schedule: Callable[..., Any], call: Call, step: Step, iterator: Any) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
-        groups = call.groups
         plan = None if call.may_lack_mask else self._plan(call, step)
-
-        @functools.cache
-        def planned() -> PlannedStep:
-            with failing_together([groups.cp] if call.may_lack_mask else [], _FAILED):
-                return self._count(call, step)
 
         with contextlib.ExitStack() as stack:
             if not call.ends_step:
                 stack.enter_context(call.accumulating())
             watchers = [stack.enter_context(x.around(call, plan)) for x in self._extensions]
-            if not groups.last_stage:
+            if not call.groups.last_stage:
                 result = call.run(schedule, call.arguments["forward_step_func"], iterator)
             else:
-                losses = CallLosses(call, planned, self._splits, watchers, step.own_tokens)
+                plan_of_step = functools.partial(self._count, call, step)
+                losses = CallLosses(call, plan_of_step, self._splits, watchers, step.own_tokens)
                 with losses.watching_the_model():
                     result = call.run(schedule, losses.forward_step, iterator)
                 losses.finish()
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
         if call.trains and self._empty_step == "skip":
-            self.step_is_empty = any_rank(plan is not None and plan.is_empty, groups.pp)
+            self.step_is_empty = any_rank(plan is not None and plan.is_empty, call.groups.pp)
         return result
 
     def _plan(self, call: Call, step: Step) -> PlannedStep | None:
-        """The plan of a step, before its calls; None on stages that do not get it.
-
-        Raises:
-            PeerError: planning failed on the last stage, or on another context-parallel rank.
-        """
+        """The plan of a step, before its calls; None on stages that do not get it."""
         if call.first:
             return step.plan
         groups, to_stages = call.groups, call.trains and "stages" in self._needs
@@ -205,13 +192,9 @@ class Hook:
     def _count(self, call: Call, step: Step) -> PlannedStep:
         """The step's plan, made once; the next step's batches are then drawn behind this one."""
         if step.plan is None:
-            step.plan = planned_step(step, call, self._splits, self._needs)
+            # In a loss, one context-parallel rank may fail alone.
+            with failing_together([call.groups.cp] if call.may_lack_mask else [], _FAILED):
+                step.plan = planned_step(step, call, self._splits, self._needs)
             if step is not self._open:
                 self._source.fetch_next(call)
         return step.plan
-
-    def _running_means(self, call: Call) -> Mapping[str, RunningMean] | None:
-        """Of the evaluation that the call is a part of; in a custom loop, of the call."""
-        if call.trains or not call.loop.averages_quotients:
-            return None
-        return self._evaluation if call.loop.of_megatron else defaultdict(RunningMean)

@@ -56,21 +56,11 @@ class ParallelGroups:
 
     @classmethod
     def of(cls, pg_collection: Any = None) -> ParallelGroups:
-        """From ``pg_collection`` if the schedule got one, else from Megatron's globals.
-
-        Raises:
-            HostError: a group is missing, as of a model of several modules.
-        """
+        """From ``pg_collection`` if the schedule got one, else from Megatron's globals."""
         from megatron.core import parallel_state
 
         if pg_collection is not None:
-            try:
-                dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
-            except AttributeError as error:
-                raise HostError(
-                    f"the schedule's {type(pg_collection).__name__} lacks a group ({error}); "
-                    "expected dp, cp, tp and pp, of a model of one module"
-                ) from error
+            dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
             return cls(dp, cp, tp, pp, dist.get_rank(pp) == dist.get_world_size(pp) - 1)
         return cls(
             # Gloo's where the host has one beside NCCL's: counts then wait for no kernel.
@@ -120,15 +110,10 @@ class HostScale:
         """What a loss function returns to get the gradient of ``loss`` summed over the step.
 
         Args:
-            loss: this rank's ``sum w * loss`` of one microbatch.
             num_tokens: this rank's part of the microbatch's tokens. It must be the true count,
                 since the host scales MoE and MTP losses by the total.
             total_tokens: ``num_tokens`` summed over microbatches, data- and context-parallel ranks.
-            report: passed through.
             gather: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
-
-        Raises:
-            HostError: more tokens than the host can count.
         """
         if self.per_token and total_tokens > _MOST_TOKENS:
             raise HostError(
@@ -187,11 +172,7 @@ class Call:
 
     @classmethod
     def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], *of_hook: Any) -> Call:
-        """From the ``given`` keyword arguments of the schedule, and the fields from ``terms`` on.
-
-        Raises:
-            HostError: an argument or a group is missing.
-        """
+        """From the ``given`` arguments of the schedule, and the fields from ``terms`` on."""
         from megatron.core.utils import get_model_config
 
         # The defaults of a `functools.partial` are arguments, too.

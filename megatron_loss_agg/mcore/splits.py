@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,34 +39,14 @@ class MicrobatchShape(NamedTuple):
         starts = None if starts is None else starts.to("cpu", torch.int64)
         return cls(microbatch.num_samples, tuple(microbatch.loss_mask.shape), starts)
 
-    @property
-    def length(self) -> int:
-        """Tokens of each row, or of the pack."""
-        assert self.shape is not None
-        return self.shape[-1]
 
-
-def _zigzag_of_sequences(pack: MicrobatchShape, size: int, rank: int) -> CPLayout:
-    assert pack.starts is not None
-    # Tokens after the last sample are padding, which is split like a sequence of its own.
-    starts = torch.cat([pack.starts, pack.starts.new_tensor([pack.length])])
-    return CPLayout.thd(starts, size, rank)
-
-
-def _zigzag(samples: MicrobatchShape, size: int, rank: int) -> CPLayout:
-    return CPLayout.bshd(samples.length, size, rank)
-
-
-def _contiguous(samples: MicrobatchShape, size: int, rank: int) -> CPLayout:
-    return CPLayout.contiguous(samples.length, size, rank)
-
-
-_SPLITS: Mapping[bool, Mapping[str, Callable[[MicrobatchShape, int, int], CPLayout]]] = {
-    False: {"zigzag": _zigzag, "contiguous": _contiguous},
+_BY_SEQUENCE = "zigzag inside every sequence"
+_SPLITS: Mapping[bool, Mapping[str, Callable[[Any, int, int], CPLayout]]] = {
+    False: {"zigzag": CPLayout.bshd, "contiguous": CPLayout.contiguous},
     True: {  # of packs
-        "zigzag inside every sequence": _zigzag_of_sequences,
-        "zigzag over the whole pack": _zigzag,
-        "contiguous": _contiguous,
+        _BY_SEQUENCE: CPLayout.thd,
+        "zigzag over the whole pack": CPLayout.bshd,
+        "contiguous": CPLayout.contiguous,
     },
 }
 
@@ -89,17 +69,17 @@ class Splits:
         return size > 1 and matters and self.recognised(packed) is None
 
     def layouts(self, samples: MicrobatchShape, size: int, rank: int) -> dict[str, CPLayout]:
-        """The places of this rank's tokens, under each split that is left and fits the lengths.
-
-        Raises:
-            LayoutError: none fits.
-        """
-        packed = samples.starts is not None
-        found: dict[str, CPLayout] = {}
-        errors: list[LayoutError] = []
+        """Where this rank's tokens are, under each split that is left and fits; LayoutError."""
+        assert samples.shape is not None  # masks are known
+        packed, found, errors = samples.starts is not None, {}, []
+        length = samples.shape[-1]
         for name in self._left[packed]:
+            whole: int | Tensor = length
+            if samples.starts is not None and name == _BY_SEQUENCE:
+                # Padding after the last sample is split like a sequence of its own.
+                whole = torch.cat([samples.starts, samples.starts.new_tensor([length])])
             try:
-                found[name] = _SPLITS[packed][name](samples, size, rank)
+                found[name] = _SPLITS[packed][name](whole, size, rank)
             except LayoutError as error:
                 errors.append(error)
         if not found:
@@ -135,15 +115,12 @@ class Splits:
     ) -> None:
         """Keep the splits under which the script passes on each rank's part of a microbatch.
 
-        Waits for the device, until one split is left. All ranks of ``cp`` must call; if one raises,
-        all do.
+        Waits for the device, until one split is left. All ranks of ``cp`` must call, and all of
+        them raise LayoutError if none is left.
 
         Args:
             inputs: the integer tensors that the model was called with.
             mask: the loss function's.
-
-        Raises:
-            LayoutError: the inputs are the ranks' parts under none of them.
         """
         packed = samples.starts is not None
         if self.recognised(packed):
@@ -177,11 +154,7 @@ class Splits:
 
 
 def only(by_split: Mapping[str, Tensor]) -> Tensor:
-    """What all splits that fit agree on.
-
-    Raises:
-        LayoutError: they do not.
-    """
+    """What all splits that fit agree on; LayoutError if they do not."""
     first, *others = by_split.values()
     if all(torch.equal(first, other) for other in others):
         return first

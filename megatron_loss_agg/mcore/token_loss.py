@@ -32,8 +32,8 @@ class TokenLoss:
 
     For a loss of several terms, the token losses are a mapping by term, and so is the mask if the
     terms' masks differ. It holds only its arguments, and lives as long as the schedule keeps it.
-    The hook calls ``compute`` in the
-    schedule's gradient mode: once, but for the first training step with ``whole``.
+    The hook calls ``compute`` in the schedule's gradient mode: once, but for the first training
+    step with ``whole``.
 
     Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
     the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs.
@@ -96,12 +96,7 @@ def carries_mask(loss_func: Callable[..., Any]) -> bool:
 
 
 def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """The masks that a loss function carries, by term, without gradients and at least fp32.
-
-    Raises:
-        HostError: there is none.
-        MaskError: masks for other terms than ``names``, or masks that are no tensors.
-    """
+    """The masks that a loss function carries, by term, without gradients and at least fp32."""
     mask: Any = loss_func.loss_mask if isinstance(loss_func, TokenLoss) else bound_mask(loss_func)
     if mask is None:
         raise HostError(
@@ -132,21 +127,13 @@ def token_losses(
     masks: Mapping[str, Tensor],
     weights: Any = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any], Sequence[Any] | None]:
-    """What a forward step returned, as losses by term; report; results of a stock loss function.
+    """Losses [tokens] by term, the report, and what a stock loss function returned.
 
     A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
     used. The model's output is then the per-token loss.
 
     Args:
-        masks: from `token_masks`; the losses of a single term need not be a mapping.
         weights: for a `TokenLoss` that takes them, as it does.
-
-    Returns:
-        losses are flat, [tokens]; the results are None for a `TokenLoss`.
-
-    Raises:
-        HostError: another number of results, or a report that is not a mapping.
-        MaskError: not one loss per element of the mask, or losses for other terms.
     """
     returned: Any
     if isinstance(loss_func, TokenLoss):
@@ -190,11 +177,7 @@ def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_one_loss_per_token(losses: Any, mask: Tensor, custom: bool) -> None:
-    """Raise MaskError unless both have one order of tokens.
-
-    Args:
-        custom: they are a `TokenLoss`'s.
-    """
+    """Raise MaskError unless both have one order of tokens; ``custom``: of a `TokenLoss`."""
     if is_plain(losses) and fit(losses.shape, mask.shape):
         return
     whose, mend = "", "the model called with labels: otherwise return a TokenLoss"

@@ -40,6 +40,8 @@ class LocalSamples:
         """Rows as [samples, tokens of each]; packs flat."""
         if self.starts is not None:
             return x_T.reshape(-1)
+        if x_T.dim() == 2 and len(x_T) == self.number:
+            return x_T
         return x_T.reshape(self.number, x_T.numel() // max(self.number, 1))
 
     def sums(self, x_T: Tensor) -> Tensor:
@@ -59,9 +61,7 @@ class LocalWeights:
     samples: LocalSamples
     coefficient_S: Tensor  # fp64, on the CPU or on the mask's device
     copies: int  # context-parallel ranks that have the same tokens
-    # By split: one, once it is recognised. None if all tokens are here, or their places do not
-    # matter.
-    layouts: Mapping[str, CPLayout]
+    layouts: Mapping[str, CPLayout]  # by split, where ranks split tokens and it matters how
     given: Tensor | None  # of a custom function: the weights of all tokens
 
     @property
@@ -99,20 +99,11 @@ def weighed(
 
     Args:
         whole: losses are of all tokens on every context-parallel rank.
-
-    Raises:
-        HostError: the model was not called.
-        LayoutError: the mask is of all tokens and should not be, or the other way round; or it is
-            not known how the tokens are split, and it matters.
-        GroupError: samples are packed, but were planned as rows.
-        MaskError: a mask of another shape.
     """
     samples, copies = term.samples[i], groups.cp_size if whole else 1
     parts = groups.cp_size // copies
-    by_sample = aggregation.function is not None or not {
-        aggregation.within,
-        aggregation.across,
-    } <= {"step", "microbatch", None}
+    units = {aggregation.within, aggregation.across}
+    by_sample = aggregation.function is not None or not units <= {"step", "microbatch", None}
     if model_call is None and (by_sample or groups.cp_size > 1):
         raise HostError(
             "a loss without a call of the model that the schedule was given: its packing and "
@@ -137,9 +128,8 @@ def weighed(
         layouts = splits.layouts(samples, parts, groups.cp_rank)
         if starts is not None:
             # Groups ask for the sample of each token, weights for its coefficient alone.
-            telling_S = term.coefficients[i]
-            if term.groups:
-                telling_S = torch.arange(1.0, 1 + samples.number)
+            sample_S = torch.arange(1.0, 1 + samples.number)
+            telling_S = sample_S if term.groups else term.coefficients[i]
             starts = _local_starts(starts, layouts, mask, telling_S)
     local = LocalSamples(samples.number, starts)
     return LocalWeights(local, term.coefficients[i], copies, layouts, given)
