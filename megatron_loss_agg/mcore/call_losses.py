@@ -85,7 +85,7 @@ class CallLosses:
         names: Sequence[str] = [*call.terms]
         for extension in call.extensions:
             loss_func, names = extension.adapt(call, loss_func, names)
-        plan, masks = self._plan(), token_masks(loss_func, names)
+        masks, plan = token_masks(loss_func, names), self._plan()
         whole = None  # how losses of all tokens were gathered, where ranks split them
         if isinstance(loss_func, TokenLoss) and call.scale.context_parallel_size > 1:
             whole = loss_func.whole
@@ -120,17 +120,22 @@ class CallLosses:
         x = MicrobatchLoss(
             call, plan, i, losses, masks, local, weights, whole, returned, inputs, total, reports
         )
+        self._report(x, sums)
+        own = self._own_tokens_of(x)
+        return call.scale.returned(x.total, own, plan.total_tokens, x.reports, whole)
+
+    def _report(self, x: MicrobatchLoss, sums: Mapping[str, Tensor]) -> None:
+        """Add the pairs of the terms, given their weighted sums, of extensions and of the total."""
+        call = self._call
         for name, part in sums.items():
-            over = denominator(call.terms[name].aggregation, plan.terms[name])
+            over = denominator(call.terms[name].aggregation, x.plan.terms[name])
             x.report(f"{name} loss", x.sum_pair(f"{name} loss", part, over))
         for watch in self._watchers:
             watch(x)
-        if call.total is not None and len(names) == len(call.terms):
+        if call.total is not None and len(sums) == len(call.terms):
             x.report(call.total, x.sum_pair(call.total, x.total))
-        if "lm loss" in reports:
-            reports["lm loss"] = x.token_mean("lm loss")
-        own = self._own_tokens_of(x)
-        return call.scale.returned(x.total, own, plan.total_tokens, reports, whole)
+        if "lm loss" in x.reports:
+            x.reports["lm loss"] = x.token_mean("lm loss")
 
     def _own_tokens_of(self, x: MicrobatchLoss) -> int | Tensor:
         """What this rank tells the host that its part of a microbatch has.
