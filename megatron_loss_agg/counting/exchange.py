@@ -73,14 +73,12 @@ class LocalTerm:
         if agg.rejected is None and samples.rejected_S is not None:
             raise GroupError(
                 "some samples are rejected, and the aggregation does not say whether they count; "
-                "expected LossAggregation(rejected='count') or rejected='skip' "
-                "(--loss-aggregation-rejected)"
+                "expected LossAggregation(rejected='count') or rejected='skip'"
             )
         if agg.sample_weights is None and samples.weights_S is not None:
             raise GroupError(
                 "samples have weights, and the aggregation does not say whether they count; "
-                "expected LossAggregation(sample_weights='count') or sample_weights='skip' "
-                "(--loss-aggregation-sample-weights)"
+                "expected LossAggregation(sample_weights='count') or sample_weights='skip'"
             )
         self.agg, self.samples, self.group_by = agg, samples, group_by
         self.owner, self._rank = -1, dist.get_rank() if dist.is_initialized() else 0

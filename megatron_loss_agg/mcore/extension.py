@@ -12,9 +12,9 @@ calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.mcore.weigh import LocalWeights
-from megatron_loss_agg.report import RunningMean
-from megatron_loss_agg.weights import at_least_fp32, detached, in_dtype, weighted_sum_of_fitting
+from megatron_loss_agg.weights import detached, in_dtype, weighted_sum_of_fitting
 
 _LEAST = torch.finfo(torch.float32).tiny
 """The weight of an empty call: lost beside any other, but no division by 0 without others."""
@@ -42,80 +41,17 @@ def denominator(aggregation: LossAggregation, term: PlannedTerm) -> float:
     return counts.across * (counts.tokens if aggregation.within == "step" else 1.0)
 
 
-class Reports:
-    """Pairs of one microbatch on this rank.
-
-    Args:
-        first: losses and mask of the first term.
-        copies: context-parallel ranks that report the same tokens.
-        running_means: by report, if the host averages quotients instead of summing pairs.
-        begins: it is the call's first microbatch.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        plan: PlannedStep,
-        first: tuple[Tensor, Tensor],
-        copies: int,
-        running_means: MutableMapping[str, RunningMean] | None,
-        begins: bool,
-    ) -> None:
-        self._plan, self._copies = plan, copies
-        self._losses, self._mask = first[0].detach(), first[1]
-        self._running_means, self._begins = running_means, begins
-        self._evaluates = not call.trains
-        # Of the step, over microbatches and ranks.
-        self._number = plan.microbatches * call.scale.context_parallel_size
-
-    def summed(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
-        """The pair for this rank's part of a sum over the step, whose quotient becomes the sum.
-
-        In an evaluation of several calls, a call weighs as much as the denominator.
-        """
-        part, number = detached(part), self._number // self._copies
-        if self._plan.divided_by_host:
-            return _pair(part, self._mask_sum, self._copies)
-        if self._running_means is not None:
-            value = self._running_means[key].add(part, denominator, self._begins)
-            return _pair(value.to(part) * number, 1.0)
-        count = max(denominator / self._number, _LEAST) if self._evaluates else 1.0
-        return _pair(part if number * count == 1 else part * (number * count), count)
-
-    def token_mean(self, key: str, dtype: torch.dtype) -> Tensor:
-        """The pair of the microbatch's masked sum and mask sum, whose quotient is the mean."""
-        mask = in_dtype(self._mask.flatten(), at_least_fp32(self._mask.dtype))
-        total = in_dtype(weighted_sum_of_fitting(mask, self._losses), dtype)
-        if self._running_means is None:
-            return _pair(total, self._mask_sum, self._copies)
-        tokens = self._plan.first.counts.all_tokens
-        return self.summed(key, total / (tokens or 1.0), tokens)
-
-    @functools.cached_property
-    def _mask_sum(self) -> Tensor:
-        return self._mask.sum(dtype=at_least_fp32(self._mask.dtype))
-
-
-def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
-    """[2]: both, divided by ``copies``; in the dtype of ``total``. Waits for no device."""
-    if isinstance(count, Tensor):
-        pair = torch.stack([total, in_dtype(count, total.dtype)])
-    else:
-        pair = torch.stack([total, torch.full_like(total, count)])
-    return pair if copies == 1 else pair / copies
-
-
 @dataclass
 class MicrobatchLoss:
     """The loss of one microbatch on this rank, before the host's scale.
 
     Mappings are by term. Losses and weights are flat: [tokens of this rank]. Masks have the shapes
-    that the script gave them.
+    that the script gave them, and are at least fp32.
     """
 
-    i: int  # of the microbatch in its step
-    is_last: bool  # of its call
+    call: Call
     plan: PlannedStep
+    i: int  # of the microbatch in its step
     losses: Mapping[str, Tensor]
     masks: Mapping[str, Tensor]  # the loss function's
     local: Mapping[str, LocalWeights]
@@ -123,17 +59,51 @@ class MicrobatchLoss:
     whole: str | None  # see `TokenLoss`; None, too, where no context-parallel ranks split tokens
     returned: Sequence[Any] | None  # by a stock loss function; None: it is a `TokenLoss`
     inputs: Sequence[Tensor]  # the integer tensors that the model was called with
-    sum_pair: Callable[..., Tensor]  # see `Reports.summed`
     total: Tensor
-    reports: dict[str, Any] = field(default_factory=dict)
+    reports: dict[str, Any]
 
     @property
     def first(self) -> str:
         """The term whose tokens the host counts, and whose mean is ``lm loss``."""
         return next(iter(self.losses))
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the call's last microbatch."""
+        return self.i == self.call.last
+
+    @functools.cached_property
+    def mask_sum(self) -> Tensor:
+        """Of the first term."""
+        return self.masks[self.first].sum()
+
+    def sum_pair(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
+        """The pair for this rank's part of a sum over the step, whose quotient becomes the sum.
+
+        In an evaluation of several calls, a call weighs as much as the denominator.
+        """
+        call, part, copies = self.call, detached(part), self.local[self.first].copies
+        if self.plan.divided_by_host:
+            return _pair(part, self.mask_sum, copies)
+        pairs = self.plan.microbatches * call.scale.context_parallel_size  # of the step
+        if call.running_means is not None:
+            value = call.running_means[key].add(part, denominator, self.i == call.first)
+            return _pair(value.to(part) * (pairs // copies), 1.0)
+        count = 1.0 if call.trains else max(denominator / pairs, _LEAST)
+        factor = pairs // copies * count
+        return _pair(part if factor == 1 else part * factor, count)
+
+    def token_mean(self, key: str) -> Tensor:
+        """The pair of the microbatch's masked sum and mask sum, whose quotient is the mean."""
+        losses, mask = self.losses[self.first].detach(), self.masks[self.first].flatten()
+        total = in_dtype(weighted_sum_of_fitting(mask, losses), self.total.dtype)
+        if self.call.running_means is None:
+            return _pair(total, self.mask_sum, self.local[self.first].copies)
+        tokens = self.plan.first.counts.all_tokens
+        return self.sum_pair(key, total / (tokens or 1.0), tokens)
+
     def report(self, key: str, pair: Tensor) -> None:
-        """Add a report: a pair, see `Reports`.
+        """Add a report: a pair, see `sum_pair`.
 
         Raises:
             ReportError: the script's loss function, or another part, has one of this name.
@@ -144,6 +114,14 @@ class MicrobatchLoss:
                 "expected another name, or for the sum of several terms LossHook(total=...)"
             )
         self.reports[key] = pair
+
+
+def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
+    """[2]: both, divided by ``copies``; in the dtype of ``total``. Waits for no device."""
+    if not isinstance(count, Tensor):
+        count = torch.full_like(total, count)
+    pair = torch.stack([total, in_dtype(count, total.dtype)])
+    return pair if copies == 1 else pair / copies
 
 
 class Extension:

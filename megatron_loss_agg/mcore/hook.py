@@ -6,15 +6,15 @@ read -> count -> plan -> hand on -> weigh -> report
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
 from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
-from megatron_loss_agg.errors import HostError, MaskError, ModeError, StepError
+from megatron_loss_agg.errors import MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call, Loop, stock
@@ -26,8 +26,6 @@ from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.report import RunningMean
 
-_MARK = "wrapped_by_loss_hook"
-_EMPTY_STEP = ("step", "error", "skip")
 _FAILED = (
     "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
     "expected it to: see its error"
@@ -48,18 +46,22 @@ class Hook:
         total: str = "loss",
         loop: Loop = Loop(),  # noqa: B008  (immutable)
     ) -> None:
-        if empty_step not in _EMPTY_STEP:
-            raise ModeError(f"empty_step={empty_step!r}; expected one of {', '.join(_EMPTY_STEP)}")
+        if empty_step not in ("step", "error", "skip"):
+            raise ModeError(f"empty_step={empty_step!r}; expected one of step, error, skip")
         self._total: str | None = total  # None: no total is reported
         if isinstance(aggregation, LossAggregation):
             aggregation, self._total = {aggregation.label: aggregation}, None
         self.terms = named_terms(aggregation)
-        _check_names(self.terms, total)
+        names = ["lm loss", *(f"{name} loss" for name in self.terms), total]
+        if not isinstance(total, str) or len({*names}) < len(names):
+            raise ModeError(
+                f"reports named {names}; expected different names of the terms and total=, and no "
+                "term 'lm', since 'lm loss' is the mean over tokens"
+            )
         self._extensions = list(extensions)
         read_batch = reading(read_batch, self.terms, "dataset" in self._needs)
         self._source = Source(read_batch, read_step)
-        self._empty_step = empty_step
-        self._loop = loop
+        self._empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
         self._settings = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
         for extension in self._extensions:
@@ -80,55 +82,40 @@ class Hook:
 
     @property
     def _needs(self) -> frozenset[str]:
-        return frozenset[str]().union(*(extension.needs for extension in self._extensions))
+        return frozenset[str]().union(*(x.needs for x in self._extensions))  # they may change
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward_backward`` with its loss aggregated.
-
-        Args:
-            forward_backward: Megatron's schedule, from ``get_forward_backward_func()``.
+        """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
 
         Returns:
             a function that takes the schedule's arguments, by keyword, and returns its result.
 
         Raises:
             AggregationError: when called; every error of this package, see docs/errors.md.
-            HostError: ``forward_backward`` is wrapped already.
         """
         schedule = stock(forward_backward)
-        if hasattr(schedule, _MARK):
-            raise HostError(
-                "a forward-backward function that a LossHook has wrapped already; expected "
-                "Megatron's own: wrap it once"
-            )
-        self._evaluation = defaultdict(
-            RunningMean
-        )  # Megatron asks for a schedule in each evaluation
+        self._evaluation = defaultdict(RunningMean)  # of the next one: Megatron asks for each
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
-            call = Call.of(
-                schedule,
-                arguments,
-                terms=self.terms,
-                loop=self._loop,
-                settings=self._settings,
-                words=lambda: [words for x in self._extensions if (words := x.words())],
-            )
-            if call.collects_other_data:
+            if arguments.get("collect_non_loss_data"):  # no loss is computed
                 return schedule(**arguments)
+            of_hook = self.terms, self._loop, self._settings, self._extensions, self._total
+            call = Call.of(schedule, arguments, *of_hook)
             step, iterator = self._open if call.trains else None, call.data_iterator
             if step is None:
                 read, iterator = self._source.of(call, "prints" in self._needs)
                 step = Step(call.scale.num_microbatches, read)
             begins, first = step.is_untouched, step.take(call.scale.num_microbatches)
-            call = dataclasses.replace(call, first=first, ends_step=not step.left)
+            means = None
+            if self._loop.averages_quotients and not call.trains:
+                means = self._evaluation if self._loop.of_megatron else defaultdict(RunningMean)
+            call = replace(call, first=first, ends_step=not step.left, running_means=means)
             if begins:
                 for extension in self._extensions:
                     extension.start(call)
             return self._run(schedule, call, step, iterator)
 
-        setattr(wrapped, _MARK, True)
         return wrapped
 
     @contextlib.contextmanager
@@ -138,7 +125,6 @@ class Hook:
             with hook.step(microbatches):
                 forward_backward(num_microbatches=2, **the_rest)
                 forward_backward(num_microbatches=6, **the_rest)
-            optimizer.step()
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
         its iterator. The step is counted once, by the first call, and the host reduces and scales
@@ -163,87 +149,51 @@ class Hook:
 
     def _run(self, schedule: Callable[..., Any], call: Call, step: Step, iterator: Any) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
-        groups = call.groups
         plan = None if call.may_lack_mask else self._plan(call, step)
-
-        def planned() -> PlannedStep:
-            with failing_together([groups.cp] if call.may_lack_mask else [], _FAILED):
-                return self._count(call, step)
 
         with contextlib.ExitStack() as stack:
             if not call.ends_step:
                 stack.enter_context(call.accumulating())
-            watchers = []
-            for x in self._extensions:
-                wants = groups.last_stage or "stages" in x.needs
-                watch = stack.enter_context(x.around(call, plan if wants else None))
-                watchers += [] if watch is None else [watch]
-            if not groups.last_stage:
-                result = call.run(schedule, call.forward_step, iterator)
+            watchers = [stack.enter_context(x.around(call, plan)) for x in self._extensions]
+            if not call.groups.last_stage:
+                result = call.run(schedule, call.arguments["forward_step_func"], iterator)
             else:
-                losses = CallLosses(
-                    call,
-                    functools.cache(planned),
-                    self._splits,
-                    self._extensions,
-                    watchers,
-                    step.own_tokens,
-                    self._total,
-                    self._running_means(call),
-                )
+                plan_of_step = functools.partial(self._count, call, step)
+                losses = CallLosses(call, plan_of_step, self._splits, watchers, step.own_tokens)
                 with losses.watching_the_model():
                     result = call.run(schedule, losses.forward_step, iterator)
                 losses.finish()
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
         if call.trains and self._empty_step == "skip":
-            self.step_is_empty = any_rank(plan is not None and plan.is_empty, groups.pp)
+            self.step_is_empty = any_rank(plan is not None and plan.is_empty, call.groups.pp)
         return result
 
     def _plan(self, call: Call, step: Step) -> PlannedStep | None:
-        """The plan of a step, before its calls; None on stages that do not get it.
-
-        Raises:
-            PeerError: planning failed on the last stage, or on another context-parallel rank.
-        """
+        """The plan of a step, before its calls; None on stages that do not get it."""
+        if call.first:
+            return step.plan
         groups, to_stages = call.groups, call.trains and "stages" in self._needs
-        # Exchanging failures makes ranks wait: only where one is likely, in a step's first call.
-        likely = call.trains not in self._planned or (
-            call.trains and (self._empty_step == "error" or to_stages)
-        )
-        with failing_together([groups.cp, groups.pp] if likely and not call.first else [], _FAILED):
-            if groups.last_stage:
-                plan = self._count(call, step)
-                if plan.is_empty and call.trains and self._empty_step == "error":
-                    raise MaskError(
-                        "every token of the step is masked or rejected; expected an active token: "
-                        "fix the data, or choose --loss-aggregation-empty-step skip or step"
-                    )
+        refuses_empty = call.trains and self._empty_step == "error"
+        # Exchanging failures makes ranks wait: only where one is likely.
+        likely = call.trains not in self._planned or refuses_empty or to_stages
+        with failing_together([groups.cp, groups.pp] if likely else [], _FAILED):
+            if groups.last_stage and self._count(call, step).is_empty and refuses_empty:
+                raise MaskError(
+                    "every token of the step is masked or rejected; expected an active token: "
+                    "fix the data, or choose --loss-aggregation-empty-step skip or step"
+                )
         self._planned.add(call.trains)
-        if to_stages and not call.first:
+        if to_stages:
             step.plan = handed_on(lambda: step.plan, groups.pp, groups.pp.size() - 1)
         return step.plan
 
     def _count(self, call: Call, step: Step) -> PlannedStep:
         """The step's plan, made once; the next step's batches are then drawn behind this one."""
         if step.plan is None:
-            step.plan = planned_step(step, call, self._splits, self._needs)
+            # In a loss, one context-parallel rank may fail alone.
+            with failing_together([call.groups.cp] if call.may_lack_mask else [], _FAILED):
+                step.plan = planned_step(step, call, self._splits, self._needs)
             if step is not self._open:
                 self._source.fetch_next(call)
         return step.plan
-
-    def _running_means(self, call: Call) -> MutableMapping[str, RunningMean] | None:
-        """Of the evaluation that the call is a part of; in a custom loop, of the call."""
-        if call.trains or not call.loop.averages_quotients:
-            return None
-        return self._evaluation if call.loop.of_megatron else defaultdict(RunningMean)
-
-
-def _check_names(terms: Mapping[str, Term], total: str) -> None:
-    """Raise ModeError if two reports of the hook had the same name."""
-    if "lm" in terms:
-        raise ModeError(
-            "a term named 'lm'; expected another name, since 'lm loss' is the mean over tokens"
-        )
-    if not isinstance(total, str) or total in ("lm loss", *(f"{name} loss" for name in terms)):
-        raise ModeError(f"total={total!r}; expected a name that no other report of the hook has")

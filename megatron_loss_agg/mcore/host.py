@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.report import RunningMean
 
 GATHERS = ("local_grad", "reduced_grad")
 """How whole losses are gathered: without a sum over ranks in the backward pass, or with one."""
@@ -55,32 +56,12 @@ class ParallelGroups:
 
     @classmethod
     def of(cls, pg_collection: Any = None) -> ParallelGroups:
-        """From ``pg_collection`` if the schedule got one, else from Megatron's globals.
-
-        Raises:
-            HostError: a group is missing, or model parallelism is not initialized.
-        """
+        """From ``pg_collection`` if the schedule got one, else from Megatron's globals."""
         from megatron.core import parallel_state
 
         if pg_collection is not None:
-            if hasattr(pg_collection, "module_pgs"):
-                raise HostError(
-                    f"the schedule's {type(pg_collection).__name__} has groups for the modules "
-                    f"{sorted(pg_collection.module_pgs)}; expected a model of one module"
-                )
-            try:
-                dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
-            except AttributeError as error:
-                raise HostError(
-                    f"the schedule's {type(pg_collection).__name__} lacks a group ({error}); "
-                    "expected dp, cp, tp and pp"
-                ) from error
+            dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
             return cls(dp, cp, tp, pp, dist.get_rank(pp) == dist.get_world_size(pp) - 1)
-        if not parallel_state.model_parallel_is_initialized():
-            raise HostError(
-                "Megatron's model parallel groups do not exist yet; "
-                "call parallel_state.initialize_model_parallel first"
-            )
         return cls(
             # Gloo's where the host has one beside NCCL's: counts then wait for no kernel.
             dp=getattr(parallel_state, "_DATA_PARALLEL_GROUP_GLOO", None)
@@ -129,15 +110,10 @@ class HostScale:
         """What a loss function returns to get the gradient of ``loss`` summed over the step.
 
         Args:
-            loss: this rank's ``sum w * loss`` of one microbatch.
             num_tokens: this rank's part of the microbatch's tokens. It must be the true count,
                 since the host scales MoE and MTP losses by the total.
             total_tokens: ``num_tokens`` summed over microbatches, data- and context-parallel ranks.
-            report: passed through.
             gather: one of `GATHERS` if ``loss`` is of all context-parallel ranks' tokens.
-
-        Raises:
-            HostError: more tokens than the host can count.
         """
         if self.per_token and total_tokens > _MOST_TOKENS:
             raise HostError(
@@ -178,70 +154,65 @@ class Loop(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the schedule. Only `of` and `run` read its arguments."""
+    """One call of the schedule, and what the hook says of it."""
 
-    arguments: Mapping[str, Any]  # as given, by name
-    pg_collection: Any  # None: Megatron's global groups
+    arguments: Mapping[str, Any]  # of the schedule, by name; with its defaults
     groups: ParallelGroups
     scale: HostScale
     config: Any  # of the model
     chunks: tuple[Any, ...]  # model chunks of this rank, in their order
-    forward_step: Callable[..., Any]
-    data_iterator: Any  # of the last chunk, which computes the loss; None on ranks without data
-    trains: bool
-    collects_other_data: bool  # collect_non_loss_data: computes no loss
     terms: Mapping[str, Term]  # of the loss that is aggregated
     loop: Loop
     settings: Mapping[str, object]  # of the hook and its extensions: the same on every rank
-    words: Callable[[], list[str]]  # what the extensions say of themselves in the first line
+    extensions: Sequence[Any]
+    total: str | None  # under which name the sum of several terms is reported
     first: int = 0  # index in its step of the call's first microbatch
     ends_step: bool = True  # no further call belongs to the step
+    running_means: Mapping[str, RunningMean] | None = None  # by report; see `Loop`
 
     @classmethod
-    def of(
-        cls,
-        schedule: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        **of_hook: Any,
-    ) -> Call:
-        """From the schedule's keyword arguments.
-
-        Args:
-            of_hook: the fields that the hook knows: ``terms``, ``loop``, ``settings``, ``words``.
-
-        Raises:
-            HostError: an argument or a group is missing.
-        """
+    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], *of_hook: Any) -> Call:
+        """From the ``given`` arguments of the schedule, and the fields from ``terms`` on."""
         from megatron.core.utils import get_model_config
 
-        known = {**_defaults_of(schedule), **arguments}
+        # The defaults of a `functools.partial` are arguments, too.
+        parameters = inspect.signature(schedule).parameters.values()
+        arguments = {x.name: x.default for x in parameters if x.default is not x.empty} | {**given}
         required = ("forward_step_func", "data_iterator", "model", "num_microbatches")
-        if missing := [name for name in required if name not in known]:
+        if missing := [name for name in required if name not in arguments]:
             raise HostError(
                 f"the schedule was called without {', '.join(missing)}=; expected Megatron's "
                 "arguments, by keyword: add what is missing"
             )
-        groups = ParallelGroups.of(known.get("pg_collection"))
-        chunks, iterators = chunks_of(known["model"]), known["data_iterator"]
+        groups = ParallelGroups.of(arguments.get("pg_collection"))
+        chunks = chunks_of(arguments["model"])
         config = get_model_config(chunks[0])
-        return cls(
-            arguments=arguments,
-            pg_collection=known.get("pg_collection"),
-            groups=groups,
-            scale=HostScale(
-                num_microbatches=known["num_microbatches"],
-                data_parallel_size=dist.get_world_size(groups.dp),
-                context_parallel_size=groups.cp_size,
-                per_token=config.calculate_per_token_loss,
-            ),
-            config=config,
-            chunks=chunks,
-            forward_step=known["forward_step_func"],
-            data_iterator=iterators[-1] if isinstance(iterators, list) else iterators,
-            trains=not known.get("forward_only"),
-            collects_other_data=bool(known.get("collect_non_loss_data")),
-            **of_hook,
+        scale = HostScale(
+            num_microbatches=arguments["num_microbatches"],
+            data_parallel_size=dist.get_world_size(groups.dp),
+            context_parallel_size=groups.cp_size,
+            per_token=config.calculate_per_token_loss,
         )
+        return cls(arguments, groups, scale, config, chunks, *of_hook)
+
+    @property
+    def pg_collection(self) -> Any:
+        """None: Megatron's global groups."""
+        return self.arguments.get("pg_collection")
+
+    @property
+    def data_iterator(self) -> Any:
+        """Of the last chunk, which computes the loss; None on ranks without data."""
+        iterators = self.arguments["data_iterator"]
+        return iterators[-1] if isinstance(iterators, list) else iterators
+
+    @functools.cached_property
+    def trains(self) -> bool:
+        return not self.arguments.get("forward_only")
+
+    def words(self) -> list[str]:
+        """What the extensions say of themselves in the first line of the log."""
+        return [words for x in self.extensions if (words := x.words())]
 
     @property
     def last(self) -> int:
@@ -257,7 +228,7 @@ class Call:
         self, schedule: Callable[..., Any], forward_step: Callable[..., Any], data_iterator: Any
     ) -> Any:
         """Run ``schedule`` with this forward step, and this iterator for the last chunk."""
-        iterators = self.arguments.get("data_iterator")
+        iterators = self.arguments["data_iterator"]
         if isinstance(iterators, list):
             data_iterator = [*iterators[:-1], data_iterator]
         replaced = {"forward_step_func": forward_step, "data_iterator": data_iterator}
@@ -278,12 +249,6 @@ class Call:
             stack.callback(vars(self.config).update, saved)
             vars(self.config).update(dict.fromkeys(names))
             yield
-
-
-def _defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that a schedule need not be given, as those of a `functools.partial`."""
-    parameters = inspect.signature(schedule).parameters.values()
-    return {x.name: x.default for x in parameters if x.default is not inspect.Parameter.empty}
 
 
 def chunks_of(model: Any) -> tuple[Any, ...]:

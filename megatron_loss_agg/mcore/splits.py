@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,85 +26,29 @@ from megatron_loss_agg.mcore.reading.prints import IdPrints, Prints, counts_up, 
 from megatron_loss_agg.microbatch import Microbatch
 
 
-class Samples(NamedTuple):
+class MicrobatchShape(NamedTuple):
     """Where the samples of a whole microbatch lie, before context parallelism."""
 
-    number: int
+    number: int  # of samples
     shape: tuple[int, ...]  # of the mask
     starts: Tensor | None  # int64 [number + 1], offsets in the (padded) pack; None: rows
 
     @classmethod
-    def of(cls, microbatch: Microbatch) -> Samples:
+    def of(cls, microbatch: Microbatch) -> MicrobatchShape:
         starts = microbatch.sample_starts
         starts = None if starts is None else starts.to("cpu", torch.int64)
         return cls(microbatch.num_samples, tuple(microbatch.loss_mask.shape), starts)
 
-    @property
-    def length(self) -> int:
-        """Tokens of each row, or of the pack."""
-        return self.shape[-1]
 
-
-class Split(NamedTuple):
-    """One way to split a microbatch."""
-
-    layout: Callable[[Samples, int, int], CPLayout]  # of a context-parallel size and rank
-    chunks: Callable[[int, int], tuple[int, tuple[int, ...]]] | None  # see `local_starts`
-
-
-def _zigzag_of_sequences(pack: Samples, size: int, rank: int) -> CPLayout:
-    starts = pack.starts
-    assert starts is not None
-    if int(starts[-1]) < pack.length:
-        # Tokens after the last sample are padding, which is split like a sequence of its own.
-        starts = torch.cat([starts, starts.new_tensor([pack.length])])
-    return CPLayout.thd(starts, size, rank)
-
-
-def _zigzag(samples: Samples, size: int, rank: int) -> CPLayout:
-    return CPLayout.bshd(samples.length, size, rank)
-
-
-def _contiguous(samples: Samples, size: int, rank: int) -> CPLayout:
-    return CPLayout.contiguous(samples.length, size, rank)
-
-
-_ROWS = {
-    "zigzag": Split(_zigzag, lambda size, rank: (2 * size, (rank, 2 * size - 1 - rank))),
-    "contiguous": Split(_contiguous, lambda size, rank: (size, (rank,))),
-}
-_SPLITS: Mapping[bool, Mapping[str, Split]] = {  # by whether samples are packed
-    False: _ROWS,
-    True: {
-        "zigzag inside every sequence": Split(_zigzag_of_sequences, None),
-        "zigzag over the whole pack": _ROWS["zigzag"],
-        "contiguous": _ROWS["contiguous"],
+_BY_SEQUENCE = "zigzag inside every sequence"
+_SPLITS: Mapping[bool, Mapping[str, Callable[[Any, int, int], CPLayout]]] = {
+    False: {"zigzag": CPLayout.bshd, "contiguous": CPLayout.contiguous},
+    True: {  # of packs
+        _BY_SEQUENCE: CPLayout.thd,
+        "zigzag over the whole pack": CPLayout.bshd,
+        "contiguous": CPLayout.contiguous,
     },
 }
-
-
-def local_starts(pack: Samples, split: Split, size: int, rank: int) -> Tensor:
-    """Where each sample of a pack begins among this rank's tokens: int64 [samples + 1].
-
-    In every split, a rank's tokens stay in the order of their samples.
-    """
-    starts = pack.starts
-    assert starts is not None
-    if split.chunks is None:  # of every sequence, each rank has the same part
-        return starts // size
-    parts, chunks = split.chunks(size, rank)
-    length = pack.length // parts
-    bounds = [starts.clamp(k * length, (k + 1) * length) - k * length for k in chunks]
-    return torch.stack(bounds).sum(dim=0)
-
-
-def _divides(split: Split, samples: Samples, size: int) -> bool:
-    """Whether the lengths are those that the split needs."""
-    if split.chunks is not None:
-        return samples.length % split.chunks(size, 0)[0] == 0
-    assert samples.starts is not None
-    ends = torch.cat([samples.starts, samples.starts.new_tensor([samples.length])])
-    return not bool((ends.diff() % (2 * size)).any())
 
 
 class Splits:
@@ -112,39 +56,37 @@ class Splits:
 
     def __init__(self) -> None:
         self._left = {packed: [*splits] for packed, splits in _SPLITS.items()}
-        self._whole: bool | None = None  # see `settle`
 
     def recognised(self, packed: bool) -> str | None:
         """The only split that is left for packs, or for rows; None if there are several."""
         left = self._left[packed]
         return left[0] if len(left) == 1 else None
 
-    def is_open(self, samples: Samples, size: int, by_token: bool) -> bool:
+    def is_open(self, samples: MicrobatchShape, size: int, by_token: bool) -> bool:
         """Whether it matters how ``samples`` are split over ``size`` ranks, and is not known."""
         packed = samples.starts is not None
         matters = by_token or (packed and samples.number > 1)
         return size > 1 and matters and self.recognised(packed) is None
 
-    def possible(self, samples: Samples, size: int) -> dict[str, Split]:
-        """Those left that can split ``samples``.
-
-        Raises:
-            LayoutError: none can.
-        """
-        splits = _SPLITS[samples.starts is not None]
-        left = {name: splits[name] for name in self._left[samples.starts is not None]}
-        found = {name: split for name, split in left.items() if _divides(split, samples, size)}
+    def layouts(self, samples: MicrobatchShape, size: int, rank: int) -> dict[str, CPLayout]:
+        """Where this rank's tokens are, under each split that is left and fits; LayoutError."""
+        packed, found, errors = samples.starts is not None, {}, []
+        length = samples.shape[-1]
+        for name in self._left[packed]:
+            whole: int | Tensor = length
+            if samples.starts is not None and name == _BY_SEQUENCE:
+                # Padding after the last sample is split like a sequence of its own.
+                whole = torch.cat([samples.starts, samples.starts.new_tensor([length])])
+            try:
+                found[name] = _SPLITS[packed][name](whole, size, rank)
+            except LayoutError as error:
+                errors.append(error)
         if not found:
-            next(iter(left.values())).layout(samples, size, 0)  # raises, and says why
+            raise errors[0]
         return found
 
-    def layouts(self, samples: Samples, size: int, rank: int) -> dict[str, CPLayout]:
-        """The places of this rank's tokens under each possible split; LayoutError: as there."""
-        possible = self.possible(samples, size)
-        return {name: split.layout(samples, size, rank) for name, split in possible.items()}
-
     def prints(
-        self, microbatch: Microbatch, samples: Samples, size: int, rank: int, by_token: bool
+        self, microbatch: Microbatch, samples: MicrobatchShape, size: int, rank: int, by_token: bool
     ) -> Prints:
         """Fingerprints of a microbatch's tokens and mask; waits for a device that holds them."""
         layouts: dict[str, CPLayout] = {}
@@ -162,23 +104,9 @@ class Splits:
         telling = [x for x in microbatch.token_ids if not bool(counts_up(x))]
         return Prints(tuple(map(printed, telling)), by_split(microbatch.loss_mask.detach() != 0))
 
-    def settle(self, whole: bool) -> None:
-        """Losses are, or are not, of all tokens on every context-parallel rank.
-
-        Raises:
-            LayoutError: they were otherwise before.
-        """
-        if self._whole not in (None, whole):
-            now, before = ("all", "a part") if whole else ("a part", "all")
-            raise LayoutError(
-                f"losses of {now} of the tokens on a context-parallel rank, after losses of "
-                f"{before} of them; expected TokenLoss(whole=...) in every call, or in none"
-            )
-        self._whole = whole
-
     def recognise(
         self,
-        samples: Samples,
+        samples: MicrobatchShape,
         prints: Prints,
         inputs: Sequence[Tensor],
         mask: Tensor,
@@ -186,15 +114,12 @@ class Splits:
     ) -> None:
         """Keep the splits under which the script passes on each rank's part of a microbatch.
 
-        Waits for the device, until one split is left. All ranks of ``cp`` must call; if one raises,
-        all do.
+        Waits for the device, until one split is left. All ranks of ``cp`` must call, and all of
+        them raise LayoutError if none is left.
 
         Args:
             inputs: the integer tensors that the model was called with.
             mask: the loss function's.
-
-        Raises:
-            LayoutError: the inputs are the ranks' parts under none of them.
         """
         packed = samples.starts is not None
         if self.recognised(packed):
@@ -228,11 +153,7 @@ class Splits:
 
 
 def only(by_split: Mapping[str, Tensor]) -> Tensor:
-    """What all splits that fit agree on.
-
-    Raises:
-        LayoutError: they do not.
-    """
+    """What all splits that fit agree on; LayoutError if they do not."""
     first, *others = by_split.values()
     if all(torch.equal(first, other) for other in others):
         return first

@@ -19,7 +19,7 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import checked_microbatches
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_late, checked_samples
 from megatron_loss_agg.mcore.reading.prints import Prints
-from megatron_loss_agg.mcore.splits import Samples, Splits
+from megatron_loss_agg.mcore.splits import MicrobatchShape, Splits
 from megatron_loss_agg.microbatch import Microbatch, listed, of_term
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.weights import at_least_fp32
@@ -77,7 +77,7 @@ class PlannedTerm(StepCoefficients):
     microbatch of this data-parallel rank; tensors are on the CPU.
     """
 
-    samples: Sequence[Samples]
+    samples: Sequence[MicrobatchShape]
     ids: Mapping[Unit, Tensor]  # int64 [samples of all microbatches], of the units that are needed
     given: Sequence[Tensor] | None  # of a custom function: the weights of all tokens
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
@@ -183,7 +183,7 @@ def _planned_term(
     is_late: bool,
 ) -> PlannedTerm:
     microbatches, numbers = plan.microbatches, range(len(plan.microbatches))
-    samples = [Samples.of(m) for m in microbatches]
+    samples = [MicrobatchShape.of(m) for m in microbatches]
     is_custom = plan.aggregation.function is not None
     by_token = is_custom or "masks" in needs
     cp, rank = call.groups.cp_size, call.groups.cp_rank

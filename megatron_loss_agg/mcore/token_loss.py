@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,13 @@ from torch import Tensor
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
 from megatron_loss_agg.mcore.reading.loss_function import bound_mask, name_of
+from megatron_loss_agg.mcore.weigh import fit
 from megatron_loss_agg.microbatch import for_each_term
 from megatron_loss_agg.weights import (
     at_least_fp32,
     described,
     detached,
+    in_dtype,
     is_plain,
     weighted_sum,
 )
@@ -30,8 +32,8 @@ class TokenLoss:
 
     For a loss of several terms, the token losses are a mapping by term, and so is the mask if the
     terms' masks differ. It holds only its arguments, and lives as long as the schedule keeps it.
-    The hook calls ``compute`` in the
-    schedule's gradient mode: once, but for the first training step with ``whole``.
+    The hook calls ``compute`` in the schedule's gradient mode: once, but for the first training
+    step with ``whole``.
 
     Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
     the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs.
@@ -76,35 +78,16 @@ class TokenLoss:
         self.takes_weights = takes_weights
 
     def __call__(self, output: Any) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-        if self.whole is not None or self.takes_weights:
+        if self.whole or self.takes_weights or isinstance(self.loss_mask, Mapping):
             raise HostError(
-                "a TokenLoss with whole= or takes_weights= was called without a hook; expected a "
-                "schedule wrapped by LossHook"
+                "a TokenLoss of several masks, or with whole= or takes_weights=, was called "
+                "without a hook; expected a schedule wrapped by LossHook"
             )
         losses, report = self.compute(output)
-        if not isinstance(losses, Tensor) or not isinstance(self.loss_mask, Tensor):
-            raise HostError(
-                "a TokenLoss of several terms was called without a hook; expected a schedule "
-                "wrapped by LossHook"
-            )
         _check_one_loss_per_token(losses, self.loss_mask, True)
+        assert isinstance(losses, Tensor)  # checked
         losses, mask = (x.reshape(-1).to(at_least_fp32(x.dtype)) for x in (losses, self.loss_mask))
         return weighted_sum(mask, losses), mask.sum().to(torch.int), report
-
-
-class TokenLosses(NamedTuple):
-    """One microbatch's losses on one rank before any reduction, by term."""
-
-    losses: dict[str, Tensor]  # [tokens]
-    masks: dict[str, Tensor]
-    report: dict[str, Any]
-    reduced: tuple[Any, ...] | None  # what a stock loss function returned
-
-    @property
-    def first(self) -> tuple[Tensor, Tensor]:
-        """Losses and mask of the first term, from which ``lm loss`` is computed."""
-        name = next(iter(self.losses))
-        return self.losses[name], self.masks[name]
 
 
 def carries_mask(loss_func: Callable[..., Any]) -> bool:
@@ -113,127 +96,98 @@ def carries_mask(loss_func: Callable[..., Any]) -> bool:
 
 
 def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """The masks that a loss function carries, by term, without gradients.
-
-    Raises:
-        HostError: there is none.
-        MaskError: masks for other terms than ``names``, or masks that are no tensors.
-    """
-    mask: Any
-    if isinstance(loss_func, TokenLoss):
-        mask = loss_func.loss_mask
-    elif len(names) > 1:
+    """The masks that a loss function carries, by term, without gradients and at least fp32."""
+    mask: Any = loss_func.loss_mask if isinstance(loss_func, TokenLoss) else bound_mask(loss_func)
+    if mask is None:
+        raise HostError(
+            f"the loss function {name_of(loss_func)}, which the forward step returned, has no "
+            "mask; expected functools.partial(loss_func, loss_mask) with a parameter named "
+            "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
+        )
+    if len(names) > 1 and not isinstance(loss_func, TokenLoss):
         raise HostError(
             f"the forward step returned the loss function {name_of(loss_func)} for the terms "
             f"{sorted(names)}; expected a TokenLoss, whose losses are a mapping of them; for "
             "Megatron's distillation LossHook(extensions=[Distillation()])"
         )
-    else:
-        mask = bound_mask(loss_func)
-        if mask is None:
-            raise HostError(
-                f"the loss function {name_of(loss_func)}, which the forward step returned, has no "
-                "mask; expected functools.partial(loss_func, loss_mask) with a parameter named "
-                "loss_mask, or megatron_loss_agg.mcore.TokenLoss"
-            )
-    if isinstance(mask, Tensor):  # one for all terms
-        return dict.fromkeys(names, detached(mask))
-    masks = _by_term("masks", mask, names)
-    for given in masks.values():
-        if not isinstance(given, Tensor):
-            raise MaskError(f"the loss mask is a {type(given).__name__}; expected a tensor")
-    return for_each_term(detached, masks)
+    if not isinstance(mask, Mapping):  # one for all terms
+        return dict.fromkeys(names, _constant(mask))
+    return for_each_term(_constant, _by_term("masks", mask, names))
+
+
+def _constant(mask: Any) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
+    return in_dtype(detached(mask), at_least_fp32(mask.dtype))
 
 
 def token_losses(
     loss_func: Callable[..., Any],
     output: Any,
-    masks: dict[str, Tensor],
-    weights: Mapping[str, Tensor] | None = None,
-) -> TokenLosses:
-    """Per-token losses and report, from what a forward step returned.
+    masks: Mapping[str, Tensor],
+    weights: Any = None,
+) -> tuple[dict[str, Tensor], dict[str, Any], Sequence[Any] | None]:
+    """Losses [tokens] by term, the report, and what a stock loss function returned.
 
     A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
     used. The model's output is then the per-token loss.
 
     Args:
-        masks: from `token_masks`; the losses of a single term need not be a mapping.
-        weights: for a `TokenLoss` that takes them, by term, in the masks' shapes.
-
-    Raises:
-        HostError: another number of results, or a report that is not a mapping.
-        MaskError: not one loss per element of the mask, or losses for other terms.
+        weights: for a `TokenLoss` that takes them, as it does.
     """
-    names = list(masks)
-    losses: Any = output
+    returned: Any
     if isinstance(loss_func, TokenLoss):
-        given: list[Any] = []
-        if weights is not None:
-            given = [weights if len(names) > 1 else weights[names[0]]]
-        returned = loss_func.compute(output, *given)
-        losses, report = _parts(returned, "a TokenLoss's function", "(losses, report)", 2)
-        reduced = None
+        given = (output, weights) if loss_func.takes_weights else (output,)
+        losses, report = _checked(loss_func.compute(*given), "(losses, report)", 2)
+        returned = None
     else:
         with torch.set_grad_enabled(False):  # `no_grad` does it in twice the calls
-            returned = loss_func(output)
+            results = loss_func(output)
         wanted = "(loss, report) or (loss, number of tokens, report)"
-        reduced = _parts(returned, "the loss function", wanted, 2, 3)
-        report = reduced[-1]
+        returned = _checked(results, wanted, 2, 3)
+        losses, report = output, returned[-1]
     if not isinstance(report, Mapping):
         raise HostError(
             f"the loss function reports a {type(report).__name__}; expected a mapping of names"
         )
     flat = {}
-    for name, of_term in _by_term("losses", losses, names).items():
-        _check_one_loss_per_token(of_term, masks[name], reduced is None)
+    for name, of_term in _by_term("losses", losses, [*masks]).items():
+        _check_one_loss_per_token(of_term, masks[name], returned is None)
         flat[name] = of_term.flatten()  # of a vector no node of the graph
-    return TokenLosses(flat, masks, dict(report), reduced)
+    return flat, dict(report), returned
 
 
-def _parts(returned: Any, who: str, wanted: str, *lengths: int) -> Any:
-    """``returned``; raises HostError unless it is a tuple, or a list, of one of ``lengths``."""
-    several = isinstance(returned, (tuple, list))
-    if several and len(returned) in lengths:
-        return returned
-    got = f"{len(returned)} results" if several else described(returned)
-    raise HostError(f"{who} returned {got}; expected {wanted}")
+def _checked(results: Any, wanted: str, *numbers: int) -> Any:
+    """``results``; raises HostError unless it is a tuple, or a list, of one of ``numbers``."""
+    several = isinstance(results, (tuple, list))
+    if several and len(results) in numbers:
+        return results
+    got = f"{len(results)} results" if several else described(results)
+    raise HostError(f"the loss function returned {got}; expected {wanted}")
 
 
 def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
     """``given`` by term, in the order of ``names``."""
-    if not isinstance(given, Mapping):
-        if len(names) == 1:
-            return {names[0]: given}
-        raise MaskError(f"{what} are a {type(given).__name__}; expected one for each of {names}")
-    if set(given) != set(names):
-        raise MaskError(f"{what} for {sorted(given)}; expected one for each of {sorted(names)}")
+    if not isinstance(given, Mapping) and len(names) == 1:
+        return {names[0]: given}
+    if not isinstance(given, Mapping) or given.keys() != {*names}:
+        got = f"for {sorted(given)}" if isinstance(given, Mapping) else f"are {described(given)}"
+        raise MaskError(f"{what} {got}; expected one for each of {sorted(names)}")
     return {name: given[name] for name in names}
 
 
 def _check_one_loss_per_token(losses: Any, mask: Tensor, custom: bool) -> None:
-    """Raise MaskError unless shapes match up to axes of length 1, or one is flat.
-
-    Args:
-        custom: they are a `TokenLoss`'s.
-    """
-    if is_plain(losses):
-        if losses.shape == mask.shape:
-            return
-    elif isinstance(losses, Tensor):
-        raise MaskError(f"losses are {described(losses)}; expected a real, dense tensor")
-    long = [[n for n in getattr(x, "shape", ()) if n != 1] for x in (losses, mask)]
-    one_is_flat = min(map(len, long)) <= 1
-    fits = isinstance(losses, Tensor) and losses.numel() == mask.numel()
-    if not fits or (long[0] != long[1] and not one_is_flat):
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        who, otherwise = "losses", "the model called with labels: otherwise return a TokenLoss"
-        if custom:
-            who = "a TokenLoss whose function returned losses of shape"
-            otherwise = (
-                "without a sum or mean over tokens, and the mask of the same tokens as the losses: "
-                "under context parallelism this rank's part, see CPLayout.shard"
-            )
-        raise MaskError(
-            f"{who} {shape} for a loss mask of shape {tuple(mask.shape)}; expected one loss per "
-            f"token ({otherwise})"
+    """Raise MaskError unless both have one order of tokens; ``custom``: of a `TokenLoss`."""
+    if is_plain(losses) and fit(losses.shape, mask.shape):
+        return
+    whose, mend = "", "the model called with labels: otherwise return a TokenLoss"
+    if custom:
+        whose = " of a TokenLoss"
+        mend = (
+            "without a sum or mean over tokens, and the mask of the same tokens as the losses: "
+            "under context parallelism this rank's part, see CPLayout.shard"
         )
+    raise MaskError(
+        f"losses{whose} are {described(losses)} for a loss mask of shape {tuple(mask.shape)}; "
+        f"expected one loss per token ({mend})"
+    )

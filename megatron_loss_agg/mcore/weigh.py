@@ -7,11 +7,9 @@ Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from megatron_loss_agg.mcore.host import ParallelGroups
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
-from megatron_loss_agg.mcore.splits import Samples, Splits, local_starts, only
+from megatron_loss_agg.mcore.splits import Splits, only
 from megatron_loss_agg.mcore.step import PlannedTerm
 from megatron_loss_agg.weights import at_least_fp32, in_dtype, sample_coefficients, token_weights_of
 
@@ -36,37 +34,23 @@ class LocalSamples:
     """Which of this rank's tokens of a microbatch are of which sample."""
 
     number: int  # of samples
-    tokens: int
     starts: Tensor | None  # int64 [samples + 1], among this rank's tokens; None: rows
-
-    @cached_property
-    def _lengths(self) -> Tensor:
-        """int64 [samples + 1]: tokens of each sample, and of none."""
-        assert self.starts is not None
-        return pad(self.starts, (0, 1), value=self.tokens).diff()
 
     def shaped(self, x_T: Tensor) -> Tensor:
         """Rows as [samples, tokens of each]; packs flat."""
         if self.starts is not None:
             return x_T.reshape(-1)
-        if x_T.dim() == 2 and x_T.shape[0] == self.number:
+        if x_T.dim() == 2 and len(x_T) == self.number:
             return x_T
-        return x_T.reshape(self.number, self.tokens // max(self.number, 1))
-
-    def spread(self, x_S: Tensor) -> Tensor:
-        """The value of each token's sample, [tokens]; 0 for tokens of none. Waits for no device."""
-        if self.starts is None:
-            length = self.tokens // max(self.number, 1)
-            return x_S.unsqueeze(1).expand(-1, length).reshape(-1)
-        lengths = moved(self._lengths, x_S.device)
-        return pad(x_S, (0, 1)).repeat_interleave(lengths, output_size=self.tokens)
+        return x_T.reshape(self.number, x_T.numel() // max(self.number, 1))
 
     def sums(self, x_T: Tensor) -> Tensor:
         """The sum over each sample's tokens, [samples]; at least fp32, of packs fp64."""
         x_T = self.shaped(x_T)
         if self.starts is None:
             return x_T.sum(dim=1, dtype=at_least_fp32(x_T.dtype))
-        lengths = moved(self._lengths, x_T.device)  # their tokens are added one after the other
+        # The tokens of a sample are added one after the other. Those of none are left out.
+        lengths = pad(moved(self.starts, x_T.device), (0, 1), value=x_T.numel()).diff()
         return torch.segment_reduce(x_T.double(), "sum", lengths=lengths, unsafe=True)[:-1]
 
 
@@ -76,10 +60,14 @@ class LocalWeights:
 
     samples: LocalSamples
     coefficient_S: Tensor  # fp64, on the CPU or on the mask's device
-    given: Tensor | None  # of a custom function: the weights of all tokens
-    layouts: Callable[[], Mapping[str, CPLayout]] | None  # by split; None: this rank has all tokens
-    split: str | None  # how a pack is split, if several ranks have parts of it and it is recognised
     copies: int  # context-parallel ranks that have the same tokens
+    layouts: Mapping[str, CPLayout]  # by split, where ranks split tokens and it matters how
+    given: Tensor | None  # of a custom function: the weights of all tokens
+
+    @property
+    def split(self) -> str | None:
+        """How the tokens are split over ranks, if it matters and is known."""
+        return next(iter(self.layouts)) if len(self.layouts) == 1 else None
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], in ``dtype``, on the device of ``mask``, the loss function's."""
@@ -92,9 +80,9 @@ class LocalWeights:
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's part of what is known of all tokens, in the mask's shape; LayoutError."""
-        if self.layouts is None:
+        if not self.layouts:
             return whole
-        return only({split: layout.shard(whole) for split, layout in self.layouts().items()})
+        return only({split: layout.shard(whole) for split, layout in self.layouts.items()})
 
 
 def weighed(
@@ -111,65 +99,57 @@ def weighed(
 
     Args:
         whole: losses are of all tokens on every context-parallel rank.
-
-    Raises:
-        HostError: the model was not called.
-        LayoutError: the mask is of all tokens and should not be, or the other way round; or it is
-            not known how the tokens are split, and it matters.
-        GroupError: samples are packed, but were planned as rows.
-        MaskError: a mask of another shape.
     """
-    samples, size = term.samples[i], groups.cp_size
+    samples, copies = term.samples[i], groups.cp_size if whole else 1
+    parts = groups.cp_size // copies
     units = {aggregation.within, aggregation.across}
     by_sample = aggregation.function is not None or not units <= {"step", "microbatch", None}
-    if model_call is None and (by_sample or size > 1):
+    if model_call is None and (by_sample or groups.cp_size > 1):
         raise HostError(
             "a loss without a call of the model that the schedule was given: its packing and "
             "its split over context-parallel ranks are unknown; expected the forward step to "
             "call that model (--overlap-moe-expert-parallel-comm does not: drop it)"
         )
-    packed = None if model_call is None else model_call.packed_sequences
+    sequences = None if model_call is None else model_call.packed_sequences
     if term.is_late:
-        return _late(term, aggregation, i, mask, packed, groups, whole)
-    if samples.starts is None and by_sample:
-        _check_rows(samples, packed)
-    if size > 1 and not whole:
-        splits.possible(samples, size)  # whose error says more than that of the shape
-    _check_shape(mask, samples.shape, size, whole)
-    coefficient_S = term.coefficients(i)
+        return _late(term, aggregation, i, mask, sequences, groups, copies)
+    starts, layouts = samples.starts, dict[str, CPLayout]()
+    packed = starts is not None
+    if by_sample and not packed and sequences is not None and not sequences == samples.number == 1:
+        raise GroupError(
+            "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
+            f"expected that key: add it, or {HOW_TO_READ}"
+        )
+    _check_shape(mask, samples.shape, groups.cp_size, whole)
     given = None if term.given is None else term.given[i]
-    by_token = given is not None or term.masks is not None
-    starts, split, layouts = samples.starts, None, None
-    if size > 1 and not whole:
-        if term.prints is not None and model_call is not None and (starts is not None or by_token):
+    if parts > 1 and (packed or given is not None or term.masks is not None):
+        if term.prints is not None and model_call is not None:
             splits.recognise(samples, term.prints[i], model_call.inputs, mask, groups.cp)
+        layouts = splits.layouts(samples, parts, groups.cp_rank)
         if starts is not None:
             # Groups ask for the sample of each token, weights for its coefficient alone.
-            telling_S = torch.arange(1.0, 1 + samples.number) if term.ids else coefficient_S
-            starts, split = _local_starts(samples, mask, telling_S, splits, groups)
-        layouts = functools.partial(splits.layouts, samples, size, groups.cp_rank)
-    local = LocalSamples(samples.number, mask.numel(), starts)
-    return LocalWeights(local, coefficient_S, given, layouts, split, size if whole else 1)
+            sample_S = torch.arange(1.0, 1 + samples.number)
+            telling_S = sample_S if term.ids else term.coefficients(i)
+            starts = _local_starts(starts, layouts, mask, telling_S)
+    local = LocalSamples(samples.number, starts)
+    return LocalWeights(local, term.coefficients(i), copies, layouts, given)
 
 
 def _local_starts(
-    samples: Samples, mask: Tensor, telling_S: Tensor, splits: Splits, groups: ParallelGroups
-) -> tuple[Tensor, str | None]:
-    """See `local_starts`; and the split, if only one is left.
+    starts: Tensor, layouts: Mapping[str, CPLayout], mask: Tensor, telling_S: Tensor
+) -> Tensor:
+    """Where each sample of a pack begins among this rank's tokens: int64 [samples + 1].
+
+    In every split, they are in the order of the pack.
 
     Raises:
-        LayoutError: several are left, which differ in ``telling_S`` of active tokens.
+        LayoutError: several splits are left, which differ in ``telling_S`` of active tokens.
     """
-    possible = splits.possible(samples, groups.cp_size)
-    starts = {
-        name: local_starts(samples, split, groups.cp_size, groups.cp_rank)
-        for name, split in possible.items()
-    }
-    if len(starts) > 1:
-        made = {name: LocalSamples(samples.number, mask.numel(), x) for name, x in starts.items()}
-        active = mask.detach().reshape(-1).cpu() != 0
-        only({name: x.spread(telling_S) * active for name, x in made.items()})
-    return next(iter(starts.values())), splits.recognised(True)
+    found = {name: torch.searchsorted(x.index, starts) for name, x in layouts.items()}
+    if len(found) > 1:
+        active = mask.reshape(-1).cpu() != 0
+        only({k: token_weights_of(telling_S, active, x, torch.float64) for k, x in found.items()})
+    return next(iter(found.values()))
 
 
 def _late(
@@ -177,27 +157,22 @@ def _late(
     aggregation: LossAggregation,
     i: int,
     mask: Tensor,
-    packed: int | None,
+    sequences: int | None,
     groups: ParallelGroups,
-    whole: bool,
+    copies: int,
 ) -> LocalWeights:
     """`weighed` where the model makes the mask: ``c_s`` may come from its sums."""
     number = term.samples[i].number
-    check_mask(mask, number, packed, aggregation)
+    check_mask(mask, number, sequences, aggregation)
     # The samples of a pack have one coefficient: here, it is one sample.
-    samples = LocalSamples(number if packed is None else 1, mask.numel(), None)
-
-    def sums_S() -> Tensor:
-        sums = samples.sums(mask).double()
-        if groups.cp_size == 1 or whole or aggregation.within not in ("sample", "microbatch"):
-            return sums
-        sums = fitting(sums, groups.cp)
-        dist.all_reduce(sums, group=groups.cp)
-        return sums.to(mask.device)
-
-    coefficient_S = _late_coefficients(term.counts.across, aggregation, sums_S())
-    copies = groups.cp_size if whole else 1
-    return LocalWeights(samples, coefficient_S, None, None, None, copies)
+    samples = LocalSamples(number if sequences is None else 1, None)
+    sums_S = samples.sums(mask).double()
+    if copies < groups.cp_size and aggregation.within in ("sample", "microbatch"):
+        sums_S = fitting(sums_S, groups.cp)
+        dist.all_reduce(sums_S, group=groups.cp)
+        sums_S = sums_S.to(mask.device)
+    coefficient_S = _late_coefficients(term.counts.across, aggregation, sums_S)
+    return LocalWeights(samples, coefficient_S, copies, {}, None)
 
 
 def _late_coefficients(across: float, aggregation: LossAggregation, sums_S: Tensor) -> Tensor:
@@ -223,44 +198,32 @@ def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> 
     return x if dtype is None else in_dtype(x, dtype)
 
 
-def _check_rows(samples: Samples, packed_sequences: int | None) -> None:
-    """Raise GroupError for rows of several packed sequences."""
-    if packed_sequences is None or packed_sequences == samples.number == 1:
+def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, whole: bool) -> None:
+    """Raise unless ``mask`` is as long as this rank's part of the planned shape, in its order."""
+    expected = planned if whole else (*planned[:-1], planned[-1] // cp)
+    if fit(mask.shape, expected):
         return
-    raise GroupError(
-        "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
-        f"expected that key: add it, or {HOW_TO_READ}"
+    size = math.prod(planned)
+    if cp > 1 and mask.numel() == (size // cp if whole else size):
+        raise LayoutError(
+            f"a loss mask of {'a part' if whole else 'all'} of the {size} tokens of the batch on a "
+            f"context-parallel rank of {cp}, {'with' if whole else 'without'} whole=; expected the "
+            "losses and the mask sharded as the model's inputs are (CPLayout.shard); or all of "
+            "them on every rank, and how: TokenLoss(whole='local_grad') or 'reduced_grad'"
+        )
+    raise MaskError(
+        f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's is "
+        f"{expected}; expected a batch that is whole, and losses and a mask [samples, seq], not "
+        "transposed, of this rank's part of every sequence; where the model makes its own mask, "
+        "give --loss-aggregation-mask model (LossHook(read_batch=read_samples)), or "
+        f"{HOW_TO_READ}"
     )
 
 
-def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, whole: bool) -> None:
-    """Raise unless ``mask`` is as long as this rank's part of the planned shape, in its order."""
-    size = math.prod(planned)
-    if cp > 1 and not whole and mask.numel() == size > 0:
-        raise LayoutError(
-            f"a loss mask of all {size} tokens of the batch on a context-parallel rank of "
-            f"{cp}; expected those of this rank's part, {size // cp}: shard the losses and the "
-            "mask as the model's inputs are (CPLayout.shard), or, if every rank gathers the losses "
-            "of all tokens, say how: TokenLoss(whole='local_grad') or 'reduced_grad'"
-        )
-    if cp > 1 and whole and cp * mask.numel() == size > 0:
-        raise LayoutError(
-            f"TokenLoss(whole=...) with a mask of {mask.numel()} tokens on a context-parallel "
-            f"rank of {cp}; expected all {size} of the batch: gather the losses and the mask, "
-            "or leave out whole="
-        )
-    parts = 1 if whole else cp
-    if mask.numel() * parts != size:
-        raise MaskError(
-            f"a loss mask of {mask.numel()} tokens, where this rank's part of the batch's is "
-            f"{size // parts}; expected a batch that is whole, and the losses of this rank's part "
-            "of every sequence; where the model makes its own mask, give --loss-aggregation-mask "
-            f"model (LossHook(read_batch=read_samples)), or {HOW_TO_READ}"
-        )
-    expected = (*planned[:-1], planned[-1] // parts)
-    long = [[n for n in shape if n > 1] for shape in (mask.shape, expected)]
-    if long[0] != long[1] and min(map(len, long)) > 1:
-        raise MaskError(
-            f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's "
-            f"is {expected}; expected [samples, seq], for losses too: transpose both"
-        )
+def fit(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether tensors of these shapes have as many elements, in one order; one may be flat."""
+    if one == other:
+        return True
+    long = [[n for n in shape if n != 1] for shape in (one, other)]
+    in_order = long[0] == long[1] or min(map(len, long)) <= 1
+    return in_order and math.prod(one) == math.prod(other)

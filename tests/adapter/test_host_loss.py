@@ -12,21 +12,23 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, MaskError
 from megatron_loss_agg.mcore.extensions.masked_sum import fits_masked_sum
-from megatron_loss_agg.mcore.token_loss import TokenLoss, TokenLosses, token_losses, token_masks
+from megatron_loss_agg.mcore.token_loss import TokenLoss, token_losses, token_masks
 
 MASK = torch.tensor([1.0, 0.0, 1.0])
 LOSSES = torch.tensor([1.0, 2.0, 3.0])
 
 
-def read(loss_func: Any, output: Tensor) -> TokenLosses:
-    return token_losses(loss_func, output, token_masks(loss_func, ["loss"]))
+def read(loss_func: Any, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """Losses, mask, and what a stock loss function returned."""
+    masks = token_masks(loss_func, ["loss"])
+    losses, _, returned = token_losses(loss_func, output, masks)
+    return losses["loss"], masks["loss"], returned
 
 
-def is_masked_sum(tokens: TokenLosses) -> bool:
+def is_masked_sum(losses: Tensor, mask: Tensor, returned: Any) -> bool:
     """Or mean, of a function that returns no number of tokens."""
-    assert tokens.reduced is not None
-    loss, *others = tokens.reduced
-    return bool(fits_masked_sum(loss, *tokens.first, may_be_mean=len(others) == 1))
+    loss, *others = returned
+    return bool(fits_masked_sum(loss, losses, mask, may_be_mean=len(others) == 1))
 
 
 def plain(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -71,11 +73,11 @@ BOUND = {
 
 @pytest.mark.parametrize("how", BOUND)
 def test_the_bound_mask_is_found(how: str) -> None:
-    tokens = read(BOUND[how], LOSSES)
-    assert tokens.masks["loss"].data_ptr() == MASK.data_ptr()
-    assert tokens.losses["loss"].tolist() == LOSSES.tolist()
+    losses, mask, returned = read(BOUND[how], LOSSES)
+    assert mask.data_ptr() == MASK.data_ptr()
+    assert losses.tolist() == LOSSES.tolist()
     if how != "position":  # which computes nothing
-        assert is_masked_sum(tokens)
+        assert is_masked_sum(losses, mask, returned)
 
 
 def test_masks_lose_their_gradients_and_stay_shared():
@@ -112,11 +114,11 @@ def test_losses_that_cancel_are_a_masked_sum(function: Any) -> None:
     for seed in range(20):
         losses = torch.randn(1, 4096, generator=torch.Generator().manual_seed(seed))
         losses -= losses.mean()
-        assert is_masked_sum(read(functools.partial(function, mask), losses))
+        assert is_masked_sum(*read(functools.partial(function, mask), losses))
 
 
 def test_a_mean_over_less_than_a_token_is_a_masked_mean():
-    assert is_masked_sum(read(functools.partial(mean, 0.25 * MASK), LOSSES))
+    assert is_masked_sum(*read(functools.partial(mean, 0.25 * MASK), LOSSES))
 
 
 @pytest.mark.parametrize("repeats", [1, 1024])
@@ -130,7 +132,7 @@ def test_a_term_beside_losses_that_cancel_is_none(function: Any, repeats: int) -
 
     losses = torch.tensor([1.0, -1.0, 2.0, -2.0]).repeat(repeats)
     mask = torch.ones_like(losses)
-    assert not is_masked_sum(read(functools.partial(with_a_term, mask), losses))
+    assert not is_masked_sum(*read(functools.partial(with_a_term, mask), losses))
 
 
 def test_a_function_that_leaves_infinite_losses_out_returns_none() -> None:
@@ -138,7 +140,7 @@ def test_a_function_that_leaves_infinite_losses_out_returns_none() -> None:
         return plain(loss_mask, output_tensor.nan_to_num(posinf=0.0))
 
     losses = torch.tensor([1.0, torch.inf, 2.0])
-    assert not is_masked_sum(read(functools.partial(finite, torch.ones(3)), losses))
+    assert not is_masked_sum(*read(functools.partial(finite, torch.ones(3)), losses))
 
 
 def total_of(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -52,10 +52,11 @@ def call_of(model: Any, num_microbatches: int) -> Call:
     return Call.of(
         get_forward_backward_func(),
         {**arguments, "forward_step_func": None, "data_iterator": None},
-        terms={},
-        loop=Loop(),
-        settings={},
-        words=list,
+        {},
+        Loop(),
+        {},
+        [],
+        None,
     )
 
 

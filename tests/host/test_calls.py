@@ -122,7 +122,6 @@ def misuse() -> dict[str, str | None]:
         "none": error_of(run),
         "too many": error_of(run, 3, 2),
         "nested": error_of(nested),
-        "wrapped twice": error_of(lambda: hook.wrap(LossHook(hook.terms).wrap(print))),
         "the loop's own": error_of(failing),
         "whole": error_of(run, *CALLS),  # what failed before leaves nothing behind
     }
@@ -139,7 +138,6 @@ def test_a_step_that_does_not_add_up_is_an_error() -> None:
     assert "ends with 4 of 4 microbatches left" in answers["none"]
     assert "num_microbatches=2 in a hook.step with 1 of 4 microbatches left" in answers["too many"]
     assert "expected one step at a time" in answers["nested"]
-    assert "a LossHook has wrapped already" in answers["wrapped twice"]
     assert answers["the loop's own"] == "RuntimeError: of the loop"
     assert answers["whole"] is None
 

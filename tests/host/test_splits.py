@@ -225,7 +225,7 @@ def test_losses_that_are_not_split_are_refused() -> None:
     call = functools.partial(_packs, whole_losses=True)
     for error in run_host_ranks(call, 2, [batch()], "row"):
         assert isinstance(error, str) and error.startswith("LayoutError"), error
-        assert "all 64 tokens of the batch on a context-parallel rank of 2" in error
+        assert "all of the 64 tokens of the batch on a context-parallel rank of 2" in error
 
 
 def masks_alone(iterator: Any, number: int, *, whole: dict[str, Tensor]) -> list[Microbatch]:

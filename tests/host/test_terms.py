@@ -137,7 +137,7 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
     "unnamed": (
         partial(policy_step, losses_of=itemgetter("kl")),
         True,
-        "MaskError: losses are a Tensor; expected one for each of",
+        "MaskError: losses are a torch.float64 tensor of shape ",
     ),
     "one alone": (
         partial(policy_step, losses_of=lambda losses: {"kl": losses["kl"]}),
@@ -159,8 +159,7 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
     "transposed": (
         partial(policy_step, losses_of=lambda losses: losses["kl"].T, rows=True),
         False,
-        "MaskError: a TokenLoss whose function returned losses of shape (72, 2) for a loss mask of "
-        "shape (2, 72)",
+        "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
     ),
 }
 

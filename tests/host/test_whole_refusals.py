@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "not whole": (
         {"kind": "local_grad", "gathers": False},
-        ("LayoutError: TokenLoss(whole=...) with a mask of", "leave out whole="),
+        ("LayoutError: a loss mask of a part", "sharded as the model's inputs are"),
     ),
     "said on one rank": (
         {"kind": "local_grad", "whole": "by rank"},
@@ -118,6 +118,6 @@ def test_another_gather_than_said_is_refused_on_every_rank() -> None:
             assert [text for text in texts if text not in str(rank[name])] == [], rank[name]
         assert rank["first"] is rank["another gather later"] is rank["evaluation"] is None
         assert rank["odd"] is None
-        assert "LayoutError: sequence 0 has (padded) length 13" in str(rank["odd parts"])
+        assert "MaskError: a loss mask of shape (1, 14), where" in str(rank["odd parts"])
         assert "measured: " in str(rank["after an evaluation"])
-        assert "LayoutError: losses of a part of the tokens" in str(rank["parts later"])
+        assert rank["parts later"] is None
