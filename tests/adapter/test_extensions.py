@@ -11,7 +11,7 @@ from megatron_loss_agg.mcore import Agreement, Audit, Extension, LossHook
 from megatron_loss_agg.mcore.extensions import with_checks
 
 BEFORE = ["Agreement", "InexactSettings", "FirstLine", "LeftGradients", "Audit"]
-AFTER = ["MaskCheck", "MaskedSum", "GatherCheck"]
+AFTER = ["MaskedSum", "GatherCheck", "MaskCheck"]
 
 
 class Own(Extension):
@@ -41,8 +41,8 @@ def test_a_given_check_takes_the_place_of_the_default_one() -> None:
 @pytest.mark.parametrize(
     "given, text",
     [
-        ([Audit], "the class Audit among extensions; expected objects"),
-        (["audit"], "a str among extensions; expected objects"),
+        ([Audit], "<class 'megatron_loss_agg.*.Audit'> among extensions; expected objects"),
+        (["audit"], "'audit' among extensions; expected objects"),
         ([Audit(), OwnAudit()], "2 Audit among extensions; expected one"),
     ],
 )

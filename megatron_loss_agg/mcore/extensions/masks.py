@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,19 +34,10 @@ _TOLERANCE = 1e-5
 _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks add them up
 
 
-class _Sums(NamedTuple):
-    """Of one microbatch, to be added over context-parallel ranks."""
-
-    of_masks: list[Tensor]
-    of_tokens: list[Tensor]  # see `_token_sums`; none where tokens are not compared
-    planned: list[Tensor]  # on the CPU: what those of masks add up to
-
-
 class MaskCheck(Extension):
     """Raises if masks or tokens are not the planned ones, on all context-parallel ranks together.
 
-    Numbers are collected on the device, added over the ranks once the last loss of a call is made,
-    and read once when the call has ended.
+    Numbers are collected on the device, and added over the ranks and read once the call has ended.
     """
 
     def __init__(self) -> None:
@@ -57,214 +48,171 @@ class MaskCheck(Extension):
     def around(
         self, call: Call, plan: PlannedStep | None
     ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
-        seen = _Seen(call, verifies=bool(self.needs))
+        seen = _Seen(call.groups, verifies=bool(self.needs))
         yield seen.collect
         if seen.plan is None:
             return
-        masks, tokens = seen.read()
-        if tokens:
-            self._check_tokens(call, seen.plan, tokens)
-        _check_masks(call, seen.plan, masks, seen.sums)
+        tokens = seen.tokens_by_rank() if self.needs else {}
+        found = seen.summed()
+        prints = seen.plan.first.prints
+        if tokens and prints is not None:
+            self._places = {} if call.first == 0 else self._places
+            self._places |= {i: _places(i, prints, by_rank) for i, by_rank in tokens.items()}
+            if call.ends_step:
+                _check_order(self._places)
+        _check_masks(call, seen.plan, found, seen.planned)
         if call.trains and call.ends_step and not seen.plan.is_empty:
             self.needs = frozenset()
 
-    def _check_tokens(self, call: Call, plan: PlannedStep, tokens: Mapping[int, Tensor]) -> None:
-        prints = plan.first.prints
-        assert prints is not None
-        if call.first == 0 and call.trains:
-            self._places = {}
-        places = self._places if call.trains else {}  # an evaluation may come between calls
-        for i, rows in tokens.items():
-            places[i] = _places(i, prints, rows, call.groups.cp_size > 1)
-        if call.ends_step:
-            _check_order(places)
 
-
+@dataclass
 class _Seen:
-    """What the loss functions of one call have."""
+    """What the loss functions of one call have, on this rank."""
 
-    def __init__(self, call: Call, verifies: bool) -> None:
-        self.plan: PlannedStep | None = None
-        self._call = call
-        self._verifies = verifies  # compares sums of packs by sample, and tokens
-        self.sums: dict[int, _Sums] = {}
-        self._copies = 1  # ranks that have the same tokens
-        self._sent = torch.zeros(0)
-        self._work: Any = None
+    groups: ParallelGroups
+    verifies: bool  # compares sums of packs by sample, and tokens
+    plan: PlannedStep | None = None
+    copies: int = 1  # ranks that have the same masks
+    found: list[Tensor] = field(default_factory=list)  # numbers of masks
+    planned: dict[int, list[Tensor]] = field(default_factory=dict)  # what they add up to over ranks
+    tokens: dict[int, Tensor] = field(default_factory=dict)  # by microbatch: see `_tokens`
 
     def collect(self, x: MicrobatchLoss) -> None:
         """Add a microbatch; if its loss is computed twice, the first time alone."""
-        if x.i in self.sums:
+        if x.i in self.planned:
             return
-        self.plan, self._copies = x.plan, x.local[x.first].copies
-        sums = _Sums([], [], [])
-        for name in _distinct(x):
-            self._add_mask(sums, x, name)
-        if self._verifies and x.plan.first.prints is not None:
-            sums.of_tokens.extend(_token_sums(x, self._call.groups))
-        self.sums[x.i] = sums
-        if x.is_last:
-            self._send()
+        self.planned[x.i] = []
+        self.plan, self.copies = x.plan, x.local[x.first].copies
+        compared: list[tuple[Tensor, list[Tensor]]] = []
+        for name, mask in x.masks.items():
+            term = x.plan.terms[name]
+            numbers = [y[x.i] for y in (term.mask_sums, term.coefficients) if y]
+            if term.given is None and any(
+                mask is other and all(map(torch.equal, numbers, y)) for other, y in compared
+            ):
+                continue  # an earlier term has the same mask and plan
+            compared.append((mask, numbers))
+            for found, planned in self._numbers(x, name):
+                self.found.append(found.reshape(-1))
+                self.planned[x.i].append(planned.reshape(-1).double())
+        if self.verifies:
+            self.tokens[x.i] = _tokens(x, self.groups.cp_size)
 
-    def read(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """What was collected of all masks, and of the tokens of each microbatch; waits for it."""
-        if self._work is not None:
-            self._work.wait()
-        sent = self._sent.cpu()
-        number = sum(x.numel() for sums in self.sums.values() for x in sums.planned)
-        masks, tokens = (
-            sent[:number],
-            sent[number:].view(-1, _INPUTS, 3 + self._call.groups.cp_size),
-        )
-        compared = [i for i, sums in self.sums.items() if sums.of_tokens]
-        return masks / self._copies, dict(zip(compared, tokens, strict=True))
-
-    def _send(self) -> None:
-        """Start to add over ranks: their backward passes overlap it."""
-        cp, found = self._call.groups.cp, self.sums.values()
-        of_masks = [x for sums in found for x in sums.of_masks]
-        of_tokens = [x for sums in found for x in sums.of_tokens]
-        self._sent = _joined([*of_masks, *of_tokens])
-        if self._call.groups.cp_size > 1:
-            if self._verifies:
-                _check_same_size(len(self._sent), cp)
-            self._sent = fitting(self._sent, cp)
-            self._work = dist.all_reduce(self._sent, group=cp, async_op=True)
-
-    def _add_mask(self, sums: _Sums, x: MicrobatchLoss, name: str) -> None:
-        """Add numbers of a term's mask, and what they add up to over ranks."""
-        term, local, mask = x.plan.terms[name], x.local[name], x.masks[name]
+    def _numbers(self, x: MicrobatchLoss, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Numbers of a term's mask on this rank, and what they add up to over ranks."""
+        term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.weights[name]
         if x.plan.is_late:  # nothing was counted, and only its values can be checked
-            legal = mask.isfinite() & (mask >= 0) & mask.sum(dtype=torch.float32).isfinite()
+            legal = mask.isfinite() & (mask >= 0)
             if x.plan.divided_by_host:
                 legal = (mask == 0) | (mask == 1)
-            sums.of_masks.append((~legal).sum())
-            sums.planned.append(torch.zeros(1))
+            yield (~legal).sum(), torch.zeros(1)
             return
         planned_S = term.mask_sums[x.i]
         packed, follows = local.samples.starts is not None, term.given is None
-        if follows and not packed:
-            sums.of_masks.append(local.samples.sums(mask))
-            sums.planned.append(planned_S)
-            return
-        sums.of_masks.append(mask.sum(dtype=at_least_fp32(mask.dtype)))
-        sums.planned.append(planned_S.sum())
+        if packed or not follows:
+            yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum()
         # Of a pack whose split makes no difference to its weights, sums by sample are not known.
-        is_split = self._call.groups.cp_size > 1 and x.whole is None
-        if not follows or (self._verifies and not (is_split and local.split is None)):
-            sums.of_masks.append(local.samples.sums(mask))
-            sums.planned.append(planned_S)
+        is_split = self.groups.cp_size > 1 and x.whole is None
+        if packed and follows and (not self.verifies or (is_split and local.split is None)):
+            yield w_T.sum(), term.coefficients[x.i] @ planned_S
         else:
-            sums.of_masks.append(x.weights[name].sum())
-            sums.planned.append(term.coefficients[x.i] @ planned_S)
-        if not follows:  # weights where the mask is 0
-            sums.of_masks.append(((x.weights[name] != 0) & (mask.reshape(-1) == 0)).sum())
-            sums.planned.append(torch.zeros(1))
+            yield local.samples.sums(mask), planned_S
+        if not follows:
+            yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), torch.zeros(1)
+
+    def tokens_by_rank(self) -> dict[int, Tensor]:
+        """By microbatch, `_tokens` of the context-parallel ranks.
+
+        Raises:
+            LayoutError: on every rank: the ranks have different numbers to add up.
+        """
+        size = len(torch.cat(self.found))
+        of_all = torch.stack([*self.tokens.values()]).cpu()
+        row = torch.cat([torch.tensor([size], dtype=torch.float64), of_all.flatten()])
+        rows = all_gather(row, self.groups.cp)
+        if bool((rows[:, 0] != size).any()):
+            raise LayoutError(
+                "the context-parallel ranks have read different numbers of samples, or losses with "
+                "other masks; expected the same batches on all ranks of a context-parallel group, "
+                "each of which takes its own part of every sequence"
+            )
+        by_rank = rows[:, 1:].view(len(rows), *of_all.shape)
+        return dict(zip(self.tokens, by_rank.unbind(dim=1), strict=True))
+
+    def summed(self) -> Tensor:
+        """The numbers of masks, added up over context-parallel ranks."""
+        found = torch.cat(self.found).double()
+        if self.groups.cp_size > 1:
+            found = fitting(found, self.groups.cp)
+            dist.all_reduce(found, group=self.groups.cp)
+        return found.cpu() / self.copies
 
 
-def _distinct(x: MicrobatchLoss) -> list[str]:
-    """The terms, without those of which an earlier one has the same mask and plan."""
-    kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
-    for name, mask in x.masks.items():
-        term, starts = x.plan.terms[name], x.plan.terms[name].samples[x.i].starts
-        numbers = [y[x.i] for y in (term.mask_sums, term.coefficients, term.given) if y]
-        numbers += [] if starts is None else [starts]
-        if not any(mask is other and _are_equal(numbers, y) for other, y in kept.values()):
-            kept[name] = mask, numbers
-    return [*kept]
-
-
-def _are_equal(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
-    return len(one) == len(two) and all(map(torch.equal, one, two))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """fp64 [numbers]."""
-    return torch.cat([x.reshape(-1) for x in parts]).double()
-
-
-def _check_same_size(size: int, cp: dist.ProcessGroup) -> None:
-    """Raise LayoutError, on every rank of ``cp``, unless all have as many numbers to add."""
-    sizes = all_gather(torch.tensor([size], dtype=torch.float64), cp)
-    if bool((sizes != size).any()):
-        raise LayoutError(
-            "the context-parallel ranks have read different numbers of samples, or losses with "
-            "other masks; expected the same batches on all ranks of a context-parallel group, each "
-            "of which takes its own part of every sequence"
-        )
-
-
-def _check_masks(call: Call, plan: PlannedStep, found: Tensor, sums: Mapping[int, _Sums]) -> None:
+def _check_masks(
+    call: Call, plan: PlannedStep, found: Tensor, by_microbatch: Mapping[int, list[Tensor]]
+) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    planned = _joined([x for s in sums.values() for x in s.planned])
+    planned = torch.cat([x for parts in by_microbatch.values() for x in parts])
     fits = (found - planned).abs() <= _TOLERANCE * planned.abs()  # NaN does not
     if bool(fits.all()):
         return
     k = int((~fits).nonzero()[0])
-    i = [i for i, s in sums.items() for x in s.planned for _ in range(x.numel())][k]
+    i = [i for i, parts in by_microbatch.items() for _ in range(len(torch.cat(parts)))][k]
     if plan.is_late:
-        raise _illegal(call, plan, i)
+        legal = "0 and 1, or another mode" if plan.divided_by_host else "finite numbers from 0 on"
+        raise MaskError(
+            f"the model's mask of microbatch {i} has other values than those by "
+            f"which it is counted; expected {legal}"
+        )
     several = call.groups.cp_size > 1
     split = "split it over context-parallel ranks as CPLayout can and " if several else ""
     raise MaskError(
         "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
-        f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and that to "
-        f"{float(planned[k]):g}; expected the script to {split}leave it as it is, undivided "
-        f"(a cast to half precision changes fractions): otherwise {HOW_TO_READ} with the final "
-        "mask"
+        f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and "
+        f"that to {float(planned[k]):g}; expected the script to {split}leave it as it is, "
+        f"undivided (a cast to half precision changes fractions): otherwise {HOW_TO_READ} with the "
+        "final mask"
     )
 
 
-def _illegal(call: Call, plan: PlannedStep, i: int) -> MaskError:
-    if plan.divided_by_host:
-        label = next(iter(call.terms.values())).aggregation.label
-        return MaskError(
-            f"{label!r} with a model's mask that is not 0 or 1 everywhere, by whose sum the host "
-            "cannot divide; expected 0 and 1, or another mode"
-        )
-    return MaskError(
-        f"the model's mask of microbatch {i} has negative, infinite or NaN values, or some beyond "
-        "fp32; expected non-negative, finite ones"
-    )
+def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
+    """Of the model's integer inputs with a number for each token: fp64 [`_INPUTS`, 3].
 
-
-def _token_sums(x: MicrobatchLoss, groups: ParallelGroups) -> list[Tensor]:
-    """Of the model's integer inputs with a number for each token: `_INPUTS` of fp64 [3 + ranks].
-
-    The fingerprint; whether they are positions, which tell nothing; whether they differ; and again
-    the fingerprint, at the place of this rank.
+    The fingerprint; whether it is of anything but positions, which tell nothing; and whether the
+    numbers differ. 0 for inputs that there are not.
     """
-    size, mask = groups.cp_size, x.masks[x.first]
-    tokens = mask.numel() // (1 if x.whole is None else size)
-    rows = []
-    for y in [ids for ids in x.inputs if ids.numel() == tokens > 0][:_INPUTS]:
-        own, varies = fingerprint(y), (y != y.reshape(-1)[0]).any()
-        by_rank = [own * (rank == groups.cp_rank) for rank in range(size)]
-        rows.append(torch.stack([own, counts_up(y), varies, *by_rank]).to(mask.device))
-    nothing = torch.tensor([0, 1, 0, *[0] * size], device=mask.device)
-    return [*rows, *[nothing] * (_INPUTS - len(rows))]
+    mask = x.masks[x.first]
+    tokens = mask.numel() // (1 if x.whole is None else cp_size)
+    found = mask.new_zeros(_INPUTS, 3, dtype=torch.float64)
+    for row, ids in zip(found, [y for y in x.inputs if y.numel() == tokens > 0], strict=False):
+        varies = (ids != ids.reshape(-1)[0]).any()
+        row.copy_(torch.stack([fingerprint(ids), ~counts_up(ids), varies]))
+    return found
 
 
-def _matches(prints: Prints, rows: Tensor) -> bool:
-    """Whether one of the tensors with these `_token_sums` is a planned one."""
-    seen = set(rows[:, 0].tolist())
-    return any(ids.tells and ids.whole in seen for ids in prints.ids)
-
-
-def _places(i: int, prints: Sequence[Prints], rows: Tensor, split: bool) -> set[int]:
+def _places(i: int, prints: Sequence[Prints], by_rank: Tensor) -> set[int]:
     """The microbatches of the step whose tokens the model may have been called with for ``i``.
 
     ``{i}`` where these tell nothing; none where a script has changed its tokens.
 
+    Args:
+        by_rank: [context-parallel ranks, `_INPUTS`, 3], see `_tokens`.
+
     Raises:
-        LayoutError: none, and two of the ranks that ``split`` them hold the same tokens.
+        LayoutError: none, and two ranks hold the same tokens.
     """
-    rows = rows[(rows[:, 1] == 0) & ((rows[:, 2] > 0) | split)]
-    if not len(rows) or not any(ids.tells for ids in prints[i].ids):
+    varies = by_rank[..., 2].any(dim=0)
+    tells = by_rank[..., 1].all(dim=0) & (varies | (len(by_rank) > 1))
+    if not tells.any() or not any(ids.tells for ids in prints[i].ids):
         return {i}
-    found = {j for j, other in enumerate(prints) if _matches(other, rows)}
-    telling = rows[rows[:, 2] > 0, 3:].tolist()
-    if split and not found and any(len({*by_rank}) < len(by_rank) for by_rank in telling):
+    whole = by_rank[:, tells, 0].sum(dim=0).tolist()
+    found = {
+        j
+        for j, other in enumerate(prints)
+        if any(ids.tells and ids.whole in whole for ids in other.ids)
+    }
+    own_parts = by_rank[:, tells & varies, 0].T.tolist()
+    if not found and any(len({*parts}) < len(parts) for parts in own_parts):
         raise LayoutError(
             f"the model is called with the same tokens on several context-parallel ranks, for "
             f"microbatch {i}; expected each token of the batch on one rank: split every sequence "
@@ -284,17 +232,10 @@ def _check_order(places: Mapping[int, set[int]]) -> None:
     """
     taken = {i: i if i in js else min(js) for i, js in places.items() if js}
     moved = [(i, j) for i, j in taken.items() if i != j]
-    if not moved or len(taken) < len(places):
-        return
-    i, j = moved[0]
-    if sorted(taken.values()) == sorted(taken):
+    if moved and len(taken) == len(places):
         raise StepError(
-            f"the model is called with the tokens of microbatch {j} of the step in place of {i}; "
-            "expected the microbatches in the order in which the forward steps draw their "
-            "batches: see read_step or hook.step"
+            "the model is called with the tokens of microbatch {1} of the step in place of {0}; "
+            "expected the microbatches in the order in which the forward steps draw their batches "
+            "(see read_step, hook.step), and new tensors in each, since all are drawn before the "
+            "first forward pass: copy what the data iterator returns".format(*moved[0])
         )
-    raise StepError(
-        "the data iterator changed a batch when it returned a later one; expected new tensors for "
-        "every batch, since batches are drawn before their forward passes: copy what it returns, "
-        "or give LossHook(read_step=...)"
-    )
