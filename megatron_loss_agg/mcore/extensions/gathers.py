@@ -1,18 +1,9 @@
 """Checks what `TokenLoss(whole=)` says of losses that every context-parallel rank has whole.
 
-Each of the ``c`` ranks computes the same losses of all tokens, from what the ranks gathered from
-each other. What the gather does in the backward pass decides how often a parameter's gradient
-arrives in the host's sum over ranks, and loops differ:
-
-============ ================================================ =======
-gather       a rank's part gets, in backward                  arrives
-============ ================================================ =======
-local_grad   the gradient of this rank's losses               once
-reduced_grad the sum of the gradients of all ranks' losses    c times
-============ ================================================ =======
-
-So the losses of one rank alone are differentiated. With a sum they reach the parts of other ranks.
-That rank may have no token with a loss, so the first and the last one take turns.
+In the backward pass of the gather, a rank's part gets the gradient of this rank's losses
+(``local_grad``), or the sum of those of all ranks (``reduced_grad``); see `host` for what follows.
+So the losses of one rank alone are differentiated: with a sum, they reach the parts of others.
+Since one rank's part may have no active token, the first and the last rank take turns.
 """
 
 from __future__ import annotations

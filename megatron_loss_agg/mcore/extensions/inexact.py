@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,14 +19,6 @@ _REASONS = {
         "expected it off"
     ),
 }
-# A graph of the whole iteration is an implementation from 0.18 on, and was a scope of graphs that
-# other settings turn on; later releases take the scope, too, until they have validated their flags.
-_OF_GRAPHS = (
-    "cuda_graph_impl",
-    "cuda_graph_scope",
-    "cuda_graph_scope_deprecated",
-    "cuda_graph_modules",
-)
 
 
 class InexactSettings(Extension):
@@ -35,21 +27,14 @@ class InexactSettings(Extension):
     def start(self, call: Call) -> None:
         wrapper = getattr(call.chunks[0], "ddp_config", None)
         instances = getattr(wrapper, "num_distributed_optimizer_instances", 1)
-        found = inexact_setting(call.config, instances, dist.get_world_size(call.groups.pp))
-        if found is not None:
-            raise HostError(f"the model's {found.name}{found.value}: {found.reason}")
+        inexact = inexact_setting(call.config, instances, dist.get_world_size(call.groups.pp))
+        if inexact is not None:
+            name, value, reason = inexact
+            raise HostError(f"the model's {name}{value}: {reason}")
 
 
-class InexactSetting(NamedTuple):
-    """A setting under which the plugin would not be exact."""
-
-    name: str
-    value: str
-    reason: str  # and what was expected
-
-
-def inexact_setting(settings: Any, instances: int, stages: int) -> InexactSetting | None:
-    """The first setting under which the plugin would not be exact; None if there is none.
+def inexact_setting(settings: Any, instances: int, stages: int) -> tuple[str, str, str] | None:
+    """The first setting under which the plugin would not be exact, its value, and why; or None.
 
     Args:
         settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
@@ -58,19 +43,22 @@ def inexact_setting(settings: Any, instances: int, stages: int) -> InexactSettin
     """
     for name, reason in _REASONS.items():
         if getattr(settings, name, False):
-            return InexactSetting(name, "", reason)
+            return name, "", reason
     if instances > 1 and stages > 1 and getattr(settings, "calculate_per_token_loss", False):
         reason = (
             "with calculate_per_token_loss over pipeline stages Megatron itself computes other "
             "gradients; expected one instance, or one stage, or calculate_per_token_loss off"
         )
-        return InexactSetting("num_distributed_optimizer_instances", " > 1", reason)
-    implementation = getattr(settings, "cuda_graph_impl", None) or "none"
-    graphs = implementation != "none" or getattr(settings, "enable_cuda_graph", False)
-    for name in _OF_GRAPHS if graphs else ():
-        value = getattr(settings, name, None)
-        parts = value if isinstance(value, list) else [value]
-        if "full_iteration" in [getattr(x, "name", x) for x in parts]:  # an enumeration, or text
-            reason = "it replays one step's weights for all; expected CUDA graphs of layers or none"
-            return InexactSetting(name.removesuffix("_deprecated"), " full_iteration", reason)
+        return "num_distributed_optimizer_instances", " > 1", reason
+    # A graph of the whole iteration is an implementation from 0.18 on. It was a scope of graphs
+    # that other settings turn on, which later releases take, too, until they validate their flags.
+    graphs = (getattr(settings, "cuda_graph_impl", None) or "none") != "none"
+    if graphs or getattr(settings, "enable_cuda_graph", False):
+        for name in ("impl", "scope", "scope_deprecated", "modules"):
+            value = getattr(settings, f"cuda_graph_{name}", None)
+            parts = value if isinstance(value, list) else [value]
+            if "full_iteration" in [getattr(x, "name", x) for x in parts]:  # an enumeration or text
+                name = f"cuda_graph_{name.removesuffix('_deprecated')}"
+                reason = "it replays one step's weights for all; expected CUDA graphs of layers"
+                return name, " full_iteration", reason
     return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather, fitting
 from megatron_loss_agg.errors import LayoutError, MaskError, StepError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
-from megatron_loss_agg.mcore.host import Call, ParallelGroups
+from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.prints import Prints, counts_up, fingerprint
 from megatron_loss_agg.mcore.step import PlannedStep
@@ -48,145 +47,137 @@ class MaskCheck(Extension):
     def around(
         self, call: Call, plan: PlannedStep | None
     ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
-        seen = _Seen(call.groups, verifies=bool(self.needs))
-        yield seen.collect
-        if seen.plan is None:
+        copies, cp_size, cp = 1, call.groups.cp_size, call.groups.cp
+        numbers: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by microbatch: see `_numbers`
+        tokens: dict[int, Tensor] = {}  # likewise, see `_tokens`
+
+        def on_loss(x: MicrobatchLoss) -> None:
+            nonlocal plan, copies
+            if x.i in numbers:
+                return  # its loss is computed twice
+            plan, copies = x.plan, x.local[x.first].copies
+            numbers[x.i] = [
+                pair for name in _distinct(x) for pair in _numbers(x, name, cp_size, verifies)
+            ]
+            if verifies:
+                tokens[x.i] = _tokens(x, cp_size)
+
+        verifies = bool(self.needs)
+        yield on_loss
+        if plan is None or not numbers:
             return
-        tokens = seen.tokens_by_rank() if self.needs else {}
-        found = seen.summed()
-        prints = seen.plan.first.prints
-        if tokens and prints is not None:
+        found = torch.cat([x.reshape(-1) for pairs in numbers.values() for x, _ in pairs]).double()
+        by_rank = _by_rank(len(found), tokens, cp) if verifies else {}
+        if cp_size > 1:
+            found = fitting(found, cp)
+            dist.all_reduce(found, group=cp)
+        prints = plan.first.prints
+        if verifies and prints is not None:
             self._places = {} if call.first == 0 else self._places
-            self._places |= {i: _places(i, prints, by_rank) for i, by_rank in tokens.items()}
+            self._places |= {i: _places(i, prints, x) for i, x in by_rank.items()}
             if call.ends_step:
                 _check_order(self._places)
-        _check_masks(call, seen.plan, found, seen.planned)
-        if call.trains and call.ends_step and not seen.plan.is_empty:
+        _check_masks(plan, found.cpu() / copies, numbers)
+        if call.trains and call.ends_step and not plan.is_empty:
             self.needs = frozenset()
 
 
-@dataclass
-class _Seen:
-    """What the loss functions of one call have, on this rank."""
+def _distinct(x: MicrobatchLoss) -> list[str]:
+    """The terms, without those of which an earlier one has the same mask and plan."""
+    kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
+    for name, mask in x.masks.items():
+        term = x.plan.terms[name]
+        plan = [] if x.plan.is_late else [term.mask_sums[x.i], term.coefficients[x.i]]
+        alike = (m is mask and all(map(torch.equal, plan, other)) for m, other in kept.values())
+        if term.given is not None or not any(alike):
+            kept[name] = mask, plan
+    return [*kept]
 
-    groups: ParallelGroups
-    verifies: bool  # compares sums of packs by sample, and tokens
-    plan: PlannedStep | None = None
-    copies: int = 1  # ranks that have the same masks
-    found: list[Tensor] = field(default_factory=list)  # numbers of masks
-    planned: dict[int, list[Tensor]] = field(default_factory=dict)  # what they add up to over ranks
-    tokens: dict[int, Tensor] = field(default_factory=dict)  # by microbatch: see `_tokens`
 
-    def collect(self, x: MicrobatchLoss) -> None:
-        """Add a microbatch; if its loss is computed twice, the first time alone."""
-        if x.i in self.planned:
-            return
-        self.planned[x.i] = []
-        self.plan, self.copies = x.plan, x.local[x.first].copies
-        compared: list[tuple[Tensor, list[Tensor]]] = []
-        for name, mask in x.masks.items():
-            term = x.plan.terms[name]
-            numbers = [y[x.i] for y in (term.mask_sums, term.coefficients) if y]
-            if term.given is None and any(
-                mask is other and all(map(torch.equal, numbers, y)) for other, y in compared
-            ):
-                continue  # an earlier term has the same mask and plan
-            compared.append((mask, numbers))
-            for found, planned in self._numbers(x, name):
-                self.found.append(found.reshape(-1))
-                self.planned[x.i].append(planned.reshape(-1).double())
-        if self.verifies:
-            self.tokens[x.i] = _tokens(x, self.groups.cp_size)
+def _numbers(
+    x: MicrobatchLoss, name: str, cp_size: int, verifies: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Numbers of a term's mask on this rank, and on the CPU what they add up to over ranks.
 
-    def _numbers(self, x: MicrobatchLoss, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Numbers of a term's mask on this rank, and what they add up to over ranks."""
-        term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.weights[name]
-        if x.plan.is_late:  # nothing was counted, and only its values can be checked
-            legal = mask.isfinite() & (mask >= 0)
-            if x.plan.divided_by_host:
-                legal = (mask == 0) | (mask == 1)
-            yield (~legal).sum(), torch.zeros(1)
-            return
-        planned_S = term.mask_sums[x.i]
-        packed, follows = local.samples.starts is not None, term.given is None
-        if packed or not follows:
-            yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum()
-        # Of a pack whose split makes no difference to its weights, sums by sample are not known.
-        is_split = self.groups.cp_size > 1 and x.whole is None
-        if packed and follows and (not self.verifies or (is_split and local.split is None)):
-            yield w_T.sum(), term.coefficients[x.i] @ planned_S
-        else:
-            yield local.samples.sums(mask), planned_S
-        if not follows:
-            yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), torch.zeros(1)
+    Args:
+        verifies: compare sums of packs by sample.
+    """
+    term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.weights[name]
+    if x.plan.is_late:  # nothing was counted, and only its values can be checked
+        legal = mask.isfinite() & (mask >= 0)
+        if x.plan.divided_by_host:
+            legal = (mask == 0) | (mask == 1)
+        yield (~legal).sum(), torch.zeros(1)
+        return
+    planned_S = term.mask_sums[x.i]
+    packed, follows = local.samples.starts is not None, term.given is None
+    if packed or not follows:
+        yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum()
+    # Of a pack whose split makes no difference to its weights, sums by sample are not known.
+    is_known = cp_size == 1 or x.whole is not None or local.split is not None
+    if packed and follows and not (verifies and is_known):
+        yield w_T.sum(), term.coefficients[x.i] @ planned_S
+    else:
+        yield local.samples.sums(mask), planned_S
+    if not follows:  # weights where the mask is 0
+        yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), torch.zeros(1)
 
-    def tokens_by_rank(self) -> dict[int, Tensor]:
-        """By microbatch, `_tokens` of the context-parallel ranks.
 
-        Raises:
-            LayoutError: on every rank: the ranks have different numbers to add up.
-        """
-        size = len(torch.cat(self.found))
-        of_all = torch.stack([*self.tokens.values()]).cpu()
-        row = torch.cat([torch.tensor([size], dtype=torch.float64), of_all.flatten()])
-        rows = all_gather(row, self.groups.cp)
-        if bool((rows[:, 0] != size).any()):
-            raise LayoutError(
-                "the context-parallel ranks have read different numbers of samples, or losses with "
-                "other masks; expected the same batches on all ranks of a context-parallel group, "
-                "each of which takes its own part of every sequence"
-            )
-        by_rank = rows[:, 1:].view(len(rows), *of_all.shape)
-        return dict(zip(self.tokens, by_rank.unbind(dim=1), strict=True))
+def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
+    """By microbatch, the ``tokens`` of all context-parallel ranks: [ranks, `_INPUTS`].
 
-    def summed(self) -> Tensor:
-        """The numbers of masks, added up over context-parallel ranks."""
-        found = torch.cat(self.found).double()
-        if self.groups.cp_size > 1:
-            found = fitting(found, self.groups.cp)
-            dist.all_reduce(found, group=self.groups.cp)
-        return found.cpu() / self.copies
+    Raises:
+        LayoutError: on every rank: the ranks have different numbers of what is added up.
+    """
+    of_all = torch.stack([*tokens.values()]).cpu()
+    rows = all_gather(torch.cat([of_all.new_tensor([number]), of_all.flatten()]), cp)
+    if bool((rows[:, 0] != number).any()):
+        raise LayoutError(
+            "the context-parallel ranks have read different numbers of samples, or losses with "
+            "other masks; expected the same batches on all ranks of a context-parallel group, each "
+            "of which takes its own part of every sequence"
+        )
+    by_microbatch = rows[:, 1:].view(len(rows), *of_all.shape).unbind(dim=1)
+    return dict(zip(tokens, by_microbatch, strict=True))
 
 
 def _check_masks(
-    call: Call, plan: PlannedStep, found: Tensor, by_microbatch: Mapping[int, list[Tensor]]
+    plan: PlannedStep, found: Tensor, numbers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
 ) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    planned = torch.cat([x for parts in by_microbatch.values() for x in parts])
+    by_microbatch = {i: torch.cat([y.reshape(-1) for _, y in x]) for i, x in numbers.items()}
+    planned = torch.cat([*by_microbatch.values()])
     fits = (found - planned).abs() <= _TOLERANCE * planned.abs()  # NaN does not
     if bool(fits.all()):
         return
     k = int((~fits).nonzero()[0])
-    i = [i for i, parts in by_microbatch.items() for _ in range(len(torch.cat(parts)))][k]
+    i = [i for i, x in by_microbatch.items() for _ in range(len(x))][k]
     if plan.is_late:
         legal = "0 and 1, or another mode" if plan.divided_by_host else "finite numbers from 0 on"
         raise MaskError(
-            f"the model's mask of microbatch {i} has other values than those by "
-            f"which it is counted; expected {legal}"
+            f"the model's mask of microbatch {i} has other values than those by which it is "
+            f"counted; expected {legal}"
         )
-    several = call.groups.cp_size > 1
-    split = "split it over context-parallel ranks as CPLayout can and " if several else ""
     raise MaskError(
         "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
-        f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and "
-        f"that to {float(planned[k]):g}; expected the script to {split}leave it as it is, "
-        f"undivided (a cast to half precision changes fractions): otherwise {HOW_TO_READ} with the "
-        "final mask"
+        f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and that to "
+        f"{float(planned[k]):g}; expected the script to leave it as it is, undivided (a cast to "
+        "half precision changes fractions), and to split it over context-parallel ranks as "
+        f"CPLayout can: otherwise {HOW_TO_READ} with the final mask"
     )
 
 
 def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
-    """Of the model's integer inputs with a number for each token: fp64 [`_INPUTS`, 3].
+    """Fingerprints of the model's integer inputs with a number for each token: fp64 [`_INPUTS`].
 
-    The fingerprint; whether it is of anything but positions, which tell nothing; and whether the
-    numbers differ. 0 for inputs that there are not.
+    NaN where there is none, and for what tells nothing: positions, and numbers that are all equal.
     """
     mask = x.masks[x.first]
     tokens = mask.numel() // (1 if x.whole is None else cp_size)
-    found = mask.new_zeros(_INPUTS, 3, dtype=torch.float64)
-    for row, ids in zip(found, [y for y in x.inputs if y.numel() == tokens > 0], strict=False):
-        varies = (ids != ids.reshape(-1)[0]).any()
-        row.copy_(torch.stack([fingerprint(ids), ~counts_up(ids), varies]))
+    found = mask.new_full([_INPUTS], torch.nan, dtype=torch.float64)
+    for i, ids in enumerate([y for y in x.inputs if y.numel() == tokens > 0][:_INPUTS]):
+        tells = (ids != ids.reshape(-1)[0]).any() & ~counts_up(ids)
+        found[i] = torch.where(tells, fingerprint(ids), torch.nan)
     return found
 
 
@@ -196,29 +187,23 @@ def _places(i: int, prints: Sequence[Prints], by_rank: Tensor) -> set[int]:
     ``{i}`` where these tell nothing; none where a script has changed its tokens.
 
     Args:
-        by_rank: [context-parallel ranks, `_INPUTS`, 3], see `_tokens`.
+        by_rank: [context-parallel ranks, `_INPUTS`], see `_tokens`.
 
     Raises:
         LayoutError: none, and two ranks hold the same tokens.
     """
-    varies = by_rank[..., 2].any(dim=0)
-    tells = by_rank[..., 1].all(dim=0) & (varies | (len(by_rank) > 1))
-    if not tells.any() or not any(ids.tells for ids in prints[i].ids):
+    telling = by_rank.T[~by_rank.isnan().any(dim=0)]
+    if not len(telling) or not any(ids.tells for ids in prints[i].ids):
         return {i}
-    whole = by_rank[:, tells, 0].sum(dim=0).tolist()
-    found = {
-        j
-        for j, other in enumerate(prints)
-        if any(ids.tells and ids.whole in whole for ids in other.ids)
-    }
-    own_parts = by_rank[:, tells & varies, 0].T.tolist()
-    if not found and any(len({*parts}) < len(parts) for parts in own_parts):
+    whole = {*telling.sum(dim=1).tolist()}
+    seen = [any(ids.tells and ids.whole in whole for ids in other.ids) for other in prints]
+    if not any(seen) and any(len({*parts}) < len(parts) for parts in telling.tolist()):
         raise LayoutError(
             f"the model is called with the same tokens on several context-parallel ranks, for "
             f"microbatch {i}; expected each token of the batch on one rank: split every sequence "
             "as CPLayout can"
         )
-    return found
+    return {j for j, is_seen in enumerate(seen) if is_seen}
 
 
 def _check_order(places: Mapping[int, set[int]]) -> None:
@@ -233,9 +218,10 @@ def _check_order(places: Mapping[int, set[int]]) -> None:
     taken = {i: i if i in js else min(js) for i, js in places.items() if js}
     moved = [(i, j) for i, j in taken.items() if i != j]
     if moved and len(taken) == len(places):
+        i, j = moved[0]
         raise StepError(
-            "the model is called with the tokens of microbatch {1} of the step in place of {0}; "
+            f"the model is called with the tokens of microbatch {j} of the step in place of {i}; "
             "expected the microbatches in the order in which the forward steps draw their batches "
             "(see read_step, hook.step), and new tensors in each, since all are drawn before the "
-            "first forward pass: copy what the data iterator returns".format(*moved[0])
+            "first forward pass: copy what the data iterator returns"
         )

@@ -25,35 +25,17 @@ from megatron_loss_agg.mcore.host import Call, stock
 # Of megatron.core.distributed. Tests compare the measurement of each with a training step.
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 
-# Settings of the model and of its wrapper that do not apply to the probe.
+# Settings of the model and of its wrapper that do not apply to the probe, by what turns them off.
 _OFF = {
-    "timers": None,
-    "grad_scale_func": None,
-    "no_sync_func": None,
-    "grad_sync_func": None,
-    "param_sync_func": None,
-    "init_model_with_meta_device": False,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_load_balancing_type": "none",
-    "mtp_num_layers": None,
-    "overlap_moe_expert_parallel_comm": False,
-    "hybrid_context_parallel": False,
-    "fine_grained_activation_offloading": False,
-    "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,
-    "experimental_attention_variant": None,
-    "flextron": False,
-    "overlap_param_gather": False,
-    "align_param_gather": False,
-    "fp8_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "pad_buckets_for_high_nccl_busbw": False,
-    "check_for_nan_in_grad": False,
-    "check_for_large_grads": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_manual_registration": False,
-    "megatron_fsdp_grad_comm_dtype": torch.float32,
+    None: "timers grad_scale_func no_sync_func grad_sync_func param_sync_func mtp_num_layers "
+    "experimental_attention_variant",
+    False: "init_model_with_meta_device moe_router_enable_expert_bias hybrid_context_parallel "
+    "overlap_moe_expert_parallel_comm fine_grained_activation_offloading enable_cuda_graph "
+    "flextron overlap_param_gather align_param_gather fp8_param_gather check_for_nan_in_grad "
+    "reuse_grad_buf_for_mxfp8_param_ag pad_buckets_for_high_nccl_busbw check_for_large_grads "
+    "nccl_ub fsdp_double_buffer fsdp_manual_registration",
+    "none": "moe_router_load_balancing_type cuda_graph_impl",
+    torch.float32: "megatron_fsdp_grad_comm_dtype",
 }
 _TOKENS = 2  # per microbatch and rank: with 1, a lone microbatch hides a missing division
 _PER_RANK = 128  # parameter elements per rank: the shard alignment of the distributed optimizer
@@ -62,9 +44,8 @@ _PER_RANK = 128  # parameter elements per rank: the shard alignment of the distr
 class _Kind(NamedTuple):
     """A parameter of the probe: dense, or an expert's. Gradients are of one element, per step."""
 
-    ranks: int  # that its gradient is summed over
     gradient: float  # of this rank's loss
-    planned: float  # the sum
+    planned: float  # its sum over ranks
 
 
 def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
@@ -155,12 +136,8 @@ def _kinds(call: Call) -> list[_Kind]:
         reduced_over.append(
             (parallel_state.get_expert_data_parallel_group() if pg is None else pg.expt_dp,)
         )
-    kinds = []
-    for groups in reduced_over:
-        gradient = math.prod(1 + dist.get_rank(group) for group in groups)
-        ranks = math.prod(dist.get_world_size(group) for group in groups)
-        kinds.append(_Kind(ranks, gradient, _summed(gradient, groups)))
-    return kinds
+    gradients = [math.prod(1 + dist.get_rank(x) for x in groups) for groups in reduced_over]
+    return [_Kind(x, _summed(x, y)) for x, y in zip(gradients, reduced_over, strict=True)]
 
 
 def _summed(value: float, groups: Sequence[dist.ProcessGroup]) -> float:
@@ -202,12 +179,12 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
 
 
 def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
-    """A model with a parameter of each of ``kinds``."""
+    """A model with a parameter of each of ``kinds``, whose gradients its output has."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
     class Probe(MegatronModule):
-        """Its loss has the gradients of ``kinds``; with what gradient finalization reads."""
+        """With what gradient finalization reads."""
 
         model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False
@@ -217,10 +194,10 @@ def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
             super().__init__(config)
             self.kinds = torch.nn.ModuleDict()
             # Megatron's DDP knows experts' parameters by their attribute, its FSDP by their name.
-            for name, kind in zip(("dense", "experts"), kinds, strict=False):
-                parameter: Any = torch.nn.Parameter(
-                    torch.zeros(kind.ranks * _PER_RANK, dtype=torch.float32, device=device)
-                )
+            size = _PER_RANK * dist.get_world_size()
+            for name in ("dense", "experts")[: len(kinds)]:
+                zeros = torch.zeros(size, dtype=torch.float32, device=device)
+                parameter: Any = torch.nn.Parameter(zeros)
                 parameter.allreduce = name == "dense"
                 self.kinds[name] = torch.nn.ParameterList([parameter])
 
@@ -235,7 +212,10 @@ def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
 
 
 def _without_features(config: Any) -> Any:
-    """A copy with those settings of `_OFF` that this release knows."""
+    """A copy with those of `_OFF` turned off that this release knows."""
     changed = copy.copy(config)
-    vars(changed).update({k: v for k, v in _OFF.items() if hasattr(config, k)})
+    for value, names in _OFF.items():
+        for name in names.split():
+            if hasattr(config, name):
+                setattr(changed, name, value)
     return changed
