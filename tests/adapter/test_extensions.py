@@ -43,7 +43,7 @@ def test_a_given_check_takes_the_place_of_the_default_one() -> None:
     [
         ([Audit], "<class 'megatron_loss_agg.*.Audit'> among extensions; expected objects"),
         (["audit"], "'audit' among extensions; expected objects"),
-        ([Audit(), OwnAudit()], "2 Audit among extensions; expected one"),
+        ([Audit(), OwnAudit()], "several extensions have the settings"),
     ],
 )
 def test_what_is_no_extension_or_one_too_many_is_refused(given: Any, text: str) -> None:

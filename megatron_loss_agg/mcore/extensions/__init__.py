@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore.extension import Extension
@@ -28,7 +28,7 @@ def with_checks(given: Iterable[Extension]) -> list[Extension]:
     An extension of the class of a check takes its place.
 
     Raises:
-        ModeError: something that is no `Extension`, or two for one place.
+        ModeError: something that is no `Extension`.
     """
     parts = list(given)
     for x in parts:
@@ -37,11 +37,9 @@ def with_checks(given: Iterable[Extension]) -> list[Extension]:
                 f"{x!r} among extensions; expected objects of extensions, such as Audit(trust=True)"
             )
 
-    def placed(default: type[Extension]) -> Extension:
-        own = [x for x in parts if isinstance(x, default)]
-        if len(own) > 1:
-            raise ModeError(f"{len(own)} {default.__name__} among extensions; expected one")
-        return own[0] if own else default()
+    def placed(checks: Iterable[type[Extension]]) -> Iterator[Extension]:
+        for check in checks:
+            yield from [x for x in parts if isinstance(x, check)] or [check()]
 
     between = [x for x in parts if not isinstance(x, _BEFORE + _AFTER)]
-    return [*map(placed, _BEFORE), *between, *map(placed, _AFTER)]
+    return [*placed(_BEFORE), *between, *placed(_AFTER)]

@@ -76,25 +76,22 @@ class Audit(Extension):
         self._checked.add(scale)  # not earlier: a loop that catches the error must fail again
 
     def _compare(self, call: Call, measured: float) -> None:
+        from megatron.core import __version__
+
+        finalize: Any = call.config.finalize_model_grads_func
         if abs(measured - 1) <= _TOLERANCE:  # NaN is not
             self.measured = measured
             if self._repeat and dist.get_rank() == 0:
                 found = f"gradients are {measured:.6f} times the planned ones ({call.scale})"
                 print(f"loss aggregation audit: {found}", flush=True)
-        elif call.config.finalize_model_grads_func is not None or not self._trusts:
-            raise HostError(_mismatch(call, measured))
-
-
-def _mismatch(call: Call, measured: float) -> str:
-    from megatron.core import __version__
-
-    finalize: Any = call.config.finalize_model_grads_func
-    return (
-        f"gradients would be {measured:.6g} times the planned ones, at least on some rank, in "
-        f"megatron-core {__version__} with {type(call.chunks[-1]).__name__} and "
-        f"config.finalize_model_grads_func={getattr(finalize, '__qualname__', finalize)} "
-        f"({call.scale}); expected what {WRAPPERS[0]} and "
-        "megatron.core.distributed.finalize_model_grads do in Megatron-Core 0.13 to 0.19: use "
-        "these, or turn off calculate_per_token_loss if it is on; or, if the loop itself reduces "
-        f"and scales gradients after the schedule, leave the function None and choose {_TRUST}"
-    )
+        elif finalize is not None or not self._trusts:
+            raise HostError(
+                f"gradients would be {measured:.6g} times the planned ones, at least on some rank, "
+                f"in megatron-core {__version__} with {type(call.chunks[-1]).__name__} and "
+                f"config.finalize_model_grads_func={getattr(finalize, '__qualname__', finalize)} "
+                f"({call.scale}); expected what {WRAPPERS[0]} and "
+                "megatron.core.distributed.finalize_model_grads do in Megatron-Core 0.13 to 0.19: "
+                "use these, or turn off calculate_per_token_loss if it is on; or, if the loop "
+                "itself reduces and scales gradients after the schedule, leave the function None "
+                f"and choose {_TRUST}"
+            )

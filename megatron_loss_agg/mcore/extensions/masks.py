@@ -47,6 +47,8 @@ class MaskCheck(Extension):
     def around(
         self, call: Call, plan: PlannedStep | None
     ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+        # In the first step, also compare tokens, and sums of packs by sample.
+        verifies = bool(self.needs)
         copies, cp_size, cp = 1, call.groups.cp_size, call.groups.cp
         numbers: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by microbatch: see `_numbers`
         tokens: dict[int, Tensor] = {}  # likewise, see `_tokens`
@@ -62,7 +64,6 @@ class MaskCheck(Extension):
             if verifies:
                 tokens[x.i] = _tokens(x, cp_size)
 
-        verifies = bool(self.needs)
         yield on_loss
         if plan is None or not numbers:
             return
@@ -97,11 +98,7 @@ def _distinct(x: MicrobatchLoss) -> list[str]:
 def _numbers(
     x: MicrobatchLoss, name: str, cp_size: int, verifies: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Numbers of a term's mask on this rank, and on the CPU what they add up to over ranks.
-
-    Args:
-        verifies: compare sums of packs by sample.
-    """
+    """Numbers of a term's mask on this rank, and on the CPU what they add up to over ranks."""
     term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.weights[name]
     if x.plan.is_late:  # nothing was counted, and only its values can be checked
         legal = mask.isfinite() & (mask >= 0)
