@@ -41,7 +41,7 @@ class MaskCheck(Extension):
 
     def __init__(self) -> None:
         self.needs = frozenset({"prints"})  # until a training step is verified
-        self._places: dict[int, set[int]] = {}  # see `_places`; over the calls of a step
+        self._places: dict[int, int | None] = {}  # see `_place`; over the calls of a step
 
     @contextmanager
     def around(
@@ -72,15 +72,31 @@ class MaskCheck(Extension):
         if cp_size > 1:
             found = fitting(found, cp)
             dist.all_reduce(found, group=cp)
-        prints = plan.first.prints
-        if verifies and prints is not None:
-            self._places = {} if call.first == 0 else self._places
-            self._places |= {i: _places(i, prints, x) for i, x in by_rank.items()}
-            if call.ends_step:
-                _check_order(self._places)
+        if verifies and plan.first.prints is not None:
+            self._check_tokens(call, plan.first.prints, by_rank)
         _check_masks(plan, found.cpu() / copies, numbers)
         if call.trains and call.ends_step and not plan.is_empty:
             self.needs = frozenset()
+
+    def _check_tokens(
+        self, call: Call, prints: Sequence[Prints], by_rank: Mapping[int, Tensor]
+    ) -> None:
+        """Raise StepError if forward steps have used the tokens of other microbatches.
+
+        Only if all of them are in the step: a script may change its tokens, and in one stream of
+        text the labels of a microbatch are the tokens of the next.
+        """
+        self._places = {} if call.first == 0 else self._places
+        self._places |= {i: _place(i, prints, x) for i, x in by_rank.items()}
+        moved = [(i, j) for i, j in self._places.items() if i != j]
+        if call.ends_step and moved and None not in self._places.values():
+            i, j = moved[0]
+            raise StepError(
+                f"the model is called with the tokens of microbatch {j} of the step in place of "
+                f"{i}; expected the microbatches in the order in which the forward steps draw "
+                "their batches (see read_step, hook.step), and new tensors in each, since all are "
+                "drawn before the first forward pass: copy what the data iterator returns"
+            )
 
 
 def _distinct(x: MicrobatchLoss) -> list[str]:
@@ -178,10 +194,10 @@ def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
     return found
 
 
-def _places(i: int, prints: Sequence[Prints], by_rank: Tensor) -> set[int]:
-    """The microbatches of the step whose tokens the model may have been called with for ``i``.
+def _place(i: int, prints: Sequence[Prints], by_rank: Tensor) -> int | None:
+    """The microbatch of the step with whose tokens the model was called for ``i``.
 
-    ``{i}`` where these tell nothing; none where a script has changed its tokens.
+    ``i`` where these tell nothing; None where a script has changed its tokens.
 
     Args:
         by_rank: [context-parallel ranks, `_INPUTS`], see `_tokens`.
@@ -191,34 +207,15 @@ def _places(i: int, prints: Sequence[Prints], by_rank: Tensor) -> set[int]:
     """
     telling = by_rank.T[~by_rank.isnan().any(dim=0)]
     if not len(telling) or not any(ids.tells for ids in prints[i].ids):
-        return {i}
+        return i
     whole = {*telling.sum(dim=1).tolist()}
-    seen = [any(ids.tells and ids.whole in whole for ids in other.ids) for other in prints]
-    if not any(seen) and any(len({*parts}) < len(parts) for parts in telling.tolist()):
+    for j in (i, *range(len(prints))):
+        if any(ids.tells and ids.whole in whole for ids in prints[j].ids):
+            return j
+    if any(len({*parts}) < len(parts) for parts in telling.tolist()):
         raise LayoutError(
             f"the model is called with the same tokens on several context-parallel ranks, for "
             f"microbatch {i}; expected each token of the batch on one rank: split every sequence "
             "as CPLayout can"
         )
-    return {j for j, is_seen in enumerate(seen) if is_seen}
-
-
-def _check_order(places: Mapping[int, set[int]]) -> None:
-    """Raise StepError if forward steps have used the tokens of other microbatches.
-
-    Only if all of them are in the step: a script may change its tokens, and in one stream of text
-    the labels of a microbatch are the tokens of the next.
-
-    Args:
-        places: see `_places`; of each microbatch of the step.
-    """
-    taken = {i: i if i in js else min(js) for i, js in places.items() if js}
-    moved = [(i, j) for i, j in taken.items() if i != j]
-    if moved and len(taken) == len(places):
-        i, j = moved[0]
-        raise StepError(
-            f"the model is called with the tokens of microbatch {j} of the step in place of {i}; "
-            "expected the microbatches in the order in which the forward steps draw their batches "
-            "(see read_step, hook.step), and new tensors in each, since all are drawn before the "
-            "first forward pass: copy what the data iterator returns"
-        )
+    return None
