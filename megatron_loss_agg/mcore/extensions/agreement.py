@@ -6,13 +6,14 @@ one, and the others would hang.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_loss_agg.errors import ModeError, PeerError
 from megatron_loss_agg.mcore.extension import Extension
@@ -80,7 +81,8 @@ def _exchanged(mine: _Ranks, name: str, ranks: Sequence[int], timeout: timedelta
     key = f"megatron_loss_agg/{name}/{_rounds[name]}"
     store.set(f"{key}/{rank}", json.dumps(mine))
     if rank == first:
-        _arrived(store, [f"{key}/{other}" for other in ranks], timeout)
+        with contextlib.suppress(dist.DistStoreError):  # the time is up
+            store.wait([f"{key}/{other}" for other in ranks], timeout)
         merged: _Ranks = {}
         for other in ranks:
             here = store.check([f"{key}/{other}"])
@@ -88,18 +90,11 @@ def _exchanged(mine: _Ranks, name: str, ranks: Sequence[int], timeout: timedelta
             for settings, of_ranks in known.items():
                 merged[settings] = sorted({*merged.get(settings, []), *of_ranks})
         store.set(f"{key}/all", json.dumps(merged))
-    if not _arrived(store, [f"{key}/all"], timeout + _MARGIN):
-        return {**mine, "": sorted({*mine.get("", []), first})}
-    found: _Ranks = json.loads(store.get(f"{key}/all"))
-    return found
-
-
-def _arrived(store: Store, keys: list[str], timeout: timedelta) -> bool:
     try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:  # the time is up
-        return False
-    return True
+        store.wait([f"{key}/all"], timeout + _MARGIN)
+    except dist.DistStoreError:
+        return {**mine, "": sorted({*mine.get("", []), first})}
+    return json.loads(store.get(f"{key}/all"))
 
 
 def _difference(known: _Ranks) -> str:

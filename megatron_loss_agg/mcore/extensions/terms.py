@@ -11,20 +11,19 @@ from megatron_loss_agg.aggregation import Term
 
 def described(terms: Mapping[str, Term]) -> str:
     """The terms in words, the same in every process: modes, and what is not the default."""
-    return " + ".join(_described(name, term) for name, term in terms.items())
-
-
-def _described(name: str, term: Term) -> str:
-    aggregation = term.aggregation
-    label, mode = aggregation.label, aggregation.mode
-    settings = [] if label == mode else [label]
-    for field in dataclasses.fields(aggregation):
-        value = getattr(aggregation, field.name)
-        if field.name not in ("mode", "name") and value != field.default:
-            settings.append(f"{field.name.replace('_', ' ')}: {_shown(value)}")
-    shown = f"{mode} ({', '.join(settings)})" if settings else mode
-    coefficient = "" if term.coefficient == 1 else f"{term.coefficient!r} * "
-    return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")
+    texts = []
+    for name, term in terms.items():
+        aggregation = term.aggregation
+        label, mode = aggregation.label, aggregation.mode
+        settings = [] if label == mode else [label]
+        for field in dataclasses.fields(aggregation):
+            value = getattr(aggregation, field.name)
+            if field.name not in ("mode", "name") and value != field.default:
+                settings.append(f"{field.name.replace('_', ' ')}: {_shown(value)}")
+        shown = f"{mode} ({', '.join(settings)})" if settings else mode
+        coefficient = "" if term.coefficient == 1 else f"{term.coefficient!r} * "
+        texts.append(coefficient + (shown if name in (mode, label) else f"{name}: {shown}"))
+    return " + ".join(texts)
 
 
 def _shown(value: Any) -> str:
