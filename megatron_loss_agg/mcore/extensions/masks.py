@@ -12,6 +12,7 @@ hold some twice and lack others, and forward steps may use those of another micr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -30,6 +31,8 @@ from megatron_loss_agg.weights import at_least_fp32
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
+_Number = tuple[Tensor, Callable[[], Tensor]]
+"""Of a mask on this rank; and what it adds up to over ranks, as a function to call afterwards."""
 _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks add them up
 
 
@@ -50,7 +53,7 @@ class MaskCheck(Extension):
         # In the first step, also compare tokens, and sums of packs by sample.
         verifies = bool(self.needs)
         copies, cp_size, cp = 1, call.groups.cp_size, call.groups.cp
-        numbers: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by microbatch: see `_numbers`
+        numbers: dict[int, list[_Number]] = {}  # by microbatch: see `_numbers`
         tokens: dict[int, Tensor] = {}  # likewise, see `_tokens`
 
         def on_loss(x: MicrobatchLoss) -> None:
@@ -59,7 +62,7 @@ class MaskCheck(Extension):
                 return  # its loss is computed twice
             plan, copies = x.plan, x.local[x.first].copies
             numbers[x.i] = [
-                pair for name in _distinct(x) for pair in _numbers(x, name, cp_size, verifies)
+                pair for name in x.masks for pair in _numbers(x, name, cp_size, verifies)
             ]
             if verifies:
                 tokens[x.i] = _tokens(x, cp_size)
@@ -99,41 +102,27 @@ class MaskCheck(Extension):
             )
 
 
-def _distinct(x: MicrobatchLoss) -> list[str]:
-    """The terms, without those of which an earlier one has the same mask and plan."""
-    kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
-    for name, mask in x.masks.items():
-        term = x.plan.terms[name]
-        plan = [] if x.plan.is_late else [term.mask_sums[x.i], term.coefficients[x.i]]
-        alike = (m is mask and all(map(torch.equal, plan, other)) for m, other in kept.values())
-        if term.given is not None or not any(alike):
-            kept[name] = mask, plan
-    return [*kept]
-
-
-def _numbers(
-    x: MicrobatchLoss, name: str, cp_size: int, verifies: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Numbers of a term's mask on this rank, and on the CPU what they add up to over ranks."""
+def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iterator[_Number]:
+    none = functools.partial(torch.zeros, 1)
     term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.weights[name]
     if x.plan.is_late:  # nothing was counted, and only its values can be checked
         legal = mask.isfinite() & (mask >= 0)
         if x.plan.divided_by_host:
             legal = (mask == 0) | (mask == 1)
-        yield (~legal).sum(), torch.zeros(1)
+        yield (~legal).sum(), none
         return
     planned_S = term.mask_sums[x.i]
     packed, follows = local.samples.starts is not None, term.given is None
     if packed or not follows:
-        yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum()
+        yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.
     is_known = cp_size == 1 or x.whole is not None or local.split is not None
     if packed and follows and not (verifies and is_known):
-        yield w_T.sum(), term.coefficients[x.i] @ planned_S
+        yield w_T.sum(), functools.partial(torch.dot, term.coefficients[x.i], planned_S)
     else:
-        yield local.samples.sums(mask), planned_S
+        yield local.samples.sums(mask), lambda: planned_S
     if not follows:  # weights where the mask is 0
-        yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), torch.zeros(1)
+        yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), none
 
 
 def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
@@ -155,10 +144,10 @@ def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -
 
 
 def _check_masks(
-    plan: PlannedStep, found: Tensor, numbers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
+    plan: PlannedStep, found: Tensor, numbers: Mapping[int, Sequence[_Number]]
 ) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    by_microbatch = {i: torch.cat([y.reshape(-1) for _, y in x]) for i, x in numbers.items()}
+    by_microbatch = {i: torch.cat([y().reshape(-1) for _, y in x]) for i, x in numbers.items()}
     planned = torch.cat([*by_microbatch.values()])
     fits = (found - planned).abs() <= _TOLERANCE * planned.abs()  # NaN does not
     if bool(fits.all()):
