@@ -11,7 +11,7 @@ from megatron_loss_agg.mcore import Agreement, Audit, Extension, LossHook
 from megatron_loss_agg.mcore.extensions import with_checks
 
 BEFORE = ["Agreement", "InexactSettings", "FirstLine", "LeftGradients", "Audit"]
-AFTER = ["MaskCheck", "MaskedSum", "GatherCheck"]
+AFTER = ["MaskedSum", "GatherCheck", "MaskCheck"]
 
 
 class Own(Extension):
@@ -41,9 +41,9 @@ def test_a_given_check_takes_the_place_of_the_default_one() -> None:
 @pytest.mark.parametrize(
     "given, text",
     [
-        ([Audit], "the class Audit among extensions; expected objects"),
-        (["audit"], "a str among extensions; expected objects"),
-        ([Audit(), OwnAudit()], "2 Audit among extensions; expected one"),
+        ([Audit], "<class 'megatron_loss_agg.*.Audit'> among extensions; expected objects"),
+        (["audit"], "'audit' among extensions; expected objects"),
+        ([Audit(), OwnAudit()], "several extensions have the settings"),
     ],
 )
 def test_what_is_no_extension_or_one_too_many_is_refused(given: Any, text: str) -> None:

@@ -41,8 +41,8 @@ ALONE = {
     "mcore/logprobs.py": "logprobs",
     "__main__.py": "command line",
 }
-# Parts of one check, and what it shares with a part.
-SHARED_EXTENSIONS = {"probe.py", "masked_sum.py"}
+# Parts of one check, and what checks share with each other or with a part.
+SHARED_EXTENSIONS = {"probe.py", "masked_sum.py", "terms.py"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -21,7 +21,7 @@ from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
 
-CHANGED = "StepError: the data iterator changed a batch when it returned a later one"
+CHANGED = "StepError: the model is called with the tokens of microbatch"
 Batch = dict[str, Any]
 
 

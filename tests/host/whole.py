@@ -60,8 +60,6 @@ def parts(x: Tensor, kind: str) -> list[Tensor]:
     gathered = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(gathered, x.detach().contiguous(), group=group)
     gathered[rank] = x
-    if kind == "detached on a rank":
-        return [part.detach() if rank else part for part in gathered]
     return gathered
 
 

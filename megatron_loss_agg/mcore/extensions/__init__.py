@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from megatron_loss_agg.errors import ModeError
 from megatron_loss_agg.mcore.extension import Extension
@@ -17,9 +16,10 @@ from megatron_loss_agg.mcore.extensions.masked_sum import MaskedSum
 from megatron_loss_agg.mcore.extensions.masks import MaskCheck
 
 # A call is entered in this order and left in reverse. Settings are compared before anything is
-# measured or read; the first line comes after all that could still raise.
+# measured or read; the first line comes after all that could still raise. What exchanges at the end
+# of a call is left first, before another check raises on one rank alone.
 _BEFORE = (Agreement, InexactSettings, FirstLine, LeftGradients, Audit)
-_AFTER = (MaskCheck, MaskedSum, GatherCheck)
+_AFTER = (MaskedSum, GatherCheck, MaskCheck)
 
 
 def with_checks(given: Iterable[Extension]) -> list[Extension]:
@@ -28,24 +28,18 @@ def with_checks(given: Iterable[Extension]) -> list[Extension]:
     An extension of the class of a check takes its place.
 
     Raises:
-        ModeError: something that is no `Extension`, or two for one place.
+        ModeError: something that is no `Extension`.
     """
-    parts: list[Any] = list(given)
+    parts = list(given)
     for x in parts:
         if not isinstance(x, Extension):
-            got = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
             raise ModeError(
-                f"{got} among extensions; expected objects of extensions, such as Audit(trust=True)"
+                f"{x!r} among extensions; expected objects of extensions, such as Audit(trust=True)"
             )
 
-    def placed(default: type[Extension]) -> Extension:
-        own: list[Extension] = [x for x in parts if isinstance(x, default)]
-        if len(own) > 1:
-            raise ModeError(f"{len(own)} {default.__name__} among extensions; expected one")
-        if own:
-            parts.remove(own[0])
-            return own[0]
-        return default()
+    def placed(checks: Iterable[type[Extension]]) -> Iterator[Extension]:
+        for check in checks:
+            yield from [x for x in parts if isinstance(x, check)] or [check()]
 
-    before, after = [*map(placed, _BEFORE)], [*map(placed, _AFTER)]
-    return [*before, *parts, *after]
+    between = [x for x in parts if not isinstance(x, _BEFORE + _AFTER)]
+    return [*placed(_BEFORE), *between, *placed(_AFTER)]

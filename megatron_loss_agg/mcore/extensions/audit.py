@@ -5,33 +5,25 @@ A host that scales differently is caught before the first step.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_loss_agg.collectives import any_rank
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.extensions.probe import (
-    WRAPPERS,
-    data_groups,
-    measured_factors,
-    probe_tokens,
-    wrapper_of,
-)
+from megatron_loss_agg.mcore.extensions.probe import WRAPPERS, measured_factor, wrapper_of
 from megatron_loss_agg.mcore.host import Call, HostScale
 
-TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 """Relative tolerance of the measured factor, which is measured in fp32."""
 
-_TRUST = "choose Audit(trust=True) (--loss-aggregation-unmeasured trust)"
+_TRUST = "Audit(trust=True) (--loss-aggregation-unmeasured trust)"
 
 
 class Audit(Extension):
-    """Compares `measured_factors` with 1 before the first training step.
+    """Compares `measured_factor` with 1 before the first training step.
 
     Args:
         repeat: again before the first step of every new `HostScale`, and print the results.
@@ -73,67 +65,33 @@ class Audit(Extension):
             return
         wrap = wrapper_of(call)
         if wrap is not None:
-            self._compare(call, wrap)
+            self._compare(call, measured_factor(call, wrap))
         elif not self._trusts:
-            raise HostError(_unmeasured(call.chunks[-1]))
+            raise HostError(
+                f"the averaging over data-parallel ranks of a {type(call.chunks[-1]).__name__} "
+                f"cannot be measured; expected the model in one of Megatron's "
+                f"{', '.join(WRAPPERS)}: wrap it, or, if its gradients are averaged as the first "
+                f"of these does, choose {_TRUST}"
+            )
         self._checked.add(scale)  # not earlier: a loop that catches the error must fail again
 
-    def _compare(self, call: Call, wrap: Callable[..., Any]) -> None:
-        factors = measured_factors(call, wrap)
-        distances = (factors - 1).abs().nan_to_num(math.inf)
-        measured = float(factors.view(-1)[distances.argmax()])
-        undone = 1.0 / call.scale.multiplier(probe_tokens(call))
-        if not abs(measured - 1) <= TOLERANCE:  # also refuses NaN
-            if call.config.finalize_model_grads_func is None and self._trusts:
-                return
-            raise HostError(_mismatch(call, factors, measured, undone))
-        self.measured = measured
-        if self._repeat and dist.get_rank() == 0:
-            text = (
-                f"the host multiplies a returned loss by {measured * undone:.6g}, the plugin "
-                f"undoes {undone:.6g}: gradients are {measured:.6f} times the planned ones"
+    def _compare(self, call: Call, measured: float) -> None:
+        from megatron.core import __version__
+
+        finalize: Any = call.config.finalize_model_grads_func
+        if abs(measured - 1) <= _TOLERANCE:  # NaN is not
+            self.measured = measured
+            if self._repeat and dist.get_rank() == 0:
+                found = f"gradients are {measured:.6f} times the planned ones ({call.scale})"
+                print(f"loss aggregation audit: {found}", flush=True)
+        elif finalize is not None or not self._trusts:
+            raise HostError(
+                f"gradients would be {measured:.6g} times the planned ones, at least on some rank, "
+                f"in megatron-core {__version__} with {type(call.chunks[-1]).__name__} and "
+                f"config.finalize_model_grads_func={getattr(finalize, '__qualname__', finalize)} "
+                f"({call.scale}); expected what {WRAPPERS[0]} and "
+                "megatron.core.distributed.finalize_model_grads do in Megatron-Core 0.13 to 0.19: "
+                "use these, or turn off calculate_per_token_loss if it is on; or, if the loop "
+                "itself reduces and scales gradients after the schedule, leave the function None "
+                f"and choose {_TRUST}"
             )
-            print(f"loss aggregation audit: {text}", flush=True)
-
-
-def _unmeasured(chunk: Any) -> str:
-    return (
-        f"the averaging over data-parallel ranks of a {type(chunk).__name__} cannot be measured; "
-        f"expected the model in one of Megatron's {', '.join(WRAPPERS)}: wrap it, or, if its "
-        f"gradients are averaged as the first of these does, {_TRUST}"
-    )
-
-
-def _mismatch(call: Call, factors: Tensor, measured: float, undone: float) -> str:
-    from megatron.core import __version__
-
-    finalize = call.config.finalize_model_grads_func
-    averages = any(dist.get_world_size(group) > 1 for group in data_groups(call))
-    found = f"gradients would be {measured:.6g} times the planned ones"
-    if finalize is None and (averages or call.scale.per_token):
-        return (
-            f"{found}, since config.finalize_model_grads_func is not set: the schedule neither "
-            "reduces nor scales them; expected megatron.core.distributed.finalize_model_grads: set "
-            f"it, or, if the loop itself does all of that after the schedule, {_TRUST}"
-        )
-    how = (
-        f"{type(call.chunks[-1]).__name__} and config.finalize_model_grads_func="
-        f"{getattr(finalize, '__qualname__', finalize)}"
-    )
-    if (factors[:, 1] - factors[:, 0] > TOLERANCE).any():
-        return (
-            f"{found} on one rank, and differ from those of others, since {how} do not sum them "
-            "over all data- and context-parallel ranks; expected "
-            "megatron.core.distributed.finalize_model_grads: set it, or have yours call it"
-        )
-    mend = "install one of these"
-    if type(call.chunks[-1]).__name__ != WRAPPERS[0]:
-        mend += f", use {WRAPPERS[0]}"
-    if call.scale.per_token:
-        mend += ", turn off calculate_per_token_loss"
-    return (
-        f"megatron-core {__version__} with {how} multiplies a returned loss by "
-        f"{measured * undone:.6g} under this configuration ({call.scale}), but the plugin undoes "
-        f"{undone:.6g}: {found}; expected the loss averaging of {WRAPPERS[0]} in Megatron-Core "
-        f"0.13 to 0.19: {mend}, or report this version"
-    )

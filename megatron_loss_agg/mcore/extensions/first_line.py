@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
-from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extensions.terms import described
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 
@@ -26,32 +24,28 @@ class FirstLine(Extension):
     def around(
         self, call: Call, plan: PlannedStep | None
     ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
-        groups = call.groups
+        groups, splits = call.groups, set[str]()
         speaks = groups.last_stage and not any(
             map(dist.get_rank, (groups.dp, groups.cp, groups.tp))
         )
         if self._said or not speaks or not call.trains or plan is None:
             yield None
             return
-        known = set[str]()  # of tokens over context-parallel ranks
 
         def on_loss(x: MicrobatchLoss) -> None:
             if x.whole is not None:
-                known.add("every context-parallel rank has the losses of all tokens")
+                splits.add("every context-parallel rank has the losses of all tokens")
             elif (split := x.local[x.first].split) is not None:
-                known.add(f"context-parallel split: {split}")
+                splits.add(f"context-parallel split: {split}")
 
         yield on_loss
         if call.ends_step and not plan.is_empty:
-            packed = any(x.starts is not None for x in plan.first.samples)
-            if groups.cp_size > 1 and packed and not known:
-                known.add("context-parallel split: any (all give the same weights)")
-            print(_line(call, plan, sorted(known)), flush=True)
+            said = [described(call.terms), _step(call, plan), *sorted(splits), *call.words()]
+            print(f"loss aggregation: {'; '.join(said)}", flush=True)
             self._said = True
 
 
-def _line(call: Call, plan: PlannedStep, known: Sequence[str]) -> str:
-    modes = [_mode(name, term) for name, term in call.terms.items()]
+def _step(call: Call, plan: PlannedStep) -> str:
     first, ranks = plan.first, call.scale.data_parallel_size
     kinds = {"rows" if x.starts is None else "packed sequences" for x in first.samples}
     counts = first.counts
@@ -64,32 +58,10 @@ def _line(call: Call, plan: PlannedStep, known: Sequence[str]) -> str:
         tokens = "masks that the model makes"
     elif counts.active_tokens not in (None, counts.tokens):
         tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
-    step = (
+    return (
         f"a step of {counts.microbatches} microbatches on {ranks} data-parallel "
         f"rank{'s' if ranks > 1 else ''}, {', '.join(counted)}, {tokens}"
     )
-    return f"loss aggregation: {'; '.join([' + '.join(modes), step, *known, *call.words()])}"
-
-
-def _mode(name: str, term: Term) -> str:
-    """The mode, and all settings that are not the default."""
-    aggregation = term.aggregation
-    label, mode = aggregation.label, aggregation.mode
-    settings = [] if label == mode else [label]
-    for field in dataclasses.fields(aggregation):
-        value = getattr(aggregation, field.name)
-        if field.name not in ("mode", "name") and value != field.default:
-            settings.append(f"{field.name.replace('_', ' ')}: {_shown(value)}")
-    shown = f"{mode} ({', '.join(settings)})" if settings else mode
-    coefficient = "" if term.coefficient == 1 else f"{term.coefficient:g} * "
-    return coefficient + (shown if name in (mode, label) else f"{name}: {shown}")
-
-
-def _shown(value: Any) -> str:
-    """A word, a number, or the name of a function."""
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    return value if isinstance(value, str) else f"{float(value):.10g}"
 
 
 def without_perplexities(line: str, losses: Iterable[str]) -> str:

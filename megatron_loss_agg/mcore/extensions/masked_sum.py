@@ -34,37 +34,46 @@ class MaskedSum(Extension):
 
     def __init__(self) -> None:
         self._kind: Any = None  # of the loss function that is called next
-        self._checked: set[tuple[bool, Any]] = set()  # in training; kind
+        self._checked: set[Any] = set()
 
     def adapt(
         self, call: Call, loss_func: Callable[..., Any], names: Sequence[str]
     ) -> tuple[Callable[..., Any], Sequence[str]]:
-        self._kind = call.trains, kind_of(loss_func)
+        """Tell kinds apart: what computes the same has the same code, or type."""
+        function = loss_func
+        while isinstance(function, functools.partial):
+            function = function.func
+        self._kind = call.trains, getattr(function, "__code__", type(function))
         return loss_func, names
 
     @contextmanager
     def around(
         self, call: Call, plan: PlannedStep | None
     ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
-        seen, found = set[tuple[bool, Any]](), list[Tensor]()
-        has_whole_samples = call.groups.cp_size == 1
+        seen, found = set[Any](), list[Tensor]()
 
         def on_loss(x: MicrobatchLoss) -> None:
             if x.returned is None or self._kind in self._checked:
                 return
             if call.ends_step and not x.plan.is_empty:
                 seen.add(self._kind)
-            is_sum = len(x.returned) == 3
-            if is_sum or has_whole_samples:
-                loss, losses, mask = x.returned[0].detach(), x.losses[x.first], x.masks[x.first]
+            loss, is_sum = x.returned[0].detach(), len(x.returned) == 3
+            if is_sum or call.groups.cp_size == 1:  # or else a mean over a part of the tokens
+                losses, mask = x.losses[x.first], x.masks[x.first]
                 fits = fits_masked_sum(loss, losses, mask, may_be_mean=not is_sum)
-                found.append(torch.stack([fits.double(), loss.double(), _masked_sum(losses, mask)]))
+                found.append(torch.stack([fits.double(), loss.double()]))
 
         yield on_loss
         self._checked |= seen
-        for fits, loss, total in torch.stack(found).tolist() if found else []:
+        for fits, loss in torch.stack(found).tolist() if found else []:
             if not fits:
-                raise _other_than_a_sum(loss, total)
+                raise HostError(
+                    f"the loss function returned {loss:.6g}, which is not the masked sum of the "
+                    "model's losses, nor their mean; expected that sum, since its reduction is "
+                    "replaced: drop its own factors and divisions; for another loss return a "
+                    "TokenLoss with that of each token; or, if it is Megatron's for distillation, "
+                    "give the hook a second term named 'kd' and extensions=[Distillation()]"
+                )
 
 
 def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool) -> Tensor:
@@ -78,35 +87,13 @@ def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: 
         may_be_mean: it may also be that sum over ``sum(mask)``, or over 1 if that is more.
     """
     epsilon = torch.finfo(loss.dtype).eps
-    losses, mask = (x.detach().reshape(-1).double() for x in (losses, mask))
-    loss, total = loss.detach().double(), _masked_sum(losses, mask)
+    loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))
+    total, size = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
     divisors = [torch.ones_like(total)]
     if may_be_mean:
         divisors += [mask.sum(), mask.sum().clamp(min=1)]
     divisor = torch.stack(divisors)
     # Where losses cancel, the rounding error of their sum dominates.
-    allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * _masked_sum(losses.abs(), mask.abs())
+    allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * size
     fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
-    return ~loss.isfinite() | fits.any()
-
-
-def kind_of(loss_func: Callable[..., Any]) -> Any:
-    """What loss functions have in common that compute the same: their code, or their type."""
-    while isinstance(loss_func, functools.partial):
-        loss_func = loss_func.func
-    return getattr(loss_func, "__code__", type(loss_func))
-
-
-def _masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    losses, mask = (x.detach().reshape(-1).double() for x in (losses, mask))
-    return weighted_sum(mask, losses)
-
-
-def _other_than_a_sum(loss: float, total: float) -> HostError:
-    return HostError(
-        f"the loss function returned {loss:.6g}, and the masked sum of the model's losses is "
-        f"{total:.6g}; expected a masked sum, since its reduction is replaced: drop its own "
-        "factors and divisions; for another loss return a TokenLoss with that of each token; or, "
-        "if it is Megatron's for distillation, give the hook a second term named 'kd' and "
-        "extensions=[Distillation()]"
-    )
+    return ~loss.isfinite().all() | fits.any()

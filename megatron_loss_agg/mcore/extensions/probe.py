@@ -8,12 +8,11 @@ shows.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,42 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather
-from megatron_loss_agg.mcore.host import Call, HostScale, stock
+from megatron_loss_agg.mcore.host import Call, stock
 
 # Of megatron.core.distributed. Tests compare the measurement of each with a training step.
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 
-# Configuration that does not apply to the probe.
+# Settings of the model and of its wrapper that do not apply to the probe, by what turns them off.
 _OFF = {
-    "timers": None,
-    "grad_scale_func": None,
-    "no_sync_func": None,
-    "grad_sync_func": None,
-    "param_sync_func": None,
-    "init_model_with_meta_device": False,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_load_balancing_type": "none",
-    "mtp_num_layers": None,
-    "overlap_moe_expert_parallel_comm": False,
-    "hybrid_context_parallel": False,
-    "fine_grained_activation_offloading": False,
-    "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,
-    "experimental_attention_variant": None,
-    "flextron": False,
-}
-_DDP_OFF = {
-    "overlap_param_gather": False,
-    "align_param_gather": False,
-    "fp8_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "pad_buckets_for_high_nccl_busbw": False,
-    "check_for_nan_in_grad": False,
-    "check_for_large_grads": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_manual_registration": False,
-    "megatron_fsdp_grad_comm_dtype": torch.float32,
+    None: "timers grad_scale_func no_sync_func grad_sync_func param_sync_func mtp_num_layers "
+    "experimental_attention_variant",
+    False: "init_model_with_meta_device moe_router_enable_expert_bias hybrid_context_parallel "
+    "overlap_moe_expert_parallel_comm fine_grained_activation_offloading enable_cuda_graph "
+    "flextron overlap_param_gather align_param_gather fp8_param_gather check_for_nan_in_grad "
+    "reuse_grad_buf_for_mxfp8_param_ag pad_buckets_for_high_nccl_busbw check_for_large_grads "
+    "nccl_ub fsdp_double_buffer fsdp_manual_registration",
+    "none": "moe_router_load_balancing_type cuda_graph_impl",
+    torch.float32: "megatron_fsdp_grad_comm_dtype",
 }
 _TOKENS = 2  # per microbatch and rank: with 1, a lone microbatch hides a missing division
 _PER_RANK = 128  # parameter elements per rank: the shard alignment of the distributed optimizer
@@ -65,99 +44,100 @@ _PER_RANK = 128  # parameter elements per rank: the shard alignment of the distr
 class _Kind(NamedTuple):
     """A parameter of the probe: dense, or an expert's. Gradients are of one element, per step."""
 
-    ranks: int  # that its gradient is summed over
     gradient: float  # of this rank's loss
-    planned: float  # the sum
+    planned: float  # its sum over ranks
 
 
-def probe_tokens(call: Call) -> int:
-    """Of all microbatches of the probe, over data- and context-parallel ranks."""
-    return round(_summed(_TOKENS * call.scale.num_microbatches, data_groups(call)))
+def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
+    """The host's gradients as a multiple of the planned ones: of all, the farthest from 1.
 
-
-def measured_factors(call: Call, wrap: Callable[..., Any]) -> Tensor:
-    """The host's gradients as a multiple of the planned ones. All ranks must call.
+    All ranks must call; it is the same on all of them, and NaN if one is.
 
     Args:
         wrap: from `wrapper_of`.
-
-    Returns:
-        fp64 [kinds of parameters, 2], the same on all ranks: the least and the greatest of all
-        ranks; both are 1 if the host scales as planned, and NaN if one is.
     """
+    kinds = _kinds(call)
+    factor = torch.ones(1, dtype=torch.float64)
+    for gradient, kind in zip(_gradients(call, wrap, kinds), kinds, strict=False):
+        factors = gradient.detach().cpu().double().flatten() / kind.planned
+        factor = _farthest(torch.cat([factor, factors]))
+    for group in (*_data_groups(call), call.groups.tp, call.groups.pp):
+        factor = _farthest(all_gather(factor, group).flatten())
+    return float(factor)
+
+
+def _farthest(factors: Tensor) -> Tensor:
+    """[1]: the one that is farthest from 1."""
+    return factors[(factors - 1).abs().nan_to_num(math.inf).argmax()].view(1)
+
+
+def _gradients(call: Call, wrap: Callable[..., Any], kinds: Sequence[_Kind]) -> list[Tensor]:
+    """Of a step of the probe: by kind, the elements that this rank has reduced, if it has any."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    kinds = _kinds(call)
-    config = _with(call.config, _OFF)
-    number = call.scale.num_microbatches
-    device = next(call.chunks[-1].parameters()).device
-    with _without_logs():
-        model = wrap(config, _probe(config, kinds, number, device))
-        if call.config.no_sync_func is not None:
-            config.no_sync_func = model.no_sync
-        if hasattr(model, "zero_grad_buffer"):
-            model.zero_grad_buffer()
-        stock(forward_backward_no_pipelining)(
-            forward_step_func=_forward_step(call.scale, probe_tokens(call)),
-            data_iterator=iter([]),
-            model=[model],
-            num_microbatches=number,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-            **({} if call.pg_collection is None else {"pg_collection": call.pg_collection}),
-        )
-    rows = torch.tensor([math.inf, -math.inf], dtype=torch.float64).repeat(2, 1)
-    for row, gradient, kind in zip(rows, _reduced(model), kinds, strict=False):
-        if gradient.numel():  # a small parameter may have no shard here
-            factors = gradient.double() / kind.planned
-            row.copy_(torch.stack([factors.amin(), factors.amax()]))
-    for group in (*data_groups(call), call.groups.tp, call.groups.pp):
-        gathered = all_gather(rows.flatten(), group).view(-1, 2, 2)
-        rows = torch.stack([gathered[..., 0].amin(0), gathered[..., 1].amax(0)], dim=1)
-    return rows[~(rows[:, 0] > rows[:, 1])]  # without experts, a row is as it began
+    config, number = _without_features(call.config), call.scale.num_microbatches
+    total_tokens = round(_summed(_TOKENS * number, _data_groups(call)))
+
+    def loss_func(output: Tensor) -> tuple[Any, ...]:
+        return call.scale.returned(output, _TOKENS, total_tokens, {})
+
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        return model() / number, loss_func
+
+    logged = logging.root.manager.disable
+    logging.disable(logging.INFO)  # Megatron's line of every wrapper: there would seem to be two
+    try:
+        model = wrap(config, _probe(config, kinds, next(call.chunks[-1].parameters()).device))
+    finally:
+        logging.disable(logged)
+    if call.config.no_sync_func is not None:
+        config.no_sync_func = model.no_sync
+    if hasattr(model, "zero_grad_buffer"):
+        model.zero_grad_buffer()
+    stock(forward_backward_no_pipelining)(
+        forward_step_func=forward_step,
+        data_iterator=iter([]),
+        model=[model],
+        num_microbatches=number,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+        **({} if call.pg_collection is None else {"pg_collection": call.pg_collection}),
+    )
+    return _reduced(model)
 
 
 def _reduced(model: Any) -> list[Tensor]:
-    """By parameter of the probe, the elements of its gradient that this rank has reduced."""
-    if hasattr(model, "expert_parallel_buffers"):  # Megatron's DDP
-        return [_shard(buffer) for buffer in (model.buffers[0], *model.expert_parallel_buffers)]
-    return [_gradient(parameter) for parameter in model.parameters()]
-
-
-def _shard(buffer: Any) -> Tensor:
-    """Of a buffer of Megatron's DDP that holds one parameter."""
-    group = buffer.data_parallel_group
-    rank, shards = dist.get_rank(group), dist.get_world_size(group)
-    # This shard is reduced, whether by all-reduce or reduce-scatter; past `_PER_RANK` is padding.
-    shard: Tensor = buffer.grad_data.view(shards, -1)[rank][:_PER_RANK]
-    return shard
-
-
-def _gradient(parameter: Any) -> Tensor:
-    """This rank's part of the parameter's gradient; zeros if the host made none."""
-    found = (getattr(parameter, name, None) for name in ("decoupled_grad", "main_grad", "grad"))
-    gradient: Any = next((g for g in found if g is not None), torch.zeros_like(parameter))
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local
+    found = []
+    if hasattr(model, "expert_parallel_buffers"):  # Megatron's DDP: a buffer for each kind
+        for buffer in (model.buffers[0], *model.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            shards = buffer.grad_data.view(dist.get_world_size(group), -1)
+            # This rank's is reduced, whether by all-reduce or reduce-scatter; then comes padding.
+            found.append(shards[dist.get_rank(group)][:_PER_RANK])
+        return found
+    for parameter in model.parameters():
+        names = ("decoupled_grad", "main_grad", "grad")
+        made = [x for name in names if (x := getattr(parameter, name, None)) is not None]
+        gradient = made[0] if made else torch.zeros_like(parameter)
+        found.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+    return found
 
 
 def _kinds(call: Call) -> list[_Kind]:
     """A dense parameter and, if the model has experts, one of these."""
-    groups = data_groups(call)
-    reduced = [(math.prod(1 + dist.get_rank(group) for group in groups), groups)]
-    if any(map(_is_of_expert, call.chunks[-1].parameters())):
-        experts = _expert_group(call.pg_collection)
-        reduced.append((1 + dist.get_rank(experts), (experts,)))
-    return [
-        _Kind(math.prod(map(dist.get_world_size, groups)), gradient, _summed(gradient, groups))
-        for gradient, groups in reduced
-    ]
+    from megatron.core import parallel_state
 
-
-def _is_of_expert(parameter: Any) -> bool:
+    reduced_over = [_data_groups(call)]
     # Megatron FSDP replaces parameters, and keeps those that Megatron has marked.
-    return not getattr(getattr(parameter, "orig_param", parameter), "allreduce", True)
+    marked = (getattr(x, "orig_param", x) for x in call.chunks[-1].parameters())
+    if not all(getattr(x, "allreduce", True) for x in marked):
+        pg = call.pg_collection
+        reduced_over.append(
+            (parallel_state.get_expert_data_parallel_group() if pg is None else pg.expt_dp,)
+        )
+    gradients = [math.prod(1 + dist.get_rank(x) for x in groups) for groups in reduced_over]
+    return [_Kind(x, _summed(x, y)) for x, y in zip(gradients, reduced_over, strict=True)]
 
 
 def _summed(value: float, groups: Sequence[dist.ProcessGroup]) -> float:
@@ -166,17 +146,8 @@ def _summed(value: float, groups: Sequence[dist.ProcessGroup]) -> float:
     return value
 
 
-def data_groups(call: Call) -> tuple[dist.ProcessGroup, ...]:
+def _data_groups(call: Call) -> tuple[dist.ProcessGroup, ...]:
     return call.groups.dp, call.groups.cp
-
-
-def _expert_group(pg_collection: Any) -> dist.ProcessGroup:
-    """The ranks that have the same experts."""
-    from megatron.core import parallel_state
-
-    if pg_collection is None:
-        return parallel_state.get_expert_data_parallel_group()
-    return pg_collection.expt_dp
 
 
 def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
@@ -187,7 +158,7 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
     known = (name for name in WRAPPERS if isinstance(chunk, getattr(distributed, name, ())))
     name = next(known, None)
     if name is None:
-        alone = all(dist.get_world_size(group) == 1 for group in data_groups(call))
+        alone = all(dist.get_world_size(group) == 1 for group in _data_groups(call))
         return (lambda config, probe: probe) if alone else None  # alone, it averages over nothing
     options = {} if groups is None else {"pg_collection": groups}
     if options and name == "TorchFullyShardedDataParallel":
@@ -196,7 +167,7 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
         inspect.signature(type(chunk)).bind(None, None, None, **options)
     except TypeError:
         return None  # a subclass with other arguments
-    settings = _with(chunk.ddp_config, _DDP_OFF)
+    settings = _without_features(chunk.ddp_config)
 
     def wrap(config: Any, probe: Any) -> Any:
         units = getattr(chunk, "fsdp_unit_modules", None)
@@ -207,25 +178,13 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
     return wrap
 
 
-def _forward_step(scale: HostScale, total_tokens: int) -> Callable[..., Any]:
-    """The loss is the probe's output, with `_TOKENS` tokens per microbatch and rank."""
-
-    def loss_func(output: Tensor) -> tuple[Any, ...]:
-        return scale.returned(output, _TOKENS, total_tokens, {})
-
-    def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        return model(), loss_func
-
-    return forward_step
-
-
-def _probe(config: Any, kinds: list[_Kind], num_microbatches: int, device: torch.device) -> Any:
-    """A model with a parameter of each of ``kinds``."""
+def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
+    """A model with a parameter of each of ``kinds``, whose gradients its output has."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
     class Probe(MegatronModule):
-        """Its loss has the gradients of ``kinds``; with what gradient finalization reads."""
+        """With what gradient finalization reads."""
 
         model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False
@@ -235,10 +194,10 @@ def _probe(config: Any, kinds: list[_Kind], num_microbatches: int, device: torch
             super().__init__(config)
             self.kinds = torch.nn.ModuleDict()
             # Megatron's DDP knows experts' parameters by their attribute, its FSDP by their name.
-            for name, kind in zip(("dense", "experts"), kinds, strict=False):
-                parameter: Any = torch.nn.Parameter(
-                    torch.zeros(kind.ranks * _PER_RANK, dtype=torch.float32, device=device)
-                )
+            size = _PER_RANK * dist.get_world_size()
+            for name in ("dense", "experts")[: len(kinds)]:
+                zeros = torch.zeros(size, dtype=torch.float32, device=device)
+                parameter: Any = torch.nn.Parameter(zeros)
                 parameter.allreduce = name == "dense"
                 self.kinds[name] = torch.nn.ParameterList([parameter])
 
@@ -247,34 +206,16 @@ def _probe(config: Any, kinds: list[_Kind], num_microbatches: int, device: torch
 
         def forward(self) -> Tensor:
             losses = [p.sum() * k.gradient for p, k in zip(self.parameters(), kinds, strict=True)]
-            return torch.stack(losses).sum() / num_microbatches
+            return torch.stack(losses).sum()
 
     return Probe()
 
 
-def _with(config: Any, changes: dict[str, Any]) -> Any:
-    """A copy with those ``changes`` that apply to this release's configuration."""
+def _without_features(config: Any) -> Any:
+    """A copy with those of `_OFF` turned off that this release knows."""
     changed = copy.copy(config)
-    for name, value in changes.items():
-        if hasattr(changed, name):
-            setattr(changed, name, value)
+    for value, names in _OFF.items():
+        for name in names.split():
+            if hasattr(config, name):
+                setattr(changed, name, value)
     return changed
-
-
-@contextlib.contextmanager
-def _without_logs() -> Iterator[None]:
-    """Megatron logs every wrapper that it makes: a run would seem to have one more."""
-    package = "megatron.core.distributed"
-    known = logging.root.manager.loggerDict.items()
-    loggers = [
-        logger
-        for name, logger in known
-        if name.startswith(package) and isinstance(logger, logging.Logger) and not logger.disabled
-    ]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False

@@ -32,9 +32,9 @@ def check_host_flags(args: Any) -> None:
     stages = getattr(args, "pipeline_model_parallel_size", 1)
     inexact = inexact_setting(args, instances, stages)
     if inexact is not None:
+        name, value, reason = inexact
         raise HostError(
-            f"{flag_of(inexact.name)}{inexact.value} with {FLAG}: {inexact.reason}: "
-            "change the flag, or drop one of the two"
+            f"{flag_of(name)}{value} with {FLAG}: {reason}: change the flag, or drop one of the two"
         )
 
 
