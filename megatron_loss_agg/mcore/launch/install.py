@@ -10,16 +10,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.extension import Extension
+from megatron_loss_agg.mcore.extensions.audit import Audit
+from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
+from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
 from megatron_loss_agg.mcore.extensions.first_line import without_perplexities
-from megatron_loss_agg.mcore.host import STOCK, chunks_of
+from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
+from megatron_loss_agg.mcore.extensions.routers import RouterLosses
+from megatron_loss_agg.mcore.host import STOCK, Loop, chunks_of
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags, host_args
 from megatron_loss_agg.mcore.launch.host_flags import check_host_flags
 from megatron_loss_agg.mcore.launch.once import print_uncaught_once, refuse
 from megatron_loss_agg.mcore.launch.seams import Seam, seams
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch
+from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
 
 _Function = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
@@ -39,17 +48,39 @@ def hook_from_args(
     Raises:
         AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
     """
-    settings = flags.settings_from(args, in_training_loop)
-    if settings is None:
+    aggregation = flags.aggregation_from(args)
+    if aggregation is None:
         return None
     check_host_flags(args)
-    return LossHook(
-        settings.aggregation,
-        read_batch=settings.read_batch or read_batch,
-        extensions=settings.extensions,
-        empty_step=settings.empty_step,
-        loop=settings.loop,
+    given = flags.given(args)
+    terms = terms_from(args, aggregation)
+    loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
+    log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
+    repeat, trust = "audit" in given, flags.word(args, "unmeasured") == "trust"
+    extensions: list[Extension] = [
+        *([MultiTokenPrediction()] if flags.word(args, "mtp") == "same" else []),
+        *([RouterLosses()] if flags.word(args, "moe") == "step" else []),
+        *([Distillation()] if terms is not aggregation else []),
+        *([DatasetReports(log_interval)] if "report_datasets" in given else []),
+        *([Audit(repeat=repeat, trust=trust)] if repeat or trust else []),
+    ]
+    late = flags.word(args, "mask") == "model"
+    if "batch" in given:
+        read_batch = flags.load(f"{flags.FLAG}-batch", given["batch"])
+    elif late:
+        read_batch = read_samples
+    empty_step = flags.word(args, "empty_step")
+    hook = LossHook(
+        terms, read_batch=read_batch, extensions=extensions, empty_step=empty_step, loop=loop
     )
+    if late:
+        check_possible(
+            hook.terms,
+            needs={need for x in extensions for need in x.needs},
+            empty_step=empty_step,
+            averages_quotients=loop.averages_quotients,
+        )
+    return hook
 
 
 def install(
@@ -80,38 +111,36 @@ def install(
         installed.
 
     Raises:
-        AggregationError: a flag's value is bad; raised before Megatron is imported.
-        ModeError: the environment variable holds other flags than ours, or there are flags on the
-            command line, too.
+        AggregationError: a flag's value is bad, or flags are both in the environment and on the
+            command line; raised before Megatron is imported.
         HostError: as `seams`.
     """
-    given = launched or GivenFlags(sys.argv[1:], flags.in_environment())
-    flags.settings_from(argparse.Namespace(**given.values))
+    given = launched or GivenFlags(sys.argv[1:])
+    hook_from_args(argparse.Namespace(**given.values))
     found = seams()
     if hasattr(found.schedules[0].function, STOCK):
         return lambda: None
-    undo = [given.watch(), print_uncaught_once()]
+    argv = sys.argv
+    sys.argv = [*argv[:1], *given.others]
+    restore_hook = print_uncaught_once()
+    torch_steps = register_optimizer_step_pre_hook(given.check_before_torch_step)
     if watch_exit:
         atexit.register(given.fail_at_exit)
-        undo.append(lambda: atexit.unregister(given.fail_at_exit))
 
     def made(in_training_loop: bool) -> LossHook | None:
         args = host_args()
+        vars(args).update(given.values)  # a YAML file may have replaced the command line
         try:
-            given.complete(args)
             return make_hook(args, in_training_loop)
         except AggregationError as error:
             if launched is None:
                 raise
             sys.exit(refuse(error))
 
-    # A hook checks and measures the first step of one model. None: uninstalled, though a loop may
-    # have kept a schedule.
-    by_model: WeakKeyDictionary[Any, LossHook | None] | None = WeakKeyDictionary()
+    # A hook checks and measures the first step of one model.
+    by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
 
     def of_model(model: Any) -> LossHook | None:
-        if by_model is None:
-            return None
         chunk = chunks_of(model)[0]
         if chunk not in by_model:
             by_model[chunk] = made(False)
@@ -122,7 +151,8 @@ def install(
         return made(True)
 
     wrapped = {x: _hooked_schedule(x.function, of_model, given) for x in found.schedules}
-    wrapped[found.optimizer] = _after(given.leave_steps_to_host, found.optimizer.function)
+    # Megatron's optimizers step those of torch inside them, also to initialize their state.
+    wrapped[found.optimizer] = _after(torch_steps.remove, found.optimizer.function)
     wrapped |= {x: _checked_step(x.function, given) for x in found.steps}
     if found.training is not None:
         add_arguments, get_schedule, setup, say = found.training
@@ -135,11 +165,11 @@ def install(
     originals = _put(wrapped)
 
     def uninstall() -> None:
-        nonlocal by_model
-        by_model = None
         _put(originals)
-        for undone in reversed(undo):
-            undone()
+        atexit.unregister(given.fail_at_exit)
+        torch_steps.remove()
+        restore_hook()
+        sys.argv = argv
 
     return uninstall
 

@@ -40,7 +40,7 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]
         from megatron_loss_agg.mcore.cpu import enable
 
         enable()
-    given = GivenFlags(script_args, flags.in_environment())
+    given = GivenFlags(script_args)
     prepare_parser = _add_cpu_arguments if cpu else flags.add_arguments
     install(prepare_parser, watch_exit=False, launched=given)
     return functools.partial(_run, script, given)

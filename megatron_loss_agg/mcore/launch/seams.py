@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,9 +18,6 @@ class Seam(NamedTuple):
     @property
     def function(self) -> Callable[..., Any]:
         return getattr(self.holder, self.name)
-
-    def __str__(self) -> str:
-        return f"{self.holder.__name__}.{self.name}"
 
 
 class SeamsOfTraining(NamedTuple):
@@ -46,7 +42,7 @@ def seams() -> Seams:
     """What `install` wraps in the host that is importable; without `megatron.training` its core.
 
     Raises:
-        HostError: a function is missing, or has other parameters.
+        HostError: a function is missing.
     """
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.pipeline_parallel import schedules
@@ -55,8 +51,8 @@ def seams() -> Seams:
     classes = [cls for cls in _subclasses(MegatronOptimizer) if "step" in vars(cls)]
     return Seams(
         [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
-        _seam(MegatronOptimizer, "__init__", "self"),
-        [_seam(cls, "step", "self") for cls in classes],
+        Seam(MegatronOptimizer, "__init__"),
+        [Seam(cls, "step") for cls in classes],
         _seams_of_training(),
     )
 
@@ -68,7 +64,7 @@ def _seams_of_training() -> SeamsOfTraining | None:
     except ImportError:  # a script that needs it will say why
         return None
     return SeamsOfTraining(
-        _seam(arguments, "add_megatron_arguments", "parser"),
+        _seam(arguments, "add_megatron_arguments"),
         _seam(training, "get_forward_backward_func"),
         _seam(training, "setup_model_and_optimizer"),
         Seam(training, "print_rank_last") if hasattr(training, "print_rank_last") else None,
@@ -81,21 +77,12 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
-def _seam(holder: Any, name: str, *parameters: str) -> Seam:
-    seam = Seam(holder, name)
-    try:
-        found = list(inspect.signature(seam.function).parameters)
-    except AttributeError:
-        raise HostError(_unfit(f"{holder.__name__} has no {name}")) from None
-    if found[: len(parameters)] != list(parameters):
-        raise HostError(_unfit(f"{seam} takes {found}"))
-    return seam
+def _seam(holder: Any, name: str) -> Seam:
+    if not hasattr(holder, name):
+        from megatron.core import __version__
 
-
-def _unfit(what: str) -> str:
-    from megatron.core import __version__
-
-    return (
-        f"megatron-core {__version__}: {what}; expected the seams of Megatron-Core 0.14 to 0.19: "
-        "install one of these, or wrap forward_backward with LossHook yourself"
-    )
+        raise HostError(
+            f"megatron-core {__version__}: {holder.__name__} has no {name}; expected Megatron-Core "
+            "0.14 to 0.19: install one, or wrap forward_backward with LossHook yourself"
+        )
+    return Seam(holder, name)
