@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,10 +36,11 @@ def main(argv: Sequence[str]) -> int:
 
         draw(args.plot, samples, shown)
         print(f"drawn: {args.plot}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(as_json(samples, shown, left_out)))
-    else:
-        print(as_text(samples, shown, left_out))
+    table = as_json if args.json else as_text
+    try:
+        print(table(samples, shown, left_out), flush=True)
+    except BrokenPipeError:  # closed by the reader, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -46,9 +46,9 @@ def as_text(
 
 def as_json(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
-) -> dict[str, Any]:
+) -> str:
     """The same in full precision, with shares as fractions and weights also as absolute numbers."""
-    return {
+    found = {
         "samples": [vars(sample) for sample in samples],
         "modes": {
             name: {
@@ -61,6 +61,7 @@ def as_json(
         },
         "left_out": dict(left_out),
     }
+    return json.dumps(found)
 
 
 def _short(value: Any) -> str:
