@@ -23,16 +23,9 @@ REFUSED: dict[str, Any] = {
     "hybrid_context_parallel": True,
     "dynamic_context_parallel": True,
     "overlap_moe_expert_parallel_comm": True,
-    "perform_rl_step": True,
     "gtp_weight_remat_size": 2,
     "expert_gtp_weight_remat_size": 2,
     "cuda_graph_impl": "full_iteration",
-}
-# Added to the flags in turn.
-CASES: dict[str, dict[str, Any]] = {
-    "": {},
-    " with a reader": {"loss_aggregation_batch": "json:dumps"},
-    " over two ranks": {"context_parallel_size": 2},
 }
 
 
@@ -94,13 +87,10 @@ def what_is_refused() -> dict[str, Any]:
         args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
         setattr(args, name, value)
         set_args(args)
-        for case, change in CASES.items():
-            vars(args).update(change)
-            uninstall = install()
-            facts[name + case] = error_of(training.get_forward_backward_func)
-            if not change:
-                facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
-            uninstall()
+        uninstall = install()
+        facts[name] = error_of(training.get_forward_backward_func)
+        facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
+        uninstall()
     return facts
 
 
@@ -157,15 +147,6 @@ def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
     assert re.search("drop|choose", seams()[name])
     # Before the model is built, which takes long.
     assert seams()[f"{name} at the start"] == seams()[name]
-    # The RL loop alone is let in by a function that reads its batches.
-    is_rl = name == "perform_rl_step"
-    assert ("--loss-aggregation-batch" in seams()[name]) == is_rl
-    assert seams()[f"{name} with a reader"] == ("none" if is_rl else seams()[name])
-
-
-def test_the_rl_loop_is_refused_with_context_parallelism() -> None:
-    error = seams()["perform_rl_step over two ranks"]
-    assert error.startswith("HostError: --perform-rl-step with --context-parallel-size > 1: ")
 
 
 def test_a_host_with_other_seams_is_refused_by_name_and_version() -> None:

@@ -79,7 +79,11 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     """All findings, for the Megatron that is first on ``sys.path``."""
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
-    yield _check_torch()
+    if torch.cuda.is_available():
+        yield Finding("OK", "torch", f"{torch.__version__}, {torch.cuda.device_count()} GPU")
+    else:
+        text = f"{torch.__version__} sees no GPU: for trials on the CPU, with --cpu"
+        yield Finding("WARN", "torch", text)
     core = _imported("megatron.core")
     training = _imported("megatron.training")
     if isinstance(core, ModuleType):
@@ -92,17 +96,6 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     yield _check_transformer_engine()
     if script_flags is not None:
         yield _check_flags(script_flags, with_host=isinstance(training, ModuleType))
-
-
-def _check_torch() -> Finding:
-    version = str(torch.__version__)
-    if not torch.distributed.is_available():
-        return Finding("FAIL", "torch", f"{version} lacks torch.distributed; use another build")
-    if _release(version) < (2, 6):
-        return Finding("WARN", "torch", f"{version} is older than 2.6; pip install --upgrade torch")
-    if not torch.cuda.is_available():
-        return Finding("WARN", "torch", f"{version} sees no GPU: for trials on the CPU, with --cpu")
-    return Finding("OK", "torch", f"{version}, {torch.cuda.device_count()} GPU")
 
 
 def check_release(version: str, root: Path) -> Finding:

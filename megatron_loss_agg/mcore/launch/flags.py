@@ -103,13 +103,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         shown = "{" + ",".join(value) + "}" if isinstance(value, tuple) else value
         kind: dict[str, Any] = {"metavar": shown} if shown else {"action": "store_true"}
         kind |= {"type": float} if name == "divisor" else {}
-        group.add_argument(flag_of(f"loss_aggregation_{name}"), help=text, **kind)
+        group.add_argument(_flag(name), help=text, **kind)
     return parser
 
 
 def flag_of(name: str) -> str:
     """The flag that a parser stores as ``name``."""
     return "--" + name.replace("_", "-")
+
+
+def _flag(option: str) -> str:
+    return flag_of(f"loss_aggregation_{option}")
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def word(args: argparse.Namespace, name: str) -> str:
     words = _OPTIONS[name][0] or ()
     value: str = given(args).get(name, words[0])
     if value not in words:
-        flag = flag_of(f"loss_aggregation_{name}")
+        flag = _flag(name)
         raise ModeError(f"{flag} {value}; expected one of {', '.join(words)}")
     return value
 
@@ -141,7 +145,7 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     mode, options = getattr(args, "loss_aggregation", None), given(args)
     if mode is None:
         if options:
-            flag = flag_of(f"loss_aggregation_{next(iter(options))}")
+            flag = _flag(next(iter(options)))
             raise ModeError(f"{flag} without {FLAG}; give a mode, or drop it")
         return None
     options = {name: options[name] for name in _OF_AGGREGATION if name in options}
@@ -198,7 +202,7 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     )
     found, others = parser.parse_known_args(argv)
-    names = [FLAG, *(flag_of(f"loss_aggregation_{name}") for name in _OPTIONS)]
+    names = [FLAG, *(_flag(name) for name in _OPTIONS)]
     # A script that ignores unknown flags would train as without the plugin.
     for flag in (x.partition("=")[0] for x in others if x.startswith("--")):
         least = 0.0 if flag.startswith(FLAG) else _ALIKE

@@ -6,7 +6,7 @@ import argparse
 import atexit
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,133 +120,110 @@ def install(
     found = seams()
     if hasattr(found.schedules[0].function, STOCK):
         return lambda: None
-    argv = sys.argv
-    sys.argv = [*argv[:1], *given.others]
-    restore_hook = print_uncaught_once()
-    torch_steps = register_optimizer_step_pre_hook(given.check_before_torch_step)
+    ours = _Ours(given, prepare_parser, make_hook, launched is not None)
+    replaced: dict[Seam, _Function] = dict.fromkeys(found.schedules, ours.schedule)
+    replaced |= dict.fromkeys(found.steps, ours.step)
+    replaced[found.optimizer] = ours.construct_optimizer
+    if found.training is not None:
+        replaced |= {
+            found.training.add_arguments: ours.add_arguments,
+            found.training.get_schedule: ours.get_schedule,
+            found.training.setup: ours.setup,
+        }
+        if found.training.say is not None:
+            replaced[found.training.say] = ours.say
+    undo = [_put(seam, function) for seam, function in replaced.items()]
+    undo += [print_uncaught_once(), ours.torch_steps.remove]
+    undo.append(functools.partial(setattr, sys, "argv", sys.argv))
+    sys.argv = [*sys.argv[:1], *given.others]
     if watch_exit:
         atexit.register(given.fail_at_exit)
-
-    def made(in_training_loop: bool) -> LossHook | None:
-        args = host_args()
-        vars(args).update(given.values)  # a YAML file may have replaced the command line
-        try:
-            return make_hook(args, in_training_loop)
-        except AggregationError as error:
-            if launched is None:
-                raise
-            sys.exit(refuse(error))
-
-    # A hook checks and measures the first step of one model.
-    by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
-
-    def of_model(model: Any) -> LossHook | None:
-        chunk = chunks_of(model)[0]
-        if chunk not in by_model:
-            by_model[chunk] = made(False)
-        return by_model[chunk]
-
-    @functools.cache
-    def of_training() -> LossHook | None:
-        return made(True)
-
-    wrapped = {x: _hooked_schedule(x.function, of_model, given) for x in found.schedules}
-    # Megatron's optimizers step those of torch inside them, also to initialize their state.
-    wrapped[found.optimizer] = _after(torch_steps.remove, found.optimizer.function)
-    wrapped |= {x: _checked_step(x.function, given) for x in found.steps}
-    if found.training is not None:
-        add_arguments, get_schedule, setup, say = found.training
-        wrapped[add_arguments] = _adding_ours(add_arguments.function, prepare_parser, given)
-        wrapped[get_schedule] = _schedule_of_training(get_schedule.function, of_training, given)
-        # Refuses bad flags before the model is built, which takes long.
-        wrapped[setup] = _after(of_training, setup.function)
-        if say is not None:
-            wrapped[say] = _without_perplexities(say.function, of_training)
-    originals = _put(wrapped)
+        undo.append(functools.partial(atexit.unregister, given.fail_at_exit))
 
     def uninstall() -> None:
-        _put(originals)
-        atexit.unregister(given.fail_at_exit)
-        torch_steps.remove()
-        restore_hook()
-        sys.argv = argv
+        for undone in undo:
+            undone()
 
     return uninstall
 
 
-def _put(functions: Mapping[Seam, _Function]) -> dict[Seam, _Function]:
-    """Put functions in the host's place; return the host's."""
-    replaced = {seam: seam.function for seam in functions}
-    for seam, function in functions.items():
-        setattr(seam.holder, seam.name, function)
-    return replaced
+def _put(seam: Seam, ours: _Function) -> Callable[[], None]:
+    """Put ``ours`` in the place of a function, which it gets first; return what undoes it."""
+    stock = seam.function
+
+    @functools.wraps(stock)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(stock, *args, **kwargs)
+
+    setattr(function, STOCK, (function, stock))
+    setattr(seam.holder, seam.name, function)
+    return functools.partial(setattr, seam.holder, seam.name, stock)
 
 
-def _after(first: Callable[[], Any], function: _Function) -> _Function:
-    """``function``, which calls ``first`` before it does anything."""
+class _Ours:
+    """What is put in place of the host's functions. See `install`."""
 
-    @functools.wraps(function)
-    def called_after(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return function(*args, **kwargs)
+    def __init__(
+        self,
+        given: GivenFlags,
+        prepare_parser: Callable[[Any], Any],
+        make_hook: MakeHook,
+        launched: bool,
+    ) -> None:
+        self._given, self._prepare_parser = given, prepare_parser
+        self._make_hook, self._launched = make_hook, launched
+        # A hook checks and measures the first step of one model.
+        self._by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
+        self.torch_steps = register_optimizer_step_pre_hook(given.check_before_torch_step)
 
-    return called_after
+    def _hook(self, in_training_loop: bool) -> LossHook | None:
+        args = host_args()
+        vars(args).update(self._given.values)  # a YAML file may have replaced the command line
+        try:
+            return self._make_hook(args, in_training_loop)
+        except AggregationError as error:
+            if not self._launched:
+                raise
+            sys.exit(refuse(error))
 
+    @functools.cached_property
+    def _of_training(self) -> LossHook | None:
+        return self._hook(in_training_loop=True)
 
-def _hooked_schedule(
-    schedule: _Function, hook_of: Callable[[Any], LossHook | None], given: GivenFlags
-) -> _Function:
-    @functools.wraps(schedule)
-    def hooked(**arguments: Any) -> Any:
-        ours = hook_of(arguments["model"])
-        return (schedule if ours is None else given.noting(ours, schedule))(**arguments)
+    def schedule(self, stock: _Function, **arguments: Any) -> Any:
+        chunk = chunks_of(arguments["model"])[0]
+        if chunk not in self._by_model:
+            self._by_model[chunk] = self._hook(in_training_loop=False)
+        hook = self._by_model[chunk]
+        return (stock if hook is None else self._given.noting(hook, stock))(**arguments)
 
-    setattr(hooked, STOCK, (hooked, schedule))
-    return hooked
+    def construct_optimizer(self, stock: _Function, *args: Any, **kwargs: Any) -> None:
+        # Megatron's optimizers step those of torch inside them, also to initialize their state.
+        self.torch_steps.remove()
+        stock(*args, **kwargs)
 
+    def step(self, stock: _Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns for an empty step what Megatron's optimizers do on overflow."""
+        self._given.check_before_step(optimizer)
+        if self._given.skips_step:
+            return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
+        return stock(optimizer, *args, **kwargs)
 
-def _schedule_of_training(
-    get: _Function, hook: Callable[[], LossHook | None], given: GivenFlags
-) -> _Function:
-    @functools.wraps(get)
-    def get_hooked_schedule(*args: Any, **kwargs: Any) -> Any:
-        schedule, ours = get(*args, **kwargs), hook()
-        return schedule if ours is None else given.noting(ours, schedule)
-
-    return get_hooked_schedule
-
-
-def _without_perplexities(say: _Function, hook: Callable[[], LossHook | None]) -> _Function:
-    @functools.wraps(say)
-    def say_without_perplexities(message: str, *args: Any, **kwargs: Any) -> Any:
-        ours = hook() if isinstance(message, str) and " PPL: " in message else None
-        if ours is not None:
-            message = without_perplexities(message, ours.reported)
-        return say(message, *args, **kwargs)
-
-    return say_without_perplexities
-
-
-def _adding_ours(
-    add_arguments: _Function, prepare_parser: Callable[[Any], Any], given: GivenFlags
-) -> _Function:
-    @functools.wraps(add_arguments)
-    def add_arguments_with_ours(parser: Any) -> Any:
-        parser = prepare_parser(add_arguments(parser))
-        parser.set_defaults(**given.values)
+    def add_arguments(self, stock: _Function, parser: Any) -> Any:
+        parser = self._prepare_parser(stock(parser))
+        parser.set_defaults(**self._given.values)
         return parser
 
-    return add_arguments_with_ours
+    def get_schedule(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
+        schedule, hook = stock(*args, **kwargs), self._of_training
+        return schedule if hook is None else self._given.noting(hook, schedule)
 
+    def setup(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
+        """Refuses bad flags before the model is built, which takes long."""
+        _ = self._of_training
+        return stock(*args, **kwargs)
 
-def _checked_step(step: _Function, given: GivenFlags) -> _Function:
-    """An optimizer's ``step``, which returns for an empty step what it does on overflow."""
-
-    @functools.wraps(step)
-    def checked_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        given.check_before_step(optimizer)
-        if given.skips_step:
-            return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
-        return step(optimizer, *args, **kwargs)
-
-    return checked_step
+    def say(self, stock: _Function, message: str, *args: Any, **kwargs: Any) -> Any:
+        if self._of_training is not None:
+            message = without_perplexities(message, self._of_training.reported)
+        return stock(message, *args, **kwargs)
