@@ -93,7 +93,13 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     else:
         text = f"{_cause(core)}; pip install megatron-core, or name a checkout: --megatron PATH"
         yield Finding("FAIL", "megatron-core", text)
-    yield _check_transformer_engine()
+    engine = _imported("transformer_engine.pytorch")
+    if isinstance(engine, ModuleType):
+        yield Finding("OK", "transformer-engine", sys.modules["transformer_engine"].__version__)
+    else:
+        needs = "--transformer-impl local, on a GPU without packing and context parallelism"
+        text = f"{_cause(engine)}: Megatron needs {needs}"
+        yield Finding("WARN", "transformer-engine", text)
     if script_flags is not None:
         yield _check_flags(script_flags, with_host=isinstance(training, ModuleType))
 
@@ -130,27 +136,14 @@ def _check_seams() -> Finding:
         found = seams()
     except Exception as error:
         return Finding("FAIL", "seams", _one_line(error))
-    parts = "schedules, optimizers" + (", megatron.training" if found.training else "")
+    parts = "schedules, optimizers" + (", megatron.training" if "setup" in found else "")
     return Finding("OK", "seams", f"the launcher can wrap Megatron's {parts}")
-
-
-def _check_transformer_engine() -> Finding:
-    module = _imported("transformer_engine.pytorch")
-    if isinstance(module, ModuleType):
-        version = sys.modules["transformer_engine"].__version__
-        return Finding("OK", "transformer-engine", version)
-    text = (
-        f"{_cause(module)}: Megatron needs --transformer-impl local, which on a GPU has no context "
-        "parallelism and no packing; pip install 'transformer-engine[pytorch]'"
-    )
-    return Finding("WARN", "transformer-engine", text)
 
 
 def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     """The first thing that a run with these flags, or those of the environment, would refuse.
 
-    Args:
-        with_host: whether ``megatron.training`` can be imported, to read Megatron's own flags.
+    ``with_host``: whether ``megatron.training`` can be imported, to read Megatron's own flags.
     """
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
@@ -158,9 +151,8 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
         return Finding("FAIL", "flags", text)
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
     try:
-        training = seams().training if with_host else None
-        if training is not None:
-            parser = training.add_arguments.function(parser)
+        if with_host:
+            parser = seams()["add_arguments"][0].function(parser)
         given = GivenFlags(script_flags)
         args, others = parser.parse_known_args(given.others)
         vars(args).update(given.values)
@@ -171,7 +163,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
         text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"
         return Finding("WARN", "flags", text)
     mode = args.loss_aggregation
-    if training is None:
+    if not with_host:
         text = f"{mode}; Megatron's own flags not checked: no megatron.training"
         return Finding("WARN", "flags", text)
     unknown = ", ".join(flag for flag in others if flag.startswith("--") and flag != "--cpu")
@@ -185,7 +177,6 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
 
 
 def _imported(name: str) -> ModuleType | Exception:
-    """The module, or the exception that its import raised."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -196,13 +187,12 @@ def _cause(error: Exception) -> str:
     return f"cannot be imported ({_one_line(error)})"
 
 
-def _one_line(error: object) -> str:
-    """The name and message of an error, on one line."""
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _release(version: str) -> tuple[int, int]:
-    """(major, minor); (0, 0) if it cannot be parsed."""
+    """(major, minor); (0, 0) if unknown."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 

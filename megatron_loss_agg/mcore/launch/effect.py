@@ -28,9 +28,6 @@ class GivenFlags:
     Attributes:
         values: what was given, by the parser's names.
         others: the other arguments, in their order.
-
-    Raises:
-        ModeError: they are in both places.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:

@@ -131,8 +131,7 @@ def word(args: argparse.Namespace, name: str) -> str:
     words = _OPTIONS[name][0] or ()
     value: str = given(args).get(name, words[0])
     if value not in words:
-        flag = _flag(name)
-        raise ModeError(f"{flag} {value}; expected one of {', '.join(words)}")
+        raise ModeError(f"{_flag(name)} {value}; expected one of {', '.join(words)}")
     return value
 
 
@@ -142,13 +141,13 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     Raises:
         AggregationError: a flag's value is bad, or conflicts with another flag.
     """
-    mode, options = getattr(args, "loss_aggregation", None), given(args)
+    mode, further = getattr(args, "loss_aggregation", None), given(args)
     if mode is None:
-        if options:
-            flag = _flag(next(iter(options)))
+        if further:
+            flag = _flag(next(iter(further)))
             raise ModeError(f"{flag} without {FLAG}; give a mode, or drop it")
         return None
-    options = {name: options[name] for name in _OF_AGGREGATION if name in options}
+    options = {name: x for name, x in further.items() if name in _OF_AGGREGATION}
     if "function" in options:
         if "/" in mode:
             raise FunctionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
@@ -178,11 +177,7 @@ def aggregation_from_environment() -> LossAggregation | None:
 
 
 def in_environment() -> dict[str, Any]:
-    """The flags in `VARIABLE`, as `taken_from` gives them.
-
-    Raises:
-        ModeError: it holds anything else.
-    """
+    """The flags in `VARIABLE`, as `taken_from` gives them; it may hold nothing else."""
     held, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
     if others:
         raise ModeError(
@@ -214,11 +209,7 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:
-    """The function ``module:name`` that ``flag`` names.
-
-    Raises:
-        FunctionError: it cannot be imported.
-    """
+    """The function ``path``, ``module:name``, that is the value of ``flag``."""
     module, _, name = path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)

@@ -118,21 +118,10 @@ def install(
     given = launched or GivenFlags(sys.argv[1:])
     hook_from_args(argparse.Namespace(**given.values))
     found = seams()
-    if hasattr(found.schedules[0].function, STOCK):
+    if hasattr(found["schedule"][0].function, STOCK):
         return lambda: None
     ours = _Ours(given, prepare_parser, make_hook, launched is not None)
-    replaced: dict[Seam, _Function] = dict.fromkeys(found.schedules, ours.schedule)
-    replaced |= dict.fromkeys(found.steps, ours.step)
-    replaced[found.optimizer] = ours.construct_optimizer
-    if found.training is not None:
-        replaced |= {
-            found.training.add_arguments: ours.add_arguments,
-            found.training.get_schedule: ours.get_schedule,
-            found.training.setup: ours.setup,
-        }
-        if found.training.say is not None:
-            replaced[found.training.say] = ours.say
-    undo = [_put(seam, function) for seam, function in replaced.items()]
+    undo = [_put(seam, getattr(ours, name)) for name, places in found.items() for seam in places]
     undo += [print_uncaught_once(), ours.torch_steps.remove]
     undo.append(functools.partial(setattr, sys, "argv", sys.argv))
     sys.argv = [*sys.argv[:1], *given.others]

@@ -27,7 +27,7 @@ _PATIENCE = timedelta(seconds=2)
 def refuse(error: AggregationError) -> int:
     """Print ``error`` as one line on stderr, once for all ranks that have it; return the exit code.
 
-    Every rank may take some seconds, and no longer, to learn of the others.
+    Every rank takes some seconds at most to learn of the others.
     """
     text = f"megatron_loss_agg: {type(error).__name__}: {error}"
     _print_once(error, lambda where: print(text + where, file=sys.stderr, flush=True))()
@@ -55,10 +55,7 @@ def print_uncaught_once() -> Callable[[], None]:
 
 
 def _print_once(error: AggregationError, show: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``show`` on one of the ranks that end with ``error``.
-
-    Args:
-        show: prints it, with words that say where it is: `` (on all 8 ranks)``.
+    """Call ``show`` on one of the ranks that end with ``error``, with `` (on all 8 ranks)``.
 
     Returns:
         what waits until all have printed: torchrun kills the other ranks when one has ended.

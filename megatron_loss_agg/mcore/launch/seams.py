@@ -20,26 +20,10 @@ class Seam(NamedTuple):
         return getattr(self.holder, self.name)
 
 
-class SeamsOfTraining(NamedTuple):
-    """Those of `megatron.training`."""
+def seams() -> dict[str, list[Seam]]:
+    """What `install` wraps in the host that is importable, by the names of its wrappers.
 
-    add_arguments: Seam  # to Megatron's parser
-    get_schedule: Seam
-    setup: Seam  # of model and optimizer
-    say: Seam | None  # prints evaluations; a fork may lack it
-
-
-class Seams(NamedTuple):
-    """What `install` wraps."""
-
-    schedules: list[Seam]  # what `get_forward_backward_func` returns, to whoever imported it
-    optimizer: Seam  # construction
-    steps: list[Seam]  # of every optimizer class
-    training: SeamsOfTraining | None
-
-
-def seams() -> Seams:
-    """What `install` wraps in the host that is importable; without `megatron.training` its core.
+    Without `megatron.training`, whose scripts will say why they need it, there is less.
 
     Raises:
         HostError: a function is missing.
@@ -48,27 +32,24 @@ def seams() -> Seams:
     from megatron.core.pipeline_parallel import schedules
 
     variants = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
-    classes = [cls for cls in _subclasses(MegatronOptimizer) if "step" in vars(cls)]
-    return Seams(
-        [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
-        Seam(MegatronOptimizer, "__init__"),
-        [Seam(cls, "step") for cls in classes],
-        _seams_of_training(),
-    )
-
-
-def _seams_of_training() -> SeamsOfTraining | None:
+    found = {
+        # What `get_forward_backward_func` returns, to whoever imported it.
+        "schedule": [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
+        "construct_optimizer": [Seam(MegatronOptimizer, "__init__")],
+        "step": [Seam(c, "step") for c in _subclasses(MegatronOptimizer) if "step" in vars(c)],
+    }
     try:
         arguments = importlib.import_module("megatron.training.arguments")
         training = importlib.import_module("megatron.training.training")
-    except ImportError:  # a script that needs it will say why
-        return None
-    return SeamsOfTraining(
-        _seam(arguments, "add_megatron_arguments"),
-        _seam(training, "get_forward_backward_func"),
-        _seam(training, "setup_model_and_optimizer"),
-        Seam(training, "print_rank_last") if hasattr(training, "print_rank_last") else None,
-    )
+    except ImportError:
+        return found
+    return found | {
+        "add_arguments": [_seam(arguments, "add_megatron_arguments")],
+        "get_schedule": [_seam(training, "get_forward_backward_func")],
+        "setup": [_seam(training, "setup_model_and_optimizer")],
+        # It prints evaluations; a fork may lack it.
+        "say": [Seam(training, x) for x in ("print_rank_last",) if hasattr(training, x)],
+    }
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
