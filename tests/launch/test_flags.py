@@ -287,7 +287,7 @@ def test_a_start_without_a_script_shows_the_usage(line: str, code: int) -> None:
 def test_a_start_with_something_else_than_a_script_is_refused() -> None:
     code, _, complained, _ = starts()["--gpu script.py"]
     assert code == 2
-    assert "'--gpu' before the script" in complained
+    assert "'--gpu' is not a file; expected [--cpu] SCRIPT" in complained
     code, _, complained, imported = starts()["missing.py"]
     assert (code, imported) == (2, False)
     assert complained.startswith("megatron_loss_agg: InputError: 'missing.py' is not a file")

@@ -27,7 +27,7 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]
         AggregationError: as `install`.
     """
     if not Path(script).is_file():
-        raise InputError(f"{script!r} is not a file; expected the path of a training script")
+        raise InputError(f"{script!r} is not a file; expected [--cpu] SCRIPT [script flags]")
     sys.argv = [script, *script_args]
     sys.path[0] = str(Path(script).resolve().parent)
     given = GivenFlags(script_args)
