@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from stdlib_pairs import PackedPairs
 
 from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.explain.shares import explain, relative_to_token_mean
+from megatron_loss_agg.explain.shares import explain
 
 MICROBATCHES, SEQ_LENGTH, PAD_TO = 4, 1280, 4
 MARKS = {
@@ -38,7 +38,7 @@ def step() -> list[Sample]:
 def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Write the picture; return the weights of a token of each sample, by mode."""
     shown, _ = explain(samples, MARKS, None, "count")
-    weights = {m: relative_to_token_mean(shown[m], samples).tolist() for m in MARKS}
+    weights = {m: shown[m].relative_to_token_mean.tolist() for m in MARKS}
     # A gap between microbatches.
     places = [place + sample.microbatch for place, sample in enumerate(samples)]
     figure = Figure(figsize=(8.0, 3.4), dpi=110, layout="constrained")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from megatron_loss_agg.errors import AggregationError, InputError
+from megatron_loss_agg.errors import AggregationError
 
 COMMANDS = """\
 other commands:
@@ -54,12 +54,9 @@ def _run(args: list[str]) -> int | Callable[[], int]:
     if not command or command[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0 if command else 2
-    script, *script_args = command
-    if script.startswith("-"):
-        raise InputError(f"{script!r} before the script; expected [--cpu] SCRIPT [script flags]")
-    from megatron_loss_agg.mcore.launch import script as launch
+    from megatron_loss_agg.mcore.launch import script
 
-    return launch.prepare(script, script_args, cpu)
+    return script.prepare(command[0], command[1:], cpu)
 
 
 def _help() -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 
-from megatron_loss_agg.errors import DivisorError, InputError
-from megatron_loss_agg.explain.samples import LISTS, Sample, from_jsonl, from_lists
+from megatron_loss_agg.errors import InputError
+from megatron_loss_agg.explain.samples import LISTS, from_jsonl, from_lists
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
 from megatron_loss_agg.explain.table import as_json, as_text
 
@@ -23,32 +22,26 @@ def main(argv: Sequence[str]) -> int:
         AggregationError: bad input.
     """
     args = _parser().parse_args(argv)
-    samples = _samples(args)
+    lists = {name: getattr(args, name) for name in LISTS}
+    if args.jsonl is None:
+        samples = from_lists(args.lengths, **lists)
+    else:
+        if given := [f"--{name}" for name, value in lists.items() if value is not None]:
+            raise InputError(f"{given[0]} with --jsonl; expected its values on the file's lines")
+        samples = from_jsonl(args.jsonl)
     modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
-    try:
-        divisor = None if args.divisor is None else float(args.divisor)
-    except ValueError:
-        text = f"--divisor {args.divisor!r}; expected a finite number > 0"
-        raise DivisorError(text) from None
-    shown, left_out = explain(samples, modes, divisor, args.empty)
+    shown, left_out = explain(samples, modes, args.divisor, args.empty)
     if args.plot is not None:
         from megatron_loss_agg.explain.picture import draw
 
         draw(args.plot, samples, shown)
         print(f"drawn: {args.plot}", file=sys.stderr)
-    if args.json:
-        _print(json.dumps(as_json(samples, shown, left_out)))
-    else:
-        _print(as_text(samples, shown, left_out))
-    return 0
-
-
-def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    try:  # escape what the output cannot encode, such as a lone surrogate in a prompt
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    table = as_json if args.json else as_text
+    try:
+        print(table(samples, shown, left_out), flush=True)
     except BrokenPipeError:  # closed by the reader, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jsonl",
         metavar="FILE",
         help='the samples as lines {"length": n or "loss_mask": [...], "prompt": any, '
-        '"rollout": any, "dataset": any, "microbatch": int, "rank": int}; '
+        '"rollout": any, "dataset": any, "microbatch": any, "rank": any}; '
         "all but the first are optional",
     )
     parser.add_argument("--prompts", metavar="P,P,...", help="prompt of each sample")
@@ -73,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--microbatches", metavar="K,K,...", help="microbatch of each sample, over all ranks"
     )
-    parser.add_argument("--divisor", metavar="D", help="the D of 'constant' and 'sum'")
+    parser.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
     parser.add_argument(
         "--empty",
         choices=("count", "skip"),
@@ -86,13 +79,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
     parser.add_argument("--plot", metavar="FILE", help="draw both tables (png, svg, pdf)")
     return parser
-
-
-def _samples(args: argparse.Namespace) -> list[Sample]:
-    lists = {name: getattr(args, name) for name in LISTS}
-    if args.jsonl is None:
-        return from_lists(args.lengths, **lists)
-    for name, value in lists.items():
-        if value is not None:
-            raise InputError(f"--{name} with --jsonl; write {LISTS[name]!r} on the file's lines")
-    return from_jsonl(args.jsonl)

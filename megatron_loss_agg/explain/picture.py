@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import DependencyError, InputError
 from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.explain.shares import Shares, relative_to_token_mean
+from megatron_loss_agg.explain.shares import Shares
 
-# The colour-blind safe palette of Okabe and Ito.
-_COLORS = {
-    "token_mean": "#000000",
-    "sample_mean": "#D55E00",
-    "rollout_mean": "#56B4E9",
-    "prompt_mean": "#0072B2",
-    "dataset_mean": "#F0E442",
-    "sample_sum": "#009E73",
-    "constant": "#CC79A7",
-    "sum": "#7F7F7F",
-    "microbatch_mean": "#E69F00",
+# The colour-blind safe palette of Okabe and Ito. Points are hollow and of different sizes, so that
+# overlapping ones stay visible.
+_STYLES: dict[str, dict[str, Any]] = {
+    "token_mean": {"color": "#000000"},
+    "sample_mean": {"color": "#D55E00"},
+    "rollout_mean": {"color": "#56B4E9", "marker": "s", "markersize": 10.0},
+    "prompt_mean": {"color": "#0072B2", "marker": "D", "markersize": 7.0},
+    "dataset_mean": {"color": "#F0E442", "marker": "^", "markersize": 5.5},
+    "sample_sum": {"color": "#009E73"},
+    "constant": {"color": "#CC79A7"},
+    "sum": {"color": "#7F7F7F"},
+    "microbatch_mean": {"color": "#E69F00", "marker": "o", "markersize": 4.0},
 }
-# Hollow and of different sizes, so that overlapping points stay visible.
-_MARKERS = {
-    "rollout_mean": ("s", 10.0),
-    "prompt_mean": ("D", 7.0),
-    "dataset_mean": ("^", 5.5),
-    "microbatch_mean": ("o", 4.0),
-}
-# For several presets of one mode. Of their points, all but the first are filled.
-_LINES = ("-", "--", ":", "-.")
-# Up to this many samples, lines also have markers.
-_FEW = 12
 
 
 def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> None:
@@ -49,14 +40,13 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
         raise DependencyError(
             f"--plot needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
         ) from error
-    with_tokens = [s for s, sample in enumerate(samples) if sample.tokens > 0]
-    if not with_tokens:
+    lengths = [sample.tokens for sample in samples if sample.tokens > 0]
+    if not lengths:
         raise InputError("--plot: no sample has loss tokens; expected a length > 0")
     figure = Figure(figsize=(13.0, 5.0), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2, subplot_kw={"xscale": "log", "yscale": "log"})
-    lengths = [samples[s].tokens for s in with_tokens]
-    _draw_panel(left, lengths, shown, lambda shares: relative_to_token_mean(shares, samples))
-    _draw_panel(right, lengths, shown, lambda shares: 100 * shares.fractions)
+    _draw_panel(left, shown, {name: s.relative_to_token_mean for name, s in shown.items()})
+    _draw_panel(right, shown, {name: 100 * s.fractions for name, s in shown.items()})
     left.set_ylabel("weight of one token, as a multiple of token_mean")
     right.set_ylabel("the sample's share of the gradient, in percent")
     right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
@@ -74,49 +64,30 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
         ) from error
 
 
-def _draw_panel(
-    axes: Any,
-    lengths: Sequence[float],
-    shown: Mapping[str, Shares],
-    height_S: Callable[[Shares], Tensor],
-) -> None:
-    """Draw ``height_S`` of every mode against ``lengths``, of the samples with tokens."""
+def _draw_panel(axes: Any, shown: Mapping[str, Shares], heights_S: Mapping[str, Tensor]) -> None:
+    """Draw the heights of every mode against the lengths, of the samples with tokens."""
     points = {}
-    for name, shares in shown.items():
-        heights = height_S(shares)[shares.sums != 0]
-        points[name] = sorted(zip(lengths, heights.tolist(), strict=True))
+    for name, heights in heights_S.items():
+        pairs = zip(shown[name].tokens.tolist(), heights.tolist(), strict=True)
+        points[name] = sorted(pair for pair in pairs if pair[0] > 0)
     # Order the legend like the right end of the plot, from top to bottom.
     for name in sorted(points, key=lambda name: -points[name][-1][1]):
-        axes.plot(*zip(*points[name], strict=True), label=name, **_style(name, shown, len(lengths)))
-    _label_ticks(axes.xaxis, lengths)
-    _label_ticks(axes.yaxis, [height for pairs in points.values() for _, height in pairs])
-    axes.set_xlabel("loss tokens of the sample (grey ticks: the samples)")
-    rug = {"linestyle": "none", "marker": "|", "color": "#777777"}
-    axes.plot(lengths, [0.012] * len(lengths), transform=axes.get_xaxis_transform(), **rug)
+        axes.plot(*zip(*points[name], strict=True), label=name, **_style(shown[name].aggregation))
+    every = [pair for pairs in points.values() for pair in pairs]
+    _label_ticks(axes.xaxis, [length for length, _ in every])
+    _label_ticks(axes.yaxis, [height for _, height in every])
+    axes.set_xlabel("loss tokens of the sample")
     axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _style(name: str, shown: Mapping[str, Shares], samples: int) -> dict[str, Any]:
-    """A line if the weight depends on the length alone, else points."""
-    mode = shown[name].aggregation.mode
-    few, color = samples <= _FEW, _COLORS[mode]
-    same_mode = [other for other, shares in shown.items() if shares.aggregation.mode == mode]
-    position = same_mode.index(name)
-    if shown[name].depends_on_length_alone:
-        line = {"linestyle": _LINES[position % len(_LINES)], "linewidth": 1.8}
-        return {**line, "color": color, "marker": "o" if few else None, "markersize": 5}
-    marker, size = _MARKERS[mode]
-    return {
-        "color": color,
-        "linestyle": "none",
-        "marker": marker,
-        "markersize": size if few else 0.6 * size,
-        "markerfacecolor": color if position else "none",
-        "markeredgewidth": 1.6 if few else 1.1,
-        "zorder": 3,
-    }
+def _style(aggregation: LossAggregation) -> dict[str, Any]:
+    """A line if samples of equal length always have the same weight, else points."""
+    style = _STYLES[aggregation.mode]
+    if "marker" not in style:
+        return {**style, "linewidth": 1.8, "marker": ".", "markersize": 5.0}
+    return {**style, "linestyle": "none", "markerfacecolor": "none", "zorder": 3}
 
 
 def _label_ticks(axis: Any, values: Sequence[float]) -> None:

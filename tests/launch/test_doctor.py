@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore.launch.doctor import (
-    Finding,
-    check_apex,
-    check_release,
-    how_to_start,
-)
+from megatron_loss_agg.mcore.launch.doctor import check_release
 from tests.core.test_imports import REFUSE_HOST
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +31,7 @@ for flags in json.loads(sys.argv[1]):
     print(main(["doctor", "--json", "--", *flags.split()]))
 """
 
-LATE, MTP, MOE = (f"--loss-aggregation-{x}" for x in ("mask model", "mtp same", "moe step"))
-TOKENS = "--loss-aggregation token_mean"
+LATE = "--loss-aggregation-mask model --loss-aggregation token_mean"
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None
@@ -62,7 +56,7 @@ def test_this_environment_is_fit():
     checks = [line.split()[1] for line in lines]
     assert checks[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "seams"]
     assert lines[4].endswith("wrap Megatron's schedules, optimizers, megatron.training")
-    assert {"transformer-engine", "apex"} <= set(checks)
+    assert "transformer-engine" in checks
 
 
 @pytest.mark.host
@@ -86,18 +80,8 @@ def test_flags_of_a_launch_script_are_checked_against_each_other():
         ),
         f"--cuda-graph-impl full_iteration {mode}": "FAIL: HostError: --cuda-graph-impl full_iter",
         f"--loss-aggregation-mod x {mode}": "FAIL: ModeError: unknown flag --loss-aggregation-mod",
-        f"{LATE} {TOKENS} --calculate-per-token-loss": "OK: token_mean",
-        f"{LATE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: ModeErr",
-        f"{LATE} {TOKENS} --sft": "FAIL: ModeError: Loop(averages_quotients=True) (Meg",
-        f"{MTP} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
-        f"{MTP} {TOKENS} --mtp-num-layers 1": "OK: token_mean",
-        f"{MOE} {TOKENS}": "WARN: token_mean; refused if the model is as these flags say: HostErro",
-        f"{MOE} {TOKENS} --num-experts 4 --moe-aux-loss-coeff 0.1": "OK: token_mean",
-        f"{MOE} {TOKENS} --num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
-        "--moe-aux-loss-coeff 0.1": "OK: token_mean",
-        # Megatron itself refuses lists of different lengths.
-        f"{MOE} {TOKENS} --num-experts 4 --moe-aux-loss-coeff 0.1 "
-        "--moe-router-load-balancing-type aux_loss seq_aux_loss": "OK: token_mean",
+        LATE: "OK: token_mean",
+        f"{LATE} --sft": "FAIL: ModeError: Loop(averages_quotients=True) (Meg",
     }
     done = doctor(json.dumps(list(cases)), program=("-c", SEVERAL))
     assert done.returncode == 0, done.stderr
@@ -117,7 +101,9 @@ def test_without_megatron_it_says_what_to_install():
     assert found["ok"] is False
     by_check = {finding["check"]: finding for finding in found["findings"]}
     assert by_check["megatron-core"]["level"] == "FAIL"
-    assert by_check["megatron-core"]["text"].startswith("not installed; pip install megatron-core")
+    assert by_check["megatron-core"]["text"].endswith(
+        "pip install megatron-core, or name a checkout: --megatron PATH"
+    )
     assert by_check["transformer-engine"]["level"] == by_check["flags"]["level"] == "WARN"
     assert "seams" not in by_check
 
@@ -139,19 +125,6 @@ def test_a_release_is_judged_by_its_number(version):
     assert finding.text.startswith(f"{version} in /opt/megatron")
 
 
-def test_it_says_one_way_to_start(tmp_path):
-    launcher = "torchrun ... -m megatron_loss_agg"
-    (tmp_path / "train_rl.py").write_text("import megatron\n")
-    (tmp_path / "pretrain_gpt.py").write_text("import megatron\n")
-    plain = f"{launcher} SCRIPT --loss-aggregation MODE"
-    assert how_to_start(tmp_path, on_gpu=True) == ("OK", "start", plain)
-    (tmp_path / "pretrain_gpt.py").write_text("from megatron_loss_agg.mcore import install\n")
-    patched = how_to_start(tmp_path, on_gpu=True).text
-    assert patched == f"{plain}; pretrain_gpt.py, where the patch is applied, also without -m ..."
-    on_cpu = how_to_start(tmp_path, on_gpu=False).text
-    assert on_cpu == f"{launcher} --cpu SCRIPT --loss-aggregation MODE"
-
-
 CHECKOUT = {
     "core/__init__.py": "__version__ = '0.12.3'",
     "training/__init__.py": "import nowhere_to_be_found",
@@ -170,30 +143,3 @@ def test_the_checkout_of_a_script_is_examined(tmp_path):
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
     assert "No module named 'nowhere_to_be_found'); install" in lines["megatron.training"]
-    assert "start" not in lines
-
-
-def apex_made_of(folder: Path, *files: str) -> Finding:
-    for file in files:
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("raise AssertionError('the doctor imports no apex')\n")
-    importlib.invalidate_caches()
-    return check_apex()
-
-
-@pytest.mark.skipif("apex" in sys.modules, reason="apex is imported already")
-def test_apex_is_told_by_its_files(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    unrelated = apex_made_of(tmp_path, "apex/__init__.py", "apex/interfaces.py")
-    assert unrelated.level == "WARN"
-    assert unrelated.text.endswith(
-        "is an unrelated project of the same name, which Megatron takes for NVIDIA's; "
-        "pip uninstall apex"
-    )
-    parts = ("apex/optimizers/fused_adam.py", "apex/multi_tensor_apply/__init__.py")
-    if importlib.util.find_spec("amp_C") is None:
-        without_kernels = apex_made_of(tmp_path, *parts)
-        assert (without_kernels.level, "amp_C" in without_kernels.text) == ("WARN", True)
-    complete = apex_made_of(tmp_path, *parts, "amp_C.py")
-    assert complete == ("OK", "apex", f"NVIDIA's, in {tmp_path / 'apex'}")

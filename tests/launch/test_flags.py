@@ -22,10 +22,13 @@ from megatron_loss_agg.mcore import (
     DatasetReports,
     Distillation,
     Loop,
+    LossHook,
     MultiTokenPrediction,
     RouterLosses,
+    read_batch,
     read_samples,
 )
+from megatron_loss_agg.mcore.install import hook_from_args
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.presets import PRESETS
 
@@ -42,10 +45,17 @@ def given(*arguments: str) -> LossAggregation | None:
     return flags.aggregation_from(parsed(*arguments))
 
 
-def asked(args: argparse.Namespace, in_training_loop: bool = False) -> flags.Settings:
-    settings = flags.settings_from(args, in_training_loop)
-    assert settings is not None
-    return settings
+def asked(args: argparse.Namespace, in_training_loop: bool = False) -> LossHook:
+    hook = hook_from_args(args, in_training_loop)
+    assert hook is not None
+    return hook
+
+
+def settings(hook: LossHook) -> list[Any]:
+    """The extensions with their settings, without those that every hook has."""
+    found = [(type(x), x.settings()) for x in hook._extensions]
+    default = LossHook(LossAggregation(mode="sum"))._extensions
+    return [x for x in found if x not in [(type(y), y.settings()) for y in default]]
 
 
 def test_the_flag_set_is_frozen() -> None:
@@ -80,9 +90,9 @@ def test_options_reach_the_aggregation_and_without_flags_there_is_none() -> None
     custom = given(FLAG, "custom", f"{FLAG}-function", "json:dumps")
     assert custom == LossAggregation(mode="custom", function=json.dumps)
     args = parsed(FLAG, "token_mean", f"{FLAG}-batch", "json:dumps")
-    assert asked(args).read_batch is json.dumps
-    assert asked(args).aggregation == LossAggregation(mode="token_mean")
-    assert asked(parsed(FLAG, "token_mean")).read_batch is None
+    assert asked(args)._source.read_batch is json.dumps
+    assert asked(args).terms["token_mean"].aggregation == LossAggregation(mode="token_mean")
+    assert asked(parsed(FLAG, "token_mean"))._source.read_batch is read_batch
     # A preset keeps its own choice unless told.
     preset = "nemo-rl/sequence_level"
     skips = LossAggregation(mode="sample_mean", rejected="skip")
@@ -106,9 +116,8 @@ CHOICES = {  # the first is the default
 
 def read(*arguments: str) -> list[Any]:
     """What the flags ask for, in a form that can be compared."""
-    found = asked(parsed(FLAG, "sum", *arguments))
-    extensions = [(type(x), x.settings()) for x in found.extensions]
-    return [extensions, found.empty_step, found.read_batch]
+    hook = asked(parsed(FLAG, "sum", *arguments))
+    return [settings(hook), hook._empty_step, hook._source.read_batch]
 
 
 def flag(name: str) -> str:
@@ -116,7 +125,7 @@ def flag(name: str) -> str:
 
 
 def test_the_defaults_leave_a_run_as_it_was() -> None:
-    assert read() == [[], "step", None]
+    assert read() == [[], "step", read_batch]
     for name, (default, *_) in CHOICES.items():
         assert read(flag(name), default) == read()
 
@@ -125,13 +134,13 @@ def test_the_defaults_leave_a_run_as_it_was() -> None:
     "name, value", [(n, v) for n, values in CHOICES.items() for v in values[1:]]
 )
 def test_a_choice_is_read(name: str, value: str) -> None:
-    found = asked(parsed(FLAG, "sum", flag(name), value))
+    extensions_found, empty_step, reader = read(flag(name), value)
     extensions = {"unmeasured": Audit, "mtp": MultiTokenPrediction, "moe": RouterLosses}
     expected = [extensions[name]] if name in extensions else []
-    assert [type(x) for x in found.extensions] == expected
-    assert found.empty_step == (value if name == "empty_step" else "step")
-    assert found.read_batch is (read_samples if name == "mask" else None)
-    with pytest.raises(ModeError, match=f"{flag(name)} {value} without"):
+    assert [kind for kind, _ in extensions_found] == expected
+    assert empty_step == (value if name == "empty_step" else "step")
+    assert reader is (read_samples if name == "mask" else read_batch)
+    with pytest.raises(ModeError, match=f"{flag(name)} without"):
         given(flag(name), value)
 
 
@@ -139,42 +148,41 @@ def test_switches_are_extensions() -> None:
     audits = (Audit(repeat=True), Audit(trust=True), Audit(repeat=True, trust=True))
     switches = (["-audit"], ["-unmeasured", "trust"], ["-audit", f"{FLAG}-unmeasured", "trust"])
     for audit, (first, *more) in zip(audits, switches, strict=True):
-        assert read(FLAG + first, *more) == [[(Audit, audit.settings())], "step", None]
+        assert read(FLAG + first, *more) == [[(Audit, audit.settings())], "step", read_batch]
     args = parsed(FLAG, "sum", f"{FLAG}-report-datasets")
     args.log_interval = 5
     for in_training_loop, interval in ((False, 1), (True, 5)):
-        (reports,) = asked(args, in_training_loop).extensions
-        assert reports.settings() == DatasetReports(interval).settings()
+        expected = [(DatasetReports, DatasetReports(interval).settings())]
+        assert settings(asked(args, in_training_loop)) == expected
 
 
 def test_a_reader_of_masks_that_the_model_makes_is_the_users_own_if_there_is_one() -> None:
     args = parsed(FLAG, "sum", f"{FLAG}-mask", "model", f"{FLAG}-batch", "json:dumps")
-    assert asked(args).read_batch is json.dumps
+    assert asked(args)._source.read_batch is json.dumps
 
 
 def test_a_teacher_of_the_host_is_a_second_term() -> None:
     args = parsed(FLAG, "token_mean")
     args.logits_load_dir, args.logits_load_kd_loss_alpha = "logits", 0.25
-    found = asked(args)
-    assert [type(x) for x in found.extensions] == [Distillation]
-    assert isinstance(found.aggregation, dict)
-    assert [term.coefficient for term in found.aggregation.values()] == [0.75, 0.25]
+    hook = asked(args)
+    assert [kind for kind, _ in settings(hook)] == [Distillation]
+    assert [term.coefficient for term in hook.terms.values()] == [0.75, 0.25]
     # Masks that the model makes are refused for two terms, as soon as the teacher is known.
     args.loss_aggregation_mask = "model"
     with pytest.raises(ModeError, match="'token_mean' with a mask that the model makes"):
-        flags.settings_from(args)
+        hook_from_args(args)
 
 
 def test_the_loop_is_that_of_the_host_and_its_evaluations_those_of_its_flags() -> None:
     args = parsed(FLAG, "sum")
-    assert asked(args).loop == Loop()
-    assert asked(args, True).loop == Loop(of_megatron=True)
+    assert asked(args)._loop == Loop()
+    assert asked(args, True)._loop == Loop(of_megatron=True)
     args.sft = True
-    assert asked(args).loop == Loop()
-    assert asked(args, True).loop == Loop(of_megatron=True, averages_quotients=True)
+    assert asked(args)._loop == Loop()
+    assert asked(args, True)._loop == Loop(of_megatron=True, averages_quotients=True)
     args.loss_aggregation_mask = "model"
     with pytest.raises(ModeError, match="--sft"):
-        flags.settings_from(args, True)
+        hook_from_args(args, True)
 
 
 # Arguments after the script, with @ for --loss-aggregation; and what is said of them: the error's
@@ -188,42 +196,41 @@ BAD_FLAGS = {
     "@ sample_mean @-empty maybe": f"ModeError|empty='maybe'|{CHOICE}",
     "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
     "@ sum @-sample-weights maybe": f"ModeError|sample_weights='maybe'|{CHOICE}",
-    "@-sample-weights skip": "ModeError|@-sample-weights skip without @|give a mode",
+    "@-sample-weights skip": "ModeError|@-sample-weights without @|give a mode",
     "@ sum @-empty-step=": "ModeError|expected one of step, error, skip",
     "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
     "@ sum @-mask maybe": "ModeError|@-mask maybe|expected one of batch, model",
     "@ prompt_mean @-mask model": "ModeError|'prompt_mean' with a mask that the model|mode sum, ",
     "@ sum @-mtp all": "ModeError|@-mtp all|expected one of host, same",
-    "@-mtp same": "ModeError|@-mtp same without @|give a mode",
+    "@-mtp same": "ModeError|@-mtp without @|give a mode",
     "@ sum @-moe maybe": "ModeError|@-moe maybe|expected one of host, step",
-    "@-moe step": "ModeError|@-moe step without @|give a mode",
-    "@-unmeasured trust": "ModeError|@-unmeasured trust without @|give a mode",
-    "@-rejected skip": "ModeError|@-rejected skip without @|give a mode",
-    "@-divisor=": f"ModeError|-divisor  {NO_MODE}",
-    "@-divisor 3": f"ModeError|-divisor 3 {NO_MODE}",
-    "@-empty skip": f"ModeError|-empty skip {NO_MODE}",
+    "@-moe step": "ModeError|@-moe without @|give a mode",
+    "@-unmeasured trust": "ModeError|@-unmeasured without @|give a mode",
+    "@-rejected skip": "ModeError|@-rejected without @|give a mode",
+    "@-divisor=": "InputError|argument @-divisor: invalid float value: ''",
+    "@-divisor 3": f"ModeError|-divisor {NO_MODE}",
+    "@-empty skip": f"ModeError|-empty {NO_MODE}",
     "@-function json:dumps": f"ModeError|{NO_MODE}",
-    "@-batch json:dumps": f"ModeError|-batch json:dumps {NO_MODE}",
+    "@-batch json:dumps": f"ModeError|-batch {NO_MODE}",
     "@-audit": f"ModeError|@-audit {NO_MODE}",
     "@-report-datasets": f"ModeError|@-report-datasets {NO_MODE}",
     "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
     "@ trl/dr_grpo": "DivisorError|'trl/dr_grpo' needs a divisor|give one > 0",
-    "@ constant @-divisor many": f"DivisorError|'many'|{NOT_FINITE}",
+    "@ constant @-divisor many": "InputError|argument @-divisor: invalid float value: 'many'",
     "@ constant @-divisor nan": f"DivisorError|nan|{NOT_FINITE}",
     "@ sum @-divisor 1e46": "DivisorError|1e+46|from 1e-37 to 1e+37",
     "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
     "@ verl/token-mean @-divisor 3": "DivisorError|takes none|drop it",
-    "@ custom": "FunctionError|custom without @-function;|module:name",
+    "@ custom": "FunctionError|mode 'custom' with function=None; expected a function",
     "@ custom @-function json": "FunctionError|'json'|module:name",
     "@ custom @-function :dumps": "FunctionError|':dumps'|module:name",
     "@ custom @-function no_module:f": "FunctionError|No module named 'no_module'|PYTHONPATH",
     "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
-    "@ custom @-function json:__name__": "FunctionError|is not callable",
+    "@ custom @-function json:__name__": "FunctionError|mode 'custom' with function='json'",
     "@ sum @-function json:dumps": "FunctionError|only 'custom' takes one",
-    "@ trl/dapo @-function json:dumps": "FunctionError|preset 'trl/dapo'|only 'custom' takes one",
+    "@ trl/dapo @-function json:dumps": "FunctionError|@-function with the preset 'trl/dapo'",
     "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
     "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
-    "@ sum @-batch json:__name__": "FunctionError|is not callable",
 }
 
 STARTS = """
@@ -280,7 +287,7 @@ def test_a_start_without_a_script_shows_the_usage(line: str, code: int) -> None:
 def test_a_start_with_something_else_than_a_script_is_refused() -> None:
     code, _, complained, _ = starts()["--gpu script.py"]
     assert code == 2
-    assert "'--gpu' before the script" in complained
+    assert "'--gpu' is not a file; expected [--cpu] SCRIPT" in complained
     code, _, complained, imported = starts()["missing.py"]
     assert (code, imported) == (2, False)
     assert complained.startswith("megatron_loss_agg: InputError: 'missing.py' is not a file")

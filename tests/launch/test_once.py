@@ -60,26 +60,26 @@ def test_an_error_of_all_ranks_is_printed_by_the_first() -> None:
 
 
 def test_an_error_of_one_rank_is_printed_by_that_rank() -> None:
-    assert said([None, A]) == ["", line(A, " (on rank 1)")]
+    assert said([None, A]) == ["", line(A, " (on 1 of 2 ranks, here rank 1)")]
 
 
 def test_each_of_different_errors_is_printed() -> None:
-    assert said([A, B]) == [line(A, " (on rank 0)"), line(B, " (on rank 1)")]
+    one = [f" (on 1 of 2 ranks, here rank {rank})" for rank in range(2)]
+    assert said([A, B]) == [line(A, one[0]), line(B, one[1])]
     # Also where one rank's comes later than the others' word of it.
     first, second, third = said([PEER, A, PEER], (0, 1.0, 0))
-    assert second == line(A, " (on rank 1)")
-    assert {first, third} == {line(PEER, " (on 2 of 3 ranks)"), ""}
+    assert second == line(A, " (on 1 of 3 ranks, here rank 1)")
+    assert (first, third) == (line(PEER, " (on 2 of 3 ranks, here rank 0)"), "")
 
 
 def test_a_rank_that_comes_too_late_repeats_nothing() -> None:
-    assert said([A, A], (4, 0)) == ["", line(A, " (on rank 1)")]
+    assert said([A, A], (4, 0)) == ["", line(A, " (on 1 of 2 ranks, here rank 1)")]
 
 
 @pytest.mark.parametrize(
     "environment",
     [
         {"MASTER_PORT": "1"},  # nobody listens
-        {"MASTER_PORT": "none"},
         {"TORCHELASTIC_USE_AGENT_STORE": "False"},  # and there is no process group yet
     ],
 )
@@ -144,7 +144,7 @@ def test_the_error_that_others_only_hear_of_is_printed(tmp_path: Path) -> None:
     code, text = torchrun("-m", "megatron_loss_agg", str(tmp_path / "script.py"))
     assert code == 1
     assert text.count("MaskError: bad mask\n") == text.count("PeerError: see 1\n") == 1
-    assert "megatron_loss_agg: MaskError (on rank 1): see above\n" in text
+    assert "megatron_loss_agg: MaskError (on 1 of 2 ranks, here rank 1): see above\n" in text
 
 
 BUILDS = """

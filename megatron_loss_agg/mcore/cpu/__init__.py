@@ -2,14 +2,15 @@
 
 GPU runs never import this. ``enable()`` patches ``torch`` and Megatron for the rest of the process
 and cannot be undone. Supports data, context, tensor, sequence, pipeline and expert parallelism and
-packed sequences; not features of Transformer Engine, nor a sliding window combined with context
-parallelism or packing.
+packed sequences; not features of Transformer Engine, nor hybrid context parallelism, nor a sliding
+window combined with context parallelism or packing.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import logging
 import os
 
@@ -30,18 +31,13 @@ CPU_FLAGS: dict[str, str | None] = {
 kernels. None: the flag takes no value.
 """
 
-_enabled = False
 
-
+@functools.cache
 def enable() -> None:
     """Make the Megatron-Core that is first on ``sys.path`` run on CPU.
 
     Call it before Megatron is first imported. Further calls do nothing.
     """
-    global _enabled
-    if _enabled:
-        return
-    _enabled = True
     # Megatron requires it of launch scripts, for the order of kernels on GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_loss_agg.mcore.cpu import device
@@ -53,7 +49,8 @@ def enable() -> None:
     attention.install()
     collectives.install()
     restrictions.install()
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_of_interest)
+    # It warns that random numbers came from the CPU's generator.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     atexit.register(_leave)
 
 
@@ -68,11 +65,6 @@ def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             action = known[flag]
             parser.set_defaults(**{action.dest: action.const if value is None else value})
     return parser
-
-
-def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Whether it is another warning than that random numbers came from the CPU's generator."""
-    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def _leave() -> None:

@@ -69,20 +69,18 @@ class GatheredAttention(DotProductAttention):
             [local seq, batch, heads * head dim]; a batch of 1 when packed.
 
         Raises:
-            LayoutError: the number of queries is not that of this rank's layout; or, without causal
-                attention, real and padded offsets differ in number.
+            LayoutError: the number of queries is not that of this rank's layout.
             HostError: a sliding window, which is not supported here.
         """
-        group = self._context_group(packed_seq_params)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        size, rank = self.cp_group.size(), self.cp_group.rank()
         if packed_seq_params is None and size == 1:
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias
             )
         if getattr(self.scale_mask_softmax, "window_size", None) is not None:
             raise HostError(
-                "got a sliding window (--window-size) with context parallelism or packed "
-                "sequences; expected at most one of them on CPU: drop one"
+                "--window-size with context parallelism or packed sequences; expected at most one "
+                "of them on CPU: drop one"
             )
         if packed_seq_params is None:
             offsets = real = torch.tensor([0, query.size(0) * size])
@@ -96,29 +94,14 @@ class GatheredAttention(DotProductAttention):
         if query.size(0) != layout.index.numel():
             raise LayoutError(
                 f"got {query.size(0)} tokens on context-parallel rank {rank} of {size}; expected "
-                f"{layout.index.numel()} by the sequence offsets, which end at "
-                f"{int(offsets[-1])}: they must cover every token, including padding"
+                f"{layout.index.numel()}: sequence offsets must cover every token, and padding"
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
-        if not causal and real.shape != offsets.shape:
-            raise LayoutError(
-                f"got {real.numel()} offsets and {offsets.numel()} padded; expected equal numbers"
-            )
         mask = _forbidden(layout.index, offsets, None if causal else real.diff()).to(query.device)
         if attention_mask is not None:
             mask = mask | attention_mask
-        key, value = _gather(key, layout, group), _gather(value, layout, group)
+        key, value = _gather(key, layout, self.cp_group), _gather(value, layout, self.cp_group)
         return super().forward(query, key, value, mask, AttnMaskType.arbitrary, attention_bias)
-
-    def _context_group(self, packed_seq_params: Any) -> Any:
-        """The group that shares this batch; None if the batch is on this rank only.
-
-        With hybrid context parallelism, each packed batch has its own group.
-        """
-        group = getattr(packed_seq_params, "cp_group", None)
-        if group is None and getattr(packed_seq_params, "local_cp_size", None) == 1:
-            return None
-        return self.cp_group if group is None else group
 
 
 def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:

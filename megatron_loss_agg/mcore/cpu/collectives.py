@@ -40,19 +40,12 @@ def _take_split_sizes() -> None:
     exchange = dist.all_to_all_single
 
     @functools.wraps(exchange)
-    def all_to_all_single(
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        sizes = (_as_list(output_split_sizes), _as_list(input_split_sizes))
-        return exchange(output, input, *sizes, *args, **kwargs)
+    def all_to_all_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = {name: _as_list(value) for name, value in kwargs.items()}
+        return exchange(output, input, *map(_as_list, args), **named)
 
     torch.distributed.all_to_all_single = all_to_all_single
 
 
-def _as_list(sizes: Any) -> Any:
-    return sizes.tolist() if isinstance(sizes, Tensor) else sizes
+def _as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

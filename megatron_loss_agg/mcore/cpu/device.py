@@ -25,7 +25,7 @@ def install() -> None:
     """Replace the GPU functions of ``torch`` for the rest of the process."""
     _replace_properties()
     _replace_random_state()
-    streams.install()
+    _replace_streams()
     _replace_accelerator()
     _replace_compiler()
     _replace_data_loader()
@@ -48,11 +48,6 @@ def _is_gpu(device: object) -> bool:
     return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
-# Megatron's optimizers and gradient clipping recognize GPU parameters by these type names.
-_GPU_TYPE_NAMES = {
-    f"torch.{name}": f"torch.cuda.{name}"
-    for name in ("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor")
-}
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace ones "
     "ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor "
@@ -74,8 +69,9 @@ def _replace_placement() -> None:
         return to(x, *args, **kwargs)
 
     def type_on_gpu(x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's optimizers know parameters on a GPU by the name of their type."""
         found = type_of(x, *args, **kwargs)
-        return _GPU_TYPE_NAMES.get(found, found) if isinstance(found, str) else found
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
     def itself(x: Any, *args: Any, **kwargs: Any) -> Any:
         return x
@@ -112,48 +108,40 @@ def _replace_properties() -> None:
         torch.cuda,
         is_available=_answer(True),
         is_initialized=_answer(True),
-        init=_answer(None),
         _lazy_init=_answer(None),
         # One device per local rank, since Megatron selects one by local rank.
         device_count=_answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         current_device=_answer(0),
         set_device=_answer(None),
         device=lambda *args: contextlib.nullcontext(),
-        get_device_name=_answer("cpu"),
         get_device_properties=_answer(properties),
-        get_device_capability=_answer((properties.major, properties.minor)),
-        is_bf16_supported=_answer(True),
         is_current_stream_capturing=_answer(False),
-        mem_get_info=_answer((memory, memory)),
         memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
-        empty_cache=_answer(None),
-        reset_peak_memory_stats=_answer(None),
         device_memory_used=_answer(0),
     )
-    for name in ("memory_allocated", "memory_reserved"):
-        _replace(torch.cuda, **{name: _answer(0), f"max_{name}": _answer(0)})
-    for name in ("Float", "Double", "Half", "BFloat16", "Int", "Long", "Byte"):
-        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
 
 
 def _replace_random_state() -> None:
-    generator = torch.default_generator
-    # A lambda each, not the generator's own methods: torch's compiler, which the optimizers import,
-    # registers every function of torch and rejects duplicates.
-    stand_ins: dict[str, Any] = {
-        "get_rng_state": lambda *args, **kwargs: generator.get_state(),
-        "set_rng_state": lambda state, *args, **kwargs: generator.set_state(state),
-        "manual_seed": lambda seed: generator.manual_seed(seed),
-        "manual_seed_all": lambda seed: generator.manual_seed(seed),
-        "initial_seed": lambda: generator.initial_seed(),
-        "seed": lambda: generator.seed(),
-        "seed_all": lambda: generator.seed(),
-    }
-    _replace(torch.cuda, **stand_ins)
-    _replace(torch.cuda.random, **stand_ins)
-    # Megatron's RNG tracker accesses the generators directly.
-    _replace(torch.cuda, default_generators=(generator,) * torch.cuda.device_count())
+    """The generator of every device is the CPU's."""
+    cuda: Any = torch.cuda
+    cuda.default_generators = (torch.default_generator,) * cuda.device_count()
+    for name in ("_lazy_init", "current_device", "device_count"):
+        setattr(cuda.random, name, getattr(cuda, name))  # it has imported torch's own
+
+
+def _replace_streams() -> None:
+    _replace(
+        torch.cuda,
+        Stream=streams.Stream,
+        Event=streams.Event,
+        stream=lambda stream: stream or streams.Stream(),
+        current_stream=lambda *args: streams.Stream(),
+        default_stream=lambda *args: streams.Stream(),
+        set_stream=_answer(None),
+        synchronize=_answer(None),
+    )
+    _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))
 
 
 def _replace_accelerator() -> None:

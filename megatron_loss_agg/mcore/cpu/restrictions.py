@@ -15,7 +15,6 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.layout import CPLayout
 
 
@@ -40,7 +39,11 @@ def _skip_kernel_build() -> None:
 def _split_packs_without_transformer_engine() -> None:
     """Provide the one Transformer Engine function that Megatron's data path uses."""
     if getattr(utils, "tex", None) is None:
-        utils.tex = SimpleNamespace(thd_get_partitioned_indices=_packed_index)
+
+        def index(offsets: Tensor, total: int, cp_size: int, cp_rank: int) -> Tensor:
+            return CPLayout.thd(offsets, cp_size, cp_rank).index
+
+        utils.tex = SimpleNamespace(thd_get_partitioned_indices=index)
     # Up to 0.17 it checks the version of Transformer Engine too.
     split = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
     if split is None:
@@ -52,17 +55,6 @@ def _split_packs_without_transformer_engine() -> None:
             return split(*args, **kwargs)
 
     utils.get_thd_batch_on_this_cp_rank = split_anyway
-
-
-def _packed_index(offsets: Tensor | None, total: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Indices of the tokens of a pack that a context-parallel rank holds."""
-    if offsets is None:
-        raise HostError(
-            "this Megatron splits packs over context-parallel ranks by 'cu_seqlens_padded', which "
-            "its batches lack (as --sft up to 0.17); expected that key: leave "
-            "--context-parallel-size at 1"
-        )
-    return CPLayout.thd(offsets, cp_size, cp_rank).index
 
 
 def _route_without_transformer_engine() -> None:

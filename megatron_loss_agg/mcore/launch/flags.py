@@ -1,4 +1,4 @@
-"""The command-line flags, and how to read them into what the hook is made of."""
+"""The command-line flags, and how to read them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,12 @@ import argparse
 import importlib
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from megatron_loss_agg.aggregation import MODES, LossAggregation, Term, named_terms
-from megatron_loss_agg.errors import (
-    AggregationError,
-    DivisorError,
-    FunctionError,
-    InputError,
-    ModeError,
-)
-from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.extensions.audit import Audit
-from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
-from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
-from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
-from megatron_loss_agg.mcore.extensions.routers import RouterLosses
-from megatron_loss_agg.mcore.host import Loop
-from megatron_loss_agg.mcore.reading.keys import ReadBatch
-from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
+from megatron_loss_agg.aggregation import MODES, LossAggregation
+from megatron_loss_agg.errors import FunctionError, InputError, ModeError
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -117,7 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name, (value, text) in _OPTIONS.items():
         shown = "{" + ",".join(value) + "}" if isinstance(value, tuple) else value
         kind: dict[str, Any] = {"metavar": shown} if shown else {"action": "store_true"}
-        group.add_argument(flag_of(f"loss_aggregation_{name}"), help=text, **kind)
+        kind |= {"type": float} if name == "divisor" else {}
+        group.add_argument(_flag(name), help=text, **kind)
     return parser
 
 
@@ -126,58 +112,27 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
+def _flag(option: str) -> str:
+    return flag_of(f"loss_aggregation_{option}")
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the further flags that are given, by the names of `_OPTIONS`."""
     values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
     return {name: x for name, x in values.items() if x is not None and x is not False}
 
 
-class Settings(NamedTuple):
-    """What the flags ask for: arguments of `LossHook`."""
-
-    aggregation: LossAggregation | Mapping[str, Term | LossAggregation]
-    read_batch: ReadBatch | None  # None: as the loop reads batches without the flags
-    extensions: list[Extension]
-    empty_step: str
-    loop: Loop
-
-
-def settings_from(args: argparse.Namespace, in_training_loop: bool = False) -> Settings | None:
-    """The flags' values, checked; None without ``--loss-aggregation``.
-
-    Args:
-        args: the parsed flags; Megatron's say what its teacher, log and evaluation do.
-        in_training_loop: whether Megatron's own training loop asks.
+def word(args: argparse.Namespace, name: str) -> str:
+    """The value of the further flag ``name``, one of its words; by default the first.
 
     Raises:
-        AggregationError: a flag's value is bad, cannot be loaded, or conflicts with another flag.
+        ModeError: it is none of them. A YAML file may say anything.
     """
-    aggregation = aggregation_from(args)
-    if aggregation is None:
-        return None
-    given = _given(args)
-    words = {n: _word(given, n) for n, (value, _) in _OPTIONS.items() if isinstance(value, tuple)}
-    terms = terms_from(args, aggregation)
-    loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
-    log_interval = getattr(args, "log_interval", 1) if loop.of_megatron else 1
-    repeat, trust = "audit" in given, words["unmeasured"] == "trust"
-    extensions: list[Extension] = [
-        *([MultiTokenPrediction()] if words["mtp"] == "same" else []),
-        *([RouterLosses()] if words["moe"] == "step" else []),
-        *([Distillation()] if terms is not aggregation else []),
-        *([DatasetReports(log_interval)] if "report_datasets" in given else []),
-        *([Audit(repeat=repeat, trust=trust)] if repeat or trust else []),
-    ]
-    read = _load(f"{FLAG}-batch", given["batch"]) if "batch" in given else None
-    if words["mask"] == "model":
-        check_possible(
-            named_terms(terms if isinstance(terms, Mapping) else {aggregation.label: aggregation}),
-            needs={need for x in extensions for need in x.needs},
-            empty_step=words["empty_step"],
-            averages_quotients=loop.averages_quotients,
-        )
-        read = read or read_samples
-    return Settings(terms, read, extensions, words["empty_step"], loop)
+    words = _OPTIONS[name][0] or ()
+    value: str = given(args).get(name, words[0])
+    if value not in words:
+        raise ModeError(f"{_flag(name)} {value}; expected one of {', '.join(words)}")
+    return value
 
 
 def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
@@ -186,33 +141,20 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     Raises:
         AggregationError: a flag's value is bad, or conflicts with another flag.
     """
-    mode = getattr(args, "loss_aggregation", None)
-    given = _given(args)
+    mode, further = getattr(args, "loss_aggregation", None), given(args)
     if mode is None:
-        for name, value in given.items():
-            shown = "" if value is True else f" {value}"
-            flag = flag_of(f"loss_aggregation_{name}")
-            raise ModeError(f"{flag}{shown} without {FLAG}; give a mode, or drop it")
+        if further:
+            flag = _flag(next(iter(further)))
+            raise ModeError(f"{flag} without {FLAG}; give a mode, or drop it")
         return None
-    options = {name: given[name] for name in _OF_AGGREGATION if name in given}
-    if "divisor" in options:
-        try:
-            options["divisor"] = float(given["divisor"])
-        except ValueError:
-            text = f"{FLAG}-divisor {given['divisor']!r}; expected a finite number > 0"
-            raise DivisorError(text) from None
+    options = {name: x for name, x in further.items() if name in _OF_AGGREGATION}
     if "function" in options:
-        options["function"] = _load(f"{FLAG}-function", options["function"])
-    elif mode == "custom":
-        raise FunctionError(f"{FLAG} custom without {FLAG}-function; expected module:name there")
-    try:
-        if "/" not in mode:
-            return LossAggregation(mode=mode, **options)
-        if "function" in options:
-            raise FunctionError(f"preset {mode!r}; only 'custom' takes one")
+        if "/" in mode:
+            raise FunctionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
+        options["function"] = load(f"{FLAG}-function", options["function"])
+    if "/" in mode:
         return LossAggregation.preset(mode, **options)
-    except AggregationError as error:
-        raise type(error)(f"{error} (flags {FLAG} and {FLAG}-*)") from None
+    return LossAggregation(mode=mode, **options)
 
 
 def aggregation_from_environment() -> LossAggregation | None:
@@ -224,32 +166,24 @@ def aggregation_from_environment() -> LossAggregation | None:
         AggregationError: as `aggregation_from`.
         ModeError: as `in_environment`, or there are other flags than the aggregation's.
     """
-    given = in_environment()
-    names = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OF_AGGREGATION)}
-    if others := given.keys() - names:
+    held = in_environment()
+    of_hook = held.keys() - {f"loss_aggregation_{name}" for name in _OF_AGGREGATION}
+    if others := sorted(of_hook - {"loss_aggregation"}):
         raise ModeError(
-            f"{VARIABLE} holds {' '.join(map(flag_of, sorted(others)))}; expected {FLAG} MODE, and "
+            f"{VARIABLE} holds {' '.join(map(flag_of, others))}; expected {FLAG} MODE, and "
             "flags of the aggregation only: this loop has no hook"
         )
-    return aggregation_from(argparse.Namespace(**given))
+    return aggregation_from(argparse.Namespace(**held))
 
 
 def in_environment() -> dict[str, Any]:
-    """The flags in `VARIABLE`, as `taken_from` gives them.
-
-    Raises:
-        ModeError: it holds anything else.
-    """
-    text = os.environ.get(VARIABLE, "")
-    try:
-        given, others = taken_from(shlex.split(text))
-    except ValueError as error:
-        raise ModeError(f"{VARIABLE} is {text!r} ({error}); expected {FLAG} MODE") from None
+    """The flags in `VARIABLE`, as `taken_from` gives them; it may hold nothing else."""
+    held, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
     if others:
         raise ModeError(
             f"{VARIABLE} holds {' '.join(others)}; expected {FLAG} MODE and {FLAG}-* only"
         )
-    return given
+    return held
 
 
 def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -259,9 +193,11 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         InputError: a flag lacks its value.
         ModeError: one is unknown, and begins as ours do or nearly so.
     """
-    parser = add_arguments(Parser(add_help=False, allow_abbrev=False))
+    parser = add_arguments(
+        Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    )
     found, others = parser.parse_known_args(argv)
-    names = [flag_of(name) for name in vars(found)]
+    names = [FLAG, *(_flag(name) for name in _OPTIONS)]
     # A script that ignores unknown flags would train as without the plugin.
     for flag in (x.partition("=")[0] for x in others if x.startswith("--")):
         least = 0.0 if flag.startswith(FLAG) else _ALIKE
@@ -269,31 +205,17 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise ModeError(
                 f"unknown flag {flag}; expected {nearest[0]}, or another of {', '.join(names)}"
             )
-    defaults = vars(parser.parse_args([]))
-    return {name: x for name, x in vars(found).items() if x != defaults[name]}, others
+    return vars(found), others
 
 
-def _word(given: Mapping[str, Any], name: str) -> str:
-    """The value of the further flag ``name``, one of its words."""
-    words = _OPTIONS[name][0] or ()
-    value: str = given.get(name, words[0])
-    if value not in words:
-        flag = flag_of(f"loss_aggregation_{name}")
-        raise ModeError(f"{flag} {value}; expected one of {', '.join(words)}")
-    return value
-
-
-def _load(flag: str, path: str) -> Callable[..., Any]:
+def load(flag: str, path: str) -> Callable[..., Any]:
+    """The function ``path``, ``module:name``, that is the value of ``flag``."""
     module, _, name = path.partition(":")
-    if not module or not name:
-        raise FunctionError(f"{flag} {path!r}; expected module:name")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
         raise FunctionError(
-            f"{flag} {path!r} cannot be loaded ({error}); expected an importable module "
-            "on PYTHONPATH and a function in it"
+            f"{flag} {path!r} cannot be loaded ({error}); expected module:name of a function, in a "
+            "module on PYTHONPATH or beside the script"
         ) from error
-    if not callable(function):
-        raise FunctionError(f"{flag} {path!r} is not callable; expected a function")
     return function

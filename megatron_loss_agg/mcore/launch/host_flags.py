@@ -10,16 +10,11 @@ from megatron_loss_agg.mcore.launch.flags import FLAG, flag_of
 
 
 def check_host_flags(args: Any) -> None:
-    """Refuse flags of Megatron under which the plugin would not be exact.
+    """Raise HostError, which names the flag, for flags under which the plugin would not be exact.
 
     Args:
         args: Megatron's parsed flags; absent ones are not checked.
-
-    Raises:
-        HostError: names the flag and what to change.
     """
-    if getattr(args, "perform_rl_step", False):
-        _check_rl(args)
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if getattr(args, name, 1) > 1:
             raise HostError(f"{flag_of(name)} > 1 adds ranks with data of their own; drop it")
@@ -35,18 +30,4 @@ def check_host_flags(args: Any) -> None:
         name, value, reason = inexact
         raise HostError(
             f"{flag_of(name)}{value} with {FLAG}: {reason}: change the flag, or drop one of the two"
-        )
-
-
-def _check_rl(args: Any) -> None:
-    if not getattr(args, "loss_aggregation_batch", None):
-        raise HostError(
-            f"--perform-rl-step with {FLAG}: the RL loop's batches are tuples without "
-            "a key 'loss_mask'; expected a function that reads their masks: add "
-            f"{FLAG}-batch module:name, or drop one of the two flags"
-        )
-    if args.context_parallel_size > 1:
-        raise HostError(
-            "--perform-rl-step with --context-parallel-size > 1: the RL loop gives every "
-            "context-parallel rank the whole batch; expected 1: drop the second flag"
         )

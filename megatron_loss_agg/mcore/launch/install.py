@@ -6,20 +6,29 @@ import argparse
 import atexit
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.extension import Extension
+from megatron_loss_agg.mcore.extensions.audit import Audit
+from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
+from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
 from megatron_loss_agg.mcore.extensions.first_line import without_perplexities
-from megatron_loss_agg.mcore.host import STOCK, chunks_of
+from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
+from megatron_loss_agg.mcore.extensions.routers import RouterLosses
+from megatron_loss_agg.mcore.host import STOCK, Loop, chunks_of
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags, host_args
 from megatron_loss_agg.mcore.launch.host_flags import check_host_flags
 from megatron_loss_agg.mcore.launch.once import print_uncaught_once, refuse
 from megatron_loss_agg.mcore.launch.seams import Seam, seams
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch
+from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
 
 _Function = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
@@ -39,17 +48,39 @@ def hook_from_args(
     Raises:
         AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
     """
-    settings = flags.settings_from(args, in_training_loop)
-    if settings is None:
+    aggregation = flags.aggregation_from(args)
+    if aggregation is None:
         return None
     check_host_flags(args)
-    return LossHook(
-        settings.aggregation,
-        read_batch=settings.read_batch or read_batch,
-        extensions=settings.extensions,
-        empty_step=settings.empty_step,
-        loop=settings.loop,
+    given = flags.given(args)
+    terms = terms_from(args, aggregation)
+    loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
+    log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
+    repeat, trust = "audit" in given, flags.word(args, "unmeasured") == "trust"
+    extensions: list[Extension] = [
+        *([MultiTokenPrediction()] if flags.word(args, "mtp") == "same" else []),
+        *([RouterLosses()] if flags.word(args, "moe") == "step" else []),
+        *([Distillation()] if terms is not aggregation else []),
+        *([DatasetReports(log_interval)] if "report_datasets" in given else []),
+        *([Audit(repeat=repeat, trust=trust)] if repeat or trust else []),
+    ]
+    late = flags.word(args, "mask") == "model"
+    if "batch" in given:
+        read_batch = flags.load(f"{flags.FLAG}-batch", given["batch"])
+    elif late:
+        read_batch = read_samples
+    empty_step = flags.word(args, "empty_step")
+    hook = LossHook(
+        terms, read_batch=read_batch, extensions=extensions, empty_step=empty_step, loop=loop
     )
+    if late:
+        check_possible(
+            hook.terms,
+            needs={need for x in extensions for need in x.needs},
+            empty_step=empty_step,
+            averages_quotients=loop.averages_quotients,
+        )
+    return hook
 
 
 def install(
@@ -80,143 +111,108 @@ def install(
         installed.
 
     Raises:
-        AggregationError: a flag's value is bad; raised before Megatron is imported.
-        ModeError: the environment variable holds other flags than ours, or there are flags on the
-            command line, too.
+        AggregationError: a flag's value is bad, or flags are both in the environment and on the
+            command line; raised before Megatron is imported.
         HostError: as `seams`.
     """
-    given = launched or GivenFlags(sys.argv[1:], flags.in_environment())
-    flags.settings_from(argparse.Namespace(**given.values))
+    given = launched or GivenFlags(sys.argv[1:])
+    hook_from_args(argparse.Namespace(**given.values))
     found = seams()
-    if hasattr(found.schedules[0].function, STOCK):
+    if hasattr(found["schedule"][0].function, STOCK):
         return lambda: None
-    undo = [given.watch(), print_uncaught_once()]
+    ours = _Ours(given, prepare_parser, make_hook, launched is not None)
+    undo = [_put(seam, getattr(ours, name)) for name, places in found.items() for seam in places]
+    undo += [print_uncaught_once(), ours.torch_steps.remove]
+    undo.append(functools.partial(setattr, sys, "argv", sys.argv))
+    sys.argv = [*sys.argv[:1], *given.others]
     if watch_exit:
         atexit.register(given.fail_at_exit)
-        undo.append(lambda: atexit.unregister(given.fail_at_exit))
-
-    def made(in_training_loop: bool) -> LossHook | None:
-        args = host_args()
-        try:
-            given.complete(args)
-            return make_hook(args, in_training_loop)
-        except AggregationError as error:
-            if launched is None:
-                raise
-            sys.exit(refuse(error))
-
-    # A hook checks and measures the first step of one model. None: uninstalled, though a loop may
-    # have kept a schedule.
-    by_model: WeakKeyDictionary[Any, LossHook | None] | None = WeakKeyDictionary()
-
-    def of_model(model: Any) -> LossHook | None:
-        if by_model is None:
-            return None
-        chunk = chunks_of(model)[0]
-        if chunk not in by_model:
-            by_model[chunk] = made(False)
-        return by_model[chunk]
-
-    @functools.cache
-    def of_training() -> LossHook | None:
-        return made(True)
-
-    wrapped = {x: _hooked_schedule(x.function, of_model, given) for x in found.schedules}
-    wrapped[found.optimizer] = _after(given.leave_steps_to_host, found.optimizer.function)
-    wrapped |= {x: _checked_step(x.function, given) for x in found.steps}
-    if found.training is not None:
-        add_arguments, get_schedule, setup, say = found.training
-        wrapped[add_arguments] = _adding_ours(add_arguments.function, prepare_parser, given)
-        wrapped[get_schedule] = _schedule_of_training(get_schedule.function, of_training, given)
-        # Refuses bad flags before the model is built, which takes long.
-        wrapped[setup] = _after(of_training, setup.function)
-        if say is not None:
-            wrapped[say] = _without_perplexities(say.function, of_training)
-    originals = _put(wrapped)
+        undo.append(functools.partial(atexit.unregister, given.fail_at_exit))
 
     def uninstall() -> None:
-        nonlocal by_model
-        by_model = None
-        _put(originals)
-        for undone in reversed(undo):
+        for undone in undo:
             undone()
 
     return uninstall
 
 
-def _put(functions: Mapping[Seam, _Function]) -> dict[Seam, _Function]:
-    """Put functions in the host's place; return the host's."""
-    replaced = {seam: seam.function for seam in functions}
-    for seam, function in functions.items():
-        setattr(seam.holder, seam.name, function)
-    return replaced
+def _put(seam: Seam, ours: _Function) -> Callable[[], None]:
+    """Put ``ours`` in the place of a function, which it gets first; return what undoes it."""
+    stock = seam.function
+
+    @functools.wraps(stock)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(stock, *args, **kwargs)
+
+    setattr(function, STOCK, (function, stock))
+    setattr(seam.holder, seam.name, function)
+    return functools.partial(setattr, seam.holder, seam.name, stock)
 
 
-def _after(first: Callable[[], Any], function: _Function) -> _Function:
-    """``function``, which calls ``first`` before it does anything."""
+class _Ours:
+    """What is put in place of the host's functions. See `install`."""
 
-    @functools.wraps(function)
-    def called_after(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return function(*args, **kwargs)
+    def __init__(
+        self,
+        given: GivenFlags,
+        prepare_parser: Callable[[Any], Any],
+        make_hook: MakeHook,
+        launched: bool,
+    ) -> None:
+        self._given, self._prepare_parser = given, prepare_parser
+        self._make_hook, self._launched = make_hook, launched
+        # A hook checks and measures the first step of one model.
+        self._by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
+        self.torch_steps = register_optimizer_step_pre_hook(given.check_before_torch_step)
 
-    return called_after
+    def _hook(self, in_training_loop: bool) -> LossHook | None:
+        args = host_args()
+        vars(args).update(self._given.values)  # a YAML file may have replaced the command line
+        try:
+            return self._make_hook(args, in_training_loop)
+        except AggregationError as error:
+            if not self._launched:
+                raise
+            sys.exit(refuse(error))
 
+    @functools.cached_property
+    def _of_training(self) -> LossHook | None:
+        return self._hook(in_training_loop=True)
 
-def _hooked_schedule(
-    schedule: _Function, hook_of: Callable[[Any], LossHook | None], given: GivenFlags
-) -> _Function:
-    @functools.wraps(schedule)
-    def hooked(**arguments: Any) -> Any:
-        ours = hook_of(arguments["model"])
-        return (schedule if ours is None else given.noting(ours, schedule))(**arguments)
+    def schedule(self, stock: _Function, **arguments: Any) -> Any:
+        chunk = chunks_of(arguments["model"])[0]
+        if chunk not in self._by_model:
+            self._by_model[chunk] = self._hook(in_training_loop=False)
+        hook = self._by_model[chunk]
+        return (stock if hook is None else self._given.noting(hook, stock))(**arguments)
 
-    setattr(hooked, STOCK, (hooked, schedule))
-    return hooked
+    def construct_optimizer(self, stock: _Function, *args: Any, **kwargs: Any) -> None:
+        # Megatron's optimizers step those of torch inside them, also to initialize their state.
+        self.torch_steps.remove()
+        stock(*args, **kwargs)
 
+    def step(self, stock: _Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns for an empty step what Megatron's optimizers do on overflow."""
+        self._given.check_before_step(optimizer)
+        if self._given.skips_step:
+            return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
+        return stock(optimizer, *args, **kwargs)
 
-def _schedule_of_training(
-    get: _Function, hook: Callable[[], LossHook | None], given: GivenFlags
-) -> _Function:
-    @functools.wraps(get)
-    def get_hooked_schedule(*args: Any, **kwargs: Any) -> Any:
-        schedule, ours = get(*args, **kwargs), hook()
-        return schedule if ours is None else given.noting(ours, schedule)
-
-    return get_hooked_schedule
-
-
-def _without_perplexities(say: _Function, hook: Callable[[], LossHook | None]) -> _Function:
-    @functools.wraps(say)
-    def say_without_perplexities(message: str, *args: Any, **kwargs: Any) -> Any:
-        ours = hook() if isinstance(message, str) and " PPL: " in message else None
-        if ours is not None:
-            message = without_perplexities(message, ours.reported)
-        return say(message, *args, **kwargs)
-
-    return say_without_perplexities
-
-
-def _adding_ours(
-    add_arguments: _Function, prepare_parser: Callable[[Any], Any], given: GivenFlags
-) -> _Function:
-    @functools.wraps(add_arguments)
-    def add_arguments_with_ours(parser: Any) -> Any:
-        parser = prepare_parser(add_arguments(parser))
-        parser.set_defaults(**given.values)
+    def add_arguments(self, stock: _Function, parser: Any) -> Any:
+        parser = self._prepare_parser(stock(parser))
+        parser.set_defaults(**self._given.values)
         return parser
 
-    return add_arguments_with_ours
+    def get_schedule(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
+        schedule, hook = stock(*args, **kwargs), self._of_training
+        return schedule if hook is None else self._given.noting(hook, schedule)
 
+    def setup(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
+        """Refuses bad flags before the model is built, which takes long."""
+        _ = self._of_training
+        return stock(*args, **kwargs)
 
-def _checked_step(step: _Function, given: GivenFlags) -> _Function:
-    """An optimizer's ``step``, which returns for an empty step what it does on overflow."""
-
-    @functools.wraps(step)
-    def checked_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        given.check_before_step(optimizer)
-        if given.skips_step:
-            return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
-        return step(optimizer, *args, **kwargs)
-
-    return checked_step
+    def say(self, stock: _Function, message: str, *args: Any, **kwargs: Any) -> Any:
+        if self._of_training is not None:
+            message = without_perplexities(message, self._of_training.reported)
+        return stock(message, *args, **kwargs)

@@ -10,12 +10,10 @@ import atexit
 import contextlib
 import functools
 import os
-import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -23,13 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_loss_agg.errors import AggregationError
 
 _PATIENCE = timedelta(seconds=2)
-"""How long a rank waits for the store, for other ranks' errors, and until these are printed."""
+"""How long a rank waits for the others: once before it prints, and once after."""
 
 
 def refuse(error: AggregationError) -> int:
     """Print ``error`` as one line on stderr, once for all ranks that have it; return the exit code.
 
-    Every rank may take some seconds, and no longer, to learn of the others.
+    Every rank takes some seconds at most to learn of the others.
     """
     text = f"megatron_loss_agg: {type(error).__name__}: {error}"
     _print_once(error, lambda where: print(text + where, file=sys.stderr, flush=True))()
@@ -37,16 +35,10 @@ def refuse(error: AggregationError) -> int:
 
 
 def print_uncaught_once() -> Callable[[], None]:
-    """Have uncaught errors of this package printed once for all ranks that have them.
-
-    Returns:
-        what restores ``sys.excepthook``.
-    """
+    """Have uncaught errors of this package printed once; return what undoes it."""
     stock = sys.excepthook
 
-    def excepthook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         def show(where: str) -> None:
             stock(kind, error, trace)
             if where:
@@ -58,88 +50,65 @@ def print_uncaught_once() -> Callable[[], None]:
         else:
             show("")
 
-    def restore() -> None:
-        if sys.excepthook is excepthook:
-            sys.excepthook = stock
-
     sys.excepthook = excepthook
-    return restore
-
-
-class _Ranks(NamedTuple):
-    """What this rank needs to exchange errors with the others."""
-
-    store: Store
-    rank: int
-    number: int
+    return lambda: setattr(sys, "excepthook", stock)
 
 
 def _print_once(error: AggregationError, show: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``show`` on one of the ranks that end with ``error``.
-
-    Args:
-        show: prints it, with words that say where it is: `` (on all 8 ranks)``.
+    """Call ``show`` on one of the ranks that end with ``error``, with `` (on all 8 ranks)``.
 
     Returns:
-        a function that waits until all have printed, to be called before this rank ends.
+        what waits until all have printed: torchrun kills the other ranks when one has ended.
     """
-    ranks = _ranks()
-    where: str | None = ""
-    with contextlib.suppress(RuntimeError):  # the store ended with another rank
-        where = "" if ranks is None else _where(ranks, f"{type(error).__name__}: {error}")
+    store = _store()
+    if store is None:
+        show("")
+        return lambda: None
+    try:
+        where = _where(store, f"{type(error).__name__}: {error}")
+    except RuntimeError:  # the store ended with another rank
+        where = ""
     if where is not None:
         show(where)
-    return functools.partial(_wait_for_prints, ranks)
+    return functools.partial(_meet, store, "printed")
 
 
-def _ranks() -> _Ranks | None:
+def _where(store: Store, text: str) -> str | None:
+    """Which ranks end with the error ``text``; None on a rank that leaves it to another to print.
+
+    The first to ask for it prints: rank 0 asks at once, the others when all have come.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store.add(text, 1)
+    prints = rank == 0 and store.add(f"print {text}", 1) == 1
+    _meet(store, "failed")
+    if not prints and store.add(f"print {text}", 1) > 1:
+        return None
+    having = store.add(text, 0)
+    if having == ranks:
+        return f" (on all {ranks} ranks)"
+    return f" (on {having} of {ranks} ranks, here rank {rank})"
+
+
+def _meet(store: Store, name: str) -> None:
+    """Wait until all ranks are here, or for `_PATIENCE`."""
+    with contextlib.suppress(RuntimeError):  # the time is up, or the store ended
+        if store.add(name, 1) == int(os.environ["WORLD_SIZE"]):
+            store.set(f"all {name}", "")
+        store.wait([f"all {name}"], _PATIENCE)
+
+
+def _store() -> Store | None:
     """None where this is the only rank, or others cannot be reached."""
     known = os.environ
     of_torchrun = known.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # Without torchrun, rank 0 opens the store when it makes the process group.
-    if not (of_torchrun or dist.is_initialized()):
+    if not (of_torchrun or dist.is_initialized()) or known.get("WORLD_SIZE", "1") == "1":
         return None
+    address = known["MASTER_ADDR"], int(known["MASTER_PORT"])
     try:
-        rank, number = int(known["RANK"]), int(known["WORLD_SIZE"])
-        if number == 1:
-            return None
-        address = known["MASTER_ADDR"], int(known["MASTER_PORT"])
-        # Before torch tries it, which prints its own stack if nobody listens.
-        socket.create_connection(address, _PATIENCE.total_seconds()).close()
         store = dist.TCPStore(*address, timeout=_PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
-    except (KeyError, ValueError, OSError, RuntimeError):
+    except RuntimeError:
         return None
     attempt = known.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _Ranks(PrefixStore(f"megatron_loss_agg/errors/{attempt}", store), rank, number)
-
-
-def _where(ranks: _Ranks, text: str) -> str | None:
-    """Which ranks end with the error ``text``; None on a rank that leaves it to another to print.
-
-    A few requests a rank, however many ranks there are. That the waiting is over is decided once,
-    so that all ranks act on the same: by the last rank to come, or by the first to lose patience.
-    """
-    store, rank, number = ranks
-    is_first = store.add(f"error {text}", 1) == 1
-    if store.add("failed", 1) == number:
-        store.compare_set("over", "", "all have come")
-    try:
-        store.wait(["over"], _PATIENCE)
-    except dist.DistStoreError:
-        store.compare_set("over", "", "the time is up")
-    with_it = store.add(f"error {text}", 0)
-    if store.get("over") == b"all have come" and with_it == number:
-        return f" (on all {number} ranks)" if rank == 0 else None
-    if not is_first:
-        return None
-    return f" (on rank {rank})" if with_it == 1 else f" (on {with_it} of {number} ranks)"
-
-
-def _wait_for_prints(ranks: _Ranks | None) -> None:
-    """Stay until all have printed: torchrun kills the other ranks when one has ended."""
-    if ranks is None:
-        return
-    with contextlib.suppress(RuntimeError):  # the time is up, or the store ended
-        if ranks.store.add("done", 1) >= ranks.store.add("failed", 0):
-            ranks.store.set("all done", "")
-        ranks.store.wait(["all done"], _PATIENCE)
+    return PrefixStore(f"megatron_loss_agg/errors/{attempt}", store)

@@ -17,32 +17,25 @@ from megatron_loss_agg.mcore.launch.once import refuse
 
 
 def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]:
-    """Install the plugin for ``script`` with ``script_args``.
-
-    Args:
-        cpu: run Megatron on CPU over gloo, for trials and tests.
+    """Install the plugin for ``script``; ``cpu``: and run Megatron on CPU over gloo.
 
     Returns:
         a function that runs the script as ``python script ...`` would, and returns its exit code.
-        If a Megatron flag conflicts with ours, it prints one line and exits with code 2 before the
-        model is built; and so at the end, if our flags have had no effect.
 
     Raises:
         InputError: ``script`` is not a file.
-        HostError: Megatron lacks a function that the plugin wraps.
-        AggregationError: one of our flags is bad; raised before Megatron is imported.
+        AggregationError: as `install`.
     """
     if not Path(script).is_file():
-        raise InputError(f"{script!r} is not a file; expected the path of a training script")
+        raise InputError(f"{script!r} is not a file; expected [--cpu] SCRIPT [script flags]")
     sys.argv = [script, *script_args]
     sys.path[0] = str(Path(script).resolve().parent)
+    given = GivenFlags(script_args)
     if cpu:
         from megatron_loss_agg.mcore.cpu import enable
 
         enable()
-    given = GivenFlags(script_args, flags.in_environment())
-    prepare_parser = _add_cpu_arguments if cpu else flags.add_arguments
-    install(prepare_parser, watch_exit=False, launched=given)
+    install(_add_cpu_arguments if cpu else flags.add_arguments, watch_exit=False, launched=given)
     return functools.partial(_run, script, given)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,59 +19,37 @@ class Seam(NamedTuple):
     def function(self) -> Callable[..., Any]:
         return getattr(self.holder, self.name)
 
-    def __str__(self) -> str:
-        return f"{self.holder.__name__}.{self.name}"
 
+def seams() -> dict[str, list[Seam]]:
+    """What `install` wraps in the host that is importable, by the names of its wrappers.
 
-class SeamsOfTraining(NamedTuple):
-    """Those of `megatron.training`."""
-
-    add_arguments: Seam  # to Megatron's parser
-    get_schedule: Seam
-    setup: Seam  # of model and optimizer
-    say: Seam | None  # prints evaluations; a fork may lack it
-
-
-class Seams(NamedTuple):
-    """What `install` wraps."""
-
-    schedules: list[Seam]  # what `get_forward_backward_func` returns, to whoever imported it
-    optimizer: Seam  # construction
-    steps: list[Seam]  # of every optimizer class
-    training: SeamsOfTraining | None
-
-
-def seams() -> Seams:
-    """What `install` wraps in the host that is importable; without `megatron.training` its core.
+    Without `megatron.training`, whose scripts will say why they need it, there is less.
 
     Raises:
-        HostError: a function is missing, or has other parameters.
+        HostError: a function is missing.
     """
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.pipeline_parallel import schedules
 
     variants = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
-    classes = [cls for cls in _subclasses(MegatronOptimizer) if "step" in vars(cls)]
-    return Seams(
-        [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
-        _seam(MegatronOptimizer, "__init__", "self"),
-        [_seam(cls, "step", "self") for cls in classes],
-        _seams_of_training(),
-    )
-
-
-def _seams_of_training() -> SeamsOfTraining | None:
+    found = {
+        # What `get_forward_backward_func` returns, to whoever imported it.
+        "schedule": [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
+        "construct_optimizer": [Seam(MegatronOptimizer, "__init__")],
+        "step": [Seam(c, "step") for c in _subclasses(MegatronOptimizer) if "step" in vars(c)],
+    }
     try:
         arguments = importlib.import_module("megatron.training.arguments")
         training = importlib.import_module("megatron.training.training")
-    except ImportError:  # a script that needs it will say why
-        return None
-    return SeamsOfTraining(
-        _seam(arguments, "add_megatron_arguments", "parser"),
-        _seam(training, "get_forward_backward_func"),
-        _seam(training, "setup_model_and_optimizer"),
-        Seam(training, "print_rank_last") if hasattr(training, "print_rank_last") else None,
-    )
+    except ImportError:
+        return found
+    return found | {
+        "add_arguments": [_seam(arguments, "add_megatron_arguments")],
+        "get_schedule": [_seam(training, "get_forward_backward_func")],
+        "setup": [_seam(training, "setup_model_and_optimizer")],
+        # It prints evaluations; a fork may lack it.
+        "say": [Seam(training, x) for x in ("print_rank_last",) if hasattr(training, x)],
+    }
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
@@ -81,21 +58,12 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
-def _seam(holder: Any, name: str, *parameters: str) -> Seam:
-    seam = Seam(holder, name)
-    try:
-        found = list(inspect.signature(seam.function).parameters)
-    except AttributeError:
-        raise HostError(_unfit(f"{holder.__name__} has no {name}")) from None
-    if found[: len(parameters)] != list(parameters):
-        raise HostError(_unfit(f"{seam} takes {found}"))
-    return seam
+def _seam(holder: Any, name: str) -> Seam:
+    if not hasattr(holder, name):
+        from megatron.core import __version__
 
-
-def _unfit(what: str) -> str:
-    from megatron.core import __version__
-
-    return (
-        f"megatron-core {__version__}: {what}; expected the seams of Megatron-Core 0.14 to 0.19: "
-        "install one of these, or wrap forward_backward with LossHook yourself"
-    )
+        raise HostError(
+            f"megatron-core {__version__}: {holder.__name__} has no {name}; expected Megatron-Core "
+            "0.14 to 0.19: install one, or wrap forward_backward with LossHook yourself"
+        )
+    return Seam(holder, name)
