@@ -41,8 +41,8 @@ ALONE = {
     "mcore/logprobs.py": "logprobs",
     "__main__.py": "command line",
 }
-# Parts of one check, and what it shares with a part.
-SHARED_EXTENSIONS = {"probe.py", "masked_sum.py"}
+# Parts of one check, and what extensions share.
+SHARED_EXTENSIONS = {"probe.py", "masked_sum.py", "replaced.py"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
