@@ -199,7 +199,6 @@ CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
     (lambda: CPLayout.contiguous(-8, 2, 0), LayoutError, "length -8"),
     (lambda: CPLayout.bshd(8, 2, 0).shard(torch.ones(8), dim=3), LayoutError, "no axis 3"),
     (lambda: SequenceMean(ONES), MaskError, "a Tensor; expected a Microbatch"),
-    (lambda: SequenceMean(Microbatch(ONES.view(1, 6)), 2), LayoutError, "int; expected a CPLayout"),
     (lambda: CPLayout.bshd(8, 2, 0).shard(torch.ones(8), dim="seq"), LayoutError, "no axis 'seq'"),
     (lambda: predicting_mask(torch.ones(4), tensor([0, 6])), GroupError, "beyond the mask"),
     (lambda: predicting_mask(torch.ones(4)), MaskError, r"expected \[samples, seq\]"),
