@@ -209,9 +209,8 @@ def kl_penalty(
 def token_entropy(logits: Tensor) -> Tensor:
     """``-sum_v p_v log p_v`` with ``p = softmax(logits)``: of [..., vocab], [...].
 
-    A logit of -inf (a token that cannot be sampled) contributes 0. NaN where a row contains NaN or
-    +inf, or is all -inf. For a vocabulary that is sharded over tensor-parallel ranks see
-    `megatron_loss_agg.mcore.logprobs`.
+    A logit of -inf (a token that cannot be sampled) contributes 0; a row with NaN or +inf, or all
+    -inf, gives NaN. `megatron_loss_agg.mcore.logprobs` is for a sharded vocabulary.
 
     Raises:
         PolicyError: not a floating-point tensor.
@@ -288,9 +287,7 @@ def _number(name: str, given: Any, above: float | None = None) -> float:
     fits = is_number and (given >= 0 if above is None else given > above)
     if not fits or LARGEST_FP32 < given < math.inf:
         least = ">= 0" if above is None else f"> {above}"
-        raise PolicyError(
-            f"{name}={given!r}; expected a number {least} that fp32 holds, or inf for no limit"
-        )
+        raise PolicyError(f"{name}={given!r}; expected a number {least} that fp32 holds, or inf")
     return float(given)
 
 
