@@ -3,26 +3,24 @@
 All inputs of a function have the same shape (any shape; nothing is broadcast). Half precision is
 computed in and returned as fp32, fp64 as fp64. Only the first input gets a gradient.
 
-inf or NaN is harmless at masked positions and becomes NaN at active ones (see `elementwise`).
+**Masked positions may hold anything**: where an input is unusable (NaN, or inf if the formula has
+no value for it), the loss is computed from 0 and then set to NaN, which `weighted_sum` ignores at
+weight 0. Otherwise the gradient there would be ``0 * inf``, or ``0 * NaN``.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from numbers import Real
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import PolicyError
-from megatron_loss_agg.losses.elementwise import (
-    LOG_RATIO_BOUND,
-    clamp_log_ratio,
-    nan_unless,
-    number_of,
-    prepare,
-)
-from megatron_loss_agg.weights import check_tensors
+from megatron_loss_agg.weights import LARGEST_FP32, check_tensors
 
 __all__ = [
     "PolicyLoss",
@@ -34,6 +32,9 @@ __all__ = [
     "token_entropy",
     "truncated_importance_weight",
 ]
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to this magnitude before exp (e^20 = 4.9e8); no gradient beyond it."""
 
 
 class PolicyLoss(NamedTuple):
@@ -71,15 +72,14 @@ def clipped_policy_loss(
         advantages: A.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, a clip that is not a number >= 0, or a
-            dual clip that is not > 1; or a finite one beyond fp32.
+        PolicyError: mismatched shapes or dtypes, a clip that is not a number >= 0, or a dual clip
+            that is not > 1.
     """
-    log_probs, old, advantages = prepare(
+    log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
-    limits = _clip_range(clip_low, clip_high)
-    dual = None if dual_clip is None else number_of("dual_clip", dual_clip, above=1)
-    return _surrogate(log_probs - old, advantages, limits, dual)
+    dual = None if dual_clip is None else _number("dual_clip", dual_clip, above=1)
+    return _surrogate(log_probs - old, advantages, _clip_range(clip_low, clip_high), dual)
 
 
 def sequence_policy_loss(
@@ -107,10 +107,9 @@ def sequence_policy_loss(
             context-parallel group.
 
     Raises:
-        PolicyError: as `clipped_policy_loss`.
-        MaskError: the shape differs from the mask's.
+        PolicyError, MaskError: as `clipped_policy_loss` and `SequenceMean`.
     """
-    log_probs, old, advantages = prepare(
+    log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     limits = _clip_range(clip_low, clip_high)
@@ -131,26 +130,19 @@ def cispo_loss(
         loss = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs
 
     ``clipped`` marks clipped weights. The paper tunes only ``clip_high`` and leaves the lower side
-    open (``clip_low >= 1``).
-
-    Args:
-        log_probs, old_log_probs, advantages: as in `clipped_policy_loss`.
-
-    Raises:
-        PolicyError: mismatched shapes or dtypes, or a clip that is not a number >= 0, or
-            finite and beyond fp32.
+    open (``clip_low >= 1``). Arguments and Raises as in `clipped_policy_loss`.
     """
-    log_probs, old, advantages = prepare(
+    log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     limits = _clip_range(clip_low, clip_high)
     log_ratio = log_probs.detach() - old
-    ratios = clamp_log_ratio(log_ratio).exp()
+    ratios = _clamped(log_ratio).exp()
     weights = ratios.clamp(*limits)
     scale = -(weights * advantages)
     usable = scale.isfinite()  # false also where log_ratio is NaN, or the product overflows
     losses = scale.masked_fill(~usable, 0) * log_probs
-    return PolicyLoss(nan_unless(usable, losses), ratios, usable & (weights != ratios))
+    return PolicyLoss(_nan_unless(usable, losses), ratios, usable & (weights != ratios))
 
 
 def truncated_importance_weight(
@@ -160,7 +152,7 @@ def truncated_importance_weight(
 
     Corrects for a rollout engine whose probabilities differ from the trainer's for the same weights
     (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training";
-    truncation: Ionides 2008, "Truncated Importance Sampling").
+    Ionides 2008, "Truncated Importance Sampling").
 
     Args:
         log_probs: from the trainer, for the policy that generated the rollout.
@@ -172,9 +164,9 @@ def truncated_importance_weight(
     Raises:
         PolicyError: mismatched shapes or dtypes, or a cap that is not > 0.
     """
-    log_probs, rollout = prepare(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
-    cap = number_of("cap", cap, above=0)
-    weights = clamp_log_ratio(log_probs.detach() - rollout).exp().clamp(max=cap)
+    log_probs, rollout = _prepared(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
+    cap = _number("cap", cap, above=0)
+    weights = _clamped(log_probs.detach() - rollout).exp().clamp(max=cap)
     if mask is None:
         return weights
     check_tensors(PolicyError, "real", log_probs=weights, mask=mask)
@@ -200,43 +192,35 @@ def kl_penalty(
     Raises:
         PolicyError: mismatched shapes or dtypes, or an unknown estimator.
     """
-    log_probs, ref = prepare(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    if not isinstance(estimator, str) or estimator not in ("k1", "k2", "k3"):
-        raise PolicyError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
+    log_probs, ref = _prepared(log_probs=log_probs, ref_log_probs=ref_log_probs)
     x = log_probs - ref
     if estimator == "k1":
         return x
     if estimator == "k2":
         usable = x.detach().square().isfinite()
-        return nan_unless(usable, x.masked_fill(~usable, 0).square() / 2)
-    usable = ~x.isnan()
-    x = clamp_log_ratio(x.masked_fill(~usable, 0))
-    return nan_unless(usable, torch.expm1(-x) + x)
+        return _nan_unless(usable, x.masked_fill(~usable, 0).square() / 2)
+    if estimator == "k3":
+        usable = ~x.isnan()
+        x = _clamped(x.masked_fill(~usable, 0))
+        return _nan_unless(usable, torch.expm1(-x) + x)
+    raise PolicyError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """``-sum_v p_v log p_v`` with ``p = softmax(logits)``, over a vocabulary that is not sharded.
+    """``-sum_v p_v log p_v`` with ``p = softmax(logits)``: of [..., vocab], [...].
 
-    A logit of -inf (a token that cannot be sampled) contributes 0. For a vocabulary sharded over
-    tensor-parallel ranks see `megatron_loss_agg.mcore.logprobs`.
-
-    Args:
-        logits: [..., vocab].
-
-    Returns:
-        [...]; NaN where the row contains NaN or +inf, or is all -inf.
+    A logit of -inf (a token that cannot be sampled) contributes 0; a row with NaN or +inf, or all
+    -inf, gives NaN. `megatron_loss_agg.mcore.logprobs` is for a sharded vocabulary.
 
     Raises:
-        PolicyError: not a floating-point tensor with a vocabulary axis.
+        PolicyError: not a floating-point tensor.
     """
-    (logits,) = prepare(logits=logits)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise PolicyError(f"logits have shape {tuple(logits.shape)}; expected [..., vocab]")
+    (logits,) = _prepared(logits=logits)
     usable = logits.detach().amax(dim=-1).isfinite()
     logits = logits.masked_fill(~usable.unsqueeze(-1), 0)
     log_p = logits.log_softmax(dim=-1)
     log_p = log_p.masked_fill(log_p == -torch.inf, 0)  # avoids 0 * -inf
-    return nan_unless(usable, -(logits.softmax(dim=-1) * log_p).sum(dim=-1))
+    return _nan_unless(usable, -(logits.softmax(dim=-1) * log_p).sum(dim=-1))
 
 
 def clipped_value_loss(
@@ -253,18 +237,15 @@ def clipped_value_loss(
         returns: R.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, or a clip that is not a number >= 0, or
-            finite and beyond fp32.
+        PolicyError: mismatched shapes or dtypes, or a clip that is not a number >= 0.
     """
-    inputs = prepare(values=values, old_values=old_values, returns=returns)
-    clip = number_of("clip", clip)
-    # Values whose square overflows are as unusable as inf.
-    largest = torch.stack([x.detach().abs() for x in inputs]).amax(0)
-    usable = (4 * largest * largest).isfinite()
-    values, old, returns = (x.masked_fill(~usable, 0) for x in inputs)
-    unclipped = (values - returns).square()
+    values, old, returns = _prepared(values=values, old_values=old_values, returns=returns)
+    clip = _number("clip", clip)
     clipped = (values.detach().clamp(old - clip, old + clip) - returns).square()
-    return nan_unless(usable, torch.where(clipped > unclipped, clipped, unclipped) / 2)
+    unclipped = values - returns
+    usable = clipped.isfinite() & unclipped.detach().square().isfinite()
+    unclipped = unclipped.masked_fill(~usable, 0).square()
+    return _nan_unless(usable, torch.where(clipped > unclipped, clipped, unclipped) / 2)
 
 
 def _surrogate(
@@ -272,7 +253,7 @@ def _surrogate(
 ) -> PolicyLoss:
     """The clipped surrogate; where it is clipped, it is a constant without gradient."""
     usable = ~log_ratio.isnan() & advantages.isfinite()
-    ratios = clamp_log_ratio(log_ratio.masked_fill(~usable, 0)).exp()
+    ratios = _clamped(log_ratio.masked_fill(~usable, 0)).exp()
     losses = -(advantages * ratios)
     limit = -(advantages * ratios.detach().clamp(*limits))
     clipped = limit > losses
@@ -283,9 +264,36 @@ def _surrogate(
         losses = torch.where(too_much, most, losses)
         clipped = clipped | too_much
     clipped = clipped | ((log_ratio.abs() > LOG_RATIO_BOUND) & (advantages != 0))
-    ratios = clamp_log_ratio(log_ratio.detach()).exp()
-    return PolicyLoss(nan_unless(usable, losses), ratios, clipped & usable)
+    ratios = _clamped(log_ratio.detach()).exp()
+    return PolicyLoss(_nan_unless(usable, losses), ratios, clipped & usable)
+
+
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _nan_unless(usable: Tensor, losses: Tensor) -> Tensor:
+    """``losses``, but NaN without gradient where ``usable`` is false."""
+    return losses.masked_fill(~usable, torch.nan)
 
 
 def _clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
-    return 1 - number_of("clip_low", clip_low), 1 + number_of("clip_high", clip_high)
+    return 1 - _number("clip_low", clip_low), 1 + _number("clip_high", clip_high)
+
+
+def _number(name: str, given: Any, above: float | None = None) -> float:
+    """``given`` as a float, if it is > ``above``, or >= 0 without it."""
+    is_number = isinstance(given, Real)
+    fits = is_number and (given >= 0 if above is None else given > above)
+    if not fits or LARGEST_FP32 < given < math.inf:
+        least = ">= 0" if above is None else f"> {above}"
+        raise PolicyError(f"{name}={given!r}; expected a number {least} that fp32 holds, or inf")
+    return float(given)
+
+
+def _prepared(**inputs: Tensor) -> list[Tensor]:
+    """In their widest dtype, at least fp32; all but the first detached. See `check_tensors`."""
+    check_tensors(PolicyError, "floating-point", **inputs)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in inputs.values()), torch.float32)
+    first, *data = inputs.values()
+    return [first.to(dtype), *(x.detach().to(dtype) for x in data)]

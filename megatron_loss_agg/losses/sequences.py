@@ -37,7 +37,7 @@ class SequenceMean:
 
     Raises:
         MaskError, GroupError: no `Microbatch`, or bad values, as in `StepPlan.build`.
-        LayoutError: no `CPLayout`, or it does not match the mask or ``group``.
+        LayoutError: the layout does not match the mask or ``group``.
     """
 
     def __init__(
@@ -48,10 +48,7 @@ class SequenceMean:
     ):
         if not isinstance(microbatch, Microbatch):
             raise MaskError(f"a {type(microbatch).__name__}; expected a Microbatch")
-        if layout is not None and not isinstance(layout, CPLayout):
-            raise LayoutError(f"layout is a {type(layout).__name__}; expected a CPLayout, or None")
-        parts = 1 if layout is None else layout.cp_size
-        ranks = ranks_of(group)
+        parts, ranks = 1 if layout is None else layout.cp_size, ranks_of(group)
         if parts != ranks:
             raise LayoutError(
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
@@ -89,9 +86,8 @@ class SequenceMean:
         sum_S = torch.zeros_like(self._coefficient_S).index_add(0, self._sample_T, kept.reshape(-1))
         if self._group is not None:
             sum_S = _SumOverRanks.apply(sum_S, self._group)  # type: ignore[no-untyped-call]
-        mean_S = sum_S * self._coefficient_S
-        dtype = at_least_fp32(values.dtype)
-        return mean_S[self._sample_T].view(values.shape).to(dtype)
+        mean_T = (sum_S * self._coefficient_S)[self._sample_T]
+        return mean_T.view(values.shape).to(at_least_fp32(values.dtype))
 
 
 class _SumOverRanks(torch.autograd.Function):

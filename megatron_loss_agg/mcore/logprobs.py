@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_loss_agg.errors import PolicyError
+from megatron_loss_agg.weights import check_tensors
 
 __all__ = [
     "vocab_parallel_entropy",
@@ -57,7 +58,7 @@ def vocab_parallel_log_probs(
         PolicyError: mismatched shapes or dtypes, a temperature that is not > 0, or logits that an
             earlier call has overwritten.
     """
-    return _apply(logits, labels, temperature, False, group)[0]
+    return _log_probs(logits, labels, temperature, False, group)[0]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -73,7 +74,7 @@ def vocab_parallel_log_probs_and_entropy(
     Returns:
         (log-probabilities, entropy), fp32 [...] each.
     """
-    return _apply(logits, labels, temperature, True, group)
+    return _log_probs(logits, labels, temperature, True, group)
 
 
 def vocab_parallel_entropy(
@@ -85,22 +86,21 @@ def vocab_parallel_entropy(
     Arguments and Raises as in `vocab_parallel_log_probs`.
     """
     _check(logits, temperature)
-    return _Entropy.apply(logits, temperature, _tensor_group(group))  # type: ignore[no-untyped-call]
+    group = group or parallel_state.get_tensor_model_parallel_group()
+    return _Entropy.apply(logits, temperature, group)  # type: ignore[no-untyped-call]
 
 
-def _apply(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    group: dist.ProcessGroup | None,
+def _log_probs(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, group: Any
 ) -> tuple[Tensor, Tensor]:
     _check(logits, temperature)
-    if not isinstance(labels, Tensor) or labels.shape != logits.shape[:-1]:
-        got = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
-        raise PolicyError(f"labels are {got}; expected {tuple(logits.shape[:-1])}, one per token")
+    if labels.shape != logits.shape[:-1]:
+        raise PolicyError(
+            f"labels are {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, one per token"
+        )
+    group = group or parallel_state.get_tensor_model_parallel_group()
     results = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits, labels, temperature, with_entropy, _tensor_group(group)
+        logits, labels, temperature, with_entropy, group
     )
     if logits.dtype == torch.float32 and not logits.is_inference():
         _overwritten[logits] = logits._version
@@ -112,12 +112,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        temperature: float,
-        with_entropy: bool,
-        group: dist.ProcessGroup,
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, group: Any
     ) -> tuple[Tensor, Tensor]:
         steps = VocabParallelCrossEntropy
         buffer, top = steps.calculate_logits_max(logits)
@@ -221,18 +216,12 @@ def _all_reduced(values: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[
     return total.unbind()
 
 
-def _tensor_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    return parallel_state.get_tensor_model_parallel_group() if group is None else group
-
-
 def _check(logits: Tensor, temperature: float) -> None:
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise PolicyError(f"logits are {kind}; expected a floating-point tensor [..., vocab / tp]")
+    check_tensors(PolicyError, "floating-point", logits=logits)
     if not logits.is_contiguous():
         raise PolicyError(
             f"logits of shape {tuple(logits.shape)} are not contiguous; pass them untransposed, "
-            "with labels of the same leading axes"
+            "and labels as they are"
         )
     if not temperature > 0:
         raise PolicyError(f"temperature={temperature!r}; expected a number > 0")

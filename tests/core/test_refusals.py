@@ -27,7 +27,6 @@ from megatron_loss_agg.errors import (
     DivisorError,
     FunctionError,
     GroupError,
-    LayoutError,
     MaskError,
     ModeError,
     PolicyError,
@@ -195,7 +194,6 @@ CALLS: list[tuple[Callable[[], Any], type[AggregationError], str]] = [
     (lambda: StepPlan.build(AGG, [], sharded_over=object()), GroupError, "over without group"),
     (lambda: weighted_sum([1.0], [1.0]), MaskError, "w is a list; expected a real"),
     (lambda: SequenceMean(ONES), MaskError, "a Tensor; expected a Microbatch"),
-    (lambda: SequenceMean(Microbatch(ONES.view(1, 6)), 2), LayoutError, "int; expected a CPLayout"),
     (lambda: predicting_mask(torch.ones(4), tensor([0, 6])), GroupError, "beyond the mask"),
     (lambda: predicting_mask(torch.ones(4)), MaskError, r"expected \[samples, seq\]"),
 ]

@@ -41,8 +41,8 @@ ALONE = {
     "mcore/logprobs.py": "logprobs",
     "__main__.py": "command line",
 }
-# Parts of one check, and what checks share with each other or with a part.
-SHARED_EXTENSIONS = {"probe.py", "masked_sum.py", "terms.py"}
+# Parts of one check, and what extensions share.
+SHARED_EXTENSIONS = {"probe.py", "masked_sum.py", "terms.py", "replaced.py"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -116,8 +116,8 @@ def test_the_route_is_small() -> None:
     alone = {name_of(x) for x in (PACKAGE / "mcore").glob("*.py")} - FACADES
     assert alone == {*ROUTE, *ALONE.keys() - {"__main__.py"}}
     assert len(ROUTE) <= 8
-    assert sum(lines_of(PACKAGE / name) for name in ROUTE) <= 2050
-    assert lines_of(PACKAGE / "mcore/hook.py") <= 250
+    assert sum(lines_of(PACKAGE / name) for name in ROUTE) <= 1650
+    assert lines_of(PACKAGE / "mcore/hook.py") <= 200
 
 
 def test_no_folder_has_more_than_14_modules_and_no_file_more_than_300_lines() -> None:

@@ -63,9 +63,19 @@ def test_the_loss_on_logits_is_exact(name: str, layout: str, settings: Any) -> N
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {
-    "mixture": ("dp1", {"skip_lm_loss": False}, False, "With skip_lm_loss off, ModelOpt weighs"),
-    "layers": ("dp1", {"intermediate_layer_pairs": [(FINAL, FINAL)]}, False, "drop intermediate_"),
-    "means": ("dp1", {}, True, "returned 2 values: it divides by tokens"),
+    "mixture": (
+        "dp1",
+        {"skip_lm_loss": False},
+        False,
+        "skip_lm_loss on, without which losses' values",
+    ),
+    "layers": (
+        "dp1",
+        {"intermediate_layer_pairs": [(FINAL, FINAL)]},
+        False,
+        "computed 2 distillation losses; expected one",
+    ),
+    "means": ("dp1", {}, True, "a sum, not a mean (Megatron-LM 0.15 or later)"),
     "top-k": ("tp2", TOP_K, False, "adds up the equal gradients of all ranks"),
 }
 

@@ -191,8 +191,9 @@ def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> No
     assert entropy == [0.0] * 8
     assert errors == [
         "PolicyError: labels are (2, 3); expected (3, 2), one per token",
-        "PolicyError: logits of shape (2, 3, 4) are not contiguous; pass them untransposed, with "
-        "labels of the same leading axes",
+        "PolicyError: logits of shape (2, 3, 4) are not contiguous; pass them untransposed, and "
+        "labels as they are",
         "PolicyError: temperature=0.0; expected a number > 0",
-        "PolicyError: logits are torch.int64; expected a floating-point tensor [..., vocab / tp]",
+        "PolicyError: logits is a torch.int64 tensor of shape (3, 2); expected a floating-point, "
+        "dense tensor",
     ]

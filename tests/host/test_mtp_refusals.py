@@ -108,16 +108,19 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         {"mtp_loss_scaling_factor": None},
         "and a model with mtp_num_layers=2, mtp_loss_scaling_factor=None",
     ),
-    "scale": ("dp1", {"mtp_grad_scale_func": torch.ones}, "a model with a mtp_grad_scale_func"),
     "no mask": ("dp1", without_mask, "are not the loss mask moved by the depth"),
-    "no labels": ("dp1", without_labels, "a model called without labels; expected labels="),
-    "two calls": ("dp1", twice, "of MTP of [24, 24, 24, 24] tokens, and a loss mask of 24"),
-    "shorter": ("dp1", shorter, "and a loss mask of 23; expected 2 of as many tokens"),
-    "gathered": ("cp2", gathered, "TokenLoss(whole='local_grad'); expected losses of this"),
+    "no labels": ("dp1", without_labels, "are not the loss mask moved by the depth"),
+    "two calls": ("dp1", twice, "losses of [24, 24, 24, 24, 24, 24] tokens by compute_language"),
+    "shorter": ("dp1", shorter, "with a loss mask of 23; expected 2 of MTP and the main one"),
+    "gathered": ("cp2", gathered, "losses of [72, 72, 72] tokens by compute_language_model_loss"),
     "contiguous": ("cp2", contiguous, "are not the loss mask moved by the depth"),
     # The same weights under two splits, at depth 0 alone.
     "ambiguous": ("cp2", forward_step, "this rank's mask and tokens fit the splits"),
-    "third loss": ("dp1", third_loss, "the model computed 4 losses in a forward pass; expected 2"),
+    "third loss": (
+        "dp1",
+        third_loss,
+        "losses of [1, 24, 24, 24] tokens by compute_language_model_l",
+    ),
 }
 
 

@@ -8,8 +8,7 @@ With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
   part of the loss; the parts of all data sets add up to it. In an evaluation, over the calls that
   have tokens of ``d``.
 
-Each rank reports its tokens' parts of both sums. All ranks report the same names: the data sets of
-the whole step are known from the plan.
+Each rank reports its tokens' parts of both sums, of all data sets of the step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from megatron_loss_agg.weights import at_least_fp32, where_weighted
 class DatasetReports(Extension):
     """Adds reports by data set: ``lm loss of dataset 3``, ``sample_mean loss of dataset 3``.
 
-    Validation sets need not have ids, since they are often read one by one; without them there are
-    no such reports.
+    Validation sets need not have ids, since they are often read one by one.
 
     Args:
         log_interval: over how many steps the host's log averages.
@@ -44,9 +42,9 @@ class DatasetReports(Extension):
         self._log_interval = log_interval
         self._since: dict[int, int] = {}  # by id, the training step that had it first
         self._steps = 0
-        # Of this training step: the data sets that are reported, and those that have no mean.
+        # Of this training step: the data sets that are reported, and those without a mean yet.
         self._names: list[int] = []
-        self._undefined: set[int] = set()
+        self._new: set[int] = set()
 
     def settings(self) -> Mapping[str, object]:
         return {"report_datasets": self._log_interval}
@@ -74,30 +72,30 @@ class DatasetReports(Extension):
             self._since.setdefault(d, self._steps)
         recent = max(0, self._steps - self._log_interval)
         self._names = sorted(self._since)
-        self._undefined = {d for d in self._names if d not in ids or self._since[d] > recent}
+        self._new = {d for d in self._names if self._since[d] > recent}
         self._steps += 1
 
     @torch.no_grad()
     def _report(self, call: Call, x: MicrobatchLoss) -> None:
         if "dataset" not in x.plan.first.ids:
             return
-        names, undefined = (self._names, self._undefined) if call.trains else (_ids(x.plan), set())
-        means = {"lm loss": (x.first, x.masks[x.first].reshape(-1).double())}
+        names, new = (self._names, self._new) if call.trains else (_ids(x.plan), set())
+
+        def report_mean(what: str, name: str, w: Tensor) -> None:
+            pairs = _sums(x, name, names, w, x.losses[name], torch.ones_like(w))
+            for d, pair in pairs.items():
+                x.report(f"{what} of dataset {d}", pair.new_zeros(2) if d in new else pair)
+
+        report_mean("lm loss", x.first, x.masks[x.first].reshape(-1).double())
         for name, w in x.weights.items():
             aggregation = call.terms[name].aggregation
             over = denominator(aggregation, x.plan.terms[name])
             if aggregation.within is not None:  # an evaluation weighs its calls by denominators
-                means[f"{name} loss"] = name, w.double() * over
+                report_mean(f"{name} loss", name, w.double() * over)
                 continue
-            sums = _sums(x, name, w.double(), x.losses[name])
-            for d in names:
-                key, part = f"{name} loss of dataset {d}", sums.get(d, w.new_zeros(1))[0]
+            for d, (part,) in _sums(x, name, names, w.double(), x.losses[name]).items():
+                key = f"{name} loss of dataset {d}"
                 x.report(key, x.sum_pair(key, part, over))
-        for what, (name, w) in means.items():
-            pairs = _sums(x, name, w, x.losses[name], torch.ones_like(w))
-            none = x.losses[name].new_zeros(2, dtype=at_least_fp32(x.losses[name].dtype))
-            for d in names:
-                x.report(f"{what} of dataset {d}", none if d in undefined else pairs.get(d, none))
 
 
 def _ids(plan: PlannedStep) -> list[int]:
@@ -112,20 +110,18 @@ def _active(term: PlannedTerm) -> Tensor:
     return ids[sums > 0]
 
 
-def _sums(x: MicrobatchLoss, name: str, w: Tensor, *values: Tensor) -> dict[int, Tensor]:
-    """By data set of a term: the sum of ``w * v``, where ``w`` is not 0, for each of ``values``.
+def _sums(
+    x: MicrobatchLoss, name: str, names: list[int], w: Tensor, *values: Tensor
+) -> dict[int, Tensor]:
+    """By data set: the sum of ``w * v`` over its tokens with ``w != 0``, for each of ``values``.
 
-    Args:
-        w: fp64 [tokens], as each of ``values``, the first of which are losses.
-
-    Returns:
-        tensors [values], in the dtype of the losses, but at least fp32.
+    Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
     """
     term, samples = x.plan.terms[name], x.local[name].samples
     ids, id_S = _active(term), term.ids["dataset"].split([*term.sizes])[x.i]
     sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
     place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
-    place_S = moved(place_S, w.device)
-    sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, place_S, sums_S)
-    rounded = sums[:-1].to(at_least_fp32(values[0].dtype))
-    return dict(zip(ids.tolist(), rounded.unbind(), strict=True))
+    sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
+    sums = sums.to(at_least_fp32(values[0].dtype))
+    found = dict(zip(ids.tolist(), sums[:-1], strict=True))
+    return {d: found.get(d, sums.new_zeros(len(values))) for d in names}

@@ -6,11 +6,10 @@ and the token losses of the teacher are taken on their way into its sum.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
 from megatron_loss_agg.mcore.extensions.masked_sum import fits_masked_sum
+from megatron_loss_agg.mcore.extensions.replaced import replaced
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import TokenLoss, token_masks
@@ -26,15 +26,9 @@ from megatron_loss_agg.mcore.token_loss import TokenLoss, token_masks
 KD = "kd"
 """The name of the term of the teacher; the language loss has any other name, and comes first."""
 
-_CACHED = "megatron.training.distillation.cached_logits_loss"
-_MODELOPT = "modelopt.torch.distill.distillation_model"
-
-
-class _Found(NamedTuple):
-    """What a distillation loss computed for one microbatch, before its reduction."""
-
-    losses: Any  # [samples, seq]
-    is_part: bool  # of this rank's part of the vocabulary: to be summed over tensor-parallel ranks
+_Found = list[tuple[Tensor, bool]]
+"""What distillation losses computed before their reduction: losses [samples, seq], and whether of
+this rank's part of the vocabulary, so that tensor-parallel ranks' are to be summed."""
 
 
 def terms_from(
@@ -68,15 +62,11 @@ class Distillation(Extension):
     def __init__(self) -> None:
         self._verified = False
 
-    def settings(self) -> Mapping[str, object]:
-        return {"distillation": True}
-
     def start(self, call: Call) -> None:
         if [*call.terms][1:] != [KD]:
             raise ModeError(
-                f"Distillation() with a loss of the terms {[*call.terms]}; expected two, of which "
-                f"the second is named {KD!r}, the teacher's: LossHook({{'language': Term(...), "
-                f"{KD!r}: Term(...)}}, extensions=[Distillation()])"
+                f"Distillation() with a loss of the terms {[*call.terms]}; expected two, the "
+                f"second the teacher's: LossHook({{'language': Term(...), {KD!r}: Term(...)}})"
             )
 
     def adapt(
@@ -92,14 +82,14 @@ class Distillation(Extension):
         def compute(output: Tensor) -> tuple[dict[str, Tensor], Any]:
             with torch.no_grad(), _recorded() as found:
                 returned = loss_func(output)
-            losses = {language: output, KD: _per_token(found, returned, names)}
+            losses = {language: output, KD: _per_token(found)}
             if not self._verified:
                 _check_mixture(losses, mask, call.terms, returned[0])
             return losses, returned[-1]
 
         return TokenLoss(compute, mask), names
 
-    @contextlib.contextmanager
+    @contextmanager
     def around(
         self, call: Call, plan: PlannedStep | None
     ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
@@ -108,7 +98,7 @@ class Distillation(Extension):
             self._verified = True
 
 
-def _per_token(found: list[_Found], returned: Any, names: Sequence[str]) -> Tensor:
+def _per_token(found: _Found) -> Tensor:
     """The teacher's token losses [samples, seq]; the whole vocabulary's on every rank.
 
     A part's gradient is right as it is: its softmax sums over ranks in the backward pass, too.
@@ -116,26 +106,14 @@ def _per_token(found: list[_Found], returned: Any, names: Sequence[str]) -> Tens
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
-    if not found:
+    if len(found) != 1:
         raise HostError(
-            f"the loss function computed no distillation loss for the terms {[*names]}; expected "
-            "Megatron's LossFuncCallable (--logits-load-dir) or ModelOpt's compute_kd_loss "
-            "(--export-kd-teacher-load), with the model in training mode: otherwise return a "
-            "TokenLoss with the losses of both"
+            f"the loss function computed {len(found)} distillation losses; expected one of a model "
+            "in training mode, by Megatron's LossFuncCallable (--logits-load-dir) or ModelOpt's "
+            "compute_kd_loss (--export-kd-teacher-load) without intermediate_layer_pairs, which it "
+            "balances by their values: otherwise return a TokenLoss with the losses of both terms"
         )
-    if len(found) > 1:
-        raise HostError(
-            f"the loss function computed {len(found)} distillation losses, and ModelOpt balances "
-            "them by their values in each microbatch, which is no weighted sum of tokens; expected "
-            "the logits' alone: drop intermediate_layer_pairs, or return a TokenLoss"
-        )
-    if len(returned) != 3:
-        raise HostError(
-            f"the distillation loss function returned {len(returned)} values: it divides by tokens "
-            "and reports the means of ranks; expected (loss, number of tokens, report), as of "
-            "Megatron-LM from 0.15 on: update the script, or return a TokenLoss with both losses"
-        )
-    losses, is_part = found[0]
+    ((losses, is_part),) = found
     if is_part:
         return reduce_from_tensor_model_parallel_region(losses)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -156,66 +134,54 @@ def _check_mixture(
         said = " + ".join(f"{term.coefficient:g} * {name}" for name, term in terms.items())
         raise HostError(
             f"the distillation loss function returned {returned.item():.6g}, which is not the "
-            f"masked sum of {said}; expected its own mixture as coefficients: for "
-            "--logits-load-dir 1 - alpha and alpha. With skip_lm_loss off, ModelOpt weighs the "
-            "teacher by the values of both losses, which no coefficients do: turn it on, or "
-            "return a TokenLoss"
+            f"masked sum of {said}; expected its own coefficients (--logits-load-dir: 1 - alpha "
+            "and alpha), and of ModelOpt a sum, not a mean (Megatron-LM 0.15 or later), with "
+            "skip_lm_loss on, without which losses' values weigh them: otherwise return a TokenLoss"
         )
 
 
-def _recording_cached(stock: Callable[..., Any], found: list[_Found]) -> Callable[..., Any]:
-    @functools.wraps(stock)
+@contextmanager
+def _recorded() -> Iterator[_Found]:
+    """The token losses of every distillation loss that is computed inside, with gradients."""
+    found: _Found = []
+    with ExitStack() as stack:
+        if megatron := sys.modules.get("megatron.training.distillation.cached_logits_loss"):
+            cls = megatron.CachedLogitsKDLoss
+            call = _recording_cached(cls.__call__, found)
+            stack.enter_context(replaced(cls, "__call__", call))
+        if modelopt := sys.modules.get("modelopt.torch.distill.distillation_model"):
+            cls = modelopt.DistillationModel
+            call = _recording_modelopt(cls.compute_kd_loss, found)
+            stack.enter_context(replaced(cls, "compute_kd_loss", call))
+        yield found
+
+
+def _recording_cached(stock: Callable[..., Tensor], found: _Found) -> Callable[..., Tensor]:
     def call(self: Any, student_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # The host shifts fp32 logits in place itself; what came before it is of interest.
-        if student_logits.float() is student_logits and student_logits._version:
+        if student_logits.dtype == torch.float32 and student_logits._version:
             raise HostError(
-                f"logits in {student_logits.dtype}, changed in place before the distillation loss: "
-                "Megatron's cross entropy leaves probabilities there; expected a model in half "
-                "precision: add --bf16"
+                "fp32 logits, changed in place before the distillation loss: Megatron's cross "
+                "entropy leaves probabilities there; expected a model in half precision: add --bf16"
             )
         with torch.enable_grad():
             losses = stock(self, student_logits, *args, **kwargs)
-        found.append(_Found(losses, True))
+        found.append((losses, True))
         return losses.detach()
 
     return call
 
 
-def _recording_modelopt(stock: Callable[..., Any], found: list[_Found]) -> Callable[..., Any]:
-    @functools.wraps(stock)
+def _recording_modelopt(stock: Callable[..., Any], found: _Found) -> Callable[..., Any]:
     def compute_kd_loss(
-        self: Any,
-        student_loss: Any = None,
-        loss_reduction_fn: Callable[[Any], Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        self: Any, student_loss: Any = None, loss_reduction_fn: Any = None, **options: Any
     ) -> Any:
         def reduce(given: Any) -> Any:
-            losses, is_part = given[:2] if isinstance(given, tuple) else (given, False)
-            found.append(_Found(losses, is_part))
+            found.append(given[:2] if isinstance(given, tuple) else (given, False))
             with torch.no_grad():
                 return given if loss_reduction_fn is None else loss_reduction_fn(given)
 
         with torch.enable_grad():
-            return stock(self, student_loss, reduce, *args, **kwargs)
+            return stock(self, student_loss, reduce, **options)
 
     return compute_kd_loss
-
-
-@contextlib.contextmanager
-def _recorded() -> Iterator[list[_Found]]:
-    """The token losses of every distillation loss that is computed inside, with gradients."""
-    found: list[_Found] = []
-    with contextlib.ExitStack() as stack:
-
-        def record(cls: type, name: str, recording: Callable[..., Any]) -> None:
-            stock = vars(cls)[name]
-            setattr(cls, name, recording(stock, found))
-            stack.callback(setattr, cls, name, stock)
-
-        if _CACHED in sys.modules:
-            record(sys.modules[_CACHED].CachedLogitsKDLoss, "__call__", _recording_cached)
-        if _MODELOPT in sys.modules:
-            modelopt = sys.modules[_MODELOPT].DistillationModel
-            record(modelopt, "compute_kd_loss", _recording_modelopt)
-        yield found
