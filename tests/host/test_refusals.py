@@ -76,7 +76,7 @@ CASES = {
         ("HostError", "HoldsMask, which the forward step returned, has no mask"), scripts.HoldsMask
     ),
     "term": Case(
-        ("HostError", "is not the masked sum", "drop its own factors", "return a TokenLoss"),
+        ("HostError", "expected a masked sum", "drop its own factors", "return a TokenLoss"),
         scripts.with_a_term,
     ),
     "changed mask": Case((*CHANGED, "it sums to"), scripts.with_a_changed_mask),
