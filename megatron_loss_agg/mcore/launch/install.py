@@ -107,8 +107,8 @@ def install(
             line and exit code 2: inside it, an error would become a traceback.
 
     Returns:
-        ``uninstall``, which restores every function and the command line; a no-op if it was already
-        installed.
+        ``uninstall``, which restores every function and the command line, but not in loops that
+        have kept one; a no-op if it was already installed.
 
     Raises:
         AggregationError: a flag's value is bad, or flags are both in the environment and on the
