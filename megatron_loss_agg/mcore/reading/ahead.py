@@ -52,8 +52,8 @@ class Source(NamedTuple):
 def _refuse(data_iterator: Any) -> Any:
     raise HostError(
         f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
-        "iterator with __next__ on tensor-parallel rank 0 of the last pipeline stage (in a list, "
-        "one for each model chunk), or LossHook(read_step=...) or hook.step(...), which need none"
+        "iterator on tensor-parallel rank 0 of the last pipeline stage (in a list, one for each "
+        "model chunk), such as iter(loader); or LossHook(read_step=...) or hook.step(...)"
     )
 
 

@@ -20,11 +20,7 @@ class ModelCall(NamedTuple):
 
 
 class ModelCalls:
-    """Observes the calls of the model chunk that computes the loss.
-
-    Args:
-        ranks: of the context-parallel group.
-    """
+    """Observes the calls of the model chunk that computes the loss, under CP of ``ranks``."""
 
     def __init__(self, chunk: Any, ranks: int) -> None:
         self._chunk, self._ranks = chunk, ranks

@@ -43,7 +43,7 @@ class Prefetch:
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        # Batches, and the source's positions before them by name; one that failed is the last.
+        # Batches, or what the source raised; and its positions before them, by name.
         self._drawn: deque[tuple[Future[Any], dict[str, Future[Any]]]] = deque()
         self._thread: Thread | None = None
 
@@ -51,8 +51,7 @@ class Prefetch:
         """Start drawing, so that the next ``number`` batches are ready."""
         self._wait()
         missing = number - len(self._drawn)
-        failed = bool(self._drawn) and self._drawn[-1][0].exception() is not None
-        if missing > 0 and not failed:
+        if missing > 0:
             self._thread = Thread(target=self._draw, args=(missing,), daemon=True)
             self._thread.start()
 
@@ -80,9 +79,9 @@ class Prefetch:
         for _ in range(number):
             # One that cannot be had matters only to a reader that asks for it.
             positions = {name: attempt(self._saved, name) for name in names}
-            batch = attempt(next, self._source)  # the end of the data is raised in the reader, too
+            batch = attempt(next, self._source)
             self._drawn.append((batch, positions))
-            if batch.exception() is not None:
+            if batch.exception() is not None:  # told before the source fails again, maybe slowly
                 return
 
     def _wait(self) -> None:

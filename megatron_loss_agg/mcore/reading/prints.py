@@ -33,12 +33,7 @@ class Prints(NamedTuple):
 
 
 def fingerprint(ids: Tensor, in_order: bool = False) -> Tensor:
-    """fp64, a scalar on the device of ``ids``.
-
-    Args:
-        ids: integers or bool, of any shape.
-        in_order: tell the order, too.
-    """
+    """fp64, a scalar on the device of ``ids``: integers or bool; ``in_order`` tells their order."""
     x = ids.reshape(-1).long()
     if in_order:
         x = x + torch.arange(x.numel(), device=x.device) * _PLACE
