@@ -40,7 +40,7 @@ class MaskSums(NamedTuple):
         return cls(
             torch.cat([torch.empty(0, dtype=torch.float64), *sums]),
             [float(sums_S.sum()) for sums_S in sums],
-            # Of floats only a comparison is fast.
+            # Of floats `count_nonzero` alone is slow.
             [int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
         )
 
