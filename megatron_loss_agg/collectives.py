@@ -6,95 +6,74 @@ Inputs and results are on the CPU, whatever the backend.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import AggregationError, PeerError
 
 _T = TypeVar("_T")
 
 
-class Header(NamedTuple):
-    """The first columns of every rank's row."""
-
-    failed: bool
-    records: int
-    tag: int  # checksum of the records' names and order
-
-
-def gather_records(
+def gathered(
     mine: Tensor,
-    capacity: int,
     group: dist.ProcessGroup | None,
     *,
     tag: int,
     failure: str,
-    difference: Callable[[Sequence[Header]], AggregationError],
-) -> Tensor:
-    """fp64 [ranks, records, width] of each rank's ``mine``, fp64 [records, width].
+    difference: Callable[[list[int]], AggregationError],
+) -> list[Tensor]:
+    """Each rank's ``mine``, a vector, whose length may differ between ranks.
 
-    One all-gather for up to ``capacity`` records, a second one for the rest. The first has a fixed
-    size, since ranks that disagree on a size hang or crash; the second runs only if all agree.
+    Two collectives: one of fixed size, since ranks that disagree on a size hang or crash, and then
+    the vectors, if all ranks have one.
 
     Args:
-        tag: see `tag_of`.
+        tag: what must be the same on every rank, see `tag_of`.
         failure: message for ranks that failed, with ``{}`` for their list.
-        difference: makes the error that every rank raises if the headers differ.
+        difference: makes the error that every rank raises, of the ranks with another tag than its.
 
     Raises:
-        PeerError: some rank called `abandon_records`.
+        PeerError: some rank called `abandon`.
     """
-    row = _padded_row(Header(False, len(mine), tag), mine[:capacity], capacity)
-    rows = all_gather(row, group)
-    headers = [Header(*row) for row in rows[:, : len(Header._fields)].tolist()]
-    failed = [rank for rank, other in enumerate(headers) if other.failed]
-    if failed:
+    headers = all_gather(torch.tensor([0, tag, len(mine)]), group).tolist()
+    if failed := [rank for rank, header in enumerate(headers) if header[0]]:
         raise PeerError(
             f"{failure.format(failed)}; expected valid input on every rank: see the error of "
             "those ranks"
         )
-    if len(set(headers)) > 1:
-        raise difference(headers)
-    records = rows[:, len(Header._fields) :].unflatten(1, (capacity, -1))[:, : len(mine)]
-    if len(mine) > capacity:
-        rest = all_gather(mine[capacity:].reshape(-1), group)
-        records = torch.cat([records, rest.unflatten(1, (-1, mine.shape[1]))], dim=1)
-    return records
+    if others := {header[1] for header in headers} - {tag}:
+        raise difference([rank for rank, header in enumerate(headers) if header[1] in others])
+    sizes = [size for _, _, size in headers]
+    if not max(sizes):
+        return [mine] * len(sizes)
+    rows = all_gather(pad(mine, (0, max(sizes) - len(mine))), group)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
-def abandon_records(capacity: int, width: int, group: dist.ProcessGroup | None) -> None:
-    """Call instead of `gather_records` on a rank that failed."""
-    all_gather(_padded_row(Header(True, 0, 0), torch.zeros(0, width), capacity), group)
+def abandon(group: dist.ProcessGroup | None) -> None:
+    """Call instead of `gathered` on a rank that failed: the others raise PeerError."""
+    all_gather(torch.tensor([1, 0, 0]), group)
 
 
 @contextlib.contextmanager
-def abandoning_on_error(
-    capacity: int, width: int, group: dist.ProcessGroup | None
-) -> Iterator[None]:
-    """Call `abandon_records` if the body fails, so that the other ranks raise PeerError."""
+def abandoning_on_error(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Call `abandon` if the body fails."""
     try:
         yield
     except BaseException:  # SystemExit and KeyboardInterrupt too
-        abandon_records(capacity, width, group)
+        abandon(group)
         raise
 
 
 def tag_of(names: Iterable[object]) -> int:
-    """A checksum of the names and their order; below 2**53, so that fp64 holds it."""
+    """A checksum of the names and their order."""
     return crc32(repr(list(names)).encode())
-
-
-def _padded_row(header: Header, records: Tensor, capacity: int) -> Tensor:
-    """fp64 [len(header) + capacity * width]: the header, the records, then zeros."""
-    row = torch.zeros(len(header) + capacity * records.shape[1], dtype=torch.float64)
-    row[: len(header)] = torch.tensor(header, dtype=torch.float64)
-    row[len(header) :][: records.numel()] = records.reshape(-1)
-    return row
 
 
 def all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:

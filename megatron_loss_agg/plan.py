@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.counting import exchange
+from megatron_loss_agg.collectives import abandon, abandoning_on_error
+from megatron_loss_agg.counting.exchange import LocalTerm, count_step
 from megatron_loss_agg.counting.samples import Samples, read_terms
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import (
@@ -63,7 +64,7 @@ class StepPlan(StepCoefficients):
         *,
         sharded_over: dist.ProcessGroup | None = None,
     ) -> StepPlan:
-        """Count the step over all ranks, in at most two collectives.
+        """Count the step over all ranks, in two collectives.
 
         Masks are whole or sharded; the caller says which:
 
@@ -95,8 +96,6 @@ class StepPlan(StepCoefficients):
     ) -> StepTerms:
         """`build` for a loss of several terms, each with a denominator of its own.
 
-        At most two collectives for up to eight terms, three for more.
-
         Args:
             terms: by name, the same in the same order on every rank; a bare aggregation has
                 coefficient 1.
@@ -110,7 +109,7 @@ class StepPlan(StepCoefficients):
             AggregationError: as `build`; ModeError also for bad ``terms``, GroupError for
                 ``group_by``.
         """
-        with exchange.abandoning_on_error(group):
+        with abandoning_on_error(group):
             if sharded_over is not None and group is None:
                 raise GroupError(
                     "sharded_over without group; expected the combined data-and-context-parallel "
@@ -122,10 +121,10 @@ class StepPlan(StepCoefficients):
             given = listed(microbatches)
             read = read_terms([of_term(name, m) for m in given] for name in named)
             local = {
-                name: exchange.LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
+                name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
                 for (name, term), (_, samples) in zip(named.items(), read, strict=True)
             }
-        parts = zip(local.items(), exchange.count_step(local, group), read, strict=True)
+        parts = zip(local.items(), count_step(local, group), read, strict=True)
         plans = {
             name: StepPlan(
                 **vars(counted),
@@ -168,17 +167,17 @@ class StepPlan(StepCoefficients):
             FunctionError: mode ``custom``.
             GroupError, ModeError, PeerError: as `build`.
         """
-        with exchange.abandoning_on_error(group):
+        with abandoning_on_error(group):
             given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
             samples = Samples.of_sums(mask_sums, dict(zip(BY_SAMPLE, given, strict=True)))
             (term,) = named_terms({"": agg}).values()
-            local = exchange.LocalTerm(term.aggregation, samples, None)
+            local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":
                 raise FunctionError(
                     "mode 'custom' with mask sums alone; expected masks, which its function reads: "
                     "use StepPlan.build"
                 )
-        (counted,) = exchange.count_step({"": local}, group)
+        (counted,) = count_step({"": local}, group)
         return cls(**vars(counted), aggregation=agg, microbatches=(), active_tokens=())
 
     @staticmethod
@@ -187,7 +186,7 @@ class StepPlan(StepCoefficients):
 
         The other ranks then raise PeerError instead of hanging. This rank raises its own error.
         """
-        exchange.abandon(group)
+        abandon(group)
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.

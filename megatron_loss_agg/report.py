@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import Header, abandoning_on_error, gather_records, tag_of
+from megatron_loss_agg.collectives import abandoning_on_error, gathered, tag_of
 from megatron_loss_agg.errors import ReportError
 from megatron_loss_agg.weights import check_tensors, is_plain, weighted_sum
 
@@ -128,7 +128,6 @@ class Min:
 Metric = Mean | Sum | Max | Min
 """What `reduce_reports` reduces."""
 
-METRICS_CAPACITY = 32
 COLUMNS = 2  # of a metric: its fields, or its only field twice
 _OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
     Mean: torch.sum,
@@ -144,8 +143,8 @@ def reduce_reports(
 ) -> dict[str, float]:
     """Every metric of a step, exact over its microbatches and ranks.
 
-    Takes one collective for up to 32 metrics, and two for more. The size of the first does not
-    depend on the metrics, so that no rank hangs if another's reports are bad or missing.
+    Takes two collectives. The size of the first does not depend on the metrics, so that no rank
+    hangs if another's reports are bad or missing.
 
     Args:
         reports: one per microbatch, as returned by Megatron's schedule; a tensor of two elements is
@@ -162,30 +161,29 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    with abandoning_on_error(METRICS_CAPACITY, COLUMNS, group):
+    with abandoning_on_error(group):
         kinds, columns = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        mine = torch.stack(columns).cpu() if columns else torch.zeros(0, COLUMNS)
+        mine = torch.cat([torch.empty(0), *columns]).cpu()
     names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
 
-    def different(headers: Sequence[Header]) -> ReportError:
-        others = [rank for rank, header in enumerate(headers) if header.tag != tag_of(names)]
+    def different(others: list[int]) -> ReportError:
         return ReportError(
             f"this rank reports {', '.join(names) or 'nothing'}, and rank(s) {others} of the group "
             "other metrics; expected the same names and kinds on every rank"
         )
 
-    rows = gather_records(
+    of_ranks = gathered(
         mine,
-        METRICS_CAPACITY,
         group,
         tag=tag_of(names),
         failure="bad metrics on rank(s) {} of the group",
         difference=different,
     )
+    rows = torch.stack(of_ranks).unflatten(1, (len(kinds), COLUMNS))
     reduced = {}
-    for (name, kind), of_ranks in zip(kinds.items(), rows.unbind(1), strict=True):
-        parts = _OVER[kind](of_ranks, 0)[: len(fields(kind))]
+    for (name, kind), columns_of_ranks in zip(kinds.items(), rows.unbind(1), strict=True):
+        parts = _OVER[kind](columns_of_ranks, 0)[: len(fields(kind))]
         reduced[name] = float(kind(*parts).value())
     return reduced
 

@@ -1,51 +1,34 @@
-"""Counts a step over all ranks, in two collectives.
-
-The first gathers a record of fixed size from every rank, so that ranks that failed, or that differ,
-are found without a rank that waits for ever. The second gathers every rank's samples; each rank
-then computes the same denominators from the same table.
-"""
+"""Counts a step over all ranks: each gathers all samples, and computes from the same table."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import collectives
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.collectives import (
-    Header,
-    abandon_records,
-    all_gather,
-    gather_records,
-    rank_in,
-    tag_of,
-)
+from megatron_loss_agg.collectives import gathered, rank_in, tag_of
 from megatron_loss_agg.counting.samples import Samples
 from megatron_loss_agg.counting.table import StepCounts, Table
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
 
-TERMS_CAPACITY = 8
-"""Number of terms whose records fit in the first collective."""
-
 
 class Record(NamedTuple):
-    """What one rank says of one term, in the first collective."""
+    """What one rank says of one term beside the samples."""
 
-    rows: float
-    owner: float  # of the samples, see `LocalTerm`
-    units: float  # a bit for each of `BY_ID` that has ids here and is used
-    microbatches: float
-    routed_microbatches: float  # that say their routed tokens
-    active_tokens: float  # NaN where masks are unknown, as are the positions
-    positions: float
-    unequal: float
+    rows: int
+    owner: int  # of the samples, see `LocalTerm`
+    units: int  # a bit for each of `BY_ID` that has ids here and is used
+    microbatches: int
+    routed_microbatches: int  # that say their routed tokens
+    knows_masks: int  # else active tokens and positions are unknown
+    active_tokens: int
+    positions: int
+    unequal: int
 
 
 class LocalTerm:
@@ -105,40 +88,35 @@ class LocalTerm:
             units=sum(1 << BY_ID.index(unit) for unit in self.units),
             microbatches=len(samples.sizes) * counts_microbatches,
             routed_microbatches=samples.routed_microbatches * counts_microbatches,
-            active_tokens=math.nan if positions is None else sum(samples.active_tokens),
-            positions=math.nan if positions is None else sum(positions) * counts_positions,
+            knows_masks=positions is not None,
+            active_tokens=sum(samples.active_tokens),
+            positions=sum(positions or ()) * counts_positions,
             unequal=len({*(positions or ())}) > 1,
         )
 
-    def columns(self, units: Sequence[Unit]) -> Tensor:
-        """int64 [3 + units, rows], as `Table` takes them."""
+    def packed(self) -> Tensor:
+        """int64: the record, and then the columns of `Table`."""
         samples = self.samples
         number = samples.sums_S.numel()
         weight_S, rejected_S = samples.weights_S, samples.rejected_S
         # Ordinals of this rank's microbatches and samples, apart from those of other owners.
         first = (self._rank if self.owner < 0 else self.owner) << 32
         sizes = torch.tensor(samples.sizes, dtype=torch.int64)
-        ids = {
-            **samples.ids,
-            "sample": torch.arange(number) + first,
-            "microbatch": torch.arange(len(sizes)).repeat_interleave(sizes) + first,
-        }
-        return torch.stack(
-            [
-                samples.sums_S.view(torch.int64),
-                (torch.ones(number).double() if weight_S is None else weight_S).view(torch.int64),
-                torch.zeros(number).long() if rejected_S is None else rejected_S.long(),
-                *(ids[unit] for unit in units),
-            ]
-        )
+        columns = [
+            samples.sums_S.view(torch.int64),
+            (torch.ones(number).double() if weight_S is None else weight_S).view(torch.int64),
+            torch.zeros(number).long() if rejected_S is None else rejected_S.long(),
+            torch.arange(len(sizes)).repeat_interleave(sizes) + first,
+            torch.arange(number) + first,
+            *(samples.ids[unit] for unit in self.units),
+        ]
+        return torch.cat([torch.tensor(self.record()), *columns])
 
 
 def count_step(
     terms: Mapping[str, LocalTerm], group: dist.ProcessGroup | None
 ) -> list[StepCoefficients]:
-    """Count every term over ``group``.
-
-    Two collectives for up to `TERMS_CAPACITY` terms, three for more.
+    """Count every term over ``group``, in two collectives.
 
     Raises:
         PeerError: another rank called `abandon`.
@@ -147,59 +125,52 @@ def count_step(
         GroupError: ranks that share samples have different numbers of them.
         MaskError: coefficients that fp32 does not hold.
     """
-    local = list(terms.values())
-    records = [term.record() for term in local]
-    rows = gather_records(
-        torch.tensor(records, dtype=torch.float64).view(len(local), -1),
-        TERMS_CAPACITY,
+    of_ranks = gathered(
+        torch.cat([term.packed() for term in terms.values()]),
         group,
         tag=tag_of((name, *_defining(term)) for name, term in terms.items()),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=_different_terms,
     )
-    by_term = [[Record(*row) for row in of_term] for of_term in rows.transpose(0, 1).tolist()]
-    for of_ranks in by_term:
-        _check_sharded_samples(of_ranks)
-    units = [_common_units(term, of_ranks) for term, of_ranks in zip(local, by_term, strict=True)]
-    mine = [term.columns(of_term) for term, of_term in zip(local, units, strict=True)]
-    whole = _gathered(mine, by_term, group)
-    first = [sum(int(r.rows) for r in of_ranks[: rank_in(group)]) for of_ranks in by_term]
-    parts = zip(local, by_term, units, whole, first, strict=True)
-    return [_counted(*of_term) for of_term in parts]
-
-
-def _common_units(term: LocalTerm, of_ranks: Sequence[Record]) -> list[Unit]:
-    """The units of a term's table: those that every rank has ids for."""
-    by_id = [u for k, u in enumerate(BY_ID) if all(int(r.units) >> k & 1 for r in of_ranks)]
-    shared: list[Unit] = ["sample"] if term.owner >= 0 else []
-    return ["microbatch", *shared, *by_id]
-
-
-def _gathered(
-    mine: Sequence[Tensor], by_term: Sequence[Sequence[Record]], group: dist.ProcessGroup | None
-) -> list[Tensor]:
-    """The columns of every term's table, of all ranks in their order."""
-    sizes = [
-        [len(columns) * int(of_rank.rows) for columns, of_rank in zip(mine, of_all, strict=True)]
-        for of_all in zip(*by_term, strict=True)
-    ]
-    payload = torch.zeros(max(map(sum, sizes)), dtype=torch.int64)
-    flat = torch.cat([columns.reshape(-1) for columns in mine])
-    payload[: flat.numel()] = flat
-    rows = all_gather(payload, group) if payload.numel() else payload.expand(len(sizes), 0)
-    by_rank = [row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(rows, sizes, strict=True)]
+    by_rank = [_unpacked(row) for row in of_ranks]
     return [
-        torch.cat([part.view(len(columns), -1) for part in of_ranks], dim=1)
-        for columns, of_ranks in zip(mine, zip(*by_rank, strict=True), strict=True)
+        _counted(term, of_term, rank_in(group))
+        for term, of_term in zip(terms.values(), zip(*by_rank, strict=True), strict=True)
     ]
 
 
-def _counted(
-    term: LocalTerm, of_ranks: Sequence[Record], units: list[Unit], columns: Tensor, first: int
-) -> StepCoefficients:
-    """What all ranks' ``columns`` say; this rank's rows in them begin with ``first``."""
-    total = Record(*map(math.fsum, zip(*of_ranks, strict=True)))
-    table = Table(term.agg, columns, units, round(total.microbatches))
+class Rows(NamedTuple):
+    """One rank's samples of one term."""
+
+    record: Record
+    columns: Tensor  # int64 [columns, rows]: mask sums, weights, rejected, and ids by unit
+    units: list[Unit]
+
+
+def _unpacked(row: Tensor) -> list[Rows]:
+    """What a rank packed of its terms."""
+    found = []
+    while row.numel():
+        record = Record(*row[: len(Record._fields)].tolist())
+        by_id = [unit for k, unit in enumerate(BY_ID) if record.units >> k & 1]
+        units: list[Unit] = ["microbatch", "sample", *by_id]
+        ends = len(Record._fields) + (3 + len(units)) * record.rows
+        columns = row[len(Record._fields) : ends].view(3 + len(units), record.rows)
+        found.append(Rows(record, columns, units))
+        row = row[ends:]
+    return found
+
+
+def _counted(term: LocalTerm, of_ranks: Sequence[Rows], rank: int) -> StepCoefficients:
+    """What all ranks' samples say of this ``rank``'s."""
+    records = [x.record for x in of_ranks]
+    _check_sharded_samples(records)
+    total = Record(*map(sum, zip(*records, strict=True)))
+    units = [u for u in of_ranks[rank].units if all(u in x.units for x in of_ranks)]
+    places = [[0, 1, 2, *(3 + x.units.index(u) for u in units)] for x in of_ranks]
+    rows = [x.columns[place] for x, place in zip(of_ranks, places, strict=True)]
+    table = Table(term.agg, torch.cat(rows, dim=1), units, total.microbatches)
+    first = sum(x.rows for x in records[:rank])
     samples, across = term.samples, table.across()
     own = slice(first, first + samples.sums_S.numel())
     groups = {unit: table.counted_groups(unit) for unit in units if unit in BY_ID}
@@ -208,15 +179,15 @@ def _counted(
         tokens=table.tokens,
         kept_tokens=table.kept_tokens,
         all_tokens=table.all_tokens,
-        active_tokens=None if math.isnan(total.active_tokens) else round(total.active_tokens),
+        active_tokens=total.active_tokens if total.knows_masks else None,
         routed_tokens=_routed_tokens(total),
-        microbatches=round(total.microbatches),
+        microbatches=total.microbatches,
         samples=table.counted_groups("sample")[0].numel(),
         rollouts=numbers["rollout"],
         prompts=numbers["prompt"],
         datasets=numbers["dataset"],
         across=across,
-        positions=None if math.isnan(total.positions) else round(total.positions),
+        positions=total.positions if total.knows_masks else None,
         unequal=total.unequal > 0,
     )
     return StepCoefficients(
@@ -225,19 +196,9 @@ def _counted(
         # Copies, since these are parts of all ranks' samples.
         coefficient_S=table.coefficients(across)[own].clone(),
         mask_sum_S=samples.sums_S,
-        sums_by_unit={u: table.group_sums(u)[own].clone() for u in ("step", "sample", *units)},
+        sums_by_unit={u: table.group_sums(u)[own].clone() for u in ("step", *units)},
         groups_by_unit=groups,
     )
-
-
-def abandon(group: dist.ProcessGroup | None) -> None:
-    """Call instead of `count_step` on a rank that failed: the others raise PeerError."""
-    abandon_records(TERMS_CAPACITY, len(Record._fields), group)
-
-
-def abandoning_on_error(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-    """Call `abandon` if the body fails."""
-    return collectives.abandoning_on_error(TERMS_CAPACITY, len(Record._fields), group)
 
 
 def _defining(term: LocalTerm) -> tuple[object, ...]:
@@ -247,24 +208,21 @@ def _defining(term: LocalTerm) -> tuple[object, ...]:
     return agg.mode, agg.within, agg.across, agg.scale, *options, term.group_by, term.owner >= 0
 
 
-def _different_terms(headers: Sequence[Header]) -> ModeError:
-    numbers = sorted({round(header.records) for header in headers})
-    if len(numbers) > 1:
-        return ModeError(f"ranks have {numbers} terms; expected the same number on every rank")
+def _different_terms(_: list[int]) -> ModeError:
     return ModeError(
-        "ranks have different aggregations, or terms in another order, or sharded masks on some "
-        "of them alone; expected the same on every rank"
+        "ranks have different aggregations, or other terms, or the same in another order, or "
+        "sharded masks on some of them alone; expected the same on every rank"
     )
 
 
 def _check_sharded_samples(of_ranks: Sequence[Record]) -> None:
     """Raise GroupError on every rank if ranks with the same owner differ in number of samples."""
-    held: dict[float, float] = {}
+    held: dict[int, int] = {}
     for record in of_ranks:
         owner, number = record.owner, record.rows
         if owner >= 0 and held.setdefault(owner, number) != number:
             raise GroupError(
-                f"ranks that share samples have {held[owner]:.0f} and {number:.0f} of them; "
+                f"ranks that share samples have {held[owner]} and {number} of them; "
                 "expected parts of the same samples on every rank of sharded_over"
             )
 
@@ -275,7 +233,7 @@ def _routed_tokens(total: Record) -> int | None:
         return None
     if total.routed_microbatches != total.microbatches:
         raise StepError(
-            f"{total.routed_microbatches:.0f} of a step's {total.microbatches:.0f} microbatches "
+            f"{total.routed_microbatches} of a step's {total.microbatches} microbatches "
             "have routed_tokens; expected all of them, or none: give each Microbatch its own"
         )
-    return round(total.positions)
+    return total.positions

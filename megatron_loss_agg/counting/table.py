@@ -54,7 +54,8 @@ class Table:
 
     Args:
         columns: int64 [3 + units, rows]: mask sums and weights ``v_s``, by the bits of their fp64
-            numbers, whether a sample is rejected, and ids by each of ``units``.
+            numbers, whether a sample is rejected, and ids by each of ``units``, the sample itself
+            among them.
         microbatches: of the step, those without samples included.
     """
 
@@ -74,13 +75,9 @@ class Table:
         self._groups: dict[Unit, Groups] = {}  # several denominators ask for the same ones
 
     def groups(self, unit: Unit) -> Groups:
-        """The groups by ``unit``; without ids of samples, every row is one."""
+        """The groups by ``unit``."""
         if unit not in self._groups:
-            if unit == "sample" and unit not in self._ids:
-                ordinal_S = torch.arange(self._mask_S.numel())
-                self._groups[unit] = Groups(ordinal_S, ordinal_S)
-            else:
-                self._groups[unit] = Groups(*self._ids[unit].unique(return_inverse=True))
+            self._groups[unit] = Groups(*self._ids[unit].unique(return_inverse=True))
         return self._groups[unit]
 
     def group_sums(self, unit: Unit | None) -> Tensor:

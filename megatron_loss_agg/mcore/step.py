@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.collectives import failing_together, handed_on
-from megatron_loss_agg.counting.exchange import abandoning_on_error
+from megatron_loss_agg.collectives import abandoning_on_error, failing_together, handed_on
 from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.mcore.host import Call
