@@ -135,8 +135,6 @@ class _LogProbs(torch.autograd.Function):
         entropy = total.log() - moment / total
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         ctx.save_for_backward(softmax, elsewhere, target, entropy)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
         return -loss, entropy
 
     @staticmethod

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import HostError, ModeError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.masked_sum import fits_masked_sum
 from megatron_loss_agg.mcore.extensions.replaced import replaced
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import TokenLoss, token_masks
 
 KD = "kd"
@@ -54,9 +53,8 @@ def terms_from(
 class Distillation(Extension):
     """Reads the host's distillation loss functions as losses of two terms; `TokenLoss` as it is.
 
-    In evaluation the host has no teacher, and computes the first term alone. The first training
-    step checks that a loss function returned the sum of both terms, each times its coefficient, and
-    waits for the device.
+    In evaluation the host has no teacher, and computes the first term alone. In training, the first
+    loss with active tokens is checked to be the sum of both terms, each times its coefficient.
     """
 
     def __init__(self) -> None:
@@ -85,17 +83,10 @@ class Distillation(Extension):
             losses = {language: output, KD: _per_token(found)}
             if not self._verified:
                 _check_mixture(losses, mask, call.terms, returned[0])
+                self._verified = bool(mask.any())
             return losses, returned[-1]
 
         return TokenLoss(compute, mask), names
-
-    @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
-        yield None
-        if call.trains and plan is not None and not plan.is_empty:  # masked tokens tell nothing
-            self._verified = True
 
 
 def _per_token(found: _Found) -> Tensor:
