@@ -1,9 +1,9 @@
-"""Reads the masks of a step once: sums by sample, active tokens, and defects."""
+"""Reads the masks of a step: sums by sample, and defects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,28 +21,15 @@ from megatron_loss_agg.weights import LARGEST_FP32, detached
 _Microbatch = TypeVar("_Microbatch", bound=MicrobatchOfTerms)
 
 
-class MaskSums(NamedTuple):
-    """What was read from the masks of some microbatches."""
+def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
+    """The mask sums of all samples of microbatches on the CPU: fp64 [samples].
 
-    by_sample: Tensor  # fp64 [samples of all of them], on the CPU
-    totals: list[float]  # of each microbatch
-    active_tokens: list[int]  # of each microbatch: positions with a nonzero mask
-
-    @classmethod
-    def read(cls, microbatches: Sequence[Microbatch]) -> MaskSums:
-        """Of microbatches on the CPU.
-
-        Raises:
-            MaskError: values that are not finite and >= 0, or not 0 outside of all samples.
-            GroupError: offsets that are not those of samples within the mask.
-        """
-        sums = [_sums(microbatch, place) for place, microbatch in enumerate(microbatches)]
-        return cls(
-            torch.cat([torch.empty(0, dtype=torch.float64), *sums]),
-            [float(sums_S.sum()) for sums_S in sums],
-            # Of floats `count_nonzero` alone is slow.
-            [int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
-        )
+    Raises:
+        MaskError: values that are not finite and >= 0, or not 0 outside of all samples.
+        GroupError: offsets that are not those of samples within the mask.
+    """
+    sums = [_sums(microbatch, place) for place, microbatch in enumerate(microbatches)]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *sums])
 
 
 def predicting_mask(
@@ -62,7 +49,7 @@ def predicting_mask(
         MaskError, GroupError: as `StepPlan.build` does.
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
-    MaskSums.read(brought_to_cpu([microbatch]))
+    sums_by_sample(brought_to_cpu([microbatch]))
     return shifted(loss_mask, microbatch, 1)
 
 
@@ -131,7 +118,7 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:
     """Where a pack is cut into sample, padding, sample, padding, ..., an empty sample and the rest.
 
-    int64 [2 * samples + 3]. Raises GroupError, see `MaskSums.read`.
+    int64 [2 * samples + 3]. Raises GroupError, see `sums_by_sample`.
     """
     assert microbatch.cu_seqlens is not None
     real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.masks import MaskSums, brought_to_cpu
+from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, checked_by_sample
 from megatron_loss_agg.weights import described, is_plain
 
@@ -36,10 +36,9 @@ class Samples(NamedTuple):
         """Of microbatches on the CPU.
 
         Raises:
-            MaskError, GroupError: as `MaskSums.read`; or sample weights that are not finite and
+            MaskError, GroupError: as `sums_by_sample`; or sample weights that are not finite and
                 >= 0.
         """
-        sums = MaskSums.read(microbatches)
         rejected_S = weights_S = None
         if any(m.rejected is not None for m in microbatches):
             rejected_S = _column(microbatches, "rejected", False)
@@ -48,7 +47,7 @@ class Samples(NamedTuple):
             _check_weights(weights_S)
         routed = [m.routed_tokens for m in microbatches]
         return cls(
-            sums_S=sums.by_sample,
+            sums_S=sums_by_sample(microbatches),
             sizes=[m.num_samples for m in microbatches],
             ids={
                 unit: _column(microbatches, f"{unit}_ids", 0)
@@ -57,7 +56,8 @@ class Samples(NamedTuple):
             },
             rejected_S=rejected_S,
             weights_S=weights_S,
-            active_tokens=sums.active_tokens,
+            # Of floats `count_nonzero` alone is slow.
+            active_tokens=[int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
             positions=[
                 m.loss_mask.numel() if n is None else n
                 for m, n in zip(microbatches, routed, strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import ranks_of
 from megatron_loss_agg.errors import LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.masks import MaskSums, brought_to_cpu
+from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coefficients
 
@@ -54,7 +54,7 @@ class SequenceMean:
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
                 "layout of the group: give both, or neither"
             )
-        sums_S = MaskSums.read(brought_to_cpu([microbatch])).by_sample
+        sums_S = sums_by_sample(brought_to_cpu([microbatch]))
         mask, position = microbatch.loss_mask.detach(), None
         if layout is not None:
             mask, position = layout.shard(mask), layout.index.to(mask.device)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron_loss_agg import Microbatch, StepPlan, token_weights
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
-from megatron_loss_agg.masks import MaskSums
 from tests.core.steps import LAYOUTS, aggregation, assert_counts, lay, samples
 from tests.oracle import Sample
 
@@ -69,8 +68,8 @@ def test_counts_do_not_overflow_or_round_in_the_masks_dtype(dtype):
 def test_a_bool_of_any_byte_counts_once():
     mask = torch.tensor([[255, 0, 1]], dtype=torch.uint8).view(torch.bool)
     for step in (Microbatch(mask), Microbatch(mask, torch.tensor([0, 3]))):
-        sums, totals, active = MaskSums.read([step])
-        assert (sums.tolist(), totals, active) == ([2], [2], [2])
+        plan = StepPlan.build(aggregation("token_mean"), [step])
+        assert (plan.mask_sums(0).tolist(), plan.counts.active_tokens) == ([2], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
