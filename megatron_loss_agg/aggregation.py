@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -229,3 +229,27 @@ def _did_you_mean(name: object, known: Iterable[str]) -> str:
     """Names the one of ``known`` that is nearest to ``name``; empty if none is near."""
     near = get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def terms_in_words(terms: Mapping[str, Term]) -> str:
+    """Modes, and what is not the default; the same text in every process."""
+    texts = []
+    for name, term in terms.items():
+        aggregation = term.aggregation
+        label, mode = aggregation.label, aggregation.mode
+        settings = [] if label == mode else [label]
+        for x in fields(aggregation):
+            value = getattr(aggregation, x.name)
+            if x.name not in ("mode", "name") and value != x.default:
+                settings.append(f"{x.name.replace('_', ' ')}: {_shown(value)}")
+        shown = f"{mode} ({', '.join(settings)})" if settings else mode
+        coefficient = "" if term.coefficient == 1 else f"{term.coefficient!r} * "
+        texts.append(coefficient + (shown if name in (mode, label) else f"{name}: {shown}"))
+    return " + ".join(texts)
+
+
+def _shown(value: Any) -> str:
+    """A word, a number, or the name of a function, since its address differs between processes."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return value if isinstance(value, str) else f"{float(value):.15g}"

@@ -263,3 +263,17 @@ def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """The host's own function behind one that holds (itself, that) as its attribute `STOCK`."""
     itself, own = getattr(schedule, STOCK, (None, schedule))
     return own if itself is schedule else schedule  # a loop's wrapper copies the attribute
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of the host's during a call, and restore what it was."""
+    is_own, before = name in vars(holder), getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(holder, name, before)
+        else:  # of its class
+            delattr(holder, name)

@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_loss_agg.aggregation import terms_in_words
 from megatron_loss_agg.errors import ModeError, PeerError
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.extensions.terms import described
 from megatron_loss_agg.mcore.host import Call
 
 _MARGIN = timedelta(seconds=5)
@@ -49,7 +49,7 @@ class Agreement(Extension):
         """
         if self._agreed:
             return
-        settings = {"terms": described(call.terms), **call.settings}
+        settings = {"terms": terms_in_words(call.terms), **call.settings}
         known: _Ranks = {json.dumps(settings): [dist.get_rank()]}
         timeout = self._patience
         # What a group knows, each of its ranks passes on to its group along the next axis.

@@ -18,8 +18,7 @@ from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.masked_sum import fits_masked_sum
-from megatron_loss_agg.mcore.extensions.replaced import replaced
-from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.token_loss import TokenLoss, token_masks
 
 KD = "kd"

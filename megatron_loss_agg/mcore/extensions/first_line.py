@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from megatron_loss_agg.aggregation import terms_in_words
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
-from megatron_loss_agg.mcore.extensions.terms import described
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 
@@ -40,7 +40,7 @@ class FirstLine(Extension):
 
         yield on_loss
         if call.ends_step and not plan.is_empty:
-            said = [described(call.terms), _step(call, plan), *sorted(splits), *call.words()]
+            said = [terms_in_words(call.terms), _step(call, plan), *sorted(splits), *call.words()]
             print(f"loss aggregation: {'; '.join(said)}", flush=True)
             self._said = True
 

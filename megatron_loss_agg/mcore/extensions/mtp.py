@@ -28,8 +28,7 @@ from torch import Tensor
 from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
-from megatron_loss_agg.mcore.extensions.replaced import replaced
-from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.weigh import moved
 from megatron_loss_agg.microbatch import Microbatch

@@ -26,8 +26,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import failing_together
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
-from megatron_loss_agg.mcore.extensions.replaced import replaced
-from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.step import PlannedStep
 
 _FLAG = "--loss-aggregation-moe step (RouterLosses())"
