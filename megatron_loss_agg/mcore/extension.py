@@ -67,11 +67,6 @@ class MicrobatchLoss:
         """The term whose tokens the host counts, and whose mean is ``lm loss``."""
         return next(iter(self.losses))
 
-    @property
-    def is_last(self) -> bool:
-        """Whether it is the call's last microbatch."""
-        return self.i == self.call.last
-
     @functools.cached_property
     def mask_sum(self) -> Tensor:
         """Of the first term."""
