@@ -10,6 +10,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeGuard
 
@@ -185,7 +186,22 @@ def weighted_sum_of_fitting(w: Tensor, token_loss: Tensor) -> Tensor:
     if not summed.is_floating_point:
         summed = torch.float32
     w, token_loss = (in_dtype(x, at_least_fp32(summed)) for x in (w, token_loss))
-    return in_dtype((where_weighted(w, token_loss) * w).sum(), summed)
+    total = (token_loss * w).sum()
+    # The gradient is w even where losses are not finite: only the value needs a repair.
+    if not _is_known_finite(total):
+        with torch.no_grad():
+            total.detach().copy_((where_weighted(w, token_loss) * w).sum())
+    return in_dtype(total, summed)
+
+
+def _is_known_finite(total: Tensor) -> bool:
+    """Whether ``total`` is finite; False if that is unknown without a device sync."""
+    if not total.is_cpu or torch.compiler.is_compiling():
+        return False
+    try:
+        return math.isfinite(total.item())
+    except RuntimeError:  # a tensor without a value of its own, as under `vmap`
+        return False
 
 
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
