@@ -196,8 +196,7 @@ class StepPlan(StepCoefficients):
 
         Raises:
             MaskError: a plan from mask sums; or a ``dtype`` in which weights would underflow.
-            FunctionError: a custom function returned something that cannot be weights, or edited
-                the plan's mask.
+            FunctionError: a custom function returned something that cannot be weights.
         """
         if dtype not in _WEIGHT_DTYPES:
             raise MaskError(

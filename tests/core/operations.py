@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_loss_agg import weights
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 
 
 class Operations(TorchDispatchMode):
-    """Operations that the calls inside made, and dtypes of their results of several elements."""
+    """Operations that the calls inside made, and dtypes of their results of several elements.
+
+    As on a GPU, where nothing is known of a sum before it is waited for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.dtypes: set[torch.dtype] = set()
         self.copies: list[str] = []  # from one device to another
+        self._as_on_gpu = mock.patch.object(weights, "_is_known_finite", return_value=False)
+
+    def __enter__(self) -> Operations:
+        self._as_on_gpu.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._as_on_gpu.stop()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name != "aten::promote_types":  # of no tensors; known after the first time

@@ -71,9 +71,9 @@ def of_mixed_widths(number: int) -> list[Microbatch]:
 @pytest.mark.parametrize(
     ("mode", "step", "more"),  # to read, and to copy what was given
     [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 9 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 29 + 5),
-        ("sample_mean", of_mixed_widths, (9 + 1) + (29 + 5 + 27 + 2) / 2),
+        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 7 + 3),
+        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 27 + 5),
+        ("sample_mean", of_mixed_widths, (7 + 1) + (27 + 5 + 25 + 2) / 2),
     ],
     ids=["rows", "packs", "both"],
 )

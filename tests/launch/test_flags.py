@@ -218,7 +218,7 @@ BAD_FLAGS = {
     "@ trl/dr_grpo": "DivisorError|'trl/dr_grpo' needs a divisor|give one > 0",
     "@ constant @-divisor many": "InputError|argument @-divisor: invalid float value: 'many'",
     "@ constant @-divisor nan": f"DivisorError|nan|{NOT_FINITE}",
-    "@ sum @-divisor 1e46": "DivisorError|1e+46|from 1e-37 to 1e+37",
+    "@ sum @-divisor 0": "DivisorError|divisor=0.0|> 0",
     "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
     "@ verl/token-mean @-divisor 3": "DivisorError|takes none|drop it",
     "@ custom": "FunctionError|mode 'custom' with function=None; expected a function",

@@ -20,7 +20,7 @@ _ALIKE = 0.85
 """Of 1, how alike a misspelt flag is to one of ours; Megatron's own are below 0.7."""
 
 _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
-    "divisor": ("D", "the D of 'constant' and 'sum', a number from 1e-37 to 1e37"),
+    "divisor": ("D", "the D of 'constant' and 'sum', a number above 0"),
     "empty": (
         "{count,skip}",
         "whether samples, rollouts, prompts and data sets without active tokens count (default: "
