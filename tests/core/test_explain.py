@@ -128,7 +128,7 @@ BAD_ARGUMENTS = {
     "1,2 --prompts 0": "InputError: lists of 2 (length), 1 (prompt) values; expected one value for",
     "1 --modes mean": "ModeError: unknown mode 'mean'; ",
     "1 --modes trl/mean": "ModeError: unknown preset 'trl/mean'",
-    "1 --modes custom": "FunctionError: mode 'custom' with function=None; expected a function",
+    "1 --modes custom": "FunctionError: function=None with mode 'custom'; expected a function",
     "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",

@@ -108,7 +108,6 @@ BAD: list[tuple[LossAggregation, Any, dict[str, Any], type[AggregationError], st
         GroupError,
         "for 1 microbatches and",
     ),
-    (PROMPT_MEAN, [[1.0]] * 2, {"prompt_ids": [["a"], None]}, GroupError, "is a NoneType"),
     (PROMPT_MEAN, [1.0, 1.0], {"prompt_ids": [0, 1]}, GroupError, "a sequence of strings"),
     (TOKEN_MEAN, [1.0], {"rejected": [True]}, GroupError, "a list; expected torch.bool"),
     (TOKEN_MEAN, [1j], {}, MaskError, "expected a vector of numbers"),

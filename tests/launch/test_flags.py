@@ -221,7 +221,7 @@ BAD_FLAGS = {
     "@ sum @-divisor 0": "DivisorError|divisor=0.0|> 0",
     "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
     "@ verl/token-mean @-divisor 3": "DivisorError|takes none|drop it",
-    "@ custom": "FunctionError|mode 'custom' with function=None; expected a function",
+    "@ custom": "FunctionError|function=None with mode 'custom'; expected a function",
     "@ custom @-function json": "FunctionError|'json'|module:name",
     "@ custom @-function :dumps": "FunctionError|':dumps'|module:name",
     "@ custom @-function no_module:f": "FunctionError|No module named 'no_module'|PYTHONPATH",
