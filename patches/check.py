@@ -47,7 +47,9 @@ def command(patch: Path, folder: Path, *options: str) -> str:
     if (folder / ".git").exists():
         return shlex.join(["git", "-C", str(folder), "apply", *options, str(patch)])
     # Where a folder is inside another repository, git apply would pass over its files.
-    return f"{shlex.join(['patch', '-p1', *options, '-d', str(folder)])} < {shlex.quote(str(patch))}"
+    return (
+        f"{shlex.join(['patch', '-p1', *options, '-d', str(folder)])} < {shlex.quote(str(patch))}"
+    )
 
 
 def report(what: str, patches: list[Path], folder: Path, otherwise: str) -> bool:
