@@ -1,10 +1,11 @@
-"""Say which patches fit a Megatron-LM checkout, or a framework, and whether they are applied.
+"""Say which patches fit a Megatron-LM checkout, or a framework, and how to apply or revert them.
 
     python patches/check.py path/to/Megatron-LM
     python patches/check.py path/to/verl-checkout     # or the site-packages folder that holds verl
 
-A framework is recognised by the files that its patches change. Exit code 0 if everything that was
-recognised has a patch that is applied or fits; 1 otherwise.
+A patch is NAME-VERSION.patch or NAME/VERSION.patch. What it is for is recognised by the files that
+it changes. Exit code 0 if everything that was recognised has a patch that is applied or fits; 1
+otherwise.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-PATCHES = sorted(Path(__file__).resolve().parent.glob("*.patch"))
+HERE = Path(__file__).resolve().parent
+PATCHES = sorted([*HERE.glob("*.patch"), *HERE.glob("*/*.patch")])
 MEGATRON = [patch for patch in PATCHES if patch.stem.startswith("core_v")]
 FRAMEWORKS = [patch for patch in PATCHES if patch not in MEGATRON]
 
@@ -25,27 +28,44 @@ def applies(patch: Path, folder: Path, *options: str) -> bool:
     """Whether ``git apply`` would succeed."""
     # Where the folder is inside another repository, git would look for the files at its root.
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-    command = ["git", "-C", str(folder), "apply", "--check", *options, str(patch)]
-    return subprocess.run(command, capture_output=True, env=alone).returncode == 0
+    tried = ["git", "-C", str(folder), "apply", "--check", *options, str(patch)]
+    return subprocess.run(tried, capture_output=True, env=alone).returncode == 0
 
 
 def touched(patch: Path) -> list[str]:
-    """The files that ``patch`` changes."""
-    return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+    """The files that ``patch`` changes, without those that it adds."""
+    return re.findall(r"^--- a/(\S+)", patch.read_text(), re.MULTILINE)
+
+
+def name_of(patch: Path) -> str:
+    """What ``patch`` is for."""
+    return patch.stem.rpartition("-")[0] if patch.parent == HERE else patch.parent.name
+
+
+def command(patch: Path, folder: Path, *options: str) -> str:
+    """Applies ``patch``, or reverts it with ``-R``."""
+    if (folder / ".git").exists():
+        return shlex.join(["git", "-C", str(folder), "apply", *options, str(patch)])
+    # Where a folder is inside another repository, git apply would pass over its files.
+    return (
+        f"{shlex.join(['patch', '-p1', *options, '-d', str(folder)])} < {shlex.quote(str(patch))}"
+    )
 
 
 def report(what: str, patches: list[Path], folder: Path, otherwise: str) -> bool:
     """Print what there is for ``what``; return whether a patch is applied, or fits."""
+    shown = {patch: str(patch.relative_to(HERE)) for patch in patches}
     for patch in patches:
         if applies(patch, folder, "--reverse"):
-            print(f"{what}: {patch.name} is applied")
+            print(f"{what}: {shown[patch]} is applied; revert it with")
+            print(f"    {command(patch, folder, '-R')}")
             return True
     for patch in patches:
         if applies(patch, folder):
-            print(f"{what}: {patch.name} fits and is not applied; apply it with")
-            print(f"    patch -p1 -d {folder} < {patch}")
+            print(f"{what}: {shown[patch]} fits and is not applied; apply it with")
+            print(f"    {command(patch, folder)}")
             return True
-    names = ", ".join(patch.name for patch in patches)
+    names = ", ".join(shown.values())
     print(f"{what}: {names} {'does' if len(patches) == 1 else 'do'} not fit {otherwise}")
     return False
 
@@ -79,7 +99,7 @@ def check_frameworks(folder: Path) -> list[bool]:
     found: dict[str, list[Path]] = {}
     for patch in FRAMEWORKS:
         if any((folder / file).is_file() for file in touched(patch)):
-            found.setdefault(patch.stem.rpartition("-")[0], []).append(patch)
+            found.setdefault(name_of(patch), []).append(patch)
     hint = f"the version in {folder}; add the lines by hand"
     return [report(name, patches, folder, hint) for name, patches in found.items()]
 
@@ -97,7 +117,7 @@ def main(argv: list[str]) -> int:
         return 0 if check_megatron(folder, version) else 1
     results = check_frameworks(folder)
     if not results:
-        names = ", ".join(sorted({patch.stem.rpartition("-")[0] for patch in FRAMEWORKS}))
+        names = ", ".join(sorted(set(map(name_of, FRAMEWORKS))))
         print(f"{folder} is not a Megatron-LM checkout: no megatron/core or no pretrain_gpt.py;")
         print(f"    nor does it hold the files that patches change of {names}")
     return 0 if results and all(results) else 1

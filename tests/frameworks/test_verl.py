@@ -1,22 +1,33 @@
-"""verl's own step, with and without the patch, against one fp64 process.
+"""verl's own step, with and without the patches, against one fp64 process.
 
-The patch is applied to a copy of the installed package by the commands of docs/frameworks/verl.md,
-and told what to do as that page says.
+The patches are applied to a copy of the installed package by the commands of
+docs/frameworks/verl.md, and told what to do as that page says.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import oracle
-from tests.frameworks.patched import page, patched_copy
+from tests.frameworks.patched import ROOT, page, patched_copy
 from tests.frameworks.reference import DIVISOR
-from tests.frameworks.verl_ranks import Case, Step, reference, run_verl
+from tests.frameworks.verl_ranks import (
+    Case,
+    Step,
+    configured,
+    reference,
+    run_unit_tests,
+    run_verl,
+    start_engines,
+)
 from tests.frameworks.verl_rows import PADDING, PROMPTS, SESSIONS
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Reference, relative_error
@@ -42,11 +53,11 @@ MOE = (
 )
 
 
-def flags(mode: str, divisor: float | None = None, rejected: str = "skip") -> str:
+def flags(mode: str, divisor: float | None = None) -> str:
     """The flags of the page, for another mode."""
     found = re.search(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', page("verl"))
     assert found
-    given = found[1].replace("prompt_mean", mode).replace("rejected skip", f"rejected {rejected}")
+    given = found[1].replace("prompt_mean", mode)
     return given + (f" --loss-aggregation-divisor {divisor}" if divisor else "")
 
 
@@ -64,30 +75,32 @@ STOCK: dict[Any, Case] = {
     "geo_mean": Case(loss_mode="geo_mean"),
     **AUXILIARY,
 }
+# By the environment, or by verl's configuration.
 OURS = {
-    (mode, per_token): Case(flags(mode, **options), per_token=per_token)
-    for mode, options in MODES.items()
-    for per_token in (False, True)
+    **{(mode, False): Case(flags(mode, **options)) for mode, options in MODES.items()},
+    **{
+        (mode, True): Case(options=(("mode", mode), *options.items()), per_token=True)
+        for mode, options in MODES.items()
+    },
 }
 FURTHER = {
+    "padding counts": Case(options=(("mode", "sample_mean"), ("rejected", "count"))),
     "microbatch_mean": Case(flags("microbatch_mean")),
     "value": Case(flags("prompt_mean"), loss="value"),
     "distillation": Case(flags("prompt_mean"), loss="distillation"),
     **{key: case._replace(flags=flags("sample_mean")) for key, case in AUXILIARY.items()},
 }
 REFUSED = {
-    "AssertionError: geo_mean has no loss aggregation": Case(
+    "NotImplementedError: policy_loss.loss_mode='geo_mean' does not support": Case(
         flags("prompt_mean"), loss_mode="geo_mean"
     ),
-    "AssertionError: loss aggregation supports neither SFT": Case(
+    "NotImplementedError: loss_aggregation needs a response_mask": Case(
         flags("token_mean"), without="response_mask"
     ),
-    "AssertionError: loss aggregation supports neither SFT, Tinker": Case(
-        flags("token_mean"), data=(("return_model_output", True),)
+    "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step": Case(
+        flags("token_mean"), worker="TinkerTrainingWorker"
     ),
     "GroupError: mode 'prompt_mean' groups by prompt": Case(flags("prompt_mean"), without="uid"),
-    # Padding is there, and nothing says whether it counts.
-    "GroupError: some samples are rejected": Case("--loss-aggregation sample_mean"),
 }
 
 
@@ -95,7 +108,17 @@ REFUSED = {
 def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a copy of verl, patched by the commands of the page."""
     folder = tmp_path_factory.mktemp("site-packages")
-    assert "verl-0.9.1.patch fits and is not applied" in patched_copy("verl", folder)
+    assert "verl/0.9.1.patch fits and is not applied" in patched_copy("verl", folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a copy of verl that has the patch of the numbers of tokens alone."""
+    folder = tmp_path_factory.mktemp("mended")
+    shutil.copytree(PEERS / "verl", folder / "verl")
+    patch = ROOT / "patches/verl-routed-tokens/0.9.1.patch"
+    subprocess.run(["patch", "-p1", "-d", str(folder), "-i", str(patch)], check=True)
     return str(folder)
 
 
@@ -105,8 +128,8 @@ def _run(package: str, cp: int, cases: tuple[Case, ...]) -> list[list[Step]]:
     return run_host_ranks(run_verl, 2, package, cp, cases, timeout=280)
 
 
-def stock(topology: str) -> dict[Any, Step]:
-    steps = _run(str(PEERS), CPS[topology], tuple(STOCK.values()))[0]
+def stock(topology: str, package: str = str(PEERS)) -> dict[Any, Step]:
+    steps = _run(package, CPS[topology], tuple(STOCK.values()))[0]
     return dict(zip(STOCK, steps, strict=True))
 
 
@@ -217,16 +240,38 @@ def test_microbatch_mean_goes_by_verls_microbatches(topology: str, patched: str)
 
 @both
 @pytest.mark.parametrize("name", STOCK)
-def test_without_the_variable_the_patch_changes_no_bit(
-    name: str, topology: str, patched: str
+def test_without_an_aggregation_the_patch_changes_no_bit(
+    name: str, topology: str, patched: str, mended: str
 ) -> None:
-    before, after = stock(topology)[name], ours(topology, patched)["stock", name][0]
+    assert_same(stock(topology, mended)[name], ours(topology, patched)["stock", name][0])
+
+
+@both
+@pytest.mark.parametrize("name", STOCK)
+def test_numbers_of_tokens_are_mended_and_nothing_else(
+    name: str, topology: str, mended: str
+) -> None:
+    after = stock(topology, mended)[name]
+    if topology == "cp2" and STOCK[name].per_token:
+        assert name in AUXILIARY or error(after, weights("token_mean")) < 1e-6
+    else:
+        assert_same(stock(topology)[name], after)
+
+
+def assert_same(before: Step, after: Step) -> None:
     assert before.error is after.error is None
     assert before.gradient.keys() == after.gradient.keys()
     for parameter, gradient in before.gradient.items():
         assert torch.equal(gradient, after.gradient[parameter])
     same = {k: v for k, v in before.metrics.items() if not k.startswith("perf/")}
     assert same == {k: v for k, v in after.metrics.items() if not k.startswith("perf/")}
+
+
+@both
+def test_padding_counts_if_told_so(topology: str, patched: str) -> None:
+    count = len(PROMPTS)
+    w = [(i, [x * count / (count + PADDING) for x in w]) for i, w in weights("sample_mean")]
+    assert error(ours(topology, patched)["padding counts"][0], w) < 1e-6
 
 
 @both
@@ -268,3 +313,34 @@ def test_what_the_patch_cannot_do_is_refused(expected: str, topology: str, patch
     for step in ours(topology, patched)[expected]:
         assert step.error is not None
         assert step.error.startswith(expected)
+
+
+def test_other_engines_refuse_to_start(patched: str) -> None:
+    (without,) = run_host_ranks(start_engines, 1, patched, None)
+    (said,) = run_host_ranks(start_engines, 1, patched, flags("prompt_mean"))
+    assert {"FSDPEngineWithLMHead", "FSDPEngineWithValueHead", "MegatronEngineWithLMHead"} <= {
+        *said
+    }
+    for engine, text in said.items():
+        refused = text.startswith(f"NotImplementedError: {engine} (backend")
+        assert refused != engine.startswith("Megatron"), text
+        assert "loss_aggregation" not in without[engine]
+    (said,) = run_host_ranks(start_engines, 1, patched, "--loss-aggregation mean")
+    assert said["MegatronEngineWithLMHead"].startswith("ModeError: unknown mode 'mean'")
+
+
+def test_the_configuration_has_a_key(patched: str) -> None:
+    found = re.findall(r"^(\S*loss_aggregation\.\w+=\w+)", page("verl"), re.MULTILINE)
+    assert len(found) == 2
+    wanted = {"mode": "constant", "divisor": 4096}
+    assert run_host_ranks(configured, 1, patched, found)[0] == [wanted, wanted, {}]
+    assert run_host_ranks(configured, 1, patched, [])[0] == [{}, {}, {}]
+
+
+def test_verls_unit_tests_pass(patched: str) -> None:
+    folder = Path(patched)
+    names = ("loss_aggregation", "megatron_routed_num_tokens")
+    files = [f"tests/workers/test_{name}_on_cpu.py" for name in names]
+    assert all((folder / file).is_file() for file in files)
+    text = run_unit_tests(folder, *files)
+    assert re.search(r"\b34 passed", text), text

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tests.frameworks.optimizer import KeepGradients
+from tests.frameworks.patched import ROOT
 from tests.frameworks.reference import (
     CLIP,
     ENTROPY,
@@ -43,15 +46,16 @@ STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fa
 class Case(NamedTuple):
     """One optimizer step."""
 
-    flags: str | None = None  # of the plugin
+    flags: str | None = None  # of the plugin, in the environment
+    options: tuple[tuple[str, Any], ...] = ()  # of the plugin, in verl's configuration
     mode: str = "token-mean"  # verl's own
     factor: float | None = None  # its divisor
     per_token: bool = False
     loss: str = "policy"  # or "value", or "distillation"
     loss_mode: str = "vanilla"
     config: tuple[tuple[str, Any], ...] = ()  # of the model
-    data: tuple[tuple[str, Any], ...] = ()  # that the worker is told besides
     without: str = "-"  # a column of the batch
+    worker: str = "TrainingWorker"
 
 
 class Step(NamedTuple):
@@ -111,14 +115,14 @@ def _run(case: Case, cp: int) -> Step:
         calculate_entropy=case.loss == "policy",
         global_batch_size=ROWS,
         mini_batch_size=ROWS,
-        **dict(case.data),
     )
     if case.flags is not None:
         os.environ["MEGATRON_LOSS_AGG_FLAGS"] = case.flags
     lengths: list[list[int]] = []
     try:
         with _recorded(worker.engine, lengths):
-            output = worker.train_mini_batch(data)
+            train = {"TrainingWorker": "train_mini_batch"}.get(case.worker, "forward_backward")
+            output = getattr(worker, train)(data)
     except Exception as error:
         return Step({}, {}, lengths, f"{type(error).__name__}: {error}")
     finally:
@@ -149,6 +153,7 @@ def _worker(case: Case, cp: int) -> Any:
     from verl.workers.config import McoreEngineConfig
     from verl.workers.engine.megatron import transformer_impl
     from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
     from tests.host import gpt
 
@@ -157,7 +162,10 @@ def _worker(case: Case, cp: int) -> Any:
     model = gpt.data_parallel(build(torch.float32, case.loss, case.per_token, **dict(case.config)))
     engine.module, engine.tf_config, engine.optimizer = [model], model.config, KeepGradients(model)
     engine.engine_config = McoreEngineConfig(
-        context_parallel_size=cp, use_dynamic_bsz=True, max_token_len_per_gpu=26 // cp
+        context_parallel_size=cp,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=26 // cp,
+        **({"loss_aggregation": dict(case.options)} if case.options else {}),
     )
     engine.model_config = SimpleNamespace(
         mtp=SimpleNamespace(enable=False, enable_train=False),
@@ -170,7 +178,8 @@ def _worker(case: Case, cp: int) -> Any:
     engine._routed_num_tokens = lambda data: routed(data).clone()
     engine.enable_routing_replay, engine.lr_scheduler = False, SimpleNamespace(step=id)
     engine._is_offload_param = engine._is_offload_optimizer = False
-    worker = object.__new__(TrainingWorker)
+    classes = (TrainingWorker, TinkerTrainingWorker)
+    worker: Any = object.__new__({cls.__name__: cls for cls in classes}[case.worker])
     worker.engine, worker.engine_config = engine, engine.engine_config
     worker.model_config, worker.flops_counter, worker.device_name = engine.model_config, None, "cpu"
     worker.profiler = DistProfiler(rank=0, config=None)
@@ -208,6 +217,62 @@ def _loss_function(case: Case) -> Callable[..., Any]:
         teacher = SimpleNamespace(distillation_loss=DistillationLossConfig("k3", **options))
         return partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
     return partial(ppo_loss, config=actor)
+
+
+def start_engines(package: str, flags: str | None) -> dict[str, str]:
+    """By engine, what a start of it without a model says."""
+    import_verl(package)
+    from verl.workers.config import EngineConfig
+    from verl.workers.engine.base import EngineRegistry
+
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+    if flags is not None:
+        os.environ["MEGATRON_LOSS_AGG_FLAGS"] = flags
+    said = {}
+    for kind, backends in EngineRegistry._engines.items():
+        for backend in backends:
+            try:
+                EngineRegistry.new(kind, backend, engine_config=EngineConfig())
+            except Exception as error:
+                name = EngineRegistry.get_engine_cls(kind, backend).__name__
+                said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def configured(package: str, overrides: Sequence[str]) -> list[Any]:
+    """The aggregations of actor, critic and reference model, of verl's configuration files."""
+    import_verl(package)
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with initialize_config_dir(f"{package}/verl/trainer/config", version_base=None):
+        overrides = ["model_engine=megatron", "actor_rollout_ref.model.path=none", *overrides]
+        config = compose("ppo_trainer", overrides=list(overrides))
+    OmegaConf.resolve(config)
+    roles = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
+    return [dict(omega_conf_to_dataclass(role.megatron).loss_aggregation) for role in roles]
+
+
+_PYTEST = """
+import sys
+import megatron.core
+from tests.frameworks.verl_ranks import import_verl
+folder, *files = sys.argv[1:]
+import_verl(folder)
+for name in [x for x in sys.modules if x.partition(".")[0] == "tests"]:
+    del sys.modules[name]  # verl's are of that name, too
+import pytest
+options = ["-q", "-c", "/dev/null", "--rootdir", folder, "--import-mode", "importlib"]
+sys.exit(pytest.main([*options, "-p", "no:cacheprovider", *(f"{folder}/{x}" for x in files)]))
+"""
+
+
+def run_unit_tests(folder: Path, *files: str) -> str:
+    """Run verl's own test files in ``folder``; returns what pytest printed."""
+    command = [sys.executable, "-W", "ignore", "-c", _PYTEST, str(folder), *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout + done.stderr
 
 
 def reference(loss: str) -> dict[str, Reference]:

@@ -36,6 +36,7 @@ def row(i: int) -> dict[str, Any]:
         prompts, responses, mask = torch.ones(4).long(), torch.ones(1).long(), torch.zeros(1).long()
         fields = {name: torch.zeros(1) for name in made_up(0)}
         fields |= {"uid": "pad0", "session_id": i}
+    fields["is_padding"] = torch.tensor(i >= len(PROMPTS))
     whole = torch.cat([prompts, responses])
     teacher = F.pad(fields["ref_log_prob"], (len(prompts) - 1, 1))  # where tokens are predicted
     fields["teacher_logprobs"] = teacher.unsqueeze(-1)
@@ -49,11 +50,16 @@ def columns(rows: Sequence[int]) -> dict[str, Any]:
     chosen = [row(i) for i in rows]
     found = {name: [fields[name] for fields in chosen] for name in chosen[0]}
     return {
-        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
-        if isinstance(values[0], Tensor)
-        else values
+        name: values if not isinstance(values[0], Tensor) else _column(values)
         for name, values in found.items()
     }
+
+
+def _column(values: list[Tensor]) -> Tensor:
+    if values[0].dim() == 0:
+        return torch.stack(values)
+    ragged: Tensor = torch.nested.as_nested_tensor(values, layout=torch.jagged)
+    return ragged
 
 
 def rows_of(rank: int, ranks: int) -> list[int]:
