@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +46,7 @@ class Run(NamedTuple):
     """How to train on the batch."""
 
     loss_reduction: str = "token_mean"  # SkyRL's own
-    aggregation: Mapping[str, Any] = MappingProxyType({})  # keys of ours, which replaces it
+    aggregation: Mapping[str, Any] | None = None  # keys of ours, which replaces it
     flags: str = ""  # of ours, in the environment
     filtered: bool = False  # whether SkyRL's filter rejects samples
     cp: int = 1

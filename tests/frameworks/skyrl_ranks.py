@@ -55,7 +55,7 @@ def configured(run: case.Run) -> Any:
     trainer.max_tokens_per_microbatch = run.max_tokens
     trainer.remove_microbatch_padding = run.packed
     algorithm.loss_reduction, algorithm.max_seq_len = run.loss_reduction, run.max_seq_len
-    for key, value in run.aggregation.items():
+    for key, value in (run.aggregation or {}).items():
         setattr(algorithm.loss_aggregation, key, value)
     algorithm.zero_variance_filter = run.filtered
     algorithm.policy_loss_type = run.policy_loss
