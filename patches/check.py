@@ -3,7 +3,8 @@
     python patches/check.py path/to/Megatron-LM
     python patches/check.py path/to/verl-checkout     # or the site-packages folder that holds verl
 
-A framework is recognised by the files that its patches change. Exit code 0 if everything that was
+A framework's patch is NAME-VERSION.patch or NAME/VERSION.patch, and the framework is recognised by
+the files that its patches change. Exit code 0 if everything that was
 recognised has a patch that is applied or fits; 1 otherwise.
 """
 
@@ -16,7 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-PATCHES = sorted(Path(__file__).resolve().parent.glob("*.patch"))
+HERE = Path(__file__).resolve().parent
+PATCHES = sorted([*HERE.glob("*.patch"), *HERE.glob("*/*.patch")])
 MEGATRON = [patch for patch in PATCHES if patch.stem.startswith("core_v")]
 FRAMEWORKS = [patch for patch in PATCHES if patch not in MEGATRON]
 
@@ -32,6 +34,11 @@ def applies(patch: Path, folder: Path, *options: str) -> bool:
 def touched(patch: Path) -> list[str]:
     """The files that ``patch`` changes."""
     return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+
+
+def name_of(patch: Path) -> str:
+    """The framework that ``patch`` is for."""
+    return patch.stem.rpartition("-")[0] if patch.parent == HERE else patch.parent.name
 
 
 def report(what: str, patches: list[Path], folder: Path, otherwise: str) -> bool:
@@ -79,7 +86,7 @@ def check_frameworks(folder: Path) -> list[bool]:
     found: dict[str, list[Path]] = {}
     for patch in FRAMEWORKS:
         if any((folder / file).is_file() for file in touched(patch)):
-            found.setdefault(patch.stem.rpartition("-")[0], []).append(patch)
+            found.setdefault(name_of(patch), []).append(patch)
     hint = f"the version in {folder}; add the lines by hand"
     return [report(name, patches, folder, hint) for name, patches in found.items()]
 
@@ -97,7 +104,7 @@ def main(argv: list[str]) -> int:
         return 0 if check_megatron(folder, version) else 1
     results = check_frameworks(folder)
     if not results:
-        names = ", ".join(sorted({patch.stem.rpartition("-")[0] for patch in FRAMEWORKS}))
+        names = ", ".join(sorted(set(map(name_of, FRAMEWORKS))))
         print(f"{folder} is not a Megatron-LM checkout: no megatron/core or no pretrain_gpt.py;")
         print(f"    nor does it hold the files that patches change of {names}")
     return 0 if results and all(results) else 1

@@ -107,8 +107,9 @@ def test_every_choice_is_exact(patched: Results, choice: str) -> None:
 
 
 def test_choices_differ() -> None:
-    for a, b in itertools.combinations([*case.MODES, *case.CHOICES], 2):
-        assert max(relative_error(expected(a, "step", i), expected(b, "step", i)) for i in (0, 1)) > 2e-3
+    for pair in itertools.combinations([*case.MODES, *case.CHOICES], 2):
+        apart = (relative_error(*(expected(x, "step", step) for x in pair)) for step in (0, 1))
+        assert max(apart) > 2e-3
 
 
 def test_flags_in_the_environment_do_the_same(patched: Results) -> None:
@@ -159,10 +160,10 @@ def test_without_the_switch_the_patch_changes_no_bit(stock: Results, patched: Re
 @pytest.mark.parametrize(
     "run, message",
     [
-        ("loss", "ValueError: policy_loss_type='cross_entropy' does not support .*loss_aggregation"),
+        ("loss", "ValueError: policy_loss_type='cross_entropy' does not support"),
         ("name", "ModeError: unknown preset 'skyrl/tokens_mean'"),
         ("divisor", "DivisorError: mode 'constant' needs a divisor"),
-        ("strategy", "ValueError: trainer.strategy='fsdp' does not support .*loss_aggregation"),
+        ("strategy", "ValueError: trainer.strategy='fsdp' does not support"),
         ("conflict", "ValueError: .*--loss-aggregation sample_mean` differs from"),
         ("flags", "ValueError: .*has flags without a counterpart"),
     ],

@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = sorted((ROOT / "patches").glob("*.patch"))
-MEGATRON = [patch for patch in PATCHES if patch.stem.startswith("core_v")]
-FRAMEWORKS = [patch for patch in PATCHES if patch not in MEGATRON]
+FOLDER = ROOT / "patches"
+MEGATRON = sorted(FOLDER.glob("core_v*.patch"))
+FLAT = sorted({*FOLDER.glob("*.patch")} - {*MEGATRON})
+"""Of frameworks, NAME-VERSION.patch."""
+FRAMEWORKS = FLAT + sorted(FOLDER.glob("*/*.patch"))
 
 
 def name_of(patch: Path) -> str:
-    return patch.stem
+    return str(patch.relative_to(FOLDER))
+
+
+def framework_of(patch: Path) -> str:
+    return patch.stem.rpartition("-")[0] if patch in FLAT else patch.parent.name
 
 
 def lay_out(path: Path, patch: Path) -> Path:
@@ -26,13 +32,16 @@ def lay_out(path: Path, patch: Path) -> Path:
     So every patch fits here. Whether it fits the framework itself is seen where its tests patch the
     framework's code: those of verl and SkyRL do, and `ci/frameworks.sh` for slime and NeMo-RL.
     """
-    for part in re.split(r"^--- a/", patch.read_text(), flags=re.MULTILINE)[1:]:
-        file = path / part.split(maxsplit=1)[0]
+    for part in re.split(r"^--- ", patch.read_text(), flags=re.MULTILINE)[1:]:
+        name = part.split(maxsplit=1)[0]
+        if name == "/dev/null":
+            continue
+        file = path / name.removeprefix("a/")
         lines: list[str] = []
         for hunk in re.split(r"^@@ -", part, flags=re.MULTILINE)[1:]:
             start = int(re.match(r"\d+", hunk)[0])  # type: ignore[index]
             lines += ["# filler"] * (start - 1 - len(lines))
-            body = hunk.splitlines()[1:]
+            body = hunk.split("\ndiff --git ")[0].splitlines()[1:]
             lines += [line[1:] for line in body if not line.startswith("+")]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join([*lines, "# after"]) + "\n")
@@ -82,7 +91,7 @@ def test_a_patch_of_a_framework_fits_then_is_applied(patch: Path, tmp_path: Path
     assert f"{patch.name} fits and is not applied" in text
     apply_as_told(text)
     code, text = check(path)
-    assert (code, text) == (0, f"{patch.stem.rpartition('-')[0]}: {patch.name} is applied\n")
+    assert (code, text) == (0, f"{framework_of(patch)}: {patch.name} is applied\n")
 
 
 def test_a_folder_inside_a_repository_is_looked_at_itself(tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def test_another_version_of_a_framework_is_said(patch: Path, tmp_path: Path) -> 
     assert f"{patch.name} does not fit the version in {path}" in text
 
 
-@pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
+@pytest.mark.parametrize("patch", FLAT, ids=name_of)
 def test_a_patch_of_a_framework_is_small(patch: Path) -> None:
     lines = patch.read_text().splitlines()
     changed = [x for x in lines if x[:1] in ("+", "-") and x[:4] not in ("+++ ", "--- ")]
