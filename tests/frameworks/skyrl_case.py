@@ -5,7 +5,9 @@ Imports nothing of SkyRL but on a rank: `tests.frameworks.skyrl_ranks` trains on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,10 @@ STEPS = ((0, 7), (7, 11))
 PROMPTS = ("ab", "ab", "ab", "c-", "c-", "9f", "9f", "", "", "7", "x")  # SkyRL's uids
 PROMPT_LENGTHS = (3, 3, 3, 5, 5, 2, 2, 4, 4, 1, 3)
 LENGTHS = (9, 2, 17, 1, 6, 12, 5, 20, 3, 8, 11)  # of the responses
+ROLLOUTS = (0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8)  # samples of one rollout are steps of a trajectory
 EMPTY = (4, 9)  # samples whose mask is all 0
+REWARDS = (0, 1, 2, 3, 4, 5, 5, 7, 8, 9, 10)
+REJECTED = (5, 6)  # by SkyRL's filter of prompts whose rewards are equal
 
 
 class Sample(NamedTuple):
@@ -40,13 +45,16 @@ class Sample(NamedTuple):
 class Run(NamedTuple):
     """How to train on the batch."""
 
-    loss_reduction: str
+    loss_reduction: str = "token_mean"  # SkyRL's own
+    aggregation: Mapping[str, Any] | None = None  # keys of ours, which replaces it
+    flags: str = ""  # of ours, in the environment
+    filtered: bool = False  # whether SkyRL's filter rejects samples
     cp: int = 1
     packed: bool = False  # SkyRL's remove_microbatch_padding, which context parallelism requires
     max_tokens: int = 0  # of a microbatch; 0: microbatches of two samples
     calls: int = 1  # of forward_backward in each optimizer step
     policy_loss: str = "regular"
-    divisor: int | None = None  # SkyRL's max_seq_len
+    max_seq_len: int | None = None  # SkyRL's divisor
     strategy: str = "megatron"
     refused: bool = False
 
@@ -73,25 +81,52 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+OURS = "ours "
+"""Begins the names of runs that need the patch."""
+
+
 def _runs() -> dict[str, Run]:
-    runs = {}
+    runs = {"token_mean_legacy": Run("token_mean_legacy")}
     for way, options in WAYS.items():
-        modes = MODES.values() if way in TOPOLOGIES else ("prompt_mean",)
-        for name in [f"{prefix}{mode}" for mode in modes for prefix in ("", "skyrl/")]:
-            divisor = DIVISOR if "norm" in name else None
-            runs[f"{way} {name}"] = Run(name, divisor=divisor, **options)
+        for mode in MODES if way in TOPOLOGIES else ("prompt_mean",):
+            divisor = DIVISOR if mode == "constant" else None
+            ours = {"mode": mode, "divisor": divisor}
+            runs[f"{way} {mode}"] = Run(MODES[mode], max_seq_len=divisor, **options)
+            runs[f"{OURS}{way} {mode}"] = Run(aggregation=ours, **options)
     return runs
 
 
-REFUSED = {
-    "loss": Run("skyrl/token_mean", policy_loss="importance_sampling", refused=True),
-    "name": Run("skyrl/tokens_mean", refused=True),
-    "rollouts": Run("slime/sample_mean", refused=True),
-    "divisor": Run("skyrl/seq_mean_token_sum_norm", refused=True),
-    "strategy": Run("skyrl/token_mean", strategy="fsdp", refused=True),
+# What else can be chosen, as arguments of `weights`.
+CHOICES: dict[str, dict[str, Any]] = {
+    "rollouts": {"mode": "rollout_mean"},
+    "microbatches": {"mode": "microbatch_mean"},
+    "sums": {"mode": "sample_sum"},
+    "empty": {"mode": "sample_mean", "empty": "skip"},
+    "filtered": {"mode": "prompt_mean", "filtered": True},
+    "rejected skipped": {"mode": "prompt_mean", "rejected": "skip", "filtered": True},
+    "rejected counted": {"mode": "token_mean", "rejected": "count", "filtered": True},
 }
-LEGACY = {name: Run(name) for name in ("token_mean_legacy", "skyrl/token_mean_legacy")}
-RUNS = {**_runs(), **LEGACY, **REFUSED}
+
+
+def _chosen(filtered: bool = False, **aggregation: str) -> Run:
+    return Run(aggregation=aggregation, filtered=filtered)
+
+
+TOKENS = {"mode": "token_mean"}
+REFUSED = {
+    "loss": Run(aggregation=TOKENS, policy_loss="cross_entropy"),
+    "name": Run(aggregation={"mode": "skyrl/tokens_mean"}),
+    "divisor": Run(aggregation={"mode": "constant"}),
+    "strategy": Run(aggregation=TOKENS, strategy="fsdp"),
+    "conflict": Run(aggregation=TOKENS, flags="--loss-aggregation sample_mean"),
+    "flags": Run(flags="--loss-aggregation sum --loss-aggregation-sample-weights skip"),
+}
+RUNS = {
+    **_runs(),
+    **{f"{OURS}{name}": _chosen(**choice) for name, choice in CHOICES.items()},
+    f"{OURS}by flags": Run(flags="--loss-aggregation skyrl/prompt_mean"),
+    **{f"{OURS}{name}": run._replace(refused=True) for name, run in REFUSED.items()},
+}
 
 
 @functools.cache
@@ -118,15 +153,26 @@ Weights = dict[str, list[tuple[int, list[float]]]]
 """Of a step and by term of the loss: its samples, and the weight of each of their tokens."""
 
 
-def weights(mode: str, step: int) -> Weights:
+def weights(
+    mode: str, step: int, empty: str = "count", rejected: str | None = None, filtered: bool = False
+) -> Weights:
     """The same mean in all three terms, over the whole step."""
-    order = range(*STEPS[step])
-    rows = [oracle.Sample(tuple(samples()[i].mask), PROMPTS.index(PROMPTS[i])) for i in order]
-    options = {"divisor": float(DIVISOR)} if mode == "constant" else {}
+    gone = set(REJECTED) if filtered else set()
+    order = [i for i in range(*STEPS[step]) if not (i in gone and rejected == "skip")]
+    rows = [
+        oracle.Sample(tuple(samples()[i].mask), PROMPTS.index(PROMPTS[i]), ROLLOUTS[i])
+        for i in order
+    ]
+    if rejected is None:  # then they are samples without tokens
+        rows = [
+            dataclasses.replace(row, mask=(0.0,) * len(row.mask)) if i in gone else row
+            for i, row in zip(order, rows, strict=True)
+        ]
+    divisor = float(DIVISOR) if mode == "constant" else None
     pairs = [rows[i : i + 2] for i in range(0, len(rows), 2)]
-    nested = oracle.step_weights(mode, [pairs], **options)
+    nested = oracle.step_weights(mode, [pairs], divisor=divisor, empty=empty)
     of_mode = [w for rank in nested for microbatch in rank for w in microbatch]
-    of_term = list(zip(order, of_mode, strict=True))
+    of_term = [(i, w) for i, w in zip(order, of_mode, strict=True) if i not in gone]
     return dict.fromkeys(COEFFICIENTS, of_term)
 
 

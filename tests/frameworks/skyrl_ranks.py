@@ -5,8 +5,11 @@ Every rank runs the trainer and keeps its own part of the data, which Ray would 
 
 from __future__ import annotations
 
+import itertools
+import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +22,7 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import validate_cfg
 
+from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.frameworks import skyrl_case as case
 from tests.frameworks.optimizer import KeepGradients
 from tests.frameworks.reference import CLIP, ENTROPY, KL
@@ -35,7 +39,8 @@ def train(run: case.Run, log_probs: list[torch.Tensor]) -> dict[str, Any]:
     trainer.cfg, trainer.all_metrics = cfg, {}
     trainer.tokenizer = SimpleNamespace(pad_token_id=0)
     trainer.dispatch = Dispatch(worker, run.calls)
-    data = trainer.convert_to_training_input(generated(), list(case.PROMPTS))
+    output, uids = trainer.postprocess_generator_output(generated(), list(case.PROMPTS))
+    data = trainer.convert_to_training_input(output, uids)
     fill_in(data, log_probs)
     metrics = trainer._execute_training_step("policy", data)
     return {"gradients": optimizer.gradients, "metrics": metrics}
@@ -49,14 +54,18 @@ def configured(run: case.Run) -> Any:
     trainer.micro_train_batch_size_per_gpu = 2
     trainer.max_tokens_per_microbatch = run.max_tokens
     trainer.remove_microbatch_padding = run.packed
-    algorithm.loss_reduction, algorithm.max_seq_len = run.loss_reduction, run.divisor
+    algorithm.loss_reduction, algorithm.max_seq_len = run.loss_reduction, run.max_seq_len
+    for key, value in (run.aggregation or {}).items():
+        setattr(algorithm.loss_aggregation, key, value)
+    algorithm.zero_variance_filter = run.filtered
     algorithm.policy_loss_type = run.policy_loss
     algorithm.use_kl_loss = algorithm.use_entropy_loss = True
     algorithm.kl_loss_coef, algorithm.entropy_loss_coef = KL, ENTROPY
     algorithm.eps_clip_low = algorithm.eps_clip_high = CLIP
     algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
     cfg.generator.n_samples_per_prompt = 2
-    validate_cfg(cfg)
+    with mock.patch.dict(os.environ, {VARIABLE: run.flags}):
+        validate_cfg(cfg)
     cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
     return cfg
 
@@ -107,8 +116,9 @@ def generated() -> dict[str, Any]:
     return {
         "prompt_token_ids": [sample.prompt for sample in case.samples()],
         "response_ids": [sample.response for sample in case.samples()],
-        "rewards": [[0.0] * len(sample.mask) for sample in case.samples()],
+        "rewards": [float(reward) for reward in case.REWARDS],
         "loss_masks": [sample.mask for sample in case.samples()],
+        "is_last_step": [a != b for a, b in itertools.pairwise((*case.ROLLOUTS, None))],
     }
 
 

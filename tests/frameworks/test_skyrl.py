@@ -5,6 +5,7 @@ The gradient of every parameter is compared with an fp64 process that runs every
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import cache
 from typing import Any
@@ -38,14 +39,15 @@ def fp64() -> dict[str, Reference]:
 
 @cache
 def expected(mode: str, of: str, step: int) -> Gradient:
-    """Of the whole step, or of stock SkyRL in a topology."""
-    stock = case.stock_weights(mode, step, MICROBATCHES[of][step]) if of in MICROBATCHES else None
-    return case.gradient(fp64(), stock or case.weights(mode, step))
+    """Of the whole step, in a mode or with a choice; or of stock SkyRL in a topology."""
+    if of in MICROBATCHES:
+        return case.gradient(fp64(), case.stock_weights(mode, step, MICROBATCHES[of][step]))
+    return case.gradient(fp64(), case.weights(**case.CHOICES.get(mode, {"mode": mode}), step=step))
 
 
 @pytest.fixture(scope="session")
 def stock() -> Results:
-    own = {name: run for name, run in case.RUNS.items() if "/" not in run.loss_reduction}
+    own = {name: run for name, run in case.RUNS.items() if not name.startswith(case.OURS)}
     return results(str(PEERS), own)
 
 
@@ -81,42 +83,53 @@ def error(ranks: list[dict[str, Any]], mode: str, of: str = "step") -> float:
 def test_every_term_of_the_loss_is_exact(
     stock: Results, patched: Results, way: str, mode: str
 ) -> None:
-    name = case.MODES[mode]
-    own = error(stock[f"{way} {name}"], mode, way)  # of stock, in its own formula
+    own = error(stock[f"{way} {mode}"], mode, way)  # of stock, in its own formula
     assert own < 1e-6
-    assert error(patched[f"{way} skyrl/{name}"], mode) <= min(2 * own, 1e-6)
+    assert error(patched[f"{case.OURS}{way} {mode}"], mode) <= min(2 * own, 1e-6)
 
 
 @pytest.mark.parametrize("way, mode", ALL)
 def test_stock_takes_means_of_microbatches_for_kl_and_entropy(
     stock: Results, way: str, mode: str
 ) -> None:
-    assert error(stock[f"{way} {case.MODES[mode]}"], mode) > 2e-2
+    assert error(stock[f"{way} {mode}"], mode) > 2e-2
 
 
 @pytest.mark.parametrize("way", ["packed", "calls", "by tokens"])
 def test_other_ways_to_run_a_step_are_exact(stock: Results, patched: Results, way: str) -> None:
-    assert error(patched[f"{way} skyrl/prompt_mean"], "prompt_mean") < 1e-6
+    assert error(patched[f"{case.OURS}{way} prompt_mean"], "prompt_mean") < 1e-6
     assert error(stock[f"{way} prompt_mean"], "prompt_mean") > 2e-2
 
 
-def test_means_of_microbatches_count_every_sample(stock: Results, patched: Results) -> None:
-    assert error(patched["skyrl/token_mean_legacy"], "microbatch_mean") < 1e-6
-    # Stock leaves out the last sample of a step with an odd number of them.
-    assert error(stock["token_mean_legacy"], "microbatch_mean") > 2e-2
+@pytest.mark.parametrize("choice", case.CHOICES)
+def test_every_choice_is_exact(patched: Results, choice: str) -> None:
+    assert error(patched[f"{case.OURS}{choice}"], choice) < 1e-6
+
+
+def test_choices_differ() -> None:
+    for pair in itertools.combinations([*case.MODES, *case.CHOICES], 2):
+        apart = (relative_error(*(expected(x, "step", step) for x in pair)) for step in (0, 1))
+        assert max(apart) > 2e-3
+
+
+def test_flags_in_the_environment_do_the_same(patched: Results) -> None:
+    assert error(patched[f"{case.OURS}by flags"], "prompt_mean") < 1e-6
+
+
+def test_stock_leaves_out_the_last_sample_of_an_odd_number(stock: Results) -> None:
+    assert error(stock["token_mean_legacy"], "microbatches") > 2e-2
 
 
 @pytest.mark.parametrize("way, mode", ALL)
 def test_metrics_follow_the_aggregation(
     stock: Results, patched: Results, way: str, mode: str
 ) -> None:
-    name = case.MODES[mode]
-    found = patched[f"{way} skyrl/{name}"][0]["metrics"]
+    found = patched[f"{case.OURS}{way} {mode}"][0]["metrics"]
     for term in COEFFICIENTS:
         of_steps = [fp64()[term].loss(case.weights(mode, step)[term]) for step in (0, 1)]
         metric = "policy_loss" if term == "policy" else f"policy_{term}"
         assert found[metric] == pytest.approx(sum(of_steps) / 2, rel=1e-5)
-    theirs = stock[f"{way} {name}"][0]["metrics"]
+    theirs = stock[f"{way} {mode}"][0]["metrics"]
     followed = {"policy_loss", "policy_kl", "policy_entropy", "final_loss"}
     assert {k: v for k, v in found.items() if k not in followed} == {
         k: v for k, v in theirs.items() if k not in followed
@@ -130,10 +143,10 @@ def test_metrics_follow_the_aggregation(
 def test_clip_cov_sees_the_advantages_as_they_are(stock: Results, patched: Results) -> None:
     metric = "loss_metrics/clip_ratio"
     assert stock["clip_cov prompt_mean"][0]["metrics"][metric] == 0
-    assert patched["clip_cov skyrl/prompt_mean"][0]["metrics"][metric] > 0.01
+    assert patched[f"{case.OURS}clip_cov prompt_mean"][0]["metrics"][metric] > 0.01
 
 
-def test_without_a_preset_the_patch_changes_no_bit(stock: Results, patched: Results) -> None:
+def test_without_the_switch_the_patch_changes_no_bit(stock: Results, patched: Results) -> None:
     further = len(case.WAYS) - len(case.TOPOLOGIES)
     assert len(stock) == len(ALL) + further + 1  # and the old token mean
     for name, ranks in stock.items():
@@ -147,13 +160,14 @@ def test_without_a_preset_the_patch_changes_no_bit(stock: Results, patched: Resu
 @pytest.mark.parametrize(
     "run, message",
     [
-        ("loss", "skyrl/token_mean: importance_sampling must call reduce_loss"),
+        ("loss", "ValueError: policy_loss_type='cross_entropy' does not support"),
         ("name", "ModeError: unknown preset 'skyrl/tokens_mean'"),
-        ("rollouts", "GroupError: .*rollout_ids"),
-        ("divisor", "DivisorError: preset 'skyrl/seq_mean_token_sum_norm' needs a divisor"),
-        ("strategy", "invalid loss_reduction: skyrl/token_mean"),
+        ("divisor", "DivisorError: mode 'constant' needs a divisor"),
+        ("strategy", "ValueError: trainer.strategy='fsdp' does not support"),
+        ("conflict", "ValueError: .*--loss-aggregation sample_mean` differs from"),
+        ("flags", "ValueError: .*has flags without a counterpart"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(patched: Results, run: str, message: str) -> None:
-    for of_rank in patched[run]:
+    for of_rank in patched[f"{case.OURS}{run}"]:
         assert re.search(message, of_rank)
