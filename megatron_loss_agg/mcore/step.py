@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,6 +83,19 @@ class PlannedTerm(StepCoefficients):
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
     prints: Sequence[Prints] | None  # of the tokens, while these are compared
     is_late: bool  # the model makes the masks: coefficients and mask sums are not known
+
+    @cached_property
+    def _by_microbatch(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        sizes = [*self.sizes]
+        return self.coefficient_S.split(sizes), self.mask_sum_S.split(sizes)
+
+    def coefficients(self, i: int) -> Tensor:
+        """As `StepPlan.coefficients`, but not a copy."""
+        return self._by_microbatch[0][i]
+
+    def mask_sums(self, i: int) -> Tensor:
+        """Likewise."""
+        return self._by_microbatch[1][i]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Read:
         ]
         ids.append(_by_sample(given.get("sample_weights"), number, 1.0))
         samples = [Sample(*of_sample) for of_sample in zip(masks, *ids, strict=True)]
-        if not all(s.weight == 0 or 1 / LARGEST <= s.weight <= LARGEST for s in samples):
+        weights = [s.weight for s in samples if any(s.mask)]
+        if not all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights):
             raise Unreadable("sample weights")
         return cls(samples, places, _by_sample(given.get("rejected"), number, False), values)
 
