@@ -44,7 +44,7 @@ def layout(draw: Draw) -> None:
         whole = draw.option(2 * cp * draw.randrange(5), 7, -4, 2.0)
     size, rank = draw.option(cp, 5, 2.0), draw.option(draw.randrange(cp), cp)
     made = called(lambda: getattr(CPLayout, kind)(whole, size, rank), strange=draw.strange)
-    if float in map(type, (whole, size, rank)):
+    if not all(isinstance(x, (int, torch.Tensor)) for x in (whole, size, rank)):
         raise Refused  # by its annotation
     held = positions(kind, whole, size, rank)
     require(made.index.tolist() == held, f"{made.index.tolist()} for {held}")
