@@ -164,7 +164,7 @@ def reduce_reports(
     with abandoning_on_error(group):
         kinds, columns = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        mine = torch.cat([torch.empty(0), *columns]).cpu()
+        mine = torch.cat(columns).cpu() if columns else torch.empty(0)
     names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
 
     def different(others: list[int]) -> ReportError:
