@@ -190,7 +190,7 @@ class Hook:
         return step.plan
 
     def _count(self, call: Call, step: Step) -> PlannedStep:
-        """The step's plan, made once; the next step's batches are then drawn behind this one."""
+        """The step's plan, made once; the next step's batches are drawn while this one computes."""
         if step.plan is None:
             # In a loss, one context-parallel rank may fail alone.
             with failing_together([call.groups.cp] if call.may_lack_mask else [], _FAILED):
