@@ -27,7 +27,6 @@ from megatron_loss_agg.microbatch import (
 )
 from megatron_loss_agg.weights import (
     at_least_fp32,
-    check_losses,
     check_tensors,
     custom_weights,
     times_coefficient,
@@ -289,7 +288,10 @@ class StepTerms(Mapping[str, StepPlan]):
             MaskError: not exactly the terms' names, or losses of another shape.
             FunctionError: as `StepPlan.weights`.
         """
-        check_losses(losses, self.terms)
+        if losses.keys() != self.keys():
+            raise MaskError(
+                f"losses {sorted(losses)} for the terms {sorted(self)}; expected one for each term"
+            )
         parts = []
         for name, plan in self._plans.items():
             w = plan.weights(i, at_least_fp32(losses[name].dtype))

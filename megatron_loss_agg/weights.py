@@ -11,7 +11,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Literal, TypeGuard
 
 import torch
@@ -33,8 +33,17 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype=dtype)
 
 
+def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` on ``device`` without a wait for it; in ``dtype``, if given."""
+    if x.device != device:
+        if x.is_cpu and torch.accelerator.is_available():
+            x = x.pin_memory()
+        x = x.to(device, non_blocking=True)
+    return x if dtype is None else in_dtype(x, dtype)
+
+
 def detached(x: Tensor) -> Tensor:
-    """``x.detach()``; skipped, too, where it changes nothing."""
+    """``x.detach()``; skipped where it changes nothing, as in `in_dtype`."""
     return x.detach() if x.requires_grad else x
 
 
@@ -63,14 +72,6 @@ def check_tensors(
                 f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
                 "expected the same shape (nothing is broadcast)"
             )
-
-
-def check_losses(losses: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Raise MaskError unless ``losses`` are those of the terms ``names``."""
-    if losses.keys() != {*names}:
-        raise MaskError(
-            f"losses {sorted(losses)} for the terms {sorted(names)}; expected one for each term"
-        )
 
 
 def sample_coefficients(
@@ -114,15 +115,13 @@ def token_weights_of(
     """
     computed = at_least_fp32(dtype)
     mask = in_dtype(mask, computed)
-    if coefficient_S.device != mask.device:
-        coefficient_S = coefficient_S.to(mask.device, non_blocking=True)
-    coefficient_S = in_dtype(coefficient_S, computed)
+    coefficient_S = moved(coefficient_S, mask.device, computed)
     if starts is None:
         weights = mask * coefficient_S.view(-1, 1)
     else:
         # Tokens after the last sample get 0. Passing `output_size` avoids a device sync.
         number = mask.numel()
-        length = pad(starts.to(mask.device, non_blocking=True), (0, 1), value=number).diff()
+        length = pad(moved(starts, mask.device), (0, 1), value=number).diff()
         coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(length, output_size=number)
         weights = coefficient_T.view(mask.shape).mul_(mask)
     return in_dtype(weights, dtype)
@@ -210,7 +209,7 @@ def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tenso
     With coefficient 0 the result is 0 even if ``part`` is not finite, and stays attached to the
     autograd graph.
     """
-    if coefficient == 1:  # a node of the graph less
+    if coefficient == 1:  # saves a node of the graph
         return part
     if coefficient == 0:
         return weighted_sum(torch.zeros_like(losses), losses).to(part.dtype)

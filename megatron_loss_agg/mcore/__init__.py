@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions import with_checks
 from megatron_loss_agg.mcore.extensions.agreement import Agreement
@@ -15,7 +12,7 @@ from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
 from megatron_loss_agg.mcore.extensions.routers import RouterLosses
 from megatron_loss_agg.mcore.hook import Hook
 from megatron_loss_agg.mcore.host import Loop
-from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch
+from megatron_loss_agg.mcore.reading.keys import read_batch
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, read_samples
 from megatron_loss_agg.mcore.reading.prefetch import Prefetch
 from megatron_loss_agg.mcore.token_loss import TokenLoss
@@ -93,23 +90,4 @@ class LossHook(Hook):
             another report.
     """
 
-    def __init__(
-        self,
-        aggregation: LossAggregation | Mapping[str, Term | LossAggregation],
-        *,
-        read_batch: ReadBatch = read_batch,
-        read_step: ReadStep | None = None,
-        extensions: Iterable[Extension] = (),
-        empty_step: str = "step",
-        total: str = "loss",
-        loop: Loop = Loop(),  # noqa: B008  (immutable)
-    ) -> None:
-        super().__init__(
-            aggregation,
-            extensions=with_checks(extensions),
-            read_batch=read_batch,
-            read_step=read_step,
-            empty_step=empty_step,
-            total=total,
-            loop=loop,
-        )
+    _complete = staticmethod(with_checks)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.extension import MicrobatchLoss, denominator
+from megatron_loss_agg.mcore.extension import MicrobatchLoss, Watch, denominator
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall, ModelCalls
 from megatron_loss_agg.mcore.splits import Splits
@@ -36,7 +36,7 @@ class CallLosses:
         call: Call,
         plan: Callable[[], PlannedStep],
         splits: Splits,
-        watchers: Sequence[Callable[[MicrobatchLoss], None] | None],
+        watchers: Sequence[Watch | None],
         own_tokens: dict[int, int | Tensor],
     ) -> None:
         self._call = call
@@ -89,19 +89,7 @@ class CallLosses:
         whole = None  # how losses of all tokens were gathered, where ranks split them
         if isinstance(loss_func, TokenLoss) and call.scale.context_parallel_size > 1:
             whole = loss_func.whole
-        local = {
-            name: weighed(
-                plan.terms[name],
-                call.terms[name].aggregation,
-                i,
-                mask,
-                model_call,
-                call.groups,
-                self._splits,
-                whole is not None,
-            )
-            for name, mask in masks.items()
-        }
+        local = self._weighed(i, model_call, masks, whole is not None)
         given = _given(local, masks) if getattr(loss_func, "takes_weights", False) else None
         losses, reports, returned = token_losses(loss_func, output, masks, given)
         weights = {
@@ -116,13 +104,42 @@ class CallLosses:
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         if call.trains and torch.is_grad_enabled() and not total.requires_grad:
             _check_frozen(output)
-        inputs = () if model_call is None else model_call.inputs
         x = MicrobatchLoss(
-            call, plan, i, losses, masks, local, weights, whole, returned, inputs, total, reports
+            call=call,
+            plan=plan,
+            i=i,
+            losses=losses,
+            masks=masks,
+            local=local,
+            weights=weights,
+            loss_func=loss_func,
+            whole=whole,
+            returned=returned,
+            inputs=() if model_call is None else model_call.inputs,
+            total=total,
+            reports=reports,
         )
         self._report(x, sums)
         own = self._own_tokens_of(x)
         return call.scale.returned(x.total, own, plan.total_tokens, x.reports, whole)
+
+    def _weighed(
+        self, i: int, model_call: ModelCall | None, masks: Mapping[str, Tensor], whole: bool
+    ) -> dict[str, LocalWeights]:
+        call, planned = self._call, self._plan().terms
+        return {
+            name: weighed(
+                planned[name],
+                call.terms[name].aggregation,
+                i,
+                mask,
+                model_call,
+                call.groups,
+                self._splits,
+                whole,
+            )
+            for name, mask in masks.items()
+        }
 
     def _report(self, x: MicrobatchLoss, sums: Mapping[str, Tensor]) -> None:
         """Add the pairs of the terms, given their weighted sums, of extensions and of the total."""

@@ -56,6 +56,7 @@ class MicrobatchLoss:
     masks: Mapping[str, Tensor]  # the loss function's
     local: Mapping[str, LocalWeights]
     weights: Mapping[str, Tensor]
+    loss_func: Callable[..., Any]  # the script's, as extensions have adapted it
     whole: str | None  # see `TokenLoss`; None, too, where no context-parallel ranks split tokens
     returned: Sequence[Any] | None  # by a stock loss function; None: it is a `TokenLoss`
     inputs: Sequence[Tensor]  # the integer tensors that the model was called with
@@ -119,11 +120,15 @@ def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
     return pair if copies == 1 else pair / copies
 
 
+Watch = Callable[[MicrobatchLoss], None]
+"""What an extension makes of the loss of each microbatch of a call."""
+
+
 class Extension:
     """One thing that a call does besides its loss; every method may be left out.
 
     A check raises and changes no number. A part adds to `MicrobatchLoss.total` and its reports.
-    What lives no longer than a call belongs into `around`, not into attributes.
+    What lives no longer than a call belongs in `around`, not into attributes.
     """
 
     needs: frozenset[str] = frozenset()
@@ -156,9 +161,7 @@ class Extension:
         return loss_func, names
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         """Around one call of the schedule, on every rank.
 
         Yields a function of each microbatch's loss, or None. What follows the ``yield`` runs only

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,13 +35,15 @@ _FAILED = (
 class Hook:
     """`megatron_loss_agg.mcore.LossHook` with the given extensions and no others."""
 
+    _complete: Callable[[Iterable[Extension]], list[Extension]] = list
+
     def __init__(
         self,
         aggregation: LossAggregation | Mapping[str, Term | LossAggregation],
         *,
-        extensions: Sequence[Extension],
         read_batch: ReadBatch = read_batch,
         read_step: ReadStep | None = None,
+        extensions: Iterable[Extension] = (),
         empty_step: str = "step",
         total: str = "loss",
         loop: Loop = Loop(),  # noqa: B008  (immutable)
@@ -58,7 +60,7 @@ class Hook:
                 f"reports named {names}; expected different names of the terms and total=, and no "
                 "term 'lm', since 'lm loss' is the mean over tokens"
             )
-        self._extensions = list(extensions)
+        self._extensions = self._complete(extensions)
         read_batch = reading(read_batch, self.terms, "dataset" in self._needs)
         self._source = Source(read_batch, read_step)
         self._empty_step, self._loop = empty_step, loop
@@ -150,7 +152,6 @@ class Hook:
     def _run(self, schedule: Callable[..., Any], call: Call, step: Step, iterator: Any) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
         plan = None if call.may_lack_mask else self._plan(call, step)
-
         with contextlib.ExitStack() as stack:
             if not call.ends_step:
                 stack.enter_context(call.accumulating())
@@ -189,7 +190,7 @@ class Hook:
         return step.plan
 
     def _count(self, call: Call, step: Step) -> PlannedStep:
-        """The step's plan, made once; the next step's batches are then drawn behind this one."""
+        """The step's plan, made once; the next step's batches are drawn while this one computes."""
         if step.plan is None:
             # In a loss, one context-parallel rank may fail alone.
             with failing_together([call.groups.cp] if call.may_lack_mask else [], _FAILED):

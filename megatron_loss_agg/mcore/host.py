@@ -210,10 +210,6 @@ class Call:
     def trains(self) -> bool:
         return not self.arguments.get("forward_only")
 
-    def words(self) -> list[str]:
-        """What the extensions say of themselves in the first line of the log."""
-        return [words for x in self.extensions if (words := x.words())]
-
     @property
     def last(self) -> int:
         """Index in its step of the call's last microbatch."""
@@ -260,7 +256,10 @@ STOCK = "stock_schedule"
 
 
 def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's own function behind one that holds (itself, that) as its attribute `STOCK`."""
+    """The host's own function, if ``schedule`` wraps it, as its attribute `STOCK` says.
+
+    The attribute is (the wrapper, the host's function).
+    """
     itself, own = getattr(schedule, STOCK, (None, schedule))
     return own if itself is schedule else schedule  # a loop's wrapper copies the attribute
 

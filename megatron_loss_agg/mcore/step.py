@@ -78,8 +78,8 @@ class PlannedTerm(StepCoefficients):
     """
 
     samples: Sequence[MicrobatchShape]
-    ids: Mapping[Unit, Tensor]  # int64 [samples of all microbatches], of the units that are needed
-    given: Sequence[Tensor] | None  # of a custom function: the weights of all tokens
+    ids: Mapping[Unit, Sequence[Tensor]]  # int64 [samples], of the units that are needed
+    custom: Sequence[Tensor] | None  # weights of all tokens, by a custom function
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
     prints: Sequence[Prints] | None  # of the tokens, while these are compared
     is_late: bool  # the model makes the masks: coefficients and mask sums are not known
@@ -211,8 +211,8 @@ def _planned_term(
     return PlannedTerm(
         **{**known, "sums_by_unit": {}},  # only custom functions ask for them
         samples=samples,
-        ids={x: torch.cat([getattr(m, f"{x}_ids").cpu() for m in microbatches]) for x in units},
-        given=[plan.weights(i, dtype) for i in numbers] if is_custom else None,
+        ids={unit: [getattr(m, f"{unit}_ids").cpu() for m in microbatches] for unit in units},
+        custom=[plan.weights(i, dtype) for i in numbers] if is_custom else None,
         masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
         prints=prints,
         is_late=is_late,

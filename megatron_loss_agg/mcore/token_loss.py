@@ -56,9 +56,9 @@ class TokenLoss:
 
     Raises:
         ModeError: an unknown ``whole``.
-        HostError: when called: without a hook, though it needs one, or a report that is not a
+        HostError: in a step: called without a hook, though it needs one, or a report that is not a
             mapping.
-        MaskError: when called: not one loss per element of the mask, or terms that differ from the
+        MaskError: in a step: not one loss per element of the mask, or terms that differ from the
             hook's.
     """
 
@@ -153,7 +153,7 @@ def token_losses(
     flat = {}
     for name, of_term in _by_term("losses", losses, [*masks]).items():
         _check_one_loss_per_token(of_term, masks[name], returned is None)
-        flat[name] = of_term.flatten()  # of a vector no node of the graph
+        flat[name] = of_term.flatten()  # adds no node to the graph for a vector
     return flat, dict(report), returned
 
 

@@ -26,7 +26,7 @@ from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
 from megatron_loss_agg.mcore.splits import Splits, only
 from megatron_loss_agg.mcore.step import PlannedTerm
-from megatron_loss_agg.weights import at_least_fp32, in_dtype, sample_coefficients, token_weights_of
+from megatron_loss_agg.weights import at_least_fp32, moved, sample_coefficients, token_weights_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LocalWeights:
     coefficient_S: Tensor  # fp64, on the CPU or on the mask's device
     copies: int  # context-parallel ranks that have the same tokens
     layouts: Mapping[str, CPLayout]  # by split, where ranks split tokens and it matters how
-    given: Tensor | None  # of a custom function: the weights of all tokens
+    custom: Tensor | None  # weights of all tokens, by a custom function
 
     @property
     def split(self) -> str | None:
@@ -71,12 +71,10 @@ class LocalWeights:
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], in ``dtype``, on the device of ``mask``, the loss function's."""
-        if self.given is not None:
-            return moved(self.local(self.given), mask.device, dtype).reshape(-1)
-        coefficient_S = moved(self.coefficient_S, mask.device, at_least_fp32(dtype))
-        starts = self.samples.starts
-        starts = None if starts is None else moved(starts, mask.device)
-        return token_weights_of(coefficient_S, self.samples.shaped(mask), starts, dtype).reshape(-1)
+        if self.custom is not None:
+            return moved(self.local(self.custom), mask.device, dtype).reshape(-1)
+        mask, starts = self.samples.shaped(mask), self.samples.starts
+        return token_weights_of(self.coefficient_S, mask, starts, dtype).reshape(-1)
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's part of what is known of all tokens, in the mask's shape; LayoutError."""
@@ -121,8 +119,8 @@ def weighed(
             f"expected that key: add it, or {HOW_TO_READ}"
         )
     _check_shape(mask, samples.shape, groups.cp_size, whole)
-    given = None if term.given is None else term.given[i]
-    if parts > 1 and (packed or given is not None or term.masks is not None):
+    custom = None if term.custom is None else term.custom[i]
+    if parts > 1 and (packed or custom is not None or term.masks is not None):
         if term.prints is not None and model_call is not None:
             splits.recognise(samples, term.prints[i], model_call.inputs, mask, groups.cp)
         layouts = splits.layouts(samples, parts, groups.cp_rank)
@@ -132,7 +130,7 @@ def weighed(
             telling_S = sample_S if term.ids else term.coefficients(i)
             starts = _local_starts(starts, layouts, mask, telling_S)
     local = LocalSamples(samples.number, starts)
-    return LocalWeights(local, term.coefficients(i), copies, layouts, given)
+    return LocalWeights(local, term.coefficients(i), copies, layouts, custom)
 
 
 def _local_starts(
@@ -161,7 +159,7 @@ def _late(
     groups: ParallelGroups,
     copies: int,
 ) -> LocalWeights:
-    """`weighed` where the model makes the mask: ``c_s`` may come from its sums."""
+    """`weighed` where the model makes the mask, from its sums; see `reading.late`."""
     number = term.samples[i].number
     check_mask(mask, number, sequences, aggregation)
     # The samples of a pack have one coefficient: here, it is one sample.
@@ -171,31 +169,14 @@ def _late(
         sums_S = fitting(sums_S, groups.cp)
         dist.all_reduce(sums_S, group=groups.cp)
         sums_S = sums_S.to(mask.device)
-    coefficient_S = _late_coefficients(term.counts.across, aggregation, sums_S)
-    return LocalWeights(samples, coefficient_S, copies, {}, None)
-
-
-def _late_coefficients(across: float, aggregation: LossAggregation, sums_S: Tensor) -> Tensor:
-    """``c_s`` of a microbatch whose mask the model made: fp64 [samples]; see `reading.late`.
-
-    Args:
-        sums_S: its mask, fp64, summed by sample over context-parallel ranks.
-    """
     within_S = sums_S
     if aggregation.within == "microbatch":
         within_S = sums_S.sum().expand_as(sums_S)
     elif aggregation.within != "sample":
         within_S = torch.ones_like(sums_S)
-    return sample_coefficients(within_S, across, aggregation.scale, within_S == 0)
-
-
-def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` on ``device`` without a wait for it; in ``dtype``, if given."""
-    if x.device != device:
-        if x.is_cpu and torch.accelerator.is_available():
-            x = x.pin_memory()
-        x = x.to(device, non_blocking=True)
-    return x if dtype is None else in_dtype(x, dtype)
+    scale, across = aggregation.scale, term.counts.across
+    coefficient_S = sample_coefficients(within_S, across, scale, zero_S=within_S == 0)
+    return LocalWeights(samples, coefficient_S, copies, {}, None)
 
 
 def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, whole: bool) -> None:

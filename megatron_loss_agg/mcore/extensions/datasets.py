@@ -14,17 +14,16 @@ Each rank reports its tokens' parts of both sums, of all data sets of the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, denominator
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch, denominator
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
-from megatron_loss_agg.mcore.weigh import moved
-from megatron_loss_agg.weights import at_least_fp32, where_weighted
+from megatron_loss_agg.weights import at_least_fp32, moved, where_weighted
 
 
 class DatasetReports(Extension):
@@ -50,9 +49,7 @@ class DatasetReports(Extension):
         return {"report_datasets": self._log_interval}
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         if call.loop.averages_quotients and not call.trains:
             yield None  # averages of quotients: none by data set would be exact
             return
@@ -118,7 +115,7 @@ def _sums(
     Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
     """
     term, samples = x.plan.terms[name], x.local[name].samples
-    ids, id_S = _active(term), term.ids["dataset"].split([*term.sizes])[x.i]
+    ids, id_S = _active(term), term.ids["dataset"][x.i]
     sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
     place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
     sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import terms_in_words
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 
@@ -21,9 +21,7 @@ class FirstLine(Extension):
         self._said = False
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         groups, splits = call.groups, set[str]()
         speaks = groups.last_stage and not any(
             map(dist.get_rank, (groups.dp, groups.cp, groups.tp))
@@ -40,8 +38,9 @@ class FirstLine(Extension):
 
         yield on_loss
         if call.ends_step and not plan.is_empty:
-            said = [terms_in_words(call.terms), _step(call, plan), *sorted(splits), *call.words()]
-            print(f"loss aggregation: {'; '.join(said)}", flush=True)
+            words = [x.words() for x in call.extensions]
+            said = [terms_in_words(call.terms), _step(call, plan), *sorted(splits), *words]
+            print(f"loss aggregation: {'; '.join(filter(None, said))}", flush=True)
             self._said = True
 
 

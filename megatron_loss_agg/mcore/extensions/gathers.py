@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_loss_agg.collectives import all_gather, any_rank
 from megatron_loss_agg.errors import LayoutError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, Watch
 from megatron_loss_agg.mcore.host import Call, ParallelGroups
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import TokenLoss
@@ -61,9 +61,7 @@ class GatherCheck(Extension):
         return TokenLoss(measured, mask, whole, takes_weights=takes), names
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         yield None
         self._verified |= call.trains and plan is not None and not plan.is_empty
 

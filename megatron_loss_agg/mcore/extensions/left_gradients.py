@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_loss_agg.errors import HostError, StepError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 
@@ -42,9 +42,7 @@ class LeftGradients(Extension):
             )
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         yield None
         if call.trains:
             _left[call.chunks[0]] = _state(call.chunks[0])

@@ -6,7 +6,7 @@ The hook replaces their reduction, so anything else that they compute would be l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.weights import weighted_sum
@@ -33,30 +33,18 @@ class MaskedSum(Extension):
     """
 
     def __init__(self) -> None:
-        self._kind: Any = None  # of the loss function that is called next
         self._checked: set[Any] = set()
 
-    def adapt(
-        self, call: Call, loss_func: Callable[..., Any], names: Sequence[str]
-    ) -> tuple[Callable[..., Any], Sequence[str]]:
-        """Tell kinds apart: what computes the same has the same code, or type."""
-        function = loss_func
-        while isinstance(function, functools.partial):
-            function = function.func
-        self._kind = call.trains, getattr(function, "__code__", type(function))
-        return loss_func, names
-
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         seen, found = set[Any](), list[Tensor]()
 
         def on_loss(x: MicrobatchLoss) -> None:
-            if x.returned is None or self._kind in self._checked:
+            kind = call.trains, _kind(x.loss_func)
+            if x.returned is None or kind in self._checked:
                 return
             if call.ends_step and not x.plan.is_empty:
-                seen.add(self._kind)
+                seen.add(kind)
             loss, is_sum = x.returned[0].detach(), len(x.returned) == 3
             if is_sum or call.groups.cp_size == 1:  # or else a mean over a part of the tokens
                 losses, mask = x.losses[x.first], x.masks[x.first]
@@ -74,6 +62,13 @@ class MaskedSum(Extension):
                     "TokenLoss with that of each token; or, if it is Megatron's for distillation, "
                     "give the hook a second term named 'kd' and extensions=[Distillation()]"
                 )
+
+
+def _kind(loss_func: Callable[..., Any]) -> object:
+    """What functions that compute the same have in common: their code, or type."""
+    while isinstance(loss_func, functools.partial):
+        loss_func = loss_func.func
+    return getattr(loss_func, "__code__", type(loss_func))
 
 
 def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather, fitting
 from megatron_loss_agg.errors import LayoutError, MaskError, StepError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.prints import Prints, counts_up, fingerprint
@@ -47,9 +47,7 @@ class MaskCheck(Extension):
         self._places: dict[int, int | None] = {}  # see `_place`; over the calls of a step
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         # In the first step, also compare tokens, and sums of packs by sample.
         verifies = bool(self.needs)
         copies, cp_size, cp = 1, call.groups.cp_size, call.groups.cp
@@ -112,7 +110,7 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
         yield (~legal).sum(), none
         return
     planned_S = term.mask_sums(x.i)
-    packed, follows = local.samples.starts is not None, term.given is None
+    packed, follows = local.samples.starts is not None, term.custom is None
     if packed or not follows:
         yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.

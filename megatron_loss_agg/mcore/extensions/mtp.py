@@ -27,12 +27,11 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError, ModeError
 from megatron_loss_agg.masks import shifted
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.mcore.weigh import moved
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import at_least_fp32, weighted_sum
+from megatron_loss_agg.weights import at_least_fp32, moved, weighted_sum
 
 _METHOD = "compute_language_model_loss"
 _FLAG = "--loss-aggregation-mtp same (MultiTokenPrediction())"
@@ -61,9 +60,7 @@ class MultiTokenPrediction(Extension):
             )
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         if not (call.trains and call.groups.last_stage):
             yield None
             return
@@ -173,6 +170,6 @@ def _moved(x: MicrobatchLoss, depth: int, losses: Tensor) -> tuple[Tensor, Tenso
         return moved(local.local(shifted(values, whole, depth)), losses.device).reshape(-1)
 
     mask_T = of_rank(whole.loss_mask)
-    if local.given is not None:
-        return mask_T, of_rank(local.given).to(dtype)
+    if local.custom is not None:
+        return mask_T, of_rank(local.custom).to(dtype)
     return mask_T, local.weights(mask_T, dtype)

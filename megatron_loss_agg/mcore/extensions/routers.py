@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import failing_together
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss
+from megatron_loss_agg.mcore.extension import Extension, Watch
 from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.step import PlannedStep
 
@@ -57,9 +57,7 @@ class RouterLosses(Extension):
             check_config(call.config, call.scale.data_parallel_size)
 
     @contextmanager
-    def around(
-        self, call: Call, plan: PlannedStep | None
-    ) -> Iterator[Callable[[MicrobatchLoss], None] | None]:
+    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
         if not call.trains:
             yield None
             return

@@ -20,7 +20,11 @@ class ModelCall(NamedTuple):
 
 
 class ModelCalls:
-    """Observes the calls of the model chunk that computes the loss, under CP of ``ranks``."""
+    """Observes the calls of the model chunk that computes the loss.
+
+    Args:
+        ranks: of the context-parallel group.
+    """
 
     def __init__(self, chunk: Any, ranks: int) -> None:
         self._chunk, self._ranks = chunk, ranks

@@ -22,7 +22,7 @@ _KEYS = (
     *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens_q_padded"),
     *("cu_seqlens_unpadded", "cu_seqlens_argmin"),
 )
-"""Real ones first. The last two are of Megatron-Bridge before 0.6, whose offsets mean otherwise."""
+"""Real ones first. The last two are of Megatron-Bridge before 0.6, with another meaning."""
 
 
 def pack_offsets(

@@ -92,7 +92,7 @@ class Prefetch:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call ``function`` now, and keep its result, or its exception, for who asks for it later."""
+    """Call ``function`` now, and keep its result, or its exception, for whoever asks for it."""
     kept: Future[Any] = Future()
     try:
         kept.set_result(function(*args))
