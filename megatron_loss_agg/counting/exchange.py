@@ -166,6 +166,7 @@ def _counted(term: LocalTerm, of_ranks: Sequence[Rows], rank: int) -> StepCoeffi
     records = [x.record for x in of_ranks]
     _check_sharded_samples(records)
     total = Record(*map(sum, zip(*records, strict=True)))
+    knows_masks = total.knows_masks == len(records)
     units = [u for u in of_ranks[rank].units if all(u in x.units for x in of_ranks)]
     places = [[0, 1, 2, *(3 + x.units.index(u) for u in units)] for x in of_ranks]
     rows = [x.columns[place] for x, place in zip(of_ranks, places, strict=True)]
@@ -179,7 +180,7 @@ def _counted(term: LocalTerm, of_ranks: Sequence[Rows], rank: int) -> StepCoeffi
         tokens=table.tokens,
         kept_tokens=table.kept_tokens,
         all_tokens=table.all_tokens,
-        active_tokens=total.active_tokens if total.knows_masks else None,
+        active_tokens=total.active_tokens if knows_masks else None,
         routed_tokens=_routed_tokens(total),
         microbatches=total.microbatches,
         samples=table.counted_groups("sample")[0].numel(),
@@ -187,7 +188,7 @@ def _counted(term: LocalTerm, of_ranks: Sequence[Rows], rank: int) -> StepCoeffi
         prompts=numbers["prompt"],
         datasets=numbers["dataset"],
         across=across,
-        positions=total.positions if total.knows_masks else None,
+        positions=total.positions if knows_masks else None,
         unequal=total.unequal > 0,
     )
     return StepCoefficients(

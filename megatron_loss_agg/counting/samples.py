@@ -132,9 +132,10 @@ def _check_weights(weights_S: Tensor) -> None:
 
 def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
     """``given``, unchecked; or its entries for each microbatch, checked and joined."""
-    if not isinstance(given, (list, tuple)) or all(
+    nested = isinstance(given, (list, tuple)) and not any(
         isinstance(x, str) or _is_number(x) for x in given
-    ):
+    )
+    if not nested or (not given and sizes):
         return given
     if len(given) != len(sizes):
         raise GroupError(

@@ -143,7 +143,9 @@ def test_ranks_get_what_a_controller_would_hand_them_and_hear_of_bad_sums() -> N
 def test_sums_are_read_in_fp64_and_a_rank_may_have_none() -> None:
     plan = StepPlan.from_mask_sums(TOKEN_MEAN, [2.0**24 + 1, 1.0])
     assert plan.counts.tokens == 2**24 + 2
-    assert StepPlan.from_mask_sums(PROMPT_MEAN, [], prompt_ids=[]).counts.microbatches == 0
+    nothing: dict[str, list[Any]] = {name: [] for name in (*OF_SAMPLES, "sample_weights")}
+    agg = aggregation("prompt_mean", rejected="skip", sample_weights="skip")
+    assert StepPlan.from_mask_sums(agg, [], **nothing).counts.microbatches == 0
     assert StepPlan.from_mask_sums(PROMPT_MEAN, [[]], prompt_ids=[]).coefficients(0).numel() == 0
 
 

@@ -87,10 +87,12 @@ class MaskCheck(Extension):
         Only if all of them are in the step: a script may change its tokens, and in one stream of
         text the labels of a microbatch are the tokens of the next.
         """
-        self._places = {} if call.first == 0 else self._places
-        self._places |= {i: _place(i, prints, x) for i, x in by_rank.items()}
-        moved = [(i, j) for i, j in self._places.items() if i != j]
-        if call.ends_step and moved and None not in self._places.values():
+        places = self._places if call.trains and call.first else {}
+        places |= {i: _place(i, prints, x) for i, x in by_rank.items()}
+        if call.trains:  # an evaluation may come between the calls of a step
+            self._places = places
+        moved = [(i, j) for i, j in places.items() if i != j]
+        if call.ends_step and moved and None not in places.values():
             i, j = moved[0]
             raise StepError(
                 f"the model is called with the tokens of microbatch {j} of the step in place of "

@@ -128,7 +128,8 @@ def checked_microbatches(
     for name, term in terms.items():
         for microbatch in found:
             _check_readable(of_term(name, microbatch), term.aggregation)
-    return found
+    # A mapping may have entries that are no terms.
+    return [m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found]
 
 
 def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
