@@ -77,7 +77,11 @@ class Table:
     def groups(self, unit: Unit) -> Groups:
         """The groups by ``unit``."""
         if unit not in self._groups:
-            self._groups[unit] = Groups(*self._ids[unit].unique(return_inverse=True))
+            ids = self._ids[unit]
+            # Ordinals of samples and microbatches are, but where ranks share samples.
+            is_sorted = bool((ids[1:] >= ids[:-1]).all())
+            unique = torch.unique_consecutive if is_sorted else torch.unique
+            self._groups[unit] = Groups(*unique(ids, return_inverse=True))
         return self._groups[unit]
 
     def group_sums(self, unit: Unit | None) -> Tensor:

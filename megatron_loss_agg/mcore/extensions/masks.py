@@ -27,13 +27,12 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.prints import Prints, counts_up, fingerprint
 from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.weights import at_least_fp32
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
 _Number = tuple[Tensor, Callable[[], Tensor]]
 """Of a mask on this rank; and what it adds up to over ranks, as a function to call afterwards."""
-_INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks add them up
+_INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks gather them
 
 
 class MaskCheck(Extension):
@@ -114,7 +113,7 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
     planned_S = term.mask_sums(x.i)
     packed, follows = local.samples.starts is not None, term.custom is None
     if packed or not follows:
-        yield mask.sum(dtype=at_least_fp32(mask.dtype)), planned_S.sum
+        yield mask.sum(), planned_S.sum
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.
     is_known = cp_size == 1 or x.whole is not None or local.split is not None
     if packed and follows and not (verifies and is_known):
