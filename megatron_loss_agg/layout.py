@@ -7,7 +7,7 @@ bshd layout, of every packed sequence in Transformer Engine's thd layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,14 @@ class CPLayout:
         cp_size, cp_rank: size of the context-parallel group, and this rank in it.
     """
 
-    def __init__(
-        self, index_of: Callable[[int], Tensor], total_len: int, cp_size: int, cp_rank: int
-    ):
+    def __init__(self, holder_T: Tensor, cp_size: int, cp_rank: int) -> None:
         if not 0 <= cp_rank < cp_size:
             raise LayoutError(f"cp_rank={cp_rank} of cp_size={cp_size}; expected 0 <= rank < size")
-        self.total_len = total_len
+        self.total_len = holder_T.numel()
         self.cp_size = cp_size
         self.cp_rank = cp_rank
-        self._index_of = index_of
-        self.index = index_of(cp_rank)
+        self.index = (holder_T == cp_rank).nonzero().view(-1)
+        self._holder_T = holder_T  # the rank of each position
 
     @classmethod
     def bshd(cls, seq_len: int, cp_size: int, cp_rank: int) -> CPLayout:
@@ -66,32 +64,19 @@ class CPLayout:
                 f"cu_seqlens_padded={cu_seqlens_padded}; expected int32 or int64 [sequences + 1], "
                 "offsets that start at 0 and do not decrease"
             )
-        total_len = int(cu_seqlens_padded[-1])
-        if cp_size == 1:
-            return cls.contiguous(total_len, cp_size, cp_rank)
-        # A copy, since `unshard` computes the other ranks' maps from it later.
-        starts = cu_seqlens_padded[:-1].to(torch.int64, copy=True)
-        lengths = cu_seqlens_padded.diff().to(torch.int64)
+        starts = cu_seqlens_padded.long()
+        lengths = starts.diff()
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
-        if uneven.numel():
+        if cp_size > 1 and uneven.numel():
             which = int(uneven[0])
             raise LayoutError(
                 f"sequence {which} has (padded) length {int(lengths[which])}; expected a multiple "
                 f"of 2 * cp_size = {2 * cp_size}: pad it"
             )
-        chunk = lengths // (2 * cp_size)
-        # Each sequence gives this rank two runs of one chunk each: run k begins at run_start[k] in
-        # the pack, and ends at run_end[k] among this rank's tokens.
-        run_length = chunk.repeat_interleave(2)
-        run_end = run_length.cumsum(0)
-
-        def index_of(rank: int) -> Tensor:
-            pair = torch.tensor([rank, 2 * cp_size - 1 - rank], device=starts.device)
-            run_start = (starts.unsqueeze(1) + chunk.unsqueeze(1) * pair).view(-1)
-            offset = (run_start - (run_end - run_length)).repeat_interleave(run_length)
-            return offset + torch.arange(offset.numel(), device=starts.device)
-
-        return cls(index_of, total_len, cp_size, cp_rank)
+        length_T, start_T = torch.stack([lengths, starts[:-1]]).repeat_interleave(lengths, dim=1)
+        place_T = torch.arange(len(start_T), device=starts.device) - start_T
+        chunk_T = place_T * (2 * cp_size) // length_T
+        return cls(torch.minimum(chunk_T, 2 * cp_size - 1 - chunk_T), cp_size, cp_rank)
 
     @classmethod
     def contiguous(cls, total_len: int, cp_size: int, cp_rank: int) -> CPLayout:
@@ -106,12 +91,8 @@ class CPLayout:
                 f"length {total_len} cannot be split into {cp_size} equal parts; "
                 f"expected a multiple of cp_size = {cp_size}: pad it"
             )
-        part = total_len // cp_size
-
-        def index_of(rank: int) -> Tensor:
-            return torch.arange(rank * part, (rank + 1) * part)
-
-        return cls(index_of, total_len, cp_size, cp_rank)
+        holder_T = torch.arange(total_len) * cp_size // max(total_len, 1)
+        return cls(holder_T, cp_size, cp_rank)
 
     def shard(self, x: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
@@ -149,7 +130,7 @@ class CPLayout:
             local = all_gather(local.contiguous(), group=group)
         whole = torch.cat([*local], dim=dim)
         _check_length(whole, dim, self.total_len)
-        order = torch.cat([self._index_of(rank) for rank in range(self.cp_size)]).argsort()
+        order = self._holder_T.argsort(stable=True).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
 
