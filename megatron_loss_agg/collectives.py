@@ -26,7 +26,7 @@ def gathered(
     *,
     tag: int,
     failure: str,
-    difference: Callable[[list[int]], AggregationError],
+    difference: AggregationError,
 ) -> list[Tensor]:
     """Each rank's ``mine``, a vector, whose length may differ between ranks.
 
@@ -36,7 +36,7 @@ def gathered(
     Args:
         tag: what must be the same on every rank, see `tag_of`.
         failure: message for ranks that failed, with ``{}`` for their list.
-        difference: makes the error that every rank raises, of the ranks with another tag than its.
+        difference: what every rank raises if tags differ.
 
     Raises:
         PeerError: some rank called `abandon`.
@@ -47,8 +47,8 @@ def gathered(
             f"{failure.format(failed)}; expected valid input on every rank: see the error of "
             "those ranks"
         )
-    if others := {header[1] for header in headers} - {tag}:
-        raise difference([rank for rank, header in enumerate(headers) if header[1] in others])
+    if any(header[1] != tag for header in headers):
+        raise difference
     sizes = [size for _, _, size in headers]
     if not max(sizes):
         return [mine] * len(sizes)
@@ -91,11 +91,6 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This rank's place in ``group``; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
-
-
 @contextlib.contextmanager
 def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
     """Make the body fail on every rank of ``groups`` if it fails on one of them.
@@ -116,11 +111,7 @@ def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Itera
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Whether ``flag`` is set on any rank of ``group``. One collective; waits for the device."""
-    if dist.get_world_size(group) == 1:
-        return flag
-    value = fitting(torch.tensor(int(flag)), group)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value)
+    return bool(all_gather(torch.tensor([int(flag)]), group).any())
 
 
 def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:

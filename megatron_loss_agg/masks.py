@@ -98,8 +98,8 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
     least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):
         raise MaskError(
-            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
-            "fp32; expected finite values >= 0"
+            f"microbatch {place}: loss_mask (or mask_sums) has negative, infinite or NaN values, "
+            "or some beyond fp32; expected finite numbers >= 0"
         )
     if microbatch.cu_seqlens is None:
         return mask.sum(dim=1, dtype=torch.float64)

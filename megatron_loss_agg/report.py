@@ -166,19 +166,15 @@ def reduce_reports(
         # All metrics in one tensor, to copy them from the device once.
         mine = torch.cat(columns).cpu() if columns else torch.empty(0)
     names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
-
-    def different(others: list[int]) -> ReportError:
-        return ReportError(
-            f"this rank reports {', '.join(names) or 'nothing'}, and rank(s) {others} of the group "
-            "other metrics; expected the same names and kinds on every rank"
-        )
-
     of_ranks = gathered(
         mine,
         group,
         tag=tag_of(names),
         failure="bad metrics on rank(s) {} of the group",
-        difference=different,
+        difference=ReportError(
+            f"this rank reports {', '.join(names) or 'nothing'}, and another rank of the group "
+            "other metrics; expected the same names and kinds on every rank"
+        ),
     )
     rows = torch.stack(of_ranks).unflatten(1, (len(kinds), COLUMNS))
     reduced = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.collectives import gathered, rank_in, tag_of
+from megatron_loss_agg.collectives import gathered, tag_of
 from megatron_loss_agg.counting.samples import Samples
 from megatron_loss_agg.counting.table import StepCounts, Table
 from megatron_loss_agg.errors import GroupError, ModeError, StepError
@@ -22,10 +23,9 @@ class Record(NamedTuple):
 
     rows: int
     owner: int  # of the samples, see `LocalTerm`
-    units: int  # a bit for each of `BY_ID` that has ids here and is used
+    has_ids: int  # a bit for each of the term's units
     microbatches: int
     routed_microbatches: int  # that say their routed tokens
-    knows_masks: int  # else active tokens and positions are unknown
     active_tokens: int
     positions: int
     unequal: int
@@ -39,7 +39,7 @@ class LocalTerm:
 
     Attributes:
         owner: rank of the owner; -1 where samples are whole.
-        units: of `BY_ID`, whose groups are needed.
+        units: of `BY_ID`, whose groups are needed, or may be by a custom function.
 
     Raises:
         GroupError: missing ids; or rejected samples or sample weights, about which the aggregation
@@ -53,23 +53,19 @@ class LocalTerm:
         sharded_over: dist.ProcessGroup | None,
         group_by: tuple[Unit, ...] = (),
     ) -> None:
-        if agg.rejected is None and samples.rejected_S is not None:
-            raise GroupError(
-                "some samples are rejected, and the aggregation does not say whether they count; "
-                "expected LossAggregation(rejected='count') or rejected='skip'"
-            )
-        if agg.sample_weights is None and samples.weights_S is not None:
-            raise GroupError(
-                "samples have weights, and the aggregation does not say whether they count; "
-                "expected LossAggregation(sample_weights='count') or sample_weights='skip'"
-            )
+        for name in ("rejected", "sample_weights"):
+            if getattr(agg, name) is None and name in samples.given:
+                raise GroupError(
+                    f"a microbatch has {name}, and the aggregation does not say whether they "
+                    f"count; expected LossAggregation({name}='count') or {name}='skip'"
+                )
         self.agg, self.samples, self.group_by = agg, samples, group_by
         self.owner, self._rank = -1, dist.get_rank() if dist.is_initialized() else 0
         if sharded_over is not None:
             self.owner = min(dist.get_process_group_ranks(sharded_over))
         used = {agg.within, agg.across, *group_by}
-        self.units = [u for u in BY_ID if u in used or (agg.mode == "custom" and u in samples.ids)]
-        for unit in self.units:
+        self.units = [unit for unit in BY_ID if unit in used or agg.mode == "custom"]
+        for unit in used.intersection(self.units):
             if unit not in samples.ids:
                 what = "a report" if unit in group_by else f"mode {agg.mode!r}"
                 raise GroupError(
@@ -77,40 +73,46 @@ class LocalTerm:
                     f"give {unit}_ids=, one for each sample"
                 )
 
-    def record(self) -> Record:
-        samples, positions = self.samples, self.samples.positions
+    def packed(self) -> Tensor:
+        """int64: the record, and then the columns of `Table`."""
+        samples, number = self.samples, self.samples.sums_S.numel()
+        positions = samples.positions or []
         counts_microbatches = self.owner in (-1, self._rank)
         # Routed tokens are those of all ranks that share the samples, elements of masks are not.
         counts_positions = counts_microbatches or not samples.routed_microbatches
-        return Record(
-            rows=samples.sums_S.numel(),
+        record = Record(
+            rows=number,
             owner=self.owner,
-            units=sum(1 << BY_ID.index(unit) for unit in self.units),
+            has_ids=sum(1 << k for k, unit in enumerate(self.units) if unit in samples.ids),
             microbatches=len(samples.sizes) * counts_microbatches,
             routed_microbatches=samples.routed_microbatches * counts_microbatches,
-            knows_masks=positions is not None,
             active_tokens=sum(samples.active_tokens),
-            positions=sum(positions or ()) * counts_positions,
-            unequal=len({*(positions or ())}) > 1,
+            positions=sum(positions) * counts_positions,
+            unequal=len({*positions}) > 1,
         )
-
-    def packed(self) -> Tensor:
-        """int64: the record, and then the columns of `Table`."""
-        samples = self.samples
-        number = samples.sums_S.numel()
-        weight_S, rejected_S = samples.weights_S, samples.rejected_S
         # Ordinals of this rank's microbatches and samples, apart from those of other owners.
         first = (self._rank if self.owner < 0 else self.owner) << 32
         sizes = torch.tensor(samples.sizes, dtype=torch.int64)
         columns = [
             samples.sums_S.view(torch.int64),
-            (torch.ones(number).double() if weight_S is None else weight_S).view(torch.int64),
-            torch.zeros(number).long() if rejected_S is None else rejected_S.long(),
+            samples.weights_S.view(torch.int64),
+            samples.rejected_S.long(),
             torch.arange(len(sizes)).repeat_interleave(sizes) + first,
             torch.arange(number) + first,
-            *(samples.ids[unit] for unit in self.units),
+            *(samples.ids.get(unit, torch.zeros(number).long()) for unit in self.units),
         ]
-        return torch.cat([torch.tensor(self.record()), *columns])
+        return torch.cat([torch.tensor(record), *columns])
+
+    def unpacked(self, rows: list[Tensor]) -> tuple[list[Record], Tensor, list[Tensor]]:
+        """The ranks' records, their columns side by side, and what they packed after this term."""
+        records, columns, rest = [], [], []
+        for row in rows:
+            head, body = row[: len(Record._fields)], row[len(Record._fields) :]
+            records.append(Record(*head.tolist()))
+            number = 5 + len(self.units), records[-1].rows
+            columns.append(body[: math.prod(number)].view(number))
+            rest.append(body[math.prod(number) :])
+        return records, torch.cat(columns, dim=1), rest
 
 
 def count_step(
@@ -125,57 +127,39 @@ def count_step(
         GroupError: ranks that share samples have different numbers of them.
         MaskError: coefficients that fp32 does not hold.
     """
-    of_ranks = gathered(
+    rows = gathered(
         torch.cat([term.packed() for term in terms.values()]),
         group,
         tag=tag_of((name, *_defining(term)) for name, term in terms.items()),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
-        difference=_different_terms,
+        difference=ModeError(
+            "ranks have different aggregations, or other terms, or the same in another order, or "
+            "sharded masks on some of them alone; expected the same on every rank"
+        ),
     )
-    by_rank = [_unpacked(row) for row in of_ranks]
-    return [
-        _counted(term, of_term, rank_in(group))
-        for term, of_term in zip(terms.values(), zip(*by_rank, strict=True), strict=True)
-    ]
+    rank = 0 if group is None else dist.get_rank(group)
+    counted = []
+    for term in terms.values():
+        records, columns, rows = term.unpacked(rows)
+        counted.append(_counted(term, records, columns, rank))
+    return counted
 
 
-class Rows(NamedTuple):
-    """One rank's samples of one term."""
-
-    record: Record
-    columns: Tensor  # int64 [columns, rows]: mask sums, weights, rejected, and ids by unit
-    units: list[Unit]
-
-
-def _unpacked(row: Tensor) -> list[Rows]:
-    """What a rank packed of its terms."""
-    found = []
-    while row.numel():
-        record = Record(*row[: len(Record._fields)].tolist())
-        by_id = [unit for k, unit in enumerate(BY_ID) if record.units >> k & 1]
-        units: list[Unit] = ["microbatch", "sample", *by_id]
-        ends = len(Record._fields) + (3 + len(units)) * record.rows
-        columns = row[len(Record._fields) : ends].view(3 + len(units), record.rows)
-        found.append(Rows(record, columns, units))
-        row = row[ends:]
-    return found
-
-
-def _counted(term: LocalTerm, of_ranks: Sequence[Rows], rank: int) -> StepCoefficients:
+def _counted(
+    term: LocalTerm, records: Sequence[Record], columns: Tensor, rank: int
+) -> StepCoefficients:
     """What all ranks' samples say of this ``rank``'s."""
-    records = [x.record for x in of_ranks]
     _check_sharded_samples(records)
-    total = Record(*map(sum, zip(*records, strict=True)))
-    knows_masks = total.knows_masks == len(records)
-    units = [u for u in of_ranks[rank].units if all(u in x.units for x in of_ranks)]
-    places = [[0, 1, 2, *(3 + x.units.index(u) for u in units)] for x in of_ranks]
-    rows = [x.columns[place] for x, place in zip(of_ranks, places, strict=True)]
-    table = Table(term.agg, torch.cat(rows, dim=1), units, total.microbatches)
-    first = sum(x.rows for x in records[:rank])
-    samples, across = term.samples, table.across()
-    own = slice(first, first + samples.sums_S.numel())
-    groups = {unit: table.counted_groups(unit) for unit in units if unit in BY_ID}
-    numbers = {unit: groups[unit][0].numel() if unit in groups else None for unit in BY_ID}
+    samples, total = term.samples, Record(*map(sum, zip(*records, strict=True)))
+    units: list[Unit] = ["microbatch", "sample", *term.units]
+    table = Table(term.agg, columns, units, total.microbatches)
+    first = sum(record.rows for record in records[:rank])
+    own = slice(first, first + records[rank].rows)
+    # Of units whose ids every rank has.
+    known = [u for k, u in enumerate(term.units) if all(x.has_ids >> k & 1 for x in records)]
+    groups = {unit: table.counted_groups(unit) for unit in known}
+    numbers = {unit: ids.numel() for unit, (ids, _) in groups.items()}
+    knows_masks, across = samples.positions is not None, table.across()
     counts = StepCounts(
         tokens=table.tokens,
         kept_tokens=table.kept_tokens,
@@ -184,36 +168,31 @@ def _counted(term: LocalTerm, of_ranks: Sequence[Rows], rank: int) -> StepCoeffi
         routed_tokens=_routed_tokens(total),
         microbatches=total.microbatches,
         samples=table.counted_groups("sample")[0].numel(),
-        rollouts=numbers["rollout"],
-        prompts=numbers["prompt"],
-        datasets=numbers["dataset"],
+        rollouts=numbers.get("rollout"),
+        prompts=numbers.get("prompt"),
+        datasets=numbers.get("dataset"),
         across=across,
         positions=total.positions if knows_masks else None,
         unequal=total.unequal > 0,
     )
+    by_unit: list[Unit] = ["step", "microbatch", "sample", *known]
     return StepCoefficients(
         counts=counts,
         sizes=samples.sizes,
         # Copies, since these are parts of all ranks' samples.
         coefficient_S=table.coefficients(across)[own].clone(),
         mask_sum_S=samples.sums_S,
-        sums_by_unit={u: table.group_sums(u)[own].clone() for u in ("step", *units)},
+        sums_by_unit={unit: table.group_sums(unit)[own].clone() for unit in by_unit},
         groups_by_unit=groups,
     )
 
 
 def _defining(term: LocalTerm) -> tuple[object, ...]:
     """What must be the same on every rank."""
-    agg = term.agg
-    options = agg.empty, agg.rejected, agg.sample_weights
-    return agg.mode, agg.within, agg.across, agg.scale, *options, term.group_by, term.owner >= 0
-
-
-def _different_terms(_: list[int]) -> ModeError:
-    return ModeError(
-        "ranks have different aggregations, or other terms, or the same in another order, or "
-        "sharded masks on some of them alone; expected the same on every rank"
-    )
+    agg, samples = term.agg, term.samples
+    options = agg.empty, agg.rejected, agg.sample_weights, term.group_by
+    kinds = term.owner >= 0, samples.positions is None
+    return agg.mode, agg.within, agg.across, agg.scale, *options, *kinds
 
 
 def _check_sharded_samples(of_ranks: Sequence[Record]) -> None:

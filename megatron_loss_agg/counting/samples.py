@@ -5,7 +5,7 @@ Suffix: ``_S`` samples of all this rank's microbatches, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, checked_by_sample
-from megatron_loss_agg.weights import described, is_plain
+from megatron_loss_agg.weights import described
 
 
 class Samples(NamedTuple):
@@ -25,8 +25,9 @@ class Samples(NamedTuple):
     sums_S: Tensor  # fp64, mask sums
     sizes: list[int]  # samples of each microbatch
     ids: Mapping[Unit, Tensor]  # int64 [samples], of units for which every microbatch has them
-    rejected_S: Tensor | None  # bool
-    weights_S: Tensor | None  # fp64
+    rejected_S: Tensor  # bool
+    weights_S: Tensor  # fp64
+    given: Set[str]  # which of `rejected` and `sample_weights` any microbatch has
     active_tokens: list[int]  # of each microbatch
     positions: list[int] | None  # of each, routed tokens or elements; None where masks are unknown
     routed_microbatches: int  # that say their routed tokens
@@ -39,12 +40,13 @@ class Samples(NamedTuple):
             MaskError, GroupError: as `sums_by_sample`; or sample weights that are not finite and
                 >= 0.
         """
-        rejected_S = weights_S = None
-        if any(m.rejected is not None for m in microbatches):
-            rejected_S = _column(microbatches, "rejected", False)
-        if any(m.sample_weights is not None for m in microbatches):
-            weights_S = _column(microbatches, "sample_weights", 1.0)
-            _check_weights(weights_S)
+        weights_S = _column(microbatches, "sample_weights", 1.0)
+        bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
+        if bool(bad_S.any()):
+            raise MaskError(
+                f"sample_weights has the value {weights_S[bad_S][0].item():g}; expected finite "
+                "numbers >= 0"
+            )
         routed = [m.routed_tokens for m in microbatches]
         return cls(
             sums_S=sums_by_sample(microbatches),
@@ -54,8 +56,13 @@ class Samples(NamedTuple):
                 for unit in BY_ID
                 if all(getattr(m, f"{unit}_ids") is not None for m in microbatches)
             },
-            rejected_S=rejected_S,
+            rejected_S=_column(microbatches, "rejected", False),
             weights_S=weights_S,
+            given={
+                name
+                for name in ("rejected", "sample_weights")
+                if any(getattr(m, name) is not None for m in microbatches)
+            },
             # Of floats `count_nonzero` alone is slow.
             active_tokens=[int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
             positions=[
@@ -76,10 +83,16 @@ class Samples(NamedTuple):
             MaskError, GroupError: a wrong shape or dtype, or values that are not finite and >= 0.
         """
         # An empty list is a rank without microbatches.
-        flat = not isinstance(mask_sums, (list, tuple)) or (
-            len(mask_sums) > 0 and all(map(_is_number, mask_sums))
-        )
-        sums = [_checked_sums(x) for x in ([mask_sums] if flat else mask_sums)]
+        flat = not isinstance(mask_sums, (list, tuple)) or any(map(_is_number, mask_sums))
+        sums = [
+            torch.as_tensor(x, dtype=torch.float64) for x in ([mask_sums] if flat else mask_sums)
+        ]
+        for x in sums:
+            if x.dim() != 1:
+                raise MaskError(
+                    f"mask_sums is {described(x)}; expected a vector of numbers, one for each "
+                    "sample, or a list of such vectors"
+                )
         sizes = [x.numel() for x in sums]
         of_all = {name: _of_all(name, x, sizes) for name, x in by_sample.items() if x is not None}
         # The same samples, each with all of its mask in one token.
@@ -116,18 +129,11 @@ def _column(microbatches: Sequence[Microbatch], name: str, default: float) -> Te
     """The field ``name`` of all samples; ``default`` for microbatches without it."""
     dtype = BY_SAMPLE[name]
     fields = [(m.num_samples, getattr(m, name)) for m in microbatches]
+    if all(x is None for _, x in fields):
+        return torch.full((sum(n for n, _ in fields),), default, dtype=dtype)
     return _joined(
         (torch.full((n,), default, dtype=dtype) if x is None else x for n, x in fields), dtype
     )
-
-
-def _check_weights(weights_S: Tensor) -> None:
-    bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
-    if bool(bad_S.any()):
-        raise MaskError(
-            f"sample_weights has the value {weights_S[bad_S][0].item():g}; expected finite "
-            "numbers >= 0"
-        )
 
 
 def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
@@ -148,20 +154,3 @@ def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
 
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) or getattr(x, "ndim", 1) == 0
-
-
-def _checked_sums(given: Any) -> Tensor:
-    """fp64 [samples]."""
-    try:
-        sums_S = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise MaskError(
-            f"mask_sums cannot be read ({error}); expected a vector of numbers"
-        ) from error
-    is_vector = is_plain(sums_S) and sums_S.dim() == 1
-    if not is_vector or not bool((sums_S.isfinite() & (sums_S >= 0)).all()):
-        raise MaskError(
-            f"mask_sums is {described(sums_S)}; expected a vector of finite numbers >= 0, one for "
-            "each sample"
-        )
-    return sums_S
