@@ -99,10 +99,9 @@ class LossAggregation:
         if self.mode not in MODES:
             hint = _did_you_mean(self.mode, MODES)
             raise ModeError(f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}")
-        if self.empty not in ("count", "skip"):
-            raise ModeError(f"empty={self.empty!r}; expected 'count' or 'skip'")
-        for name in ("rejected", "sample_weights"):
-            if (given := getattr(self, name)) not in (None, "count", "skip"):
+        for name in ("empty", "rejected", "sample_weights"):
+            given = getattr(self, name)
+            if given not in ("count", "skip") and (given is not None or name == "empty"):
                 raise ModeError(f"{name}={given!r}; expected 'count' or 'skip'")
         countable = MODES[self.mode].across in _COUNTABLE
         if self.count is not None and not (countable and self.count in _COUNTABLE):

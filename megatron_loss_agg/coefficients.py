@@ -51,9 +51,7 @@ class StepCoefficients:
         return self._of_microbatch(self.mask_sum_S, i)
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
-        """Mask sum over the step of each sample's group, for microbatch ``i``.
-
-        fp64 [samples], on the CPU.
+        """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
 
         Raises:
             GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,10 @@ class StepPlan(StepCoefficients):
     ) -> StepPlan:
         """Count the step over all ranks, in two collectives.
 
-        Masks are whole or sharded; the caller says which:
-
-        - whole (every context-parallel rank has the same full mask): ``group`` is the
-          data-parallel group *without* context parallelism;
-        - sharded: ``sharded_over`` is the context-parallel group, ``group`` the combined
-          data-and-context-parallel group, and masks and offsets are this rank's local ones.
+        Masks are whole (every context-parallel rank has the same full mask): ``group`` is the
+        data-parallel group *without* context parallelism. Or they are sharded, and masks and
+        offsets are this rank's local ones: ``sharded_over`` is the context-parallel group,
+        ``group`` the combined data-and-context-parallel group.
 
         Args:
             agg: what to compute; the same on every rank.
@@ -181,9 +179,9 @@ class StepPlan(StepCoefficients):
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
-        """Call instead of a constructor on a rank that could not read its step.
+        """Call instead of a constructor on a rank that failed to read its step and raises.
 
-        The other ranks then raise PeerError instead of hanging. This rank raises its own error.
+        The other ranks then raise PeerError instead of hanging.
         """
         abandon(group)
 
@@ -214,15 +212,13 @@ class StepPlan(StepCoefficients):
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
 
-        Policy losses scale with the advantage, so the sum of ``loss(w_t * A_t)`` over the step is
-        the sum of ``w_t * loss(A_t)``. Tinker's ``importance_sampling`` and ``ppo`` losses are such
-        sums, without a mask. Weights must be non-negative, as they are in all modes but ``custom``,
-        since clipping depends on the sign of the advantage.
+        A policy loss is proportional to its advantage, so the sum of ``loss(w_t * A_t)`` over the
+        step is that of ``w_t * loss(A_t)``. Tinker's ``importance_sampling`` and ``ppo`` losses are
+        such sums, without a mask. Clipping depends on the sign of the advantage, so weights must be
+        non-negative, as in all modes but ``custom``.
 
-        This holds only for losses that are proportional to the advantage. A loss that compares the
-        advantage with a constant, as a covariance clip or a threshold does, sees another size:
-        leave its advantages alone, and multiply its token losses by `weights`, or by the mask times
-        `coefficients`.
+        A loss that compares the advantage with a constant, as a covariance clip or a threshold
+        does, is not proportional to it: multiply its token losses by `weights` instead.
 
         Args:
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
@@ -251,7 +247,7 @@ class StepPlan(StepCoefficients):
         return self.microbatches[self._index(i)]
 
 
-class StepTerms(Mapping[str, StepPlan]):
+class StepTerms(dict[str, StepPlan]):
     """The plans of one step's terms, by name; built by `StepPlan.build_terms`.
 
     The loss of the step is the sum of ``coefficient * w_t * loss_t`` over terms, tokens,
@@ -259,24 +255,13 @@ class StepTerms(Mapping[str, StepPlan]):
     """
 
     def __init__(self, terms: Mapping[str, Term], plans: Mapping[str, StepPlan]) -> None:
+        super().__init__(plans)
         self.terms = dict(terms)
-        self._plans = dict(plans)
-
-    def __getitem__(self, name: str) -> StepPlan:
-        return self._plans[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plans)
-
-    def __len__(self) -> int:
-        return len(self._plans)
 
     @property
     def is_empty(self) -> bool:
         """Whether the plan of every term with a nonzero coefficient is empty."""
-        return all(
-            plan.is_empty for name, plan in self._plans.items() if self.terms[name].coefficient != 0
-        )
+        return all(plan.is_empty for name, plan in self.items() if self.terms[name].coefficient)
 
     def weighted_sum(self, i: int, losses: Mapping[str, Tensor]) -> Tensor:
         """``sum over terms of coefficient * sum_t w_t * loss_t`` of microbatch ``i``; a scalar.
@@ -293,7 +278,7 @@ class StepTerms(Mapping[str, StepPlan]):
                 f"losses {sorted(losses)} for the terms {sorted(self)}; expected one for each term"
             )
         parts = []
-        for name, plan in self._plans.items():
+        for name, plan in self.items():
             w = plan.weights(i, at_least_fp32(losses[name].dtype))
             term, part = self.terms[name], weighted_sum(w, losses[name])
             parts.append(times_coefficient(term.coefficient, part, losses[name]))

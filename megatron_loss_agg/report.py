@@ -128,14 +128,13 @@ class Min:
 Metric = Mean | Sum | Max | Min
 """What `reduce_reports` reduces."""
 
-COLUMNS = 2  # of a metric: its fields, or its only field twice
 _OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
     Mean: torch.sum,
     Sum: torch.sum,
     Max: torch.amax,
     Min: torch.amin,
 }
-"""What makes the columns of one metric of those of several: [several, columns] -> [columns]."""
+"""What reduces the fields of several metrics of a kind: [metrics, fields] -> [fields]."""
 
 
 def reduce_reports(
@@ -162,9 +161,9 @@ def reduce_reports(
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
     with abandoning_on_error(group):
-        kinds, columns = _over_microbatches(reports)
+        kinds, of_metrics = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        mine = torch.cat(columns).cpu() if columns else torch.empty(0)
+        mine = torch.cat(of_metrics).cpu() if of_metrics else torch.empty(0)
     names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
     of_ranks = gathered(
         mine,
@@ -176,23 +175,23 @@ def reduce_reports(
             "other metrics; expected the same names and kinds on every rank"
         ),
     )
-    rows = torch.stack(of_ranks).unflatten(1, (len(kinds), COLUMNS))
-    reduced = {}
-    for (name, kind), columns_of_ranks in zip(kinds.items(), rows.unbind(1), strict=True):
-        parts = _OVER[kind](columns_of_ranks, 0)[: len(fields(kind))]
-        reduced[name] = float(kind(*parts).value())
-    return reduced
+    sizes = [len(fields(kind)) for kind in kinds.values()]
+    columns = torch.stack(of_ranks).split(sizes, dim=1)
+    return {
+        name: float(kind(*_OVER[kind](of_kind, 0)).value())
+        for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)
+    }
 
 
 def _over_microbatches(
     reports: Iterable[Mapping[str, Metric | Tensor]],
 ) -> tuple[dict[str, type[Metric]], list[Tensor]]:
-    """This rank's metrics of the step, sorted: kinds by name, and fp64 [columns] of each."""
+    """This rank's metrics of the step, sorted: kinds by name, and fp64 [fields] of each."""
     given = list(reports)
     found: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
     for report in given:
         for name, value in report.items():
-            found[name].append(_kind_and_columns(name, value))
+            found[name].append(_kind_and_fields(name, value))
     kinds, reduced = {}, []
     for name, metrics in sorted(found.items()):
         kind, *others = {kind for kind, _ in metrics}
@@ -203,11 +202,11 @@ def _over_microbatches(
                 "expected the same kind in each"
             )
         kinds[name] = kind
-        reduced.append(_OVER[kind](torch.stack([columns for _, columns in metrics]), 0))
+        reduced.append(_OVER[kind](torch.stack([parts for _, parts in metrics]), 0))
     return kinds, reduced
 
 
-def _kind_and_columns(name: str, value: Metric | Tensor) -> tuple[type[Metric], Tensor]:
+def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], Tensor]:
     kind: type[Metric] = Mean
     parts: list[Tensor] = []
     if isinstance(value, Metric):
@@ -219,8 +218,7 @@ def _kind_and_columns(name: str, value: Metric | Tensor) -> tuple[type[Metric], 
             f"metric {name!r} is {value!r}; expected a Mean, Sum, Max or Min of scalars, or a "
             "tensor [sum, count]"
         )
-    scalars = [part.detach().double().reshape(()) for part in parts]
-    return kind, torch.stack((scalars * COLUMNS)[:COLUMNS])
+    return kind, torch.stack([part.detach().double().reshape(()) for part in parts])
 
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:

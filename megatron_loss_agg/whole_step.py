@@ -30,13 +30,11 @@ def token_weights(
         sum((mask[s] * loss[s]).sum() / mask[s].sum() for s in range(batch)) / batch
 
     Args:
-        agg: what to compute.
         loss_mask: [samples, seq] or, with ``cu_seqlens``, [tokens]. It and the others are as for
             `Microbatch`.
-        dtype: of the result, as for `StepPlan.weights`.
 
     Returns:
-        ``dtype``, shape of ``loss_mask``.
+        ``dtype``, as for `StepPlan.weights`, in the shape of ``loss_mask``.
 
     Raises:
         AggregationError: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.

@@ -7,23 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import DependencyError, InputError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import Shares
 
-# The colour-blind safe palette of Okabe and Ito. Points are hollow and of different sizes, so that
-# overlapping ones stay visible.
+# Points are hollow and of different sizes, so that overlapping ones stay visible.
+_POINTS = {"linestyle": "none", "markerfacecolor": "none", "zorder": 3}
+# The colour-blind safe palette of Okabe and Ito. Lines are of modes that give samples of equal
+# length the same weight.
 _STYLES: dict[str, dict[str, Any]] = {
     "token_mean": {"color": "#000000"},
     "sample_mean": {"color": "#D55E00"},
-    "rollout_mean": {"color": "#56B4E9", "marker": "s", "markersize": 10.0},
-    "prompt_mean": {"color": "#0072B2", "marker": "D", "markersize": 7.0},
-    "dataset_mean": {"color": "#F0E442", "marker": "^", "markersize": 5.5},
+    "rollout_mean": {"color": "#56B4E9", "marker": "s", "markersize": 10.0, **_POINTS},
+    "prompt_mean": {"color": "#0072B2", "marker": "D", "markersize": 7.0, **_POINTS},
+    "dataset_mean": {"color": "#F0E442", "marker": "^", "markersize": 5.5, **_POINTS},
     "sample_sum": {"color": "#009E73"},
     "constant": {"color": "#CC79A7"},
     "sum": {"color": "#7F7F7F"},
-    "microbatch_mean": {"color": "#E69F00", "marker": "o", "markersize": 4.0},
+    "microbatch_mean": {"color": "#E69F00", "marker": "o", "markersize": 4.0, **_POINTS},
 }
 
 
@@ -72,29 +73,9 @@ def _draw_panel(axes: Any, shown: Mapping[str, Shares], heights_S: Mapping[str, 
         points[name] = sorted(pair for pair in pairs if pair[0] > 0)
     # Order the legend like the right end of the plot, from top to bottom.
     for name in sorted(points, key=lambda name: -points[name][-1][1]):
-        axes.plot(*zip(*points[name], strict=True), label=name, **_style(shown[name].aggregation))
-    every = [pair for pairs in points.values() for pair in pairs]
-    _label_ticks(axes.xaxis, [length for length, _ in every])
-    _label_ticks(axes.yaxis, [height for _, height in every])
+        style = {"marker": ".", **_STYLES[shown[name].aggregation.mode]}
+        axes.plot(*zip(*points[name], strict=True), label=name, **style)
     axes.set_xlabel("loss tokens of the sample")
     axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _style(aggregation: LossAggregation) -> dict[str, Any]:
-    """A line if samples of equal length always have the same weight, else points."""
-    style = _STYLES[aggregation.mode]
-    if "marker" not in style:
-        return {**style, "linewidth": 1.8, "marker": ".", "markersize": 5.0}
-    return {**style, "linestyle": "none", "markerfacecolor": "none", "zorder": 3}
-
-
-def _label_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Label powers of ten, and numbers between them if the range is short."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    if max(values) < 50 * min(values):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_minor_formatter(NullFormatter())
-    axis.set_major_formatter(lambda value, _: f"{value:,g}")
