@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.microbatch import (
-    Microbatch,
-    MicrobatchOfTerms,
-    for_each_term,
-    rise_from_0,
-)
+from megatron_loss_agg.microbatch import Microbatch, for_each_term, rise_from_0
 from megatron_loss_agg.weights import LARGEST_FP32, detached
-
-_Microbatch = TypeVar("_Microbatch", bound=MicrobatchOfTerms)
 
 
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
@@ -53,8 +46,8 @@ def predicting_mask(
     return shifted(loss_mask, microbatch, 1)
 
 
-def brought_to_cpu(microbatches: Sequence[_Microbatch]) -> list[_Microbatch]:
-    """``microbatches`` with their tensors, but the `token_ids`, on the CPU.
+def brought_to_cpu(microbatches: Sequence[Any]) -> list[Any]:
+    """Microbatches, or mappings of them by term, with tensors on the CPU, but for the `token_ids`.
 
     Waits for the device once, if any are on it. Terms that share a microbatch still do.
     """
@@ -126,12 +119,10 @@ def _bounds(microbatch: Microbatch, place: int) -> Tensor:
     bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
     if not (rise_from_0(real) and rise_from_0(bounds)):
-        given = {"cu_seqlens": real.tolist()}
-        if padded is not None:
-            given["cu_seqlens_padded"] = padded.tolist()
         raise GroupError(
-            f"microbatch {place} of {microbatch.loss_mask.numel()} tokens has {given}; expected "
-            "offsets that start at 0 and do not decrease, samples no longer than their padded "
-            "places, and no end beyond the mask"
+            f"microbatch {place} of {microbatch.loss_mask.numel()} tokens has cu_seqlens="
+            f"{real.tolist()} and cu_seqlens_padded={None if padded is None else padded.tolist()}; "
+            "expected offsets that start at 0 and do not decrease, samples no longer than their "
+            "padded places, and no end beyond the mask"
         )
     return bounds

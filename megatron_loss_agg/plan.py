@@ -204,7 +204,7 @@ class StepPlan(StepCoefficients):
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
         if function is None:
             return token_weights_of(self.coefficients(i), mask, starts, dtype)
-        kept = None
+        kept = mask
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, starts, dtype)
         return custom_weights(functools.partial(function, self, i), mask, kept, dtype)

@@ -74,29 +74,17 @@ def check_tensors(
             )
 
 
-def sample_coefficients(
-    within_S: Tensor,
-    across: float,
-    scale: float,
-    zero_S: Tensor,
-    weights_S: Tensor | None = None,
-) -> Tensor:
-    """``v_s * scale / (M_within(s) * N_across)``.
+def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor:
+    """``c_s`` of samples of weight 1; 0 in groups without tokens. fp64 [samples].
 
     Args:
         within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
         across: number of groups in the whole step, or their weight ``V_across``.
         scale: ``1 / D``.
-        zero_S: bool, samples of coefficient 0, all those of groups without tokens among them.
-        weights_S: fp64 [samples], ``v_s``; None: all 1.
-
-    Returns:
-        fp64 [samples].
     """
     if not across:
         return torch.zeros_like(within_S)
-    coefficient_S = torch.div(scale / across, within_S).masked_fill_(zero_S, 0.0)
-    return coefficient_S if weights_S is None else coefficient_S.mul_(weights_S)
+    return torch.div(scale / across, within_S).masked_fill_(within_S == 0, 0.0)
 
 
 def token_weights_of(
@@ -128,13 +116,13 @@ def token_weights_of(
 
 
 def custom_weights(
-    function: Callable[[], object], mask: Tensor, kept: Tensor | None, dtype: torch.dtype
+    function: Callable[[], object], mask: Tensor, kept: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """A copy of what a custom function returns, in ``dtype``.
 
     Args:
         mask: the plan's, which the function can reach; its edits are undone.
-        kept: 0 on tokens of rejected samples, in the shape of ``mask``; None if there are none.
+        kept: the mask, but 0 on tokens of rejected samples.
 
     Raises:
         FunctionError: not real, finite weights in the shape of ``mask``, or not 0 on masked tokens
@@ -149,8 +137,7 @@ def custom_weights(
         )
     weights = weights.detach().to(dtype, copy=True)  # it may be the mask
     mask.copy_(unedited)
-    is_zero = mask == 0 if kept is None else (mask == 0) | (kept == 0)
-    if not bool((weights.isfinite() & ((weights == 0) | ~is_zero)).all()):
+    if not bool((weights.isfinite() & ((weights == 0) | (kept != 0))).all()):
         raise FunctionError(
             "the aggregation function returned weights that are not finite, or not 0 where the "
             "mask is 0 or the sample rejected; expected finite weights, and 0 on those tokens"

@@ -129,9 +129,8 @@ class Table:
                 smallest normal number it has less than 24 bits. All ranks decide alike.
         """
         agg, zero_S = self._agg, self._rejected_S | (self._mask_S == 0)
-        coefficient_S = sample_coefficients(
-            self.group_sums(agg.within), across, agg.scale, zero_S, self._weight_S
-        )
+        coefficient_S = sample_coefficients(self.group_sums(agg.within), across, agg.scale)
+        coefficient_S = coefficient_S.mul_(self._weight_S).masked_fill_(zero_S, 0.0)
         size_S = coefficient_S[~zero_S & (self._weight_S != 0)]
         if agg.mode == "custom" or not across or not size_S.numel():
             return coefficient_S

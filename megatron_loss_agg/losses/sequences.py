@@ -64,7 +64,7 @@ class SequenceMean:
             sample_T = rows.repeat_interleave(mask.shape[-1])
         # The extra entry is for tokens outside all sequences; their mask is 0.
         total_S = torch.nn.functional.pad(sums_S, (0, 1)).to(mask.device)
-        self._coefficient_S = sample_coefficients(total_S, across=1, scale=1.0, zero_S=total_S == 0)
+        self._coefficient_S = sample_coefficients(total_S, across=1, scale=1.0)
         self._mask = mask.to(torch.float64, copy=True)  # the script may change its own
         self._sample_T = sample_T
         self._group = group if ranks > 1 else None

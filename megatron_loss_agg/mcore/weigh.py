@@ -175,7 +175,7 @@ def _late(
     elif aggregation.within != "sample":
         within_S = torch.ones_like(sums_S)
     scale, across = aggregation.scale, term.counts.across
-    coefficient_S = sample_coefficients(within_S, across, scale, zero_S=within_S == 0)
+    coefficient_S = sample_coefficients(within_S, across, scale)
     return LocalWeights(samples, coefficient_S, copies, {}, None)
 
 
