@@ -83,8 +83,7 @@ class CPLayout:
         """Rank ``r`` holds the ``r``-th of ``cp_size`` equal parts.
 
         Raises:
-            LayoutError: ``total_len`` is not a multiple of ``cp_size``, or ``cp_rank`` is out of
-                range.
+            LayoutError: the parts would not be equal, or ``cp_rank`` is out of range.
         """
         if total_len % cp_size:
             raise LayoutError(
@@ -113,8 +112,8 @@ class CPLayout:
 
         Args:
             local: this rank's part; without ``group``, the list of all parts in rank order.
-            group: the context-parallel group; every rank must call. Backward is the adjoint of the
-                all-gather: a part's gradient is summed over all ranks' results.
+            group: the context-parallel group; every rank must call. A part's gradient is summed
+                over all ranks' results.
 
         Raises:
             LayoutError: the parts are not as long as the whole axis; a list with ``group``, or a

@@ -30,9 +30,9 @@ def predicting_mask(
 ) -> Tensor:
     """Shift a mask of tokens to the positions whose logits predict them.
 
-    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position. In RL data the mask
-    marks the tokens of the response; a causal model's loss for token ``t + 1`` is at position
-    ``t``. The mask of a sequence's first token, which nothing predicts, is dropped.
+    ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position, since a causal
+    model's loss for token ``t + 1`` is at position ``t``. The mask of a sequence's first token,
+    which nothing predicts, is dropped.
 
     Args:
         loss_mask: [samples, seq]; or [tokens] or [1, tokens] with ``cu_seqlens``.
@@ -81,18 +81,14 @@ def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
 
 
 def _sums(microbatch: Microbatch, place: int) -> Tensor:
-    """The mask sum of each sample, fp64 [samples].
-
-    Args:
-        place: index of the microbatch in the step, for errors.
-    """
+    """The mask sum of each sample, fp64 [samples], of the microbatch at ``place`` in the step."""
     mask = detached(microbatch.loss_mask)
     # As Python numbers, since half precision would round the limit to infinity.
     least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):
         raise MaskError(
-            f"microbatch {place}: loss_mask (or mask_sums) has negative, infinite or NaN values, "
-            "or some beyond fp32; expected finite numbers >= 0"
+            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
+            "fp32; expected finite numbers >= 0, in mask_sums too"
         )
     if microbatch.cu_seqlens is None:
         return mask.sum(dim=1, dtype=torch.float64)

@@ -41,22 +41,21 @@ class Microbatch:
         cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent.
         prompt_ids: one per sample; equal ids are one prompt, over all microbatches and ranks. int64
             [samples]; or strings, which become int64 by a hash (BLAKE2b) that is the same on every
-            rank and machine. Two of a million distinct strings collide with probability 3e-8.
+            machine. Two of a million distinct strings collide with probability 3e-8.
         rollout_ids: likewise for samples cut from one rollout.
         dataset_ids: likewise for samples of one data set.
         rejected: bool [samples]; True for samples of weight 0. `LossAggregation.rejected` says
             whether they count in the denominators.
-        sample_weights: floating-point [samples], finite and >= 0; multiplied into the weights of
-            each sample's tokens. `LossAggregation.sample_weights` says whether they count in the
+        sample_weights: floating-point [samples], finite and >= 0; multiply the weights of each
+            sample's tokens. `LossAggregation.sample_weights` says whether they count in the
             denominators. A function of mode ``custom`` applies them itself.
         token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
             positions; a tensor with as many elements as the mask, or several. The hook recognises
             by them how the script splits the microbatch over context-parallel ranks.
-        routed_tokens: what Megatron's token count is under ``calculate_per_token_loss``, if not the
-            active tokens: the number of tokens that the model routes to experts, over all
-            context-parallel ranks. The losses that the host adds by itself, of the router for one,
-            are scaled by it; the aggregated loss is not. All microbatches of a step have it, or
-            none.
+        routed_tokens: Megatron's token count under ``calculate_per_token_loss``, if not the active
+            tokens: how many tokens the model routes to experts, over all context-parallel ranks.
+            It scales the losses that the host adds by itself, such as the router's, and not the
+            aggregated loss. All microbatches of a step have it, or none.
 
     Raises:
         MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.

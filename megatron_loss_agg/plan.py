@@ -71,7 +71,7 @@ class StepPlan(StepCoefficients):
         ``group`` the combined data-and-context-parallel group.
 
         Args:
-            agg: what to compute; the same on every rank.
+            agg: the same on every rank.
             microbatches: this rank's, for the whole step. Their number may differ between ranks.
             group: the ranks that share the step; None for one process.
 
@@ -152,7 +152,6 @@ class StepPlan(StepCoefficients):
         each rank its slice.
 
         Args:
-            agg: any mode but ``custom``, whose function needs masks.
             mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
                 tensor; or a list of such vectors, one for each microbatch.
             prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights: as in `Microbatch`,
@@ -161,7 +160,7 @@ class StepPlan(StepCoefficients):
 
         Raises:
             MaskError: sums that are not vectors of finite numbers >= 0.
-            FunctionError: mode ``custom``.
+            FunctionError: mode ``custom``, whose function needs masks.
             GroupError, ModeError, PeerError: as `build`.
         """
         with abandoning_on_error(group):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 
 @dataclass(frozen=True)
@@ -20,26 +19,14 @@ class Preset:
     rejected: str | None = None
 
 
-_skyrl = partial(
-    Preset, compared_with="skyrl 0.4.0: apply_loss_reduction_to_advantages_minibatch, in ppo_utils"
-)
-_verl = partial(Preset, compared_with="verl 0.9.1: agg_loss, in core_algos")
-_trl = partial(Preset, compared_with="trl 1.16.0: GRPOTrainer._compute_loss")
-_slime = partial(Preset, compared_with="THUDM/slime at 624b824: loss_function")
-_slime_modes = partial(
-    Preset,
-    compared_with="THUDM/slime at 1951fa0 (its unmerged --loss-aggregation): get_pg_loss_reducer",
-)
-_open_instruct = partial(
-    Preset, compared_with="allenai/open-instruct at e6c3044: masked_mean, in rl_utils"
-)
-# Samples outside its sample mask are rejected.
-_nemo = partial(
-    Preset,
-    compared_with="NVIDIA-NeMo/RL at 7ea279a: ClippedPGLossFn, on process_global_batch",
-    rejected="skip",
-)
-_megatron = partial(Preset, compared_with="megatron-core 0.19.2: forward_step_calc_loss")
+_SKYRL = "skyrl 0.4.0: apply_loss_reduction_to_advantages_minibatch, in ppo_utils"
+_VERL = "verl 0.9.1: agg_loss, in core_algos"
+_TRL = "trl 1.16.0: GRPOTrainer._compute_loss"
+_SLIME = "THUDM/slime at 624b824: loss_function"
+_SLIME_MODES = "THUDM/slime at 1951fa0 (its unmerged --loss-aggregation): get_pg_loss_reducer"
+_OPEN_INSTRUCT = "allenai/open-instruct at e6c3044: masked_mean, in rl_utils"
+_NEMO = "NVIDIA-NeMo/RL at 7ea279a: ClippedPGLossFn, on process_global_batch"
+_MEGATRON = "megatron-core 0.19.2: forward_step_calc_loss"
 
 _GENERATION_BATCH = (
     "divides by the tokens of the generation batch times the step's fraction of its microbatches: "
@@ -47,48 +34,53 @@ _GENERATION_BATCH = (
 )
 
 PRESETS: dict[str, Preset] = {
-    "skyrl/token_mean": _skyrl("token_mean"),
-    "skyrl/token_mean_legacy": _skyrl("microbatch_mean"),
-    "skyrl/sequence_mean": _skyrl("sample_mean"),
-    "skyrl/seq_mean_token_sum_norm": _skyrl("constant", needs_divisor=True),
-    "skyrl/prompt_mean": _skyrl("prompt_mean"),
-    "verl/token-mean": _verl("token_mean"),
-    "verl/token-sum": _verl("sum"),
-    "verl/seq-mean-token-sum": _verl("sample_sum"),
-    "verl/seq-mean-token-mean": _verl("sample_mean"),
-    "verl/seq-mean-token-sum-norm": _verl(
+    "skyrl/token_mean": Preset("token_mean", _SKYRL),
+    "skyrl/token_mean_legacy": Preset("microbatch_mean", _SKYRL),
+    "skyrl/sequence_mean": Preset("sample_mean", _SKYRL),
+    "skyrl/seq_mean_token_sum_norm": Preset("constant", _SKYRL, needs_divisor=True),
+    "skyrl/prompt_mean": Preset("prompt_mean", _SKYRL),
+    "verl/token-mean": Preset("token_mean", _VERL),
+    "verl/token-sum": Preset("sum", _VERL),
+    "verl/seq-mean-token-sum": Preset("sample_sum", _VERL),
+    "verl/seq-mean-token-mean": Preset("sample_mean", _VERL),
+    "verl/seq-mean-token-sum-norm": Preset(
         "constant",
+        _VERL,
         needs_divisor=True,
         caveat="without loss_scale_factor it divides by the padded width of the microbatch; before "
         "2026 (up to 0.7.0) it did not divide by the number of samples",
     ),
-    "slime/token_mean": _slime(
+    "slime/token_mean": Preset(
         "token_mean",
+        _SLIME,
         caveat="divides by the sum over samples of max(M_s, 1): a sample without tokens counts as "
         "one token",
     ),
-    "slime/sample_mean": _slime("rollout_mean"),
-    "slime/prompt_mean": _slime_modes(
+    "slime/sample_mean": Preset("rollout_mean", _SLIME),
+    "slime/prompt_mean": Preset(
         "prompt_mean",
+        _SLIME_MODES,
         caveat="takes the number of prompts to be that of rollouts over n_samples_per_prompt",
     ),
-    "slime/constant": _slime_modes("constant", needs_divisor=True, count="rollout"),
-    "open-instruct/token": _open_instruct("token_mean"),
-    "open-instruct/constant": _open_instruct("sum", needs_divisor=True),
-    "nemo-rl/token_level": _nemo("token_mean"),
-    "nemo-rl/sequence_level": _nemo("sample_mean"),
-    "trl/grpo": _trl("sample_mean"),
-    "trl/bnpo": _trl("microbatch_mean"),
-    "trl/dapo": _trl("token_mean", caveat=_GENERATION_BATCH),
-    "trl/dr_grpo": _trl("constant", needs_divisor=True),
-    "trl/sapo": _trl("sample_mean"),
-    "trl/cispo": _trl("token_mean", caveat=_GENERATION_BATCH),
-    "trl/vespo": _trl("token_mean", caveat=_GENERATION_BATCH),
-    "trl/luspo": _trl(
+    "slime/constant": Preset("constant", _SLIME_MODES, needs_divisor=True, count="rollout"),
+    "open-instruct/token": Preset("token_mean", _OPEN_INSTRUCT),
+    "open-instruct/constant": Preset("sum", _OPEN_INSTRUCT, needs_divisor=True),
+    # Samples outside of NeMo-RL's sample mask are rejected.
+    "nemo-rl/token_level": Preset("token_mean", _NEMO, rejected="skip"),
+    "nemo-rl/sequence_level": Preset("sample_mean", _NEMO, rejected="skip"),
+    "trl/grpo": Preset("sample_mean", _TRL),
+    "trl/bnpo": Preset("microbatch_mean", _TRL),
+    "trl/dapo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
+    "trl/dr_grpo": Preset("constant", _TRL, needs_divisor=True),
+    "trl/sapo": Preset("sample_mean", _TRL),
+    "trl/cispo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
+    "trl/vespo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
+    "trl/luspo": Preset(
         "sample_sum",
+        _TRL,
         caveat="the same only at importance_sampling_level 'sequence', which TRL recommends for it",
     ),
-    "megatron/default": _megatron("microbatch_mean"),
-    "megatron/per-token": _megatron("token_mean"),
+    "megatron/default": Preset("microbatch_mean", _MEGATRON),
+    "megatron/per-token": Preset("token_mean", _MEGATRON),
 }
 """``system/its own name`` -> the aggregation with that system's formula."""

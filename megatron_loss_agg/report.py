@@ -22,17 +22,17 @@ class Mean:
     """A mean as (sum, count), which are added over microbatches and ranks before dividing."""
 
     sum: Tensor
-    """``sum w * v``, a scalar."""
+    """``sum w * v`` of a microbatch on this rank, an fp64 scalar."""
     count: Tensor
-    """``sum w``, a scalar."""
+    """``sum w``, likewise."""
 
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Mean:
         """``sum w * v`` over ``sum w``; values of weight 0 are ignored, even NaN.
 
         With a mask as weights this is the mean over its tokens; with `StepPlan.weights`, the plan's
-        own average. Values replicated over several ranks, such as rewards under context
-        parallelism, are counted once per rank in both sums, which leaves the mean unchanged.
+        own average. Values that several ranks have, such as rewards under context parallelism,
+        count once per rank in both sums, which leaves the mean unchanged.
 
         Summed in fp64 if either input is fp64, the values are integers or bool, or the weights are
         integers (sums of integers are exact up to 2^53); otherwise in fp32.
@@ -40,9 +40,6 @@ class Mean:
         Args:
             values: any real dtype; detached.
             weights: of the same shape, real and non-negative.
-
-        Returns:
-            sum and count as fp64 scalars, of this microbatch on this rank.
 
         Raises:
             ReportError: not two real tensors of the same shape.
@@ -92,11 +89,7 @@ class Max:
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
-        """Maximum over the positions where ``mask`` is not 0, as an fp64 scalar.
-
-        Args:
-            values: any real dtype; detached.
-            mask: of the same shape, real.
+        """Maximum over the positions where ``mask`` is not 0, in fp64.
 
         Raises:
             ReportError: not two real tensors of the same shape.
@@ -140,10 +133,9 @@ _OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
 def reduce_reports(
     reports: Iterable[Mapping[str, Metric | Tensor]], group: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """Every metric of a step, exact over its microbatches and ranks.
+    """Every metric of a step, exact over its microbatches and ranks, in two collectives.
 
-    Takes two collectives. The size of the first does not depend on the metrics, so that no rank
-    hangs if another's reports are bad or missing.
+    No rank hangs if another's reports are bad or missing.
 
     Args:
         reports: one per microbatch, as returned by Megatron's schedule; a tensor of two elements is

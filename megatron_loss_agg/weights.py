@@ -94,12 +94,8 @@ def token_weights_of(
 
     Args:
         coefficient_S: fp64 [samples], on any device.
-        mask: [samples, seq], one sample per row; or any shape of ``tokens`` elements together with
-            ``starts``. 0 on padding.
-        starts: integers [samples + 1], the offsets of the samples in a pack; valid ones.
-
-    Returns:
-        ``dtype``, in the shape and on the device of ``mask``.
+        mask: [samples, seq]; or with ``starts``, a pack in any shape. 0 on padding.
+        starts: integers [samples + 1], the valid offsets of the samples in a pack.
     """
     computed = at_least_fp32(dtype)
     mask = in_dtype(mask, computed)
@@ -148,13 +144,13 @@ def custom_weights(
 def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     """``sum_t w_t * loss_t`` over the tokens with ``w_t != 0``.
 
-    Tokens of weight 0 are skipped, not multiplied by 0: NaN or inf there reaches neither the value
-    nor the gradient of ``token_loss``. With no tokens the sum is 0 and stays attached to the
-    autograd graph, so that every rank still runs the collectives of the backward pass.
+    NaN or inf at a weight of 0 reaches neither the value nor the gradient of ``token_loss``. With
+    no tokens the sum is 0 and stays attached to the autograd graph, so that every rank still runs
+    the collectives of the backward pass.
 
     Args:
-        w: weights, from `StepPlan.weights`; treated as constants, without gradient.
-        token_loss: per-token losses, of the same shape.
+        w: from `StepPlan.weights`; gets no gradient.
+        token_loss: of the same shape.
 
     Returns:
         scalar, in the wider of the two dtypes; fp32 if neither is floating-point.
@@ -191,11 +187,7 @@ def _is_known_finite(total: Tensor) -> bool:
 
 
 def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tensor:
-    """``coefficient * part``, where ``part`` is a weighted sum of ``losses``.
-
-    With coefficient 0 the result is 0 even if ``part`` is not finite, and stays attached to the
-    autograd graph.
-    """
+    """``coefficient * part``, a weighted sum of ``losses``; for 0 it is 0 even if they are NaN."""
     if coefficient == 1:  # saves a node of the graph
         return part
     if coefficient == 0:
@@ -204,8 +196,6 @@ def times_coefficient(coefficient: float, part: Tensor, losses: Tensor) -> Tenso
 
 
 def where_weighted(w: Tensor, x: Tensor) -> Tensor:
-    """``x`` where ``w != 0``, else 0 (also for NaN and inf); same shape and dtype.
-
-    One vectorized pass: `torch.where` is several times slower on CPU.
-    """
+    """``x`` where ``w != 0``, else 0 (also for NaN and inf); same shape and dtype."""
+    # `torch.where` is several times slower on CPU.
     return torch.ops.aten.hardshrink_backward(x, w, 0)

@@ -34,12 +34,7 @@ class Samples(NamedTuple):
 
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
-        """Of microbatches on the CPU.
-
-        Raises:
-            MaskError, GroupError: as `sums_by_sample`; or sample weights that are not finite and
-                >= 0.
-        """
+        """Of microbatches on the CPU."""
         weights_S = _column(microbatches, "sample_weights", 1.0)
         bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
         if bool(bad_S.any()):
@@ -74,14 +69,7 @@ class Samples(NamedTuple):
 
     @classmethod
     def of_sums(cls, mask_sums: Any, by_sample: Mapping[str, Any]) -> Samples:
-        """See `StepPlan.from_mask_sums`.
-
-        Args:
-            by_sample: the other fields by name, of `BY_SAMPLE`; None where not given.
-
-        Raises:
-            MaskError, GroupError: a wrong shape or dtype, or values that are not finite and >= 0.
-        """
+        """See `StepPlan.from_mask_sums`; ``by_sample`` has the fields of `BY_SAMPLE`, or None."""
         # An empty list is a rank without microbatches.
         flat = not isinstance(mask_sums, (list, tuple)) or any(map(_is_number, mask_sums))
         sums = [
@@ -102,10 +90,11 @@ class Samples(NamedTuple):
 
 
 def read_terms(by_term: Iterable[Sequence[Any]]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
-    """Copies of each term's microbatches, and their samples.
+    """Copies of each term's microbatches, and their samples; terms with the same ones share them.
 
-    Args:
-        by_term: the microbatches of each term, unchecked. Terms with the same ones share them.
+    Raises:
+        MaskError, GroupError: something else than microbatches; or values or offsets of masks, or
+            sample weights, that cannot be.
     """
     given = [tuple(microbatches) for microbatches in by_term]
     for x in chain(*given):

@@ -60,12 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         '"rollout": any, "dataset": any, "microbatch": any, "rank": any}; '
         "all but the first are optional",
     )
-    parser.add_argument("--prompts", metavar="P,P,...", help="prompt of each sample")
-    parser.add_argument("--rollouts", metavar="R,R,...", help="rollout of each sample")
-    parser.add_argument("--datasets", metavar="D,D,...", help="data set of each sample")
-    parser.add_argument(
-        "--microbatches", metavar="K,K,...", help="microbatch of each sample, over all ranks"
-    )
+    for name, unit in LISTS.items():
+        parser.add_argument(
+            f"--{name}",
+            metavar="X,X,...",
+            help=f"{unit} of each sample; equal ones are one, on any rank",
+        )
     parser.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
     parser.add_argument(
         "--empty",

@@ -1,7 +1,8 @@
 """Per-token reinforcement-learning losses; reduce them with `weighted_sum`.
 
 All inputs of a function have the same shape (any shape; nothing is broadcast). Half precision is
-computed in and returned as fp32, fp64 as fp64. Only the first input gets a gradient.
+computed in and returned as fp32, fp64 as fp64. Only the first input gets a gradient. Every function
+raises PolicyError for mismatched shapes, and for dtypes that are not floating-point.
 
 **Masked positions may hold anything**: where an input is unusable (NaN, or inf if the formula has
 no value for it), the loss is computed from 0 and then set to NaN, which `weighted_sum` ignores at
@@ -66,14 +67,8 @@ def clipped_policy_loss(
     ``clip_high > clip_low`` is clip-higher (DAPO, arXiv:2503.14476); for ``dual_clip`` see Ye et
     al. 2020 (arXiv:1912.09729). ``clip_low >= 1`` or an infinite ``clip_high`` disables that side.
 
-    Args:
-        log_probs: of the policy being trained.
-        old_log_probs: of the policy in the denominator of the ratio.
-        advantages: A.
-
     Raises:
-        PolicyError: mismatched shapes or dtypes, a clip that is not a number >= 0, or a dual clip
-            that is not > 1.
+        PolicyError: also for a clip that is not a number >= 0, or a dual clip that is not > 1.
     """
     log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
@@ -101,10 +96,8 @@ def sequence_policy_loss(
     its whole sequence NaN.
 
     Args:
-        log_probs, old_log_probs, advantages: as in `clipped_policy_loss`, in the shape that
-            ``sequence_mean`` takes.
         sequence_mean: the microbatch's `SequenceMean`, which holds the mask and the
-            context-parallel group.
+            context-parallel group. The other inputs have the shape that it takes.
 
     Raises:
         PolicyError, MaskError: as `clipped_policy_loss` and `SequenceMean`.
@@ -130,7 +123,7 @@ def cispo_loss(
         loss = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs
 
     ``clipped`` marks clipped weights. The paper tunes only ``clip_high`` and leaves the lower side
-    open (``clip_low >= 1``). Arguments and Raises as in `clipped_policy_loss`.
+    open (``clip_low >= 1``). Raises as `clipped_policy_loss`.
     """
     log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
@@ -156,13 +149,12 @@ def truncated_importance_weight(
 
     Args:
         log_probs: from the trainer, for the policy that generated the rollout.
-        rollout_log_probs: from the rollout engine.
         cap: above 0; 2 is common.
-        mask: needed if masked positions may hold NaN. Sets the factor to 0 there; a NaN factor
-            would make the gradient ``0 * NaN``.
+        mask: sets the factor to 0 where it is 0; needed if masked positions may hold NaN, since a
+            NaN factor would make the gradient ``0 * NaN``.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, or a cap that is not > 0.
+        PolicyError: also for a cap that is not > 0.
     """
     log_probs, rollout = _prepared(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     cap = _number("cap", cap, above=0)
@@ -190,7 +182,7 @@ def kl_penalty(
       to `LOG_RATIO_BOUND`.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, or an unknown estimator.
+        PolicyError: also for an unknown estimator.
     """
     log_probs, ref = _prepared(log_probs=log_probs, ref_log_probs=ref_log_probs)
     x = log_probs - ref
@@ -211,9 +203,6 @@ def token_entropy(logits: Tensor) -> Tensor:
 
     A logit of -inf (a token that cannot be sampled) contributes 0; a row with NaN or +inf, or all
     -inf, gives NaN. `megatron_loss_agg.mcore.logprobs` is for a sharded vocabulary.
-
-    Raises:
-        PolicyError: not a floating-point tensor.
     """
     (logits,) = _prepared(logits=logits)
     usable = logits.detach().amax(dim=-1).isfinite()
@@ -228,16 +217,12 @@ def clipped_value_loss(
 ) -> Tensor:
     """``max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2``.
 
-    The critic loss of the original PPO implementation (Engstrom et al. 2020, arXiv:2005.12729). An
-    infinite ``clip`` gives the plain squared error.
-
-    Args:
-        values: v, of the critic being trained.
-        old_values: v_old, at rollout time.
-        returns: R.
+    The critic loss of the original PPO implementation (Engstrom et al. 2020, arXiv:2005.12729), of
+    values v, of v_old at rollout time and returns R. An infinite ``clip`` gives the plain squared
+    error.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, or a clip that is not a number >= 0.
+        PolicyError: also for a clip that is not a number >= 0.
     """
     values, old, returns = _prepared(values=values, old_values=old_values, returns=returns)
     clip = _number("clip", clip)

@@ -19,11 +19,10 @@ from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coeff
 class SequenceMean:
     """``out_t = (1 / M_s) sum_{u in s} m_u x_u``, where ``s`` is the sequence that contains ``t``.
 
-    ``M_s`` is the mask sum of the *whole* sequence, which every rank knows without communication.
-    The sum takes one all-reduce per call over the context-parallel group, for all sequences of the
-    microbatch. Its backward is an all-reduce too, since every rank's loss depends on every rank's
-    values. All ranks must therefore call it, and run backward, the same number of times, even
-    without active tokens.
+    ``M_s`` is the mask sum of the *whole* sequence. A call takes one all-reduce over the
+    context-parallel group, and so does its backward, since every rank's loss depends on every
+    rank's values. All ranks must therefore call it, and run backward, the same number of times,
+    even without active tokens.
 
     Values at masked positions are ignored, even NaN. The mean is 0 for sequences without active
     tokens and for tokens outside all sequences.
@@ -70,13 +69,10 @@ class SequenceMean:
         self._group = group if ranks > 1 else None
 
     def __call__(self, values: Tensor) -> Tensor:
-        """The sequence mean at every token.
+        """The sequence mean at every token; ``values``' dtype, or fp32 for half precision.
 
         Args:
-            values: floating-point, in the shape of this rank's shard of the mask.
-
-        Returns:
-            the same shape; ``values``' dtype, or fp32 for half precision. Summed in fp64.
+            values: floating-point, in the shape of this rank's shard of the mask. Summed in fp64.
 
         Raises:
             MaskError: wrong shape, or not a floating-point tensor.

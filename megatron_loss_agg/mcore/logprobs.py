@@ -48,9 +48,7 @@ def vocab_parallel_log_probs(
     gradient is computed in place in the saved buffer, so backward can run only once.
 
     Args:
-        logits: [..., vocab / tp], this rank's shard of the vocabulary.
-        labels: int64 [...], indices into the whole vocabulary, the same on all tensor-parallel
-            ranks.
+        labels: int64, indices into the whole vocabulary, the same on all tensor-parallel ranks.
         temperature: above 0, that of the rollout.
         group: tensor-parallel group; default: Megatron's own.
 
@@ -67,12 +65,9 @@ def vocab_parallel_log_probs_and_entropy(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_log_probs` and the entropy, from one softmax.
+    """`vocab_parallel_log_probs` and the entropy of ``softmax(logits / temperature)``, fp32 [...].
 
-    The entropy is of ``softmax(logits / temperature)``. Arguments and Raises are the same.
-
-    Returns:
-        (log-probabilities, entropy), fp32 [...] each.
+    Both from one softmax. Arguments and Raises are the same.
     """
     return _log_probs(logits, labels, temperature, True, group)
 

@@ -127,7 +127,7 @@ def test_losses_of_other_terms_are_refused():
 def test_an_error_names_the_place_of_the_microbatch_in_its_step():
     good, bad = Microbatch(torch.ones(1, 2)), Microbatch(-torch.ones(1, 2))
     for lists in ([good, good, good, bad], [{"a": good, "b": good}] * 3 + [{"a": good, "b": bad}]):
-        with pytest.raises(MaskError, match=r"microbatch 3: loss_mask .* has negative"):
+        with pytest.raises(MaskError, match="microbatch 3: loss_mask has negative"):
             StepPlan.build_terms({"a": aggregation("sum"), "b": aggregation("sum")}, lists)
 
 
