@@ -214,11 +214,7 @@ class Term:
 
 
 def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
-    """``terms`` with a coefficient each.
-
-    Raises:
-        ModeError: none at all, or one that is neither a term nor an aggregation.
-    """
+    """``terms`` with a coefficient each; ModeError for none at all."""
     if not isinstance(terms, Mapping) or not terms:
         raise ModeError(f"terms={terms!r}; expected a mapping of names to Term or LossAggregation")
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}

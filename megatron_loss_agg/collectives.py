@@ -93,11 +93,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
 
 @contextlib.contextmanager
 def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
-    """Make the body fail on every rank of ``groups`` if it fails on one of them.
-
-    Raises:
-        PeerError: with ``message``, where the body succeeded and another rank's failed.
-    """
+    """Raise PeerError with ``message`` if the body fails on another rank of ``groups`` alone."""
     failed = True
     try:
         yield
@@ -117,8 +113,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
     """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
 
-    Raises:
-        PeerError: ``make`` failed there; that rank raises its own error.
+    If it fails there, the others raise PeerError.
     """
     if dist.get_world_size(group) == 1:
         return make()

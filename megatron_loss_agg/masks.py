@@ -17,9 +17,7 @@ from megatron_loss_agg.weights import LARGEST_FP32, detached
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
     """The mask sums of all samples of microbatches on the CPU: fp64 [samples].
 
-    Raises:
-        MaskError: values that are not finite and >= 0, or not 0 outside of all samples.
-        GroupError: offsets that are not those of samples within the mask.
+    Raises MaskError or GroupError for values and offsets that are not as `Microbatch` says.
     """
     sums = [_sums(microbatch, place) for place, microbatch in enumerate(microbatches)]
     return torch.cat([torch.empty(0, dtype=torch.float64), *sums])

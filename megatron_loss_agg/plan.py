@@ -43,8 +43,7 @@ class StepPlan(StepCoefficients):
     """The weight of every token of this rank's microbatches, exact for the whole step.
 
     Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
-    alone). It holds copies of the microbatches, which later edits of the originals do not reach,
-    and a few numbers per sample; `weights` computes the weights of a microbatch on every call.
+    alone). It holds copies of the microbatches, which later edits of the originals do not reach.
     """
 
     aggregation: LossAggregation
@@ -96,9 +95,7 @@ class StepPlan(StepCoefficients):
         Args:
             terms: by name, the same in the same order on every rank; a bare aggregation has
                 coefficient 1.
-            microbatches: as for `build`; where the terms' masks differ, mappings of term name to
-                `Microbatch`.
-            group, sharded_over: as for `build`.
+            microbatches: where the terms' masks differ, mappings of term name to `Microbatch`.
             group_by: units with ids, such as ``"dataset"``, whose `groups` are needed whatever the
                 modes use; the same on every rank.
 

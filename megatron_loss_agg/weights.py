@@ -119,10 +119,6 @@ def custom_weights(
     Args:
         mask: the plan's, which the function can reach; its edits are undone.
         kept: the mask, but 0 on tokens of rejected samples.
-
-    Raises:
-        FunctionError: not real, finite weights in the shape of ``mask``, or not 0 on masked tokens
-            or on rejected samples.
     """
     unedited = mask.clone()
     weights = function()

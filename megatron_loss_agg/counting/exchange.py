@@ -118,15 +118,7 @@ class LocalTerm:
 def count_step(
     terms: Mapping[str, LocalTerm], group: dist.ProcessGroup | None
 ) -> list[StepCoefficients]:
-    """Count every term over ``group``, in two collectives.
-
-    Raises:
-        PeerError: another rank called `abandon`.
-        ModeError: ranks have different terms.
-        StepError: some microbatches have routed tokens, and others have none.
-        GroupError: ranks that share samples have different numbers of them.
-        MaskError: coefficients that fp32 does not hold.
-    """
+    """Count every term over ``group``, in two collectives; every rank raises, or none."""
     rows = gathered(
         torch.cat([term.packed() for term in terms.values()]),
         group,

@@ -124,9 +124,7 @@ class Table:
     def coefficients(self, across: float) -> Tensor:
         """``c_s``, fp64 [rows]; 0 for rejected samples, and for those without a mask here.
 
-        Raises:
-            MaskError: fp32 overflows at a sample's coefficient, or rounds it coarsely: below its
-                smallest normal number it has less than 24 bits. All ranks decide alike.
+        Raises MaskError, on all ranks alike, where fp32 overflows or has less than 24 bits.
         """
         agg, zero_S = self._agg, self._rejected_S | (self._mask_S == 0)
         coefficient_S = sample_coefficients(self.group_sums(agg.within), across, agg.scale)
