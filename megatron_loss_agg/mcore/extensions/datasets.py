@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch, denominator
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
+from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.weights import at_least_fp32, moved, where_weighted
 
 
@@ -97,14 +97,12 @@ class DatasetReports(Extension):
 
 def _ids(plan: PlannedStep) -> list[int]:
     """Of the whole step, sorted; those with tokens in some term."""
-    terms = [term for term in plan.terms.values() if "dataset" in term.ids]
-    return sorted({d for term in terms for d in _active(term).tolist()})
-
-
-def _active(term: PlannedTerm) -> Tensor:
-    """The data sets with tokens in the whole step: int64, sorted."""
-    ids, sums = term.groups("dataset")
-    return ids[sums > 0]
+    found = set[int]()
+    for term in plan.terms.values():
+        if "dataset" in term.ids:
+            ids, sums = term.groups("dataset")
+            found.update(ids[sums > 0].tolist())
+    return sorted(found)
 
 
 def _sums(
@@ -114,11 +112,9 @@ def _sums(
 
     Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
     """
-    term, samples = x.plan.terms[name], x.local[name].samples
-    ids, id_S = _active(term), term.ids["dataset"][x.i]
+    samples, id_S = x.local[name].samples, x.plan.terms[name].ids["dataset"][x.i]
     sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
-    place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
-    sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
-    sums = sums.to(at_least_fp32(values[0].dtype))
-    found = dict(zip(ids.tolist(), sums[:-1], strict=True))
-    return {d: found.get(d, sums.new_zeros(len(values))) for d in names}
+    ids = torch.tensor(names, dtype=torch.int64)
+    place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(names))
+    sums = w.new_zeros(len(names) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
+    return dict(zip(names, sums[:-1].to(at_least_fp32(values[0].dtype)), strict=True))
