@@ -131,7 +131,7 @@ def _parse_run(words: list[str]) -> None:
     if os.path.basename(script).startswith(("pretrain_", "train_")):
         from megatron_loss_agg.mcore.launch.seams import seams
 
-        parser = seams()["add_arguments"][0].function(_Parser(allow_abbrev=False))
+        parser = getattr(*seams()["add_arguments"][0])(_Parser(allow_abbrev=False))
         _, flags = parser.parse_known_args(flags)
         if flags:
             raise ValueError(f"unknown to Megatron: {flags}")

@@ -160,5 +160,5 @@ def test_a_flag_of_the_host_that_does_not_fit_is_one_line_for_all_ranks(tmp_path
     codes, text = run(tmp_path, BUILDS, *flags, ranks=2, forked=False)
     assert codes == [2, 2]
     (found,) = refusals(text)
-    assert found.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration ")
+    assert found.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration,")
     assert re.search(r" \(first on rank [01]\)$", found)

@@ -152,7 +152,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
     try:
         if with_host:
-            parser = seams()["add_arguments"][0].function(parser)
+            parser = getattr(*seams()["add_arguments"][0])(parser)
         given = GivenFlags(script_flags)
         args, others = parser.parse_known_args(given.others)
         vars(args).update(given.values)

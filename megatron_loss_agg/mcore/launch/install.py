@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from megatron_loss_agg.mcore.extensions.audit import Audit
 from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
 from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
 from megatron_loss_agg.mcore.extensions.first_line import without_perplexities
+from megatron_loss_agg.mcore.extensions.inexact import check_exact
 from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
 from megatron_loss_agg.mcore.extensions.routers import RouterLosses
 from megatron_loss_agg.mcore.host import STOCK, Loop, chunks_of
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags, host_args
-from megatron_loss_agg.mcore.launch.host_flags import check_host_flags
 from megatron_loss_agg.mcore.launch.once import print_uncaught_once, refuse
-from megatron_loss_agg.mcore.launch.seams import Seam, seams
+from megatron_loss_agg.mcore.launch.seams import seams
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch
 from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
 
@@ -46,12 +47,12 @@ def hook_from_args(
         read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
-        AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
+        AggregationError: a bad value, or flags that conflict; see `check_exact`.
     """
     aggregation = flags.aggregation_from(args)
     if aggregation is None:
         return None
-    check_host_flags(args)
+    check_exact(args, args)
     given = flags.given(args)
     terms = terms_from(args, aggregation)
     loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
@@ -118,35 +119,34 @@ def install(
     given = launched or GivenFlags(sys.argv[1:])
     hook_from_args(argparse.Namespace(**given.values))
     found = seams()
-    if hasattr(found["schedule"][0].function, STOCK):
+    if hasattr(getattr(*found["schedule"][0]), STOCK):
         return lambda: None
     ours = _Ours(given, prepare_parser, make_hook, launched is not None)
-    undo = [_put(seam, getattr(ours, name)) for name, places in found.items() for seam in places]
-    undo += [print_uncaught_once(), ours.torch_steps.remove]
-    undo.append(functools.partial(setattr, sys, "argv", sys.argv))
+    undo = contextlib.ExitStack()
+    for name, places in found.items():
+        for holder, of_host in places:
+            undo.callback(setattr, holder, of_host, getattr(holder, of_host))
+            _put(holder, of_host, getattr(ours, name))
+    undo.callback(print_uncaught_once())
+    undo.callback(ours.torch_steps.remove)
+    undo.callback(setattr, sys, "argv", sys.argv)
     sys.argv = [*sys.argv[:1], *given.others]
     if watch_exit:
         atexit.register(given.fail_at_exit)
-        undo.append(functools.partial(atexit.unregister, given.fail_at_exit))
-
-    def uninstall() -> None:
-        for undone in undo:
-            undone()
-
-    return uninstall
+        undo.callback(atexit.unregister, given.fail_at_exit)
+    return undo.close
 
 
-def _put(seam: Seam, ours: _Function) -> Callable[[], None]:
-    """Put ``ours`` in the place of a function, which it gets first; return what undoes it."""
-    stock = seam.function
+def _put(holder: Any, name: str, ours: _Function) -> None:
+    """Put ``ours`` in the place of a function of the host, which it gets first."""
+    stock = getattr(holder, name)
 
     @functools.wraps(stock)
     def function(*args: Any, **kwargs: Any) -> Any:
         return ours(stock, *args, **kwargs)
 
     setattr(function, STOCK, (function, stock))
-    setattr(seam.holder, seam.name, function)
-    return functools.partial(setattr, seam.holder, seam.name, stock)
+    setattr(holder, name, function)
 
 
 class _Ours:
