@@ -7,8 +7,6 @@ With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
 - ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
   part of the loss; the parts of all data sets add up to it. In an evaluation, over the calls that
   have tokens of ``d``.
-
-Each rank reports its tokens' parts of both sums, of all data sets of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from megatron_loss_agg.weights import at_least_fp32, moved, where_weighted
 class DatasetReports(Extension):
     """Adds reports by data set: ``lm loss of dataset 3``, ``sample_mean loss of dataset 3``.
 
-    Validation sets need not have ids, since they are often read one by one.
+    Without ids, as validation sets often are, there are none.
 
     Args:
         log_interval: over how many steps the host's log averages.
@@ -60,10 +58,9 @@ class DatasetReports(Extension):
     def _note(self, ids: list[int]) -> None:
         """Decide what a newly planned training step reports.
 
-        Megatron's log adds up a name's values over the steps that the optimizer does not skip, and
-        divides by the number of all of them. So a mean of a data set is 0/0 in a step where it is
-        missing, and for as many steps as the log averages where it comes later than in the first
-        step: no number is logged for it in that interval.
+        Megatron's log averages a name's values over `log_interval` steps. So a mean of a data set
+        is 0/0, for which no number is logged, in a step where it is missing, and for as many steps
+        where it comes later than in the first one.
         """
         for d in ids:
             self._since.setdefault(d, self._steps)

@@ -1,9 +1,8 @@
 """Checks what `TokenLoss(whole=)` says of losses that every context-parallel rank has whole.
 
-In the backward pass of the gather, a rank's part gets the gradient of this rank's losses
-(``local_grad``), or the sum of those of all ranks (``reduced_grad``); see `host` for what follows.
-So the losses of one rank alone are differentiated: with a sum, they reach the parts of others.
-Since one rank's part may have no active token, the first and the last rank take turns.
+The losses of one rank alone are differentiated: if the gather sums in its backward pass
+(``reduced_grad``), they reach the parts of other ranks. Since one rank's part may have no active
+token, the first and the last rank take turns.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class GatherCheck(Extension):
     """Raises, on all context-parallel ranks, if losses were gathered otherwise than declared.
 
     In the first training step ``compute`` is called twice more for each term, with copies of what
-    the model returned: a tensor, or lists, tuples and dicts of them. Not seen are a gather in the
-    forward step, before ``compute``, and a factor by which a gather multiplies gradients.
+    the model returned. Not seen are a gather in the forward step, before ``compute``, and a factor
+    by which a gather multiplies gradients.
     """
 
     def __init__(self) -> None:
@@ -50,10 +49,9 @@ class GatherCheck(Extension):
                 found = _measured(name, given, (output, *weights), call.groups)
                 if found not in (None, whole):
                     raise LayoutError(
-                        f"TokenLoss(whole={whole!r}) for the losses of {name!r}, whose gather does "
-                        f"in the backward pass what is called {found!r}, so that the gradient "
-                        "would be wrong by a factor of the number of context-parallel ranks; "
-                        f"expected whole={found!r}"
+                        f"TokenLoss(whole={whole!r}) for the losses of {name!r}, whose gather is "
+                        f"{found!r}: the gradient would be wrong by a factor of the number of "
+                        f"context-parallel ranks; expected whole={found!r}"
                     )
             return given.compute(output, *weights)
 

@@ -56,11 +56,10 @@ class MaskedSum(Extension):
         for fits, loss in torch.stack(found).tolist() if found else []:
             if not fits:
                 raise HostError(
-                    f"the loss function returned {loss:.6g}, which is neither the masked sum of "
-                    "the model's losses nor their mean; expected a masked sum, since its reduction "
-                    "is replaced: drop its own factors and divisions; for another loss return a "
-                    "TokenLoss with that of each token; or, if it is Megatron's for distillation, "
-                    "give the hook a second term named 'kd' and extensions=[Distillation()]"
+                    f"the loss function returned {loss:.6g}, neither the masked sum of the model's "
+                    "losses nor their mean; expected a masked sum, since its reduction is "
+                    "replaced: drop its own factors and divisions, return a TokenLoss, or for "
+                    "Megatron's distillation give a term 'kd' and extensions=[Distillation()]"
                 )
 
 

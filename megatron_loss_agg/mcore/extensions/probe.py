@@ -1,16 +1,13 @@
 """A probe: a tiny model that runs through the host, and what the host does to its gradients.
 
 It has one parameter, and a second one if the run's model has experts, whose gradients are reduced
-over another group. It runs through the host's real schedule, wrapper and gradient finalization,
-under the run's own configuration. Every rank's gradient is different, so that a missing reduction
-shows.
+over another group. Every rank's gradient is different, so that a missing reduction shows.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,9 +43,6 @@ def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
     """The host's gradients as a multiple of the planned ones: of all, the farthest from 1.
 
     All ranks must call; it is the same on all of them, and NaN if one is.
-
-    Args:
-        wrap: from `wrapper_of`.
     """
     reduced_over = _reduced_over(call)
     factor = torch.ones(1, dtype=torch.float64)
@@ -84,12 +78,7 @@ def _gradients(
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model() / number, loss_func
 
-    logged = logging.root.manager.disable
-    logging.disable(logging.INFO)  # Megatron's line of every wrapper: there would seem to be two
-    try:
-        model = wrap(config, _probe(config, own, next(call.chunks[-1].parameters()).device))
-    finally:
-        logging.disable(logged)
+    model = wrap(config, _probe(config, own, next(call.chunks[-1].parameters()).device))
     if call.config.no_sync_func is not None:
         config.no_sync_func = model.no_sync
     if hasattr(model, "zero_grad_buffer"):

@@ -47,7 +47,7 @@ def hook_from_args(
         read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
-        AggregationError: a bad value, or flags that conflict; see `check_exact`.
+        AggregationError: a bad value, or flags that conflict.
     """
     aggregation = flags.aggregation_from(args)
     if aggregation is None:
@@ -95,25 +95,22 @@ def install(
     Our flags are taken off the command line (``sys.argv``), or from the environment variable
     ``MEGATRON_LOSS_AGG_FLAGS``, and added to Megatron's parser, if the script uses it. Without
     ``--loss-aggregation`` the host's behaviour does not change. With it, an optimizer that steps
-    before the hook has run raises HostError. Does nothing if already installed, for example by the
-    launcher of a patched script.
+    before the hook has run raises HostError. Does nothing if already installed.
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
-        make_hook: makes a hook, or None without ``--loss-aggregation``; called once for Megatron's
-            own training loop, before the model is built, and once for each model of other loops.
-        watch_exit: end the process with exit code 2 if the flags have had no effect when the script
-            ends.
+        make_hook: called once for Megatron's own training loop, before the model is built, and
+            once for each model of other loops.
+        watch_exit: end the process with code 2 if the flags have had no effect when it exits.
         launched: our flags, from the launcher. Flags that make no hook then end the script with one
-            line and exit code 2: inside it, an error would become a traceback.
+            line and exit code 2 in place of a traceback.
 
     Returns:
         ``uninstall``, which restores every function and the command line, but not in loops that
         have kept one; a no-op if it was already installed.
 
     Raises:
-        AggregationError: a flag's value is bad, or flags are both in the environment and on the
-            command line; raised before Megatron is imported.
+        AggregationError: bad flags; raised before Megatron is imported.
         HostError: as `seams`.
     """
     given = launched or GivenFlags(sys.argv[1:])
