@@ -73,12 +73,8 @@ def _kind(loss_func: Callable[..., Any]) -> object:
 def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool) -> Tensor:
     """Whether ``loss`` is ``sum(mask * losses)``; bool, a scalar on the device of ``loss``.
 
-    True, too, of a loss that is not finite.
-
-    Args:
-        loss: a scalar.
-        losses, mask: of one shape when flat.
-        may_be_mean: it may also be that sum over ``sum(mask)``, or over 1 if that is more.
+    True, too, of a loss that is not finite; if it ``may_be_mean``, also of that sum over
+    ``sum(mask)``, or over 1 if that is more.
     """
     epsilon = torch.finfo(loss.dtype).eps
     loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))

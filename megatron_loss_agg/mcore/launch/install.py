@@ -8,6 +8,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -146,29 +147,27 @@ def _put(holder: Any, name: str, ours: _Function) -> None:
     setattr(holder, name, function)
 
 
+@dataclass
 class _Ours:
     """What is put in place of the host's functions. See `install`."""
 
-    def __init__(
-        self,
-        given: GivenFlags,
-        prepare_parser: Callable[[Any], Any],
-        make_hook: MakeHook,
-        launched: bool,
-    ) -> None:
-        self._given, self._prepare_parser = given, prepare_parser
-        self._make_hook, self._launched = make_hook, launched
+    given: GivenFlags
+    prepare_parser: Callable[[Any], Any]
+    make_hook: MakeHook
+    launched: bool
+
+    def __post_init__(self) -> None:
         # A hook checks and measures the first step of one model.
         self._by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
-        self.torch_steps = register_optimizer_step_pre_hook(given.check_before_torch_step)
+        self.torch_steps = register_optimizer_step_pre_hook(self.given.check_before_torch_step)
 
     def _hook(self, in_training_loop: bool) -> LossHook | None:
         args = host_args()
-        vars(args).update(self._given.values)  # a YAML file may have replaced the command line
+        vars(args).update(self.given.values)  # a YAML file may have replaced the command line
         try:
-            return self._make_hook(args, in_training_loop)
+            return self.make_hook(args, in_training_loop)
         except AggregationError as error:
-            if not self._launched:
+            if not self.launched:
                 raise
             sys.exit(refuse(error))
 
@@ -181,7 +180,7 @@ class _Ours:
         if chunk not in self._by_model:
             self._by_model[chunk] = self._hook(in_training_loop=False)
         hook = self._by_model[chunk]
-        return (stock if hook is None else self._given.noting(hook, stock))(**arguments)
+        return (stock if hook is None else self.given.noting(hook, stock))(**arguments)
 
     def construct_optimizer(self, stock: _Function, *args: Any, **kwargs: Any) -> None:
         # Megatron's optimizers step those of torch inside them, also to initialize their state.
@@ -190,19 +189,19 @@ class _Ours:
 
     def step(self, stock: _Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns for an empty step what Megatron's optimizers do on overflow."""
-        self._given.check_before_step(optimizer)
-        if self._given.skips_step:
+        self.given.check_before_step(optimizer)
+        if self.given.skips_step:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return stock(optimizer, *args, **kwargs)
 
     def add_arguments(self, stock: _Function, parser: Any) -> Any:
-        parser = self._prepare_parser(stock(parser))
-        parser.set_defaults(**self._given.values)
+        parser = self.prepare_parser(stock(parser))
+        parser.set_defaults(**self.given.values)
         return parser
 
     def get_schedule(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
         schedule, hook = stock(*args, **kwargs), self._of_training
-        return schedule if hook is None else self._given.noting(hook, schedule)
+        return schedule if hook is None else self.given.noting(hook, schedule)
 
     def setup(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
         """Refuses bad flags before the model is built, which takes long."""
