@@ -132,7 +132,6 @@ def test_what_is_wrapped_is_restored() -> None:
         (schedules, "forward_backward_pipelining_without_interleaving"),
         ("megatron.training.arguments", "add_megatron_arguments"),
         ("megatron.training.training", "get_forward_backward_func"),
-        ("megatron.training.training", "print_rank_last"),
         ("megatron.training.training", "setup_model_and_optimizer"),
     ]
     assert (seams()["wrapped"], seams()["left"]) == ((wrapped, True), ([], False))

@@ -20,7 +20,6 @@ from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.audit import Audit
 from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
 from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
-from megatron_loss_agg.mcore.extensions.first_line import without_perplexities
 from megatron_loss_agg.mcore.extensions.inexact import check_exact
 from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
 from megatron_loss_agg.mcore.extensions.routers import RouterLosses
@@ -207,8 +206,3 @@ class _Ours:
         """Refuses bad flags before the model is built, which takes long."""
         _ = self._of_training
         return stock(*args, **kwargs)
-
-    def say(self, stock: _Function, message: str, *args: Any, **kwargs: Any) -> Any:
-        if self._of_training is not None:
-            message = without_perplexities(message, self._of_training.reported)
-        return stock(message, *args, **kwargs)

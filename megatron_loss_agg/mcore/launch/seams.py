@@ -39,8 +39,6 @@ def seams() -> dict[str, list[Seam]]:
         "add_arguments": [_seam(arguments, "add_megatron_arguments")],
         "get_schedule": [_seam(training, "get_forward_backward_func")],
         "setup": [_seam(training, "setup_model_and_optimizer")],
-        # It prints evaluations; a fork may lack it.
-        "say": [(training, x) for x in ("print_rank_last",) if hasattr(training, x)],
     }
 
 
