@@ -135,4 +135,4 @@ def test_the_checkout_of_a_script_is_examined(tmp_path):
     assert done.returncode == 1
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
-    assert "No module named 'nowhere_to_be_found'); install" in lines["megatron.training"]
+    assert "No module named 'nowhere_to_be_found'; install" in lines["megatron.training"]

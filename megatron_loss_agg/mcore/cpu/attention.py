@@ -109,9 +109,8 @@ def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
 def _forbidden(query_positions: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
     """[1, 1, queries, keys]: true where the query must not attend to the key.
 
-    Args:
-        lengths: of the sequences without padding, to mask the padding; None for causal attention,
-            which masks later keys and with them the padding.
+    ``lengths``: of the sequences without padding; None for causal attention, which masks later keys
+    and with them the padding.
     """
     key_positions = torch.arange(int(offsets[-1]))
     sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)

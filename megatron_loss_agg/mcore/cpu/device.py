@@ -210,10 +210,7 @@ def _replace_accelerator() -> None:
 
 
 def _replace_compiler() -> None:
-    """Run eagerly: compiling Megatron's fused functions takes longer than a small run.
-
-    Besides, scripts cannot call the functions by which `_replace_placement` replaced torch's.
-    """
+    """Run eagerly: compiling takes longer than a small run, and scripts cannot call stand-ins."""
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
         return (lambda decorated: decorated) if model is None else model

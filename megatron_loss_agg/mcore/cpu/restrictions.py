@@ -33,10 +33,7 @@ def install() -> None:
 
 
 def _wait_inside_streams() -> None:
-    """Reduce gradients synchronously in a stream of their own.
-
-    Megatron waits for that stream, which does not hold back gloo, and not for the reductions.
-    """
+    """Wait for reductions of gradients where Megatron waits for a stream, which gloo has not."""
     coalescing = param_and_grad_buffer._coalescing_manager
 
     @functools.wraps(coalescing)
@@ -47,10 +44,7 @@ def _wait_inside_streams() -> None:
 
 
 def _take_split_sizes() -> None:
-    """Let ``all_to_all_single`` take split sizes as tensors.
-
-    Megatron's expert token dispatch passes tensors unless it has copied them from a GPU.
-    """
+    """Let ``all_to_all_single`` take tensors, as Megatron's expert dispatch passes split sizes."""
     exchange = dist.all_to_all_single
 
     @functools.wraps(exchange)
@@ -102,10 +96,9 @@ def _route_without_transformer_engine() -> None:
 
 
 def _allow_sequence_parallel_norms() -> None:
-    """Mark the parameters of torch's norms as sequence-parallel.
+    """Mark the parameters of torch's norms, whose gradients Megatron then all-reduces.
 
-    Megatron all-reduces the gradients of marked parameters over the tensor-parallel group. It
-    refuses torch's norms only because they do not set the mark.
+    It refuses torch's norms only because they do not set the mark.
     """
     construct = WrappedTorchNorm.__new__
 

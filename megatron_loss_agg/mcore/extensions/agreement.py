@@ -44,8 +44,8 @@ class Agreement(Extension):
         """All ranks of the model must call.
 
         Raises:
-            ModeError: some setting differs; on every rank.
-            PeerError: a rank has not called in time; on every other rank.
+            ModeError: some setting differs.
+            PeerError: a rank has not called in time.
         """
         if self._agreed:
             return

@@ -24,12 +24,10 @@ class Audit(Extension):
 
     Args:
         repeat: again before the first step of every new `HostScale`, and print the results.
-        trust: go on with a host that cannot be measured, as if it were as planned; otherwise it is
-            refused.
+        trust: go on with a host that cannot be measured, as if it were as planned.
 
     Attributes:
-        measured: gradients as a multiple of the planned ones, when last measured; None if they
-            never were.
+        measured: gradients as a multiple of the planned ones, when last measured; or None.
     """
 
     def __init__(self, repeat: bool = False, trust: bool = False) -> None:

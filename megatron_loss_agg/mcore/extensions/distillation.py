@@ -49,8 +49,7 @@ def terms_from(
 class Distillation(Extension):
     """Reads the host's distillation loss functions as losses of two terms; `TokenLoss` as it is.
 
-    In evaluation the host has no teacher, and computes the first term alone. In training, the first
-    loss with active tokens is checked to be the sum of both terms, each times its coefficient.
+    In evaluation the host has no teacher, and computes the first term alone.
     """
 
     def __init__(self) -> None:
@@ -128,7 +127,7 @@ def _check_mixture(
 
 @contextmanager
 def _recorded() -> Iterator[_Found]:
-    """The token losses of every distillation loss that is computed inside, with gradients."""
+    """The token losses of all distillation losses that are computed inside, with gradients."""
     found: _Found = []
     with ExitStack() as stack:
         if megatron := sys.modules.get("megatron.training.distillation.cached_logits_loss"):

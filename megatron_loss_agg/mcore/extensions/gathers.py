@@ -67,10 +67,7 @@ class GatherCheck(Extension):
 def _measured(
     name: str, loss_func: TokenLoss, arguments: Sequence[Any], groups: ParallelGroups
 ) -> str | None:
-    """One of `GATHERS`; None if nothing can be said, as where gradients are 0.
-
-    All context- and tensor-parallel ranks must call, and find the same.
-    """
+    """One of `GATHERS`, the same on all context- and tensor-parallel ranks; None if unknown."""
     own = other = False  # whether losses of this rank, and of another one, reach this rank's part
     for rank in (0, groups.cp_size - 1):
         copies, leaves = _copied(arguments, groups.cp)
@@ -95,9 +92,9 @@ def _measured(
 
 
 def _copied(arguments: Any, cp: dist.ProcessGroup) -> tuple[Any, list[Tensor]]:
-    """What a model returned, cut off from its graph; and the leaves of the new one.
+    """What a model returned, cut off from its graph; and the new leaves that ranks of ``cp`` split.
 
-    Without those that are the same on all ranks of ``cp``, which were gathered before.
+    Those that are the same on all of them were gathered before.
     """
     leaves: list[Tensor] = []
 

@@ -9,6 +9,7 @@ from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call
 
 _OWN_GROUPS = "samples have context-parallel groups of their own"
+_OWN_DATA = "it adds ranks with data of their own"
 _OFF = {
     "hybrid_context_parallel": _OWN_GROUPS,
     "dynamic_context_parallel": _OWN_GROUPS,
@@ -18,6 +19,8 @@ _OFF = {
     "logits_load_ignore_errors": (
         "a microbatch whose teacher fails would count in the denominators and lack a term"
     ),
+    "gtp_weight_remat_size": _OWN_DATA,
+    "expert_gtp_weight_remat_size": _OWN_DATA,
 }
 
 
@@ -36,11 +39,9 @@ def check_exact(settings: Any, of_wrapper: Any) -> None:
         of_wrapper: the settings of its data-parallel wrapper; the flags, too, have them.
     """
     for name, reason in _OFF.items():
-        if getattr(settings, name, False):
+        value = getattr(settings, name, None) or 1  # True, or a number of ranks
+        if value is True or value > 1:
             raise _inexact(name, "", reason)
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-        if getattr(settings, name, 1) > 1:
-            raise _inexact(name, " > 1", "it adds ranks with data of their own")
     instances = getattr(of_wrapper, "num_distributed_optimizer_instances", 1)
     stages = getattr(settings, "pipeline_model_parallel_size", 1)
     if instances > 1 and stages > 1 and getattr(settings, "calculate_per_token_loss", False):

@@ -50,8 +50,7 @@ class LeftGradients(Extension):
 def _state(model: Any) -> tuple[int, int] | None:
     """Which tensor the first gradient is, and how often it was written to.
 
-    Zeroing writes to it; it writes to the whole buffer of which each ``main_grad`` is a view, so
-    that of one parameter is enough.
+    One is enough: zeroing writes to the whole buffer of which each ``main_grad`` is a view.
     """
     first = next(_gradients(model), None)
     return None if first is None else (id(first), first._version)

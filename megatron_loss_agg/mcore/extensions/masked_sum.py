@@ -28,8 +28,7 @@ _ROUNDING = 16
 class MaskedSum(Extension):
     """Checks each kind of stock loss function in the first step in which it is used.
 
-    Training and evaluation are checked apart, since a function may do more in one of them. A step
-    without any active token checks nothing.
+    Training and evaluation are checked apart, since a function may do more in one of them.
     """
 
     def __init__(self) -> None:

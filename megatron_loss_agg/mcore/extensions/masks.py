@@ -38,7 +38,7 @@ _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks gather
 class MaskCheck(Extension):
     """Raises if masks or tokens are not the planned ones, on all context-parallel ranks together.
 
-    Numbers are collected on the device, and added over the ranks and read once the call has ended.
+    Numbers stay on the device until the call has ended, and are then added over the ranks.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ def _check_masks(
 def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
     """Fingerprints of the model's integer inputs with a number for each token: fp64 [`_INPUTS`].
 
-    NaN where there is none, and for what tells nothing: positions, and numbers that are all equal.
+    NaN where there is none, and for what tells nothing: positions, and equal numbers.
     """
     mask = x.masks[x.first]
     tokens = mask.numel() // (1 if x.whole is None else cp_size)

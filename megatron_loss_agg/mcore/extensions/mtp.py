@@ -88,8 +88,7 @@ def number_of_depths(config: Any) -> int:
 
 
 class _HostLosses:
-    """What the host computes by `_METHOD` in one call: in a forward pass MTP's losses, by depth,
-    and then the main one.
+    """What the host computes by `_METHOD` in a forward pass: MTP's losses, and then the main one.
 
     MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
     masks that the host moved, which say whether it moves labels as the weights are moved.

@@ -31,9 +31,7 @@ from megatron_loss_agg.mcore.step import PlannedStep
 
 _FLAG = "--loss-aggregation-moe step (RouterLosses())"
 _UNKNOWN = -1
-_ELSEWHERE = (
-    "the routers of another rank saw other tokens than planned; expected as many: see its error"
-)
+_ELSEWHERE = "routers of another rank saw other tokens; expected the planned ones: see its error"
 
 
 class RouterLosses(Extension):
@@ -90,7 +88,7 @@ def check_config(config: Any, ranks: int) -> None:
     # a release is 0.19.2+commit.
     if not re.fullmatch(r"0\.19\.\d+(\+.*)?", __version__):
         why = (
-            f"with Megatron-Core {__version__}, whose weights of these losses are not known; "
+            f"with Megatron-Core {__version__}, whose weights of these losses are unknown; "
             "expected a release of 0.19"
         )
     elif config.num_moe_experts is None:
@@ -109,8 +107,7 @@ def check_config(config: Any, ranks: int) -> None:
 def _factors(call: Call, plan: PlannedStep) -> list[float]:
     """What the host multiplies each microbatch's losses by, besides its own averaging.
 
-    Raises:
-        HostError: on every rank alike, where one factor would have to serve for several.
+    Raises HostError on every rank alike, where one factor would have to serve for several.
     """
     positions = plan.first.counts.positions
     assert positions is not None  # masks are known

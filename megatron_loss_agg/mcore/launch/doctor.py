@@ -80,7 +80,7 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
         yield from _check_training(core, training)
         yield _check_seams()
     else:
-        text = f"{_cause(core)}; pip install megatron-core, or put a checkout on PYTHONPATH"
+        text = f"{_one_line(core)}; pip install megatron-core, or put a checkout on PYTHONPATH"
         yield Finding("FAIL", "megatron-core", text)
     if script_flags is not None:
         yield _check_flags(script_flags, with_host=isinstance(training, ModuleType))
@@ -109,7 +109,7 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
         )
         yield Finding("WARN", name, text)
     elif isinstance(training, Exception):
-        yield Finding("FAIL", name, f"{_cause(training)}; install what is missing, or fix it")
+        yield Finding("FAIL", name, f"{_one_line(training)}; install what is missing, or fix it")
     elif (ours := _root(training)) != (theirs := _root(core)):
         text = f"in {ours}, but megatron.core is in {theirs}; put the checkout on PYTHONPATH"
         yield Finding("WARN", name, text)
@@ -125,10 +125,7 @@ def _check_seams() -> Finding:
 
 
 def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
-    """The first thing that a run with these flags, or those of the environment, would refuse.
-
-    ``with_host``: whether ``megatron.training`` can be imported, to read Megatron's own flags.
-    """
+    """The first thing that a run with these flags, or those of the environment, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
         text = f"{script} is not a file; expected a training script, or flags alone"
@@ -165,10 +162,6 @@ def _imported(name: str) -> ModuleType | Exception:
         return importlib.import_module(name)
     except Exception as error:
         return error
-
-
-def _cause(error: Exception) -> str:
-    return f"cannot be imported ({_one_line(error)})"
 
 
 def _one_line(error: Exception) -> str:

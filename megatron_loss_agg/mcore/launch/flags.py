@@ -41,8 +41,7 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     ),
     "empty_step": (
         ("step", "error", "skip"),
-        "a step without any token moves the model by momentum and weight decay, ends the run, or "
-        "leaves model and optimizer as they are (default: step)",
+        "what a step without any token does: ends the run, or skips the optimizer (default: step)",
     ),
     "report_datasets": (None, "report each data set of the step (batch key dataset_id)"),
     "audit": (
@@ -51,8 +50,7 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     ),
     "unmeasured": (
         ("refuse", "trust"),
-        "a model whose averaging cannot be measured ends the run, or is taken to average as DDP "
-        "does (default: refuse)",
+        "a model whose averaging cannot be measured; trust: it averages as DDP (default: refuse)",
     ),
     "mtp": (
         ("host", "same"),
@@ -60,8 +58,7 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     ),
     "moe": (
         ("host", "step"),
-        "who weighs auxiliary losses of routers (MoE): the host, or tokens of the whole step "
-        "(default: host)",
+        "who weighs routers' auxiliary losses: the host, or tokens of the step (default: host)",
     ),
 }
 """Value and help of each further flag. None: it takes no value; a tuple: one of these words."""
