@@ -88,7 +88,7 @@ def check_config(config: Any, ranks: int) -> None:
     # a release is 0.19.2+commit.
     if not re.fullmatch(r"0\.19\.\d+(\+.*)?", __version__):
         why = (
-            f"with Megatron-Core {__version__}, whose weights of these losses are unknown; "
+            f"with Megatron-Core {__version__}, whose weights of these losses are not known; "
             "expected a release of 0.19"
         )
     elif config.num_moe_experts is None:

@@ -24,10 +24,7 @@ _PATIENCE = timedelta(seconds=2)
 
 
 def refuse(error: AggregationError) -> int:
-    """Print ``error`` as one line on stderr, once for all ranks that have it; return the exit code.
-
-    Every rank waits some seconds at most for the others to print their own.
-    """
+    """Print ``error`` as one line on stderr, once for all ranks that have it; return the exit code."""
     store, text = _store(), f"megatron_loss_agg: {type(error).__name__}: {error}"
     if store is None:
         print(text, file=sys.stderr, flush=True)
