@@ -24,7 +24,7 @@ _PATIENCE = timedelta(seconds=2)
 
 
 def refuse(error: AggregationError) -> int:
-    """Print ``error`` as one line on stderr, once for all ranks that have it; return the exit code."""
+    """Print ``error`` as one line, once for all ranks that have it; return the exit code."""
     store, text = _store(), f"megatron_loss_agg: {type(error).__name__}: {error}"
     if store is None:
         print(text, file=sys.stderr, flush=True)
