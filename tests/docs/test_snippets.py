@@ -38,7 +38,7 @@ ELSEWHERE = {
     "bash examples/quickstart.sh": "its commands run in tests/examples/test_quickstart.py",
     "bash examples/grpo/run.sh": "its loop runs in tests/examples/test_grpo_loop.py",
     "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
-    "python -m megatron_loss_agg doctor --megatron": "tests/launch/test_doctor.py",
+    "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_doctor.py",
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
         "tests/frameworks/test_bridge.py"
     ),
@@ -131,7 +131,7 @@ def _parse_run(words: list[str]) -> None:
     if os.path.basename(script).startswith(("pretrain_", "train_")):
         from megatron_loss_agg.mcore.launch.seams import seams
 
-        parser = seams()["add_arguments"][0].function(_Parser(allow_abbrev=False))
+        parser = getattr(*seams()["add_arguments"][0])(_Parser(allow_abbrev=False))
         _, flags = parser.parse_known_args(flags)
         if flags:
             raise ValueError(f"unknown to Megatron: {flags}")

@@ -87,8 +87,8 @@ def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> N
 REFUSED = {
     "another alpha": "not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its own",
     "no teacher": "computed 0 distillation losses|--logits-load-dir|return a TokenLoss",
-    "ignored errors": "--logits-load-ignore-errors with --loss-aggregation|drop it",
-    "fp32": "fp32 logits, changed in place before|add --bf16",
+    "ignored errors": "--logits-load-ignore-errors, with which|change it, or drop the hook",
+    "fp32": "fp32 logits, which Megatron's cross entropy has overwritten|add --bf16",
 }
 
 

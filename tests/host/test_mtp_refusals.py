@@ -186,7 +186,7 @@ TERMS = {
     "the first weighs nothing": (
         {"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
         "ModeError: --loss-aggregation-mtp same (MultiTokenPrediction()) with the coefficient 0 of "
-        "'a', by which MTP's losses are",
+        "'a', by which it multiplies MTP's",
     ),
     "named as a depth": (
         {"a": Term(aggregation("sum")), "mtp_1 a": Term(aggregation("sum"))},

@@ -141,7 +141,7 @@ def divided(loss_func: Callable[..., Any], mask: Tensor) -> Any:
 # rank 1; and what is said of it.
 MISTAKES: dict[str, tuple[Any, Any, str, str]] = {
     "Agreement": (None, None, "error", "ModeError: ranks have different settings"),
-    "InexactSettings": (over_layers, None, "step", "HostError: the model's overlap_moe_expert"),
+    "InexactSettings": (over_layers, None, "step", "HostError: --overlap-moe-expert"),
     "LeftGradients": (None, None, "step", "StepError: a forward-backward call on the gradients"),
     "Audit": (
         without_finalization,

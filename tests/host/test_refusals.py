@@ -226,9 +226,9 @@ def test_every_tensor_parallel_rank_refuses_packed_calls_without_offsets() -> No
 # Context-parallel groups of a sample's own (dynamic, hybrid): the size that the packed sequences
 # name, the model's configuration, and what is said of them.
 OF_ONE = ("HostError", "local_cp_size=1", "one group of 2", "--hybrid-context-parallel")
-CONFIGURED = ("HostError", "context_parallel", "one group for all")
-GRAPHS = ("HostError", "replays one step's weights for all", "CUDA graphs of layers")
-OVERLAP = ("HostError", "overlap_moe_expert_parallel_comm", "expected it off")
+CONFIGURED = ("HostError", "-context-parallel, with which", "groups of their own", "change it")
+GRAPHS = ("HostError", "replays one step's weights for all", "as graphs of layers do not")
+OVERLAP = ("HostError", "--overlap-moe-expert-parallel-comm", "change it")
 CONTEXT_GROUPS: dict[str, tuple[int | None, dict[str, Any], tuple[str, ...]]] = {
     "none": (None, {}, ()),
     "group of all": (2, {}, ()),
@@ -289,4 +289,6 @@ def error_of_optimizer_instances() -> str | None:
 
 def test_optimizer_instances_are_refused_where_megatron_scales_them_wrongly() -> None:
     ranks = run_host_ranks(error_of_optimizer_instances, 2)
-    assert_refused(ranks, "HostError", "num_distributed_optimizer_instances > 1", "one instance")
+    assert_refused(
+        ranks, "HostError", "--num-distributed-optimizer-instances > 1", "several pipeline stages"
+    )

@@ -107,5 +107,5 @@ def test_another_gather_than_said_is_refused_on_every_rank() -> None:
         assert rank["first"] is rank["another gather later"] is rank["evaluation"] is None
         assert rank["odd"] is None
         assert "MaskError: a loss mask of shape (1, 14), where" in str(rank["odd parts"])
-        assert "whose gather does" in str(rank["after an evaluation"])
+        assert "whose gather is" in str(rank["after an evaluation"])
         assert rank["parts later"] is None

@@ -17,7 +17,7 @@ from tests.core.test_imports import REFUSE_HOST
 ROOT = Path(__file__).parents[2]
 
 RUN = """
-REFUSED = ("megatron", "transformer_engine")
+REFUSED = ("megatron",)
 from megatron_loss_agg.__main__ import main; sys.exit(main(sys.argv[1:]))
 """
 
@@ -56,7 +56,6 @@ def test_this_environment_is_fit():
     checks = [line.split()[1] for line in lines]
     assert checks[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "seams"]
     assert lines[4].endswith("wrap Megatron's schedules, optimizers, megatron.training")
-    assert "transformer-engine" in checks
 
 
 @pytest.mark.host
@@ -102,16 +101,10 @@ def test_without_megatron_it_says_what_to_install():
     by_check = {finding["check"]: finding for finding in found["findings"]}
     assert by_check["megatron-core"]["level"] == "FAIL"
     assert by_check["megatron-core"]["text"].endswith(
-        "pip install megatron-core, or name a checkout: --megatron PATH"
+        "pip install megatron-core, or put a checkout on PYTHONPATH"
     )
-    assert by_check["transformer-engine"]["level"] == by_check["flags"]["level"] == "WARN"
+    assert by_check["flags"]["level"] == "WARN"
     assert "seams" not in by_check
-
-
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
-    done = doctor("--megatron", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"InputError: --megatron {tmp_path}: no megatron/core" in done.stderr
 
 
 RELEASES = {"0.12.3": "FAIL", "0.13.1": "WARN", "0.14.0": "OK", "0.19.2": "OK"}
@@ -142,4 +135,4 @@ def test_the_checkout_of_a_script_is_examined(tmp_path):
     assert done.returncode == 1
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
-    assert "No module named 'nowhere_to_be_found'); install" in lines["megatron.training"]
+    assert "No module named 'nowhere_to_be_found'; install" in lines["megatron.training"]

@@ -170,7 +170,7 @@ def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(tmp_
     assert code == 2
     assert "Traceback" not in complained
     (line,) = (line for line in complained.splitlines() if line.startswith("megatron_loss_agg: "))
-    assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration ")
+    assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration,")
 
 
 def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:

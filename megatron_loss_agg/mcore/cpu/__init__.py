@@ -44,10 +44,9 @@ def enable() -> None:
 
     device.install()
     # These import Megatron, so the stand-ins must be in place.
-    from megatron_loss_agg.mcore.cpu import attention, collectives, restrictions
+    from megatron_loss_agg.mcore.cpu import attention, restrictions
 
     attention.install()
-    collectives.install()
     restrictions.install()
     # It warns that random numbers came from the CPU's generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

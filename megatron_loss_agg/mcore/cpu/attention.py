@@ -1,9 +1,8 @@
 """Core attention in plain torch for context parallelism and packed sequences.
 
-Megatron's ``DotProductAttention`` supports neither and leaves them to Transformer Engine. Here each
-rank gathers the keys and values of its context-parallel group, restores their order, and calls
-Megatron's attention with an explicit mask. Nothing here is about a CPU: with this attention, local
-layers do the same on a GPU.
+Megatron's ``DotProductAttention`` leaves both to Transformer Engine. Here each rank gathers the
+keys and values of its context-parallel group, restores their order, and calls Megatron's attention
+with an explicit mask, on a GPU as on a CPU.
 """
 
 from __future__ import annotations
@@ -57,20 +56,13 @@ class GatheredAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """The attention output of this rank's queries.
+        """The attention output of this rank's queries, [local seq, batch, heads * head dim].
 
         Args:
             query: [local seq, batch, heads, head dim], or packed [local tokens, heads, head dim].
             key, value: as ``query``, with as many or fewer heads (grouped queries).
             attention_mask: true where *not* to attend, [batch or 1, 1, local seq, seq], with
                 columns in the order of the whole sequence. Ignored for packed sequences.
-
-        Returns:
-            [local seq, batch, heads * head dim]; a batch of 1 when packed.
-
-        Raises:
-            LayoutError: the number of queries is not that of this rank's layout.
-            HostError: a sliding window, which is not supported here.
         """
         size, rank = self.cp_group.size(), self.cp_group.rank()
         if packed_seq_params is None and size == 1:
@@ -117,9 +109,8 @@ def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
 def _forbidden(query_positions: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
     """[1, 1, queries, keys]: true where the query must not attend to the key.
 
-    Args:
-        lengths: of the sequences without padding, to mask the padding; None for causal attention,
-            which masks later keys and with them the padding.
+    ``lengths``: of the sequences without padding; None for causal attention, which masks later keys
+    and with them the padding.
     """
     key_positions = torch.arange(int(offsets[-1]))
     sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)

@@ -1,8 +1,7 @@
 """Stand-ins for ``torch.cuda``, so that Megatron-Core, which assumes a GPU, runs on CPU.
 
 All tensors stay on the CPU. Stand-ins return the CPU's own values where Megatron acts on them
-(time, random state, memory), and constants where it only checks a requirement (a device exists, it
-is new enough).
+(time, random state, memory), and constants where it only checks a requirement.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import collections
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_loss_agg.mcore.cpu import streams
+_entered: list[Any] = []  # streams
+
+
+def inside_stream() -> bool:
+    """Whether code runs in ``with torch.cuda.stream(...)``."""
+    return bool(_entered)
 
 
 def install() -> None:
@@ -130,14 +135,64 @@ def _replace_random_state() -> None:
         setattr(cuda.random, name, getattr(cuda, name))  # it has imported torch's own
 
 
+class Stream:
+    """A stream without pending work, and what ``torch.cuda.stream(...)`` enters."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def __enter__(self) -> Stream:
+        _entered.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.pop()
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+class Event:
+    """An event that records the host's clock, so that Megatron's timers are right."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        return 1e3 * (end._seconds - self._seconds)
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+
 def _replace_streams() -> None:
+    """All work runs in order, synchronously."""
     _replace(
         torch.cuda,
-        Stream=streams.Stream,
-        Event=streams.Event,
-        stream=lambda stream: stream or streams.Stream(),
-        current_stream=lambda *args: streams.Stream(),
-        default_stream=lambda *args: streams.Stream(),
+        Stream=Stream,
+        Event=Event,
+        stream=lambda stream: stream or Stream(),
+        current_stream=lambda *args: Stream(),
+        default_stream=lambda *args: Stream(),
         set_stream=_answer(None),
         synchronize=_answer(None),
     )
@@ -155,10 +210,7 @@ def _replace_accelerator() -> None:
 
 
 def _replace_compiler() -> None:
-    """Run eagerly: compiling Megatron's fused functions takes longer than a small run.
-
-    Besides, scripts cannot call the functions by which `_replace_placement` replaced torch's.
-    """
+    """Run eagerly: compiling takes longer than a small run, and scripts cannot call stand-ins."""
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
         return (lambda decorated: decorated) if model is None else model

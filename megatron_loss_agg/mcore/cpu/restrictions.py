@@ -1,4 +1,4 @@
-"""Lifts Megatron restrictions that do not apply on CPU."""
+"""Lifts Megatron restrictions that do not apply on CPU, or over gloo."""
 
 from __future__ import annotations
 
@@ -9,22 +9,54 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from megatron.core import utils
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.mcore.cpu import device
 
 
 def install() -> None:
-    """Patch Megatron to start without nvcc, and to route, split packs and norm without TE."""
+    """Patch Megatron to run over gloo, without streams, nvcc and Transformer Engine."""
+    _wait_inside_streams()
+    _take_split_sizes()
     _skip_kernel_build()
     _split_packs_without_transformer_engine()
     _route_without_transformer_engine()
     _allow_sequence_parallel_norms()
     _norm_without_transformer_engine()
+
+
+def _wait_inside_streams() -> None:
+    """Wait for reductions of gradients where Megatron waits for a stream, which gloo has not."""
+    coalescing = param_and_grad_buffer._coalescing_manager
+
+    @functools.wraps(coalescing)
+    def in_order(*args: Any, async_ops: bool = False, **kwargs: Any) -> Any:
+        return coalescing(*args, async_ops=async_ops and not device.inside_stream(), **kwargs)
+
+    param_and_grad_buffer._coalescing_manager = in_order
+
+
+def _take_split_sizes() -> None:
+    """Let ``all_to_all_single`` take tensors, as Megatron's expert dispatch passes split sizes."""
+    exchange = dist.all_to_all_single
+
+    @functools.wraps(exchange)
+    def all_to_all_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = {name: _as_list(value) for name, value in kwargs.items()}
+        return exchange(output, input, *map(_as_list, args), **named)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _skip_kernel_build() -> None:
@@ -64,10 +96,9 @@ def _route_without_transformer_engine() -> None:
 
 
 def _allow_sequence_parallel_norms() -> None:
-    """Mark the parameters of torch's norms as sequence-parallel.
+    """Mark the parameters of torch's norms, whose gradients Megatron then all-reduces.
 
-    Megatron all-reduces the gradients of marked parameters over the tensor-parallel group. It
-    refuses torch's norms only because they do not set the mark.
+    It refuses torch's norms only because they do not set the mark.
     """
     construct = WrappedTorchNorm.__new__
 

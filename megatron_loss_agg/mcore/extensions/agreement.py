@@ -33,7 +33,7 @@ class Agreement(Extension):
     """Compares the terms, and the settings of the hook and its extensions, over all ranks, once.
 
     Args:
-        patience: seconds that ranks wait for each other's hook before the first step.
+        patience: seconds that ranks wait for each other's hook.
     """
 
     def __init__(self, patience: float = 60.0) -> None:
@@ -44,8 +44,8 @@ class Agreement(Extension):
         """All ranks of the model must call.
 
         Raises:
-            ModeError: some setting differs; on every rank.
-            PeerError: a rank has not called in time; on every other rank.
+            ModeError: some setting differs.
+            PeerError: a rank has not called in time.
         """
         if self._agreed:
             return
@@ -61,10 +61,9 @@ class Agreement(Extension):
         absent = known.pop("", [])
         if absent:
             raise PeerError(
-                f"rank(s) {absent} have not called a forward-backward function with a LossHook "
-                f"within {self._patience.total_seconds():g} s; expected the same "
-                "--loss-aggregation flags, or hook, on every rank of the model: give "
-                "extensions=[Agreement(patience=...)] if some are later"
+                f"rank(s) {absent} have not called a LossHook's schedule within "
+                f"{self._patience.total_seconds():g} s; expected the same hook, or the same "
+                "--loss-aggregation flags, on every rank: for later ones Agreement(patience=...)"
             )
         if len(known) > 1:
             raise ModeError(

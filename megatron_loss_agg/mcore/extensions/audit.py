@@ -1,7 +1,4 @@
-"""Measures how the installed host scales a returned loss, and compares it with `host`.
-
-A host that scales differently is caught before the first step.
-"""
+"""Compares how the installed host scales a returned loss with `host`, before the first step."""
 
 from __future__ import annotations
 
@@ -27,12 +24,10 @@ class Audit(Extension):
 
     Args:
         repeat: again before the first step of every new `HostScale`, and print the results.
-        trust: go on with a host that cannot be measured, as if it were as planned; otherwise it is
-            refused.
+        trust: go on with a host that cannot be measured, as if it were as planned.
 
     Attributes:
-        measured: gradients as a multiple of the planned ones, when last measured; None if they
-            never were.
+        measured: gradients as a multiple of the planned ones, when last measured; or None.
     """
 
     def __init__(self, repeat: bool = False, trust: bool = False) -> None:
@@ -68,10 +63,9 @@ class Audit(Extension):
             self._compare(call, measured_factor(call, wrap))
         elif not self._trusts:
             raise HostError(
-                f"the averaging over data-parallel ranks of a {type(call.chunks[-1]).__name__} "
-                f"cannot be measured; expected the model in one of Megatron's "
-                f"{', '.join(WRAPPERS)}: wrap it, or, if its gradients are averaged as the first "
-                f"of these does, choose {_TRUST}"
+                f"the averaging of a {type(call.chunks[-1]).__name__} cannot be measured; expected "
+                f"one of Megatron's {', '.join(WRAPPERS)}: wrap the model in it, or, if its "
+                f"gradients are averaged as the first of these does, choose {_TRUST}"
             )
         self._checked.add(scale)  # not earlier: a loop that catches the error must fail again
 
@@ -86,12 +80,11 @@ class Audit(Extension):
                 print(f"loss aggregation audit: {found}", flush=True)
         elif finalize is not None or not self._trusts:
             raise HostError(
-                f"gradients would be {measured:.6g} times the planned ones, at least on some rank, "
-                f"in megatron-core {__version__} with {type(call.chunks[-1]).__name__} and "
+                f"gradients would be {measured:.6g} times the planned ones in megatron-core "
+                f"{__version__} with {type(call.chunks[-1]).__name__} and "
                 f"config.finalize_model_grads_func={getattr(finalize, '__qualname__', finalize)} "
-                f"({call.scale}); expected what {WRAPPERS[0]} and "
-                "megatron.core.distributed.finalize_model_grads do in Megatron-Core 0.13 to 0.19: "
-                "use these, or turn off calculate_per_token_loss if it is on; or, if the loop "
-                "itself reduces and scales gradients after the schedule, leave the function None "
-                f"and choose {_TRUST}"
+                f"({call.scale}); expected what {WRAPPERS[0]} and finalize_model_grads do in "
+                "Megatron-Core 0.13 to 0.19: use these, or turn off calculate_per_token_loss; or, "
+                "if the loop itself reduces and scales gradients after the schedule, leave the "
+                f"function None and choose {_TRUST}"
             )

@@ -7,8 +7,6 @@ With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
 - ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
   part of the loss; the parts of all data sets add up to it. In an evaluation, over the calls that
   have tokens of ``d``.
-
-Each rank reports its tokens' parts of both sums, of all data sets of the step.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch, denominator
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
+from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.weights import at_least_fp32, moved, where_weighted
 
 
 class DatasetReports(Extension):
     """Adds reports by data set: ``lm loss of dataset 3``, ``sample_mean loss of dataset 3``.
 
-    Validation sets need not have ids, since they are often read one by one.
+    Without ids, as validation sets often are, there are none.
 
     Args:
         log_interval: over how many steps the host's log averages.
@@ -60,10 +58,9 @@ class DatasetReports(Extension):
     def _note(self, ids: list[int]) -> None:
         """Decide what a newly planned training step reports.
 
-        Megatron's log adds up a name's values over the steps that the optimizer does not skip, and
-        divides by the number of all of them. So a mean of a data set is 0/0 in a step where it is
-        missing, and for as many steps as the log averages where it comes later than in the first
-        step: no number is logged for it in that interval.
+        Megatron's log averages a name's values over `log_interval` steps. So a mean of a data set
+        is 0/0, for which no number is logged, in a step where it is missing, and for as many steps
+        where it comes later than in the first one.
         """
         for d in ids:
             self._since.setdefault(d, self._steps)
@@ -97,14 +94,12 @@ class DatasetReports(Extension):
 
 def _ids(plan: PlannedStep) -> list[int]:
     """Of the whole step, sorted; those with tokens in some term."""
-    terms = [term for term in plan.terms.values() if "dataset" in term.ids]
-    return sorted({d for term in terms for d in _active(term).tolist()})
-
-
-def _active(term: PlannedTerm) -> Tensor:
-    """The data sets with tokens in the whole step: int64, sorted."""
-    ids, sums = term.groups("dataset")
-    return ids[sums > 0]
+    found = set[int]()
+    for term in plan.terms.values():
+        if "dataset" in term.ids:
+            ids, sums = term.groups("dataset")
+            found.update(ids[sums > 0].tolist())
+    return sorted(found)
 
 
 def _sums(
@@ -114,11 +109,9 @@ def _sums(
 
     Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
     """
-    term, samples = x.plan.terms[name], x.local[name].samples
-    ids, id_S = _active(term), term.ids["dataset"][x.i]
+    samples, id_S = x.local[name].samples, x.plan.terms[name].ids["dataset"][x.i]
     sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
-    place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
-    sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
-    sums = sums.to(at_least_fp32(values[0].dtype))
-    found = dict(zip(ids.tolist(), sums[:-1], strict=True))
-    return {d: found.get(d, sums.new_zeros(len(values))) for d in names}
+    ids = torch.tensor(names, dtype=torch.int64)
+    place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(names))
+    sums = w.new_zeros(len(names) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
+    return dict(zip(names, sums[:-1].to(at_least_fp32(values[0].dtype)), strict=True))

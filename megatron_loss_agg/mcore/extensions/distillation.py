@@ -36,9 +36,6 @@ def terms_from(
 
     ``--logits-load-dir``: ``(1 - alpha) * language + alpha * kd`` with the alpha of
     ``--logits-load-kd-loss-alpha``. ``--export-kd-teacher-load``: ``kd`` alone, ModelOpt's default.
-
-    Args:
-        args: Megatron's parsed flags; absent ones are off.
     """
     if getattr(args, "logits_load_dir", None) is not None:
         alpha = args.logits_load_kd_loss_alpha
@@ -52,8 +49,7 @@ def terms_from(
 class Distillation(Extension):
     """Reads the host's distillation loss functions as losses of two terms; `TokenLoss` as it is.
 
-    In evaluation the host has no teacher, and computes the first term alone. In training, the first
-    loss with active tokens is checked to be the sum of both terms, each times its coefficient.
+    In evaluation the host has no teacher, and computes the first term alone.
     """
 
     def __init__(self) -> None:
@@ -100,17 +96,16 @@ def _per_token(found: _Found) -> Tensor:
         raise HostError(
             f"the loss function computed {len(found)} distillation losses; expected one of a model "
             "in training mode, by Megatron's LossFuncCallable (--logits-load-dir) or ModelOpt's "
-            "compute_kd_loss (--export-kd-teacher-load) without intermediate_layer_pairs, which it "
-            "balances by their values: otherwise return a TokenLoss with the losses of both terms"
+            "compute_kd_loss without intermediate_layer_pairs (--export-kd-teacher-load): "
+            "otherwise return a TokenLoss with the losses of both terms"
         )
     ((losses, is_part),) = found
     if is_part:
         return reduce_from_tensor_model_parallel_region(losses)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         raise HostError(
-            "ModelOpt's top-k distillation loss (logit_kl_topk) over tensor-parallel ranks: its "
-            "gather adds up the equal gradients of all ranks; expected one rank, or "
-            "logit_kl_topk left out"
+            "ModelOpt's top-k loss over tensor-parallel ranks, whose gather adds up their equal "
+            "gradients; expected one rank: or leave out logit_kl_topk"
         )
     return losses
 
@@ -124,15 +119,15 @@ def _check_mixture(
         said = " + ".join(f"{term.coefficient:g} * {name}" for name, term in terms.items())
         raise HostError(
             f"the distillation loss function returned {returned.item():.6g}, which is not the "
-            f"masked sum of {said}; expected its own coefficients (--logits-load-dir: 1 - alpha "
-            "and alpha), and of ModelOpt a sum, not a mean (Megatron-LM 0.15 or later), with "
-            "skip_lm_loss on, without which losses' values weigh them: otherwise return a TokenLoss"
+            f"masked sum of {said}; expected its own coefficients (1 - alpha and alpha), and of "
+            "ModelOpt a sum, not a mean, with skip_lm_loss on (Megatron-LM 0.15 or later): "
+            "otherwise return a TokenLoss"
         )
 
 
 @contextmanager
 def _recorded() -> Iterator[_Found]:
-    """The token losses of every distillation loss that is computed inside, with gradients."""
+    """The token losses of all distillation losses that are computed inside, with gradients."""
     found: _Found = []
     with ExitStack() as stack:
         if megatron := sys.modules.get("megatron.training.distillation.cached_logits_loss"):
@@ -151,8 +146,8 @@ def _recording_cached(stock: Callable[..., Tensor], found: _Found) -> Callable[.
         # The host shifts fp32 logits in place itself; what came before it is of interest.
         if student_logits.dtype == torch.float32 and student_logits._version:
             raise HostError(
-                "fp32 logits, changed in place before the distillation loss: Megatron's cross "
-                "entropy leaves probabilities there; expected a model in half precision: add --bf16"
+                "fp32 logits, which Megatron's cross entropy has overwritten with probabilities "
+                "before the distillation loss; expected a model in half precision: add --bf16"
             )
         with torch.enable_grad():
             losses = stock(self, student_logits, *args, **kwargs)

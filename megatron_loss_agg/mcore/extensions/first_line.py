@@ -1,9 +1,8 @@
-"""Lines of the log: how the hook reads the run, from its first step; evaluations."""
+"""The first line of the log: how the hook reads the run."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -61,13 +60,3 @@ def _step(call: Call, plan: PlannedStep) -> str:
         f"a step of {counts.microbatches} microbatches on {ranks} data-parallel "
         f"rank{'s' if ranks > 1 else ''}, {', '.join(counted)}, {tokens}"
     )
-
-
-def without_perplexities(line: str, losses: Iterable[str]) -> str:
-    """Megatron's line of an evaluation, without ``<key> PPL`` of the aggregated ``losses``.
-
-    Megatron prints ``exp(min(20, value))`` of every key. That of ``lm loss`` is a perplexity.
-    """
-    keys = "|".join(map(re.escape, losses))
-    ours = rf"(?<=\| )(mtp_\d+ )?({keys})( of dataset \S+)? PPL: \S+ \| "
-    return re.sub(ours, "", line)

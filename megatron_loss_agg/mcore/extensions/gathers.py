@@ -1,9 +1,8 @@
 """Checks what `TokenLoss(whole=)` says of losses that every context-parallel rank has whole.
 
-In the backward pass of the gather, a rank's part gets the gradient of this rank's losses
-(``local_grad``), or the sum of those of all ranks (``reduced_grad``); see `host` for what follows.
-So the losses of one rank alone are differentiated: with a sum, they reach the parts of others.
-Since one rank's part may have no active token, the first and the last rank take turns.
+The losses of one rank alone are differentiated: if the gather sums in its backward pass
+(``reduced_grad``), they reach the parts of other ranks. Since one rank's part may have no active
+token, the first and the last rank take turns.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class GatherCheck(Extension):
     """Raises, on all context-parallel ranks, if losses were gathered otherwise than declared.
 
     In the first training step ``compute`` is called twice more for each term, with copies of what
-    the model returned: a tensor, or lists, tuples and dicts of them. Not seen are a gather in the
-    forward step, before ``compute``, and a factor by which a gather multiplies gradients.
+    the model returned. Not seen are a gather in the forward step, before ``compute``, and a factor
+    by which a gather multiplies gradients.
     """
 
     def __init__(self) -> None:
@@ -50,10 +49,9 @@ class GatherCheck(Extension):
                 found = _measured(name, given, (output, *weights), call.groups)
                 if found not in (None, whole):
                     raise LayoutError(
-                        f"TokenLoss(whole={whole!r}) for the losses of {name!r}, whose gather does "
-                        f"in the backward pass what is called {found!r}, so that the gradient "
-                        "would be wrong by a factor of the number of context-parallel ranks; "
-                        f"expected whole={found!r}"
+                        f"TokenLoss(whole={whole!r}) for the losses of {name!r}, whose gather is "
+                        f"{found!r}: the gradient would be wrong by a factor of the number of "
+                        f"context-parallel ranks; expected whole={found!r}"
                     )
             return given.compute(output, *weights)
 
@@ -69,10 +67,7 @@ class GatherCheck(Extension):
 def _measured(
     name: str, loss_func: TokenLoss, arguments: Sequence[Any], groups: ParallelGroups
 ) -> str | None:
-    """One of `GATHERS`; None if nothing can be said, as where gradients are 0.
-
-    All context- and tensor-parallel ranks must call, and find the same.
-    """
+    """One of `GATHERS`, the same on all context- and tensor-parallel ranks; None if unknown."""
     own = other = False  # whether losses of this rank, and of another one, reach this rank's part
     for rank in (0, groups.cp_size - 1):
         copies, leaves = _copied(arguments, groups.cp)
@@ -97,9 +92,9 @@ def _measured(
 
 
 def _copied(arguments: Any, cp: dist.ProcessGroup) -> tuple[Any, list[Tensor]]:
-    """What a model returned, cut off from its graph; and the leaves of the new one.
+    """What a model returned, cut off from its graph; and the new leaves that ranks of ``cp`` split.
 
-    Without those that are the same on all ranks of ``cp``, which were gathered before.
+    Those that are the same on all of them were gathered before.
     """
     leaves: list[Tensor] = []
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call
 
-_OWN_GROUPS = "samples have context-parallel groups of their own; expected one group for all"
-_REASONS = {
+_OWN_GROUPS = "samples have context-parallel groups of their own"
+_OWN_DATA = "it adds ranks with data of their own"
+_OFF = {
     "hybrid_context_parallel": _OWN_GROUPS,
     "dynamic_context_parallel": _OWN_GROUPS,
     "overlap_moe_expert_parallel_comm": (
-        "its schedule calls the model's layers and not the model, so packs cannot be checked; "
-        "expected it off"
+        "its schedule calls the model's layers and not the model, so packs cannot be checked"
     ),
+    "logits_load_ignore_errors": (
+        "a microbatch whose teacher fails would count in the denominators and lack a term"
+    ),
+    "gtp_weight_remat_size": _OWN_DATA,
+    "expert_gtp_weight_remat_size": _OWN_DATA,
 }
 
 
@@ -25,31 +28,28 @@ class InexactSettings(Extension):
     """Refuses a model's configuration under which the plugin would not be exact."""
 
     def start(self, call: Call) -> None:
-        wrapper = getattr(call.chunks[0], "ddp_config", None)
-        instances = getattr(wrapper, "num_distributed_optimizer_instances", 1)
-        inexact = inexact_setting(call.config, instances, dist.get_world_size(call.groups.pp))
-        if inexact is not None:
-            name, value, reason = inexact
-            raise HostError(f"the model's {name}{value}: {reason}")
+        check_exact(call.config, getattr(call.chunks[0], "ddp_config", None))
 
 
-def inexact_setting(settings: Any, instances: int, stages: int) -> tuple[str, str, str] | None:
-    """The first setting under which the plugin would not be exact, its value, and why; or None.
+def check_exact(settings: Any, of_wrapper: Any) -> None:
+    """Raise HostError for the first setting under which the plugin would not be exact.
 
     Args:
         settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
-        instances: of the distributed optimizer.
-        stages: of the pipeline.
+        of_wrapper: the settings of its data-parallel wrapper; the flags, too, have them.
     """
-    for name, reason in _REASONS.items():
-        if getattr(settings, name, False):
-            return name, "", reason
+    for name, reason in _OFF.items():
+        value = getattr(settings, name, None) or 1  # True, or a number of ranks
+        if value is True or value > 1:
+            raise _inexact(name, "", reason)
+    instances = getattr(of_wrapper, "num_distributed_optimizer_instances", 1)
+    stages = getattr(settings, "pipeline_model_parallel_size", 1)
     if instances > 1 and stages > 1 and getattr(settings, "calculate_per_token_loss", False):
         reason = (
-            "with calculate_per_token_loss over pipeline stages Megatron itself computes other "
-            "gradients; expected one instance, or one stage, or calculate_per_token_loss off"
+            "Megatron itself computes other gradients with calculate_per_token_loss over several "
+            "pipeline stages"
         )
-        return "num_distributed_optimizer_instances", " > 1", reason
+        raise _inexact("num_distributed_optimizer_instances", " > 1", reason)
     # A graph of the whole iteration is an implementation from 0.18 on. It was a scope of graphs
     # that other settings turn on, which later releases take, too, until they validate their flags.
     graphs = (getattr(settings, "cuda_graph_impl", None) or "none") != "none"
@@ -59,6 +59,13 @@ def inexact_setting(settings: Any, instances: int, stages: int) -> tuple[str, st
             parts = value if isinstance(value, list) else [value]
             if "full_iteration" in [getattr(x, "name", x) for x in parts]:  # an enumeration or text
                 name = f"cuda_graph_{name.removesuffix('_deprecated')}"
-                reason = "it replays one step's weights for all; expected CUDA graphs of layers"
-                return name, " full_iteration", reason
-    return None
+                reason = "it replays one step's weights for all, as graphs of layers do not"
+                raise _inexact(name, " full_iteration", reason)
+
+
+def _inexact(name: str, value: str, reason: str) -> HostError:
+    flag = "--" + name.replace("_", "-")
+    return HostError(
+        f"{flag}{value}, with which no loss is aggregated exactly: {reason}; expected another "
+        "value: change it, or drop the hook (--loss-aggregation)"
+    )

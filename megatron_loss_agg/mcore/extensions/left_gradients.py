@@ -29,16 +29,15 @@ class LeftGradients(Extension):
         self._model = self._model or weakref.ref(model)
         if self._model() is not model:
             raise HostError(
-                "a LossHook trains a second model; expected a hook for each: it measures the "
-                "host's averaging, and checks losses and splits, in the first step of one model"
+                "a LossHook trains a second model; expected a hook for each, which is checked in "
+                "the first step of its model"
             )
         # Of a step without tokens they are zero: a loop may skip the rest of it.
         if _left.get(model) == _state(model) and any(bool(x.any()) for x in _gradients(model)):
             raise StepError(
                 "a forward-backward call on the gradients that the last one left, which Megatron "
-                "would reduce and scale again; expected one call for each step, after "
-                "model.zero_grad_buffer(): for a step of several calls use LossHook.step, and for "
-                "losses of several hooks one hook with several terms"
+                "would reduce and scale again; expected model.zero_grad_buffer() before: for a "
+                "step of several calls use LossHook.step, for several losses one hook with terms"
             )
 
     @contextmanager
@@ -51,8 +50,7 @@ class LeftGradients(Extension):
 def _state(model: Any) -> tuple[int, int] | None:
     """Which tensor the first gradient is, and how often it was written to.
 
-    Zeroing writes to it; it writes to the whole buffer of which each ``main_grad`` is a view, so
-    that of one parameter is enough.
+    One is enough: zeroing writes to the whole buffer of which each ``main_grad`` is a view.
     """
     first = next(_gradients(model), None)
     return None if first is None else (id(first), first._version)

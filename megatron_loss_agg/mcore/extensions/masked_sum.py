@@ -28,8 +28,7 @@ _ROUNDING = 16
 class MaskedSum(Extension):
     """Checks each kind of stock loss function in the first step in which it is used.
 
-    Training and evaluation are checked apart, since a function may do more in one of them. A step
-    without any active token checks nothing.
+    Training and evaluation are checked apart, since a function may do more in one of them.
     """
 
     def __init__(self) -> None:
@@ -56,11 +55,10 @@ class MaskedSum(Extension):
         for fits, loss in torch.stack(found).tolist() if found else []:
             if not fits:
                 raise HostError(
-                    f"the loss function returned {loss:.6g}, which is neither the masked sum of "
-                    "the model's losses nor their mean; expected a masked sum, since its reduction "
-                    "is replaced: drop its own factors and divisions; for another loss return a "
-                    "TokenLoss with that of each token; or, if it is Megatron's for distillation, "
-                    "give the hook a second term named 'kd' and extensions=[Distillation()]"
+                    f"the loss function returned {loss:.6g}, neither the masked sum of the model's "
+                    "losses nor their mean; expected a masked sum, since its reduction is "
+                    "replaced: drop its own factors and divisions, return a TokenLoss, or for "
+                    "Megatron's distillation give a term 'kd' and extensions=[Distillation()]"
                 )
 
 
@@ -74,12 +72,8 @@ def _kind(loss_func: Callable[..., Any]) -> object:
 def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool) -> Tensor:
     """Whether ``loss`` is ``sum(mask * losses)``; bool, a scalar on the device of ``loss``.
 
-    True, too, of a loss that is not finite.
-
-    Args:
-        loss: a scalar.
-        losses, mask: of one shape when flat.
-        may_be_mean: it may also be that sum over ``sum(mask)``, or over 1 if that is more.
+    True, too, of a loss that is not finite; if it ``may_be_mean``, also of that sum over
+    ``sum(mask)``, or over 1 if that is more.
     """
     epsilon = torch.finfo(loss.dtype).eps
     loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))

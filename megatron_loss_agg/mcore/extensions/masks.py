@@ -38,7 +38,7 @@ _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks gather
 class MaskCheck(Extension):
     """Raises if masks or tokens are not the planned ones, on all context-parallel ranks together.
 
-    Numbers are collected on the device, and added over the ranks and read once the call has ended.
+    Numbers stay on the device until the call has ended, and are then added over the ranks.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class MaskCheck(Extension):
             i, j = moved[0]
             raise StepError(
                 f"the model is called with the tokens of microbatch {j} of the step in place of "
-                f"{i}; expected the microbatches in the order in which the forward steps draw "
-                "their batches (see read_step, hook.step), and new tensors in each, since all are "
-                "drawn before the first forward pass: copy what the data iterator returns"
+                f"{i}; expected microbatches in the order of the forward steps (see read_step, "
+                "hook.step), and new tensors in each, since all are drawn before the first forward "
+                "pass: copy what the data iterator returns"
             )
 
 
@@ -127,16 +127,14 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
 def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
     """By microbatch, the ``tokens`` of all context-parallel ranks: [ranks, `_INPUTS`].
 
-    Raises:
-        LayoutError: on every rank: the ranks have different numbers of what is added up.
+    Raises LayoutError, on every rank, unless all have the same ``number`` of what is added up.
     """
     of_all = torch.stack([*tokens.values()]).cpu()
     rows = all_gather(torch.cat([of_all.new_tensor([number]), of_all.flatten()]), cp)
     if bool((rows[:, 0] != number).any()):
         raise LayoutError(
             "the context-parallel ranks have read different numbers of samples, or losses with "
-            "other masks; expected the same batches on all ranks of a context-parallel group, each "
-            "of which takes its own part of every sequence"
+            "other masks; expected the same batches on all of them, split by sequence"
         )
     by_microbatch = rows[:, 1:].view(len(rows), *of_all.shape).unbind(dim=1)
     return dict(zip(tokens, by_microbatch, strict=True))
@@ -155,23 +153,19 @@ def _check_masks(
     i = [i for i, x in by_microbatch.items() for _ in range(len(x))][k]
     if plan.is_late:
         legal = "0 and 1, or another mode" if plan.divided_by_host else "finite numbers from 0 on"
-        raise MaskError(
-            f"the model's mask of microbatch {i} has other values than those by which it is "
-            f"counted; expected {legal}"
-        )
+        raise MaskError(f"the model's mask of microbatch {i} has other values; expected {legal}")
     raise MaskError(
         "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
         f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and that to "
-        f"{float(planned[k]):g}; expected the script to leave it as it is, undivided (a cast to "
-        "half precision changes fractions), and to split it over context-parallel ranks as "
-        f"CPLayout can: otherwise {HOW_TO_READ} with the final mask"
+        f"{float(planned[k]):g}; expected the script to leave it undivided (and fractions in "
+        f"fp32), and to split it as CPLayout can: otherwise {HOW_TO_READ} with the final mask"
     )
 
 
 def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
     """Fingerprints of the model's integer inputs with a number for each token: fp64 [`_INPUTS`].
 
-    NaN where there is none, and for what tells nothing: positions, and numbers that are all equal.
+    NaN where there is none, and for what tells nothing: positions, and equal numbers.
     """
     mask = x.masks[x.first]
     tokens = mask.numel() // (1 if x.whole is None else cp_size)
@@ -185,13 +179,8 @@ def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
 def _place(i: int, prints: Sequence[Prints], by_rank: Tensor) -> int | None:
     """The microbatch of the step with whose tokens the model was called for ``i``.
 
-    ``i`` where these tell nothing; None where a script has changed its tokens.
-
-    Args:
-        by_rank: [context-parallel ranks, `_INPUTS`], see `_tokens`.
-
-    Raises:
-        LayoutError: none, and two ranks hold the same tokens.
+    ``i`` where these tell nothing; None where a script has changed its tokens, or LayoutError if
+    two ranks hold the same ones.
     """
     telling = by_rank.T[~by_rank.isnan().any(dim=0)]
     if not len(telling) or not any(ids.tells for ids in prints[i].ids):
@@ -203,7 +192,6 @@ def _place(i: int, prints: Sequence[Prints], by_rank: Tensor) -> int | None:
     if any(len({*parts}) < len(parts) for parts in telling.tolist()):
         raise LayoutError(
             f"the model is called with the same tokens on several context-parallel ranks, for "
-            f"microbatch {i}; expected each token of the batch on one rank: split every sequence "
-            "as CPLayout can"
+            f"microbatch {i}; expected each on one rank: split every sequence as CPLayout can"
         )
     return None

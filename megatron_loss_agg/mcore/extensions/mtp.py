@@ -55,8 +55,8 @@ class MultiTokenPrediction(Extension):
         name, term = next(iter(call.terms.items()))
         if term.coefficient == 0:
             raise ModeError(
-                f"{_FLAG} with the coefficient 0 of {name!r}, by which MTP's losses are multiplied "
-                "too; expected another one (--logits-load-kd-loss-alpha below 1): or drop the flag"
+                f"{_FLAG} with the coefficient 0 of {name!r}, by which it multiplies MTP's losses; "
+                "expected another one (--logits-load-kd-loss-alpha below 1): or drop the flag"
             )
 
     @contextmanager
@@ -82,15 +82,13 @@ def number_of_depths(config: Any) -> int:
     if not depths or not factor:
         raise HostError(
             f"{_FLAG} and a model with mtp_num_layers={depths}, mtp_loss_scaling_factor={factor}; "
-            "expected MTP layers and a factor: set --mtp-num-layers and --mtp-loss-scaling-factor, "
-            "or drop the flag"
+            "expected both: set --mtp-num-layers and --mtp-loss-scaling-factor, or drop the flag"
         )
     return int(depths)
 
 
 class _HostLosses:
-    """What the host computes by `_METHOD` in one call: in a forward pass MTP's losses, by depth,
-    and then the main one.
+    """What the host computes by `_METHOD` in a forward pass: MTP's losses, and then the main one.
 
     MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
     masks that the host moved, which say whether it moves labels as the weights are moved.
@@ -124,8 +122,8 @@ class _HostLosses:
             raise HostError(
                 f"the model computed losses of {sizes} tokens by {_METHOD}, with a loss mask of "
                 f"{mask.numel()}; expected {self._depths} of MTP and the main one, of as many: "
-                "call the model once, with this rank's labels, and return their losses, not whole "
-                f"ones (TokenLoss(whole=...)); or drop {_FLAG}"
+                "call the model once, with this rank's labels, without TokenLoss(whole=...); or "
+                f"drop {_FLAG}"
             )
         config, term = self._call.config, self._call.terms[x.first]
         factor = config.mtp_loss_scaling_factor / self._depths * term.coefficient
@@ -154,9 +152,8 @@ class _HostLosses:
         if len(differ) != expected or any(differ):
             raise HostError(
                 "the model's masks of MTP are not the loss mask moved by the depth; expected a "
-                "model called with labels= and loss_mask=, this rank's parts of the batch's, and a "
-                "Megatron-Core that moves labels inside each sequence (packs: 0.16 or later): "
-                f"otherwise drop {_FLAG}"
+                "model called with this rank's labels= and loss_mask=, and for packs Megatron-Core "
+                f"0.16 or later, which moves labels inside each: otherwise drop {_FLAG}"
             )
 
 

@@ -1,19 +1,16 @@
 """A probe: a tiny model that runs through the host, and what the host does to its gradients.
 
 It has one parameter, and a second one if the run's model has experts, whose gradients are reduced
-over another group. It runs through the host's real schedule, wrapper and gradient finalization,
-under the run's own configuration. Every rank's gradient is different, so that a missing reduction
-shows.
+over another group. Every rank's gradient is different, so that a missing reduction shows.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.mcore.host import Call, stock
 
+_Groups = tuple[dist.ProcessGroup, ...]
 # Of megatron.core.distributed. Tests compare the measurement of each with a training step.
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 
@@ -41,25 +39,17 @@ _TOKENS = 2  # per microbatch and rank: with 1, a lone microbatch hides a missin
 _PER_RANK = 128  # parameter elements per rank: the shard alignment of the distributed optimizer
 
 
-class _Kind(NamedTuple):
-    """A parameter of the probe: dense, or an expert's. Gradients are of one element, per step."""
-
-    gradient: float  # of this rank's loss
-    planned: float  # its sum over ranks
-
-
 def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
     """The host's gradients as a multiple of the planned ones: of all, the farthest from 1.
 
     All ranks must call; it is the same on all of them, and NaN if one is.
-
-    Args:
-        wrap: from `wrapper_of`.
     """
-    kinds = _kinds(call)
+    reduced_over = _reduced_over(call)
     factor = torch.ones(1, dtype=torch.float64)
-    for gradient, kind in zip(_gradients(call, wrap, kinds), kinds, strict=False):
-        factors = gradient.detach().cpu().double().flatten() / kind.planned
+    for gradient, groups in zip(_gradients(call, wrap, reduced_over), reduced_over, strict=False):
+        # Ranks' own gradients are 1 + rank, so that their sum is 1 + ... + ranks.
+        planned = math.prod(n * (n + 1) / 2 for n in map(dist.get_world_size, groups))
+        factors = gradient.detach().cpu().double().flatten() / planned
         factor = _farthest(torch.cat([factor, factors]))
     for group in (*_data_groups(call), call.groups.tp, call.groups.pp):
         factor = _farthest(all_gather(factor, group).flatten())
@@ -71,12 +61,16 @@ def _farthest(factors: Tensor) -> Tensor:
     return factors[(factors - 1).abs().nan_to_num(math.inf).argmax()].view(1)
 
 
-def _gradients(call: Call, wrap: Callable[..., Any], kinds: Sequence[_Kind]) -> list[Tensor]:
-    """Of a step of the probe: by kind, the elements that this rank has reduced, if it has any."""
+def _gradients(
+    call: Call, wrap: Callable[..., Any], reduced_over: Sequence[_Groups]
+) -> list[Tensor]:
+    """Of a step of the probe: by parameter, the elements that this rank has reduced, if any."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     config, number = _without_features(call.config), call.scale.num_microbatches
-    total_tokens = round(_summed(_TOKENS * number, _data_groups(call)))
+    numbers = all_gather(torch.tensor([number]), call.groups.dp)  # may differ
+    total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
+    own = [math.prod(1 + dist.get_rank(group) for group in groups) for groups in reduced_over]
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
         return call.scale.returned(output, _TOKENS, total_tokens, {})
@@ -84,12 +78,7 @@ def _gradients(call: Call, wrap: Callable[..., Any], kinds: Sequence[_Kind]) -> 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model() / number, loss_func
 
-    logged = logging.root.manager.disable
-    logging.disable(logging.INFO)  # Megatron's line of every wrapper: there would seem to be two
-    try:
-        model = wrap(config, _probe(config, kinds, next(call.chunks[-1].parameters()).device))
-    finally:
-        logging.disable(logged)
+    model = wrap(config, _probe(config, own, next(call.chunks[-1].parameters()).device))
     if call.config.no_sync_func is not None:
         config.no_sync_func = model.no_sync
     if hasattr(model, "zero_grad_buffer"):
@@ -124,29 +113,20 @@ def _reduced(model: Any) -> list[Tensor]:
     return found
 
 
-def _kinds(call: Call) -> list[_Kind]:
-    """A dense parameter and, if the model has experts, one of these."""
+def _reduced_over(call: Call) -> list[_Groups]:
+    """Over which groups gradients are: of a dense parameter and, if there are, of an expert's."""
     from megatron.core import parallel_state
 
-    reduced_over = [_data_groups(call)]
     # Megatron FSDP replaces parameters, and keeps those that Megatron has marked.
     marked = (getattr(x, "orig_param", x) for x in call.chunks[-1].parameters())
-    if not all(getattr(x, "allreduce", True) for x in marked):
-        pg = call.pg_collection
-        reduced_over.append(
-            (parallel_state.get_expert_data_parallel_group() if pg is None else pg.expt_dp,)
-        )
-    gradients = [math.prod(1 + dist.get_rank(x) for x in groups) for groups in reduced_over]
-    return [_Kind(x, _summed(x, y)) for x, y in zip(gradients, reduced_over, strict=True)]
+    if all(getattr(x, "allreduce", True) for x in marked):
+        return [_data_groups(call)]
+    pg = call.pg_collection
+    of_experts = parallel_state.get_expert_data_parallel_group() if pg is None else pg.expt_dp
+    return [_data_groups(call), (of_experts,)]
 
 
-def _summed(value: float, groups: Sequence[dist.ProcessGroup]) -> float:
-    for group in groups:
-        value = float(all_gather(torch.tensor([value], dtype=torch.float64), group).sum())
-    return value
-
-
-def _data_groups(call: Call) -> tuple[dist.ProcessGroup, ...]:
+def _data_groups(call: Call) -> _Groups:
     return call.groups.dp, call.groups.cp
 
 
@@ -178,8 +158,8 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
     return wrap
 
 
-def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
-    """A model with a parameter of each of ``kinds``, whose gradients its output has."""
+def _probe(config: Any, gradients: Sequence[float], device: torch.device) -> Any:
+    """A model with a parameter, dense or an expert's, for each of the ``gradients`` it gets."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
@@ -195,7 +175,7 @@ def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
             self.kinds = torch.nn.ModuleDict()
             # Megatron's DDP knows experts' parameters by their attribute, its FSDP by their name.
             size = _PER_RANK * dist.get_world_size()
-            for name in ("dense", "experts")[: len(kinds)]:
+            for name in ("dense", "experts")[: len(gradients)]:
                 zeros = torch.zeros(size, dtype=torch.float32, device=device)
                 parameter: Any = torch.nn.Parameter(zeros)
                 parameter.allreduce = name == "dense"
@@ -205,7 +185,7 @@ def _probe(config: Any, kinds: Sequence[_Kind], device: torch.device) -> Any:
             """Required by the schedule; a single stage has no input."""
 
         def forward(self) -> Tensor:
-            losses = [p.sum() * k.gradient for p, k in zip(self.parameters(), kinds, strict=True)]
+            losses = [p.sum() * x for p, x in zip(self.parameters(), gradients, strict=True)]
             return torch.stack(losses).sum()
 
     return Probe()

@@ -31,9 +31,7 @@ from megatron_loss_agg.mcore.step import PlannedStep
 
 _FLAG = "--loss-aggregation-moe step (RouterLosses())"
 _UNKNOWN = -1
-_ELSEWHERE = (
-    "the routers of another rank saw other tokens than planned; expected as many: see its error"
-)
+_ELSEWHERE = "routers of another rank saw other tokens; expected the planned ones: see its error"
 
 
 class RouterLosses(Extension):
@@ -98,9 +96,8 @@ def check_config(config: Any, ranks: int) -> None:
     # One kind, or a list of them.
     elif ranks > 1 and "global_aux_loss" in config.moe_router_load_balancing_type:
         why = (
-            f"with global_aux_loss over {ranks} data-parallel ranks, where Megatron's expert "
-            "counts, and so the loss, depend on how microbatches are dealt to ranks; expected one "
-            "such rank, or aux_loss or seq_aux_loss"
+            f"with global_aux_loss over {ranks} data-parallel ranks, which depends on how "
+            "microbatches are dealt to them; expected one, or aux_loss or seq_aux_loss"
         )
     else:
         return
@@ -110,8 +107,7 @@ def check_config(config: Any, ranks: int) -> None:
 def _factors(call: Call, plan: PlannedStep) -> list[float]:
     """What the host multiplies each microbatch's losses by, besides its own averaging.
 
-    Raises:
-        HostError: on every rank alike, where one factor would have to serve for several.
+    Raises HostError on every rank alike, where one factor would have to serve for several.
     """
     positions = plan.first.counts.positions
     assert positions is not None  # masks are known
@@ -123,9 +119,8 @@ def _factors(call: Call, plan: PlannedStep) -> list[float]:
     if in_flight and plan.first.counts.unequal:
         raise HostError(
             f"{_FLAG} with microbatches of different numbers of tokens over pipeline stages: "
-            f"{sorted(set(plan.routed))} on this data-parallel rank. Megatron has one weight for "
-            "all microbatches in flight; expected --calculate-per-token-loss, one stage, or "
-            "microbatches of one size"
+            f"{sorted(set(plan.routed))} on this data-parallel rank, which get one weight; "
+            "expected --calculate-per-token-loss, one stage, or microbatches of one size"
         )
     return [unit * tokens for tokens in plan.routed[call.first : call.last + 1]]
 
@@ -169,7 +164,6 @@ def _check_tokens(seen: list[Tensor | int], plan: PlannedStep) -> None:
         raise HostError(
             f"routers saw microbatches of {sorted(others)} tokens, planned are "
             f"{sorted(set(plan.routed))}; expected as many as the batch's mask has elements, or "
-            "Microbatch(routed_tokens=): tokens without padding if the model gets a padding_mask, "
-            f"which needs one tensor- and context-parallel rank ({_UNKNOWN} on others, each of "
-            f"which Megatron weighs by its own tokens); or drop {_FLAG}"
+            "Microbatch(routed_tokens=): without padding if the model gets a padding_mask, which "
+            f"needs one tensor- and context-parallel rank ({_UNKNOWN} on others); or drop {_FLAG}"
         )

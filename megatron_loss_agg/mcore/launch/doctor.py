@@ -21,7 +21,7 @@ import torch
 
 from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import BY_ID
-from megatron_loss_agg.errors import AggregationError, InputError
+from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags
 from megatron_loss_agg.mcore.launch.install import hook_from_args
@@ -37,27 +37,18 @@ class Finding(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one finding per line; return 1 if any of them is FAIL, else 0.
-
-    Raises:
-        InputError: ``--megatron`` is not a Megatron-LM checkout.
-    """
+    """Print one finding per line; return 1 if any of them is FAIL, else 0."""
     ours = list(itertools.takewhile(lambda arg: arg != "--", argv))
     script_flags = argv[len(ours) + 1 :] if "--" in argv else None
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
-        usage="%(prog)s [-h] [--json] [--megatron PATH] [-- FLAG ...]",
+        usage="%(prog)s [-h] [--json] [-- FLAG ...]",
         description="Check whether the plugin works here: one line per finding, and exit code 1 if "
         "any is FAIL. The flags of a launch script, given after --, are checked too.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument("--megatron", metavar="PATH", help="a Megatron-LM checkout to examine")
     args = parser.parse_args(ours)
-    if args.megatron is not None:
-        if not (Path(args.megatron) / "megatron" / "core").is_dir():
-            raise InputError(f"--megatron {args.megatron}: no megatron/core; expected a checkout")
-        sys.path.insert(0, str(Path(args.megatron).resolve()))
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first, where Megatron and modules may lie.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
@@ -79,11 +70,9 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     """All findings, for the Megatron that is first on ``sys.path``."""
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
-    if torch.cuda.is_available():
-        yield Finding("OK", "torch", f"{torch.__version__}, {torch.cuda.device_count()} GPU")
-    else:
-        text = f"{torch.__version__} sees no GPU: for trials on the CPU, with --cpu"
-        yield Finding("WARN", "torch", text)
+    gpus = torch.cuda.device_count()
+    text = f"{torch.__version__} sees {gpus or 'no'} GPU" + ("" if gpus else ": give --cpu")
+    yield Finding("OK" if gpus else "WARN", "torch", text)
     core = _imported("megatron.core")
     training = _imported("megatron.training")
     if isinstance(core, ModuleType):
@@ -91,26 +80,21 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
         yield from _check_training(core, training)
         yield _check_seams()
     else:
-        text = f"{_cause(core)}; pip install megatron-core, or name a checkout: --megatron PATH"
+        text = f"{_one_line(core)}; pip install megatron-core, or put a checkout on PYTHONPATH"
         yield Finding("FAIL", "megatron-core", text)
-    engine = _imported("transformer_engine.pytorch")
-    if isinstance(engine, ModuleType):
-        yield Finding("OK", "transformer-engine", sys.modules["transformer_engine"].__version__)
-    else:
-        needs = "--transformer-impl local, on a GPU without packing and context parallelism"
-        text = f"{_cause(engine)}: Megatron needs {needs}"
-        yield Finding("WARN", "transformer-engine", text)
     if script_flags is not None:
         yield _check_flags(script_flags, with_host=isinstance(training, ModuleType))
 
 
 def check_release(version: str, root: Path) -> Finding:
     """Whether this Megatron-Core release, installed in ``root``, is supported and tested."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(match[1]), int(match[2])) if match else (0, 0)
     name, text, tested = "megatron-core", f"{version} in {root}", "0.14 to 0.19"
-    if _release(version) < (0, 13):
+    if release < (0, 13):
         text += f": averages losses unlike 0.13 and later; install {tested}"
         return Finding("FAIL", name, text)
-    if not (0, 14) <= _release(version) <= (0, 19):
+    if not (0, 14) <= release <= (0, 19):
         text += f": tested with {tested}; train with --loss-aggregation-audit"
         return Finding("WARN", name, text)
     return Finding("OK", name, text)
@@ -120,12 +104,12 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
     name = "megatron.training"
     if isinstance(training, ModuleNotFoundError) and training.name == name:
         text = (
-            "not in this megatron-core (its wheels include it from 0.17): for its scripts, give a "
-            "checkout with --megatron PATH; other loops need none"
+            "not in this megatron-core (its wheels include it from 0.17): for its scripts, put a "
+            "checkout on PYTHONPATH; other loops need none"
         )
         yield Finding("WARN", name, text)
     elif isinstance(training, Exception):
-        yield Finding("FAIL", name, f"{_cause(training)}; install what is missing, or fix it")
+        yield Finding("FAIL", name, f"{_one_line(training)}; install what is missing, or fix it")
     elif (ours := _root(training)) != (theirs := _root(core)):
         text = f"in {ours}, but megatron.core is in {theirs}; put the checkout on PYTHONPATH"
         yield Finding("WARN", name, text)
@@ -141,10 +125,7 @@ def _check_seams() -> Finding:
 
 
 def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
-    """The first thing that a run with these flags, or those of the environment, would refuse.
-
-    ``with_host``: whether ``megatron.training`` can be imported, to read Megatron's own flags.
-    """
+    """The first thing that a run with these flags, or those of the environment, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
         text = f"{script} is not a file; expected a training script, or flags alone"
@@ -152,7 +133,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
     try:
         if with_host:
-            parser = seams()["add_arguments"][0].function(parser)
+            parser = getattr(*seams()["add_arguments"][0])(parser)
         given = GivenFlags(script_flags)
         args, others = parser.parse_known_args(given.others)
         vars(args).update(given.values)
@@ -183,18 +164,8 @@ def _imported(name: str) -> ModuleType | Exception:
         return error
 
 
-def _cause(error: Exception) -> str:
-    return f"cannot be imported ({_one_line(error)})"
-
-
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _release(version: str) -> tuple[int, int]:
-    """(major, minor); (0, 0) if unknown."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _root(module: ModuleType) -> Path:

@@ -65,8 +65,8 @@ class GivenFlags:
         skips = self.values.get("loss_aggregation_empty_step") == "skip"
         if skips and self._trains not in (None, hook):
             raise HostError(
-                "--loss-aggregation-empty-step skip, and several models train in this process: "
-                "whose optimizer steps is unknown; expected one model: choose error or step"
+                "--loss-aggregation-empty-step skip, and several models train in this process; "
+                "expected one, since whose optimizer steps is unknown: choose error or step"
             )
         self._trains = hook
 
@@ -74,8 +74,8 @@ class GivenFlags:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
         if self.values and self._trains is None:
             raise self._no_effect(
-                f"{type(optimizer).__name__} is about to step, and no forward-backward call that "
-                "trains has gone through the plugin"
+                f"{type(optimizer).__name__} is about to step, and no forward-backward call has "
+                "trained through the plugin"
             )
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
@@ -84,7 +84,7 @@ class GivenFlags:
         if self.skips_step:
             raise HostError(
                 f"{type(optimizer).__name__} is about to step without any token; expected one of "
-                "Megatron's optimizers for --loss-aggregation-empty-step skip: choose error or step"
+                "Megatron's for --loss-aggregation-empty-step skip: choose error or step"
             )
 
     def error_at_exit(self) -> HostError | None:
@@ -101,8 +101,8 @@ class GivenFlags:
     def _no_effect(self, why: str) -> HostError:
         return HostError(
             f"{flags.FLAG} {self.values['loss_aggregation']} has no effect: {why}; expected a loop "
-            "that calls what Megatron-Core's get_forward_backward_func() returns, in this process, "
-            "after install() and without a LossHook of its own"
+            "that calls what Megatron-Core's get_forward_backward_func() returns, after install() "
+            "and without a LossHook of its own"
         )
 
     def fail_at_exit(self) -> None:

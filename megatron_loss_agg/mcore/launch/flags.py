@@ -21,61 +21,44 @@ _ALIKE = 0.85
 
 _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number above 0"),
-    "empty": (
-        "{count,skip}",
-        "whether samples, rollouts, prompts and data sets without active tokens count (default: "
-        "count)",
-    ),
+    "empty": ("{count,skip}", "whether groups without active tokens count (default: count)"),
     "rejected": (
         "{count,skip}",
-        "whether samples that the batch key 'rejected' marks (weight 0) count in the denominators; "
-        "required if there are any, unless the preset says it",
+        "whether samples that the batch key 'rejected' marks count in the denominators",
     ),
     "sample_weights": (
         "{count,skip}",
-        "whether the batch key 'sample_weights', which multiplies the weights of tokens, counts in "
-        "the denominators; required if there is any",
+        "whether the batch key 'sample_weights' counts in the denominators",
     ),
     "function": ("MODULE:NAME", "for 'custom': a function (plan, i) -> weights of microbatch i"),
     "batch": (
         "MODULE:NAME",
-        "a function batch -> Microbatch, for batches that lack the keys loss_mask, cu_seqlens, "
-        "prompt_ids, rollout_ids or dataset_ids",
+        "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
     ),
     "mask": (
         ("batch", "model"),
-        "who makes the loss mask: the batch brings it, or the model makes it in its forward pass, "
-        "as in pretrain_vlm.py (default: batch)",
+        "who makes the loss mask; the model does in pretrain_vlm.py (default: batch)",
     ),
     "empty_step": (
         ("step", "error", "skip"),
-        "a step without any token moves the model by momentum and weight decay, as without the "
-        "plugin, ends the run, or leaves model and optimizer as they are (default: step)",
+        "what a step without any token does: ends the run, or skips the optimizer (default: step)",
     ),
-    "report_datasets": (
-        None,
-        "report the mean over tokens and the aggregated loss of each data set of the step (batch "
-        "key dataset_id, as Megatron's blended data sets have it, or dataset_ids)",
-    ),
+    "report_datasets": (None, "report each data set of the step (batch key dataset_id)"),
     "audit": (
         None,
-        "measure the host's averaging before the first step of each number of microbatches, and "
-        "print it (without it: once, before the first step)",
+        "measure the host's averaging for each new number of microbatches, and print it",
     ),
     "unmeasured": (
         ("refuse", "trust"),
-        "a model whose averaging cannot be measured ends the run, or is taken to average as "
-        "Megatron's DDP does (default: refuse)",
+        "a model whose averaging cannot be measured; trust: it averages as DDP (default: refuse)",
     ),
     "mtp": (
         ("host", "same"),
-        "losses of multi-token prediction are averaged by the host, or aggregated as the loss is "
-        "(default: host)",
+        "who weighs losses of multi-token prediction: the host, or as the loss (default: host)",
     ),
     "moe": (
         ("host", "step"),
-        "the auxiliary losses of routers (MoE) keep Megatron's own weights, or are averaged over "
-        "the whole step by tokens, on any layout (default: host)",
+        "who weighs routers' auxiliary losses: the host, or tokens of the step (default: host)",
     ),
 }
 """Value and help of each further flag. None: it takes no value; a tuple: one of these words."""
@@ -163,8 +146,7 @@ def aggregation_from_environment() -> LossAggregation | None:
     For loops that apply `StepPlan.coefficients` themselves, where other flags have no effect.
 
     Raises:
-        AggregationError: as `aggregation_from`.
-        ModeError: as `in_environment`, or there are other flags than the aggregation's.
+        AggregationError: as `aggregation_from`, or the variable holds something else.
     """
     held = in_environment()
     of_hook = held.keys() - {f"loss_aggregation_{name}" for name in _OF_AGGREGATION}
@@ -187,12 +169,7 @@ def in_environment() -> dict[str, Any]:
 
 
 def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags among ``argv``, by the parser's names, and the other arguments in their order.
-
-    Raises:
-        InputError: a flag lacks its value.
-        ModeError: one is unknown, and begins as ours do or nearly so.
-    """
+    """Our flags among ``argv``, by the parser's names, and the other arguments in their order."""
     parser = add_arguments(
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     )

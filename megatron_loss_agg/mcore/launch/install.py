@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,15 +20,14 @@ from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.audit import Audit
 from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
 from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
-from megatron_loss_agg.mcore.extensions.first_line import without_perplexities
+from megatron_loss_agg.mcore.extensions.inexact import check_exact
 from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
 from megatron_loss_agg.mcore.extensions.routers import RouterLosses
 from megatron_loss_agg.mcore.host import STOCK, Loop, chunks_of
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags, host_args
-from megatron_loss_agg.mcore.launch.host_flags import check_host_flags
 from megatron_loss_agg.mcore.launch.once import print_uncaught_once, refuse
-from megatron_loss_agg.mcore.launch.seams import Seam, seams
+from megatron_loss_agg.mcore.launch.seams import seams
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch
 from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
 
@@ -46,12 +47,12 @@ def hook_from_args(
         read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
-        AggregationError: a bad value, or flags that conflict; see `check_host_flags`.
+        AggregationError: a bad value, or flags that conflict.
     """
     aggregation = flags.aggregation_from(args)
     if aggregation is None:
         return None
-    check_host_flags(args)
+    check_exact(args, args)
     given = flags.given(args)
     terms = terms_from(args, aggregation)
     loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
@@ -94,84 +95,78 @@ def install(
     Our flags are taken off the command line (``sys.argv``), or from the environment variable
     ``MEGATRON_LOSS_AGG_FLAGS``, and added to Megatron's parser, if the script uses it. Without
     ``--loss-aggregation`` the host's behaviour does not change. With it, an optimizer that steps
-    before the hook has run raises HostError. Does nothing if already installed, for example by the
-    launcher of a patched script.
+    before the hook has run raises HostError. Does nothing if already installed.
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
-        make_hook: makes a hook, or None without ``--loss-aggregation``; called once for Megatron's
-            own training loop, before the model is built, and once for each model of other loops.
-        watch_exit: end the process with exit code 2 if the flags have had no effect when the script
-            ends.
+        make_hook: called once for Megatron's own training loop, before the model is built, and
+            once for each model of other loops.
+        watch_exit: end the process with code 2 if the flags have had no effect when it exits.
         launched: our flags, from the launcher. Flags that make no hook then end the script with one
-            line and exit code 2: inside it, an error would become a traceback.
+            line and exit code 2 in place of a traceback.
 
     Returns:
         ``uninstall``, which restores every function and the command line, but not in loops that
         have kept one; a no-op if it was already installed.
 
     Raises:
-        AggregationError: a flag's value is bad, or flags are both in the environment and on the
-            command line; raised before Megatron is imported.
+        AggregationError: bad flags; raised before Megatron is imported.
         HostError: as `seams`.
     """
     given = launched or GivenFlags(sys.argv[1:])
     hook_from_args(argparse.Namespace(**given.values))
     found = seams()
-    if hasattr(found["schedule"][0].function, STOCK):
+    if hasattr(getattr(*found["schedule"][0]), STOCK):
         return lambda: None
     ours = _Ours(given, prepare_parser, make_hook, launched is not None)
-    undo = [_put(seam, getattr(ours, name)) for name, places in found.items() for seam in places]
-    undo += [print_uncaught_once(), ours.torch_steps.remove]
-    undo.append(functools.partial(setattr, sys, "argv", sys.argv))
+    undo = contextlib.ExitStack()
+    for name, places in found.items():
+        for holder, of_host in places:
+            undo.callback(setattr, holder, of_host, getattr(holder, of_host))
+            _put(holder, of_host, getattr(ours, name))
+    undo.callback(print_uncaught_once())
+    undo.callback(ours.torch_steps.remove)
+    undo.callback(setattr, sys, "argv", sys.argv)
     sys.argv = [*sys.argv[:1], *given.others]
     if watch_exit:
         atexit.register(given.fail_at_exit)
-        undo.append(functools.partial(atexit.unregister, given.fail_at_exit))
-
-    def uninstall() -> None:
-        for undone in undo:
-            undone()
-
-    return uninstall
+        undo.callback(atexit.unregister, given.fail_at_exit)
+    return undo.close
 
 
-def _put(seam: Seam, ours: _Function) -> Callable[[], None]:
-    """Put ``ours`` in the place of a function, which it gets first; return what undoes it."""
-    stock = seam.function
+def _put(holder: Any, name: str, ours: _Function) -> None:
+    """Put ``ours`` in the place of a function of the host, which it gets first."""
+    stock = getattr(holder, name)
 
     @functools.wraps(stock)
     def function(*args: Any, **kwargs: Any) -> Any:
         return ours(stock, *args, **kwargs)
 
     setattr(function, STOCK, (function, stock))
-    setattr(seam.holder, seam.name, function)
-    return functools.partial(setattr, seam.holder, seam.name, stock)
+    setattr(holder, name, function)
 
 
+@dataclass
 class _Ours:
     """What is put in place of the host's functions. See `install`."""
 
-    def __init__(
-        self,
-        given: GivenFlags,
-        prepare_parser: Callable[[Any], Any],
-        make_hook: MakeHook,
-        launched: bool,
-    ) -> None:
-        self._given, self._prepare_parser = given, prepare_parser
-        self._make_hook, self._launched = make_hook, launched
+    given: GivenFlags
+    prepare_parser: Callable[[Any], Any]
+    make_hook: MakeHook
+    launched: bool
+
+    def __post_init__(self) -> None:
         # A hook checks and measures the first step of one model.
         self._by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
-        self.torch_steps = register_optimizer_step_pre_hook(given.check_before_torch_step)
+        self.torch_steps = register_optimizer_step_pre_hook(self.given.check_before_torch_step)
 
     def _hook(self, in_training_loop: bool) -> LossHook | None:
         args = host_args()
-        vars(args).update(self._given.values)  # a YAML file may have replaced the command line
+        vars(args).update(self.given.values)  # a YAML file may have replaced the command line
         try:
-            return self._make_hook(args, in_training_loop)
+            return self.make_hook(args, in_training_loop)
         except AggregationError as error:
-            if not self._launched:
+            if not self.launched:
                 raise
             sys.exit(refuse(error))
 
@@ -184,7 +179,7 @@ class _Ours:
         if chunk not in self._by_model:
             self._by_model[chunk] = self._hook(in_training_loop=False)
         hook = self._by_model[chunk]
-        return (stock if hook is None else self._given.noting(hook, stock))(**arguments)
+        return (stock if hook is None else self.given.noting(hook, stock))(**arguments)
 
     def construct_optimizer(self, stock: _Function, *args: Any, **kwargs: Any) -> None:
         # Megatron's optimizers step those of torch inside them, also to initialize their state.
@@ -193,26 +188,21 @@ class _Ours:
 
     def step(self, stock: _Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns for an empty step what Megatron's optimizers do on overflow."""
-        self._given.check_before_step(optimizer)
-        if self._given.skips_step:
+        self.given.check_before_step(optimizer)
+        if self.given.skips_step:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return stock(optimizer, *args, **kwargs)
 
     def add_arguments(self, stock: _Function, parser: Any) -> Any:
-        parser = self._prepare_parser(stock(parser))
-        parser.set_defaults(**self._given.values)
+        parser = self.prepare_parser(stock(parser))
+        parser.set_defaults(**self.given.values)
         return parser
 
     def get_schedule(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
         schedule, hook = stock(*args, **kwargs), self._of_training
-        return schedule if hook is None else self._given.noting(hook, schedule)
+        return schedule if hook is None else self.given.noting(hook, schedule)
 
     def setup(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
         """Refuses bad flags before the model is built, which takes long."""
         _ = self._of_training
         return stock(*args, **kwargs)
-
-    def say(self, stock: _Function, message: str, *args: Any, **kwargs: Any) -> Any:
-        if self._of_training is not None:
-            message = without_perplexities(message, self._of_training.reported)
-        return stock(message, *args, **kwargs)

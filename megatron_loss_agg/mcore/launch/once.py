@@ -1,4 +1,4 @@
-"""An error that several ranks end with is printed by one of them, not by all at once.
+"""An error that several ranks end with is printed by the first of them, not by all at once.
 
 Ranks tell each other through the store of ``torchrun``, which they reach before there is a process
 group, or else through that of the process group. Where there is none, every rank prints its own.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -21,16 +20,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_loss_agg.errors import AggregationError
 
 _PATIENCE = timedelta(seconds=2)
-"""How long a rank waits for the others: once before it prints, and once after."""
+"""How long a rank that ends waits for the others: torchrun kills them when one has ended."""
 
 
 def refuse(error: AggregationError) -> int:
-    """Print ``error`` as one line on stderr, once for all ranks that have it; return the exit code.
-
-    Every rank takes some seconds at most to learn of the others.
-    """
-    text = f"megatron_loss_agg: {type(error).__name__}: {error}"
-    _print_once(error, lambda where: print(text + where, file=sys.stderr, flush=True))()
+    """Print ``error`` as one line, once for all ranks that have it; return the exit code."""
+    store, text = _store(), f"megatron_loss_agg: {type(error).__name__}: {error}"
+    if store is None:
+        print(text, file=sys.stderr, flush=True)
+    elif store.add(text, 1) == 1:
+        print(f"{text} (first on rank {os.environ['RANK']})", file=sys.stderr, flush=True)
+    _meet(store)
     return 2
 
 
@@ -39,63 +39,27 @@ def print_uncaught_once() -> Callable[[], None]:
     stock = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        def show(where: str) -> None:
+        if not isinstance(error, AggregationError):
             stock(kind, error, trace)
-            if where:
-                print(f"megatron_loss_agg: {kind.__name__}{where}: see above", file=sys.stderr)
-
-        if isinstance(error, AggregationError):
-            # Torch prints what this function says, with the rank before each line, after it.
-            atexit.register(_print_once(error, show))
-        else:
-            show("")
+            return
+        store = _store()
+        if store is None or store.add(f"{kind.__name__}: {error}", 1) == 1:
+            stock(kind, error, trace)
+        # Torch prints what this function says, with the rank before each line, after it.
+        atexit.register(_meet, store)
 
     sys.excepthook = excepthook
     return lambda: setattr(sys, "excepthook", stock)
 
 
-def _print_once(error: AggregationError, show: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``show`` on one of the ranks that end with ``error``, with `` (on all 8 ranks)``.
-
-    Returns:
-        what waits until all have printed: torchrun kills the other ranks when one has ended.
-    """
-    store = _store()
-    if store is None:
-        show("")
-        return lambda: None
-    try:
-        where = _where(store, f"{type(error).__name__}: {error}")
-    except RuntimeError:  # the store ended with another rank
-        where = ""
-    if where is not None:
-        show(where)
-    return functools.partial(_meet, store, "printed")
-
-
-def _where(store: Store, text: str) -> str | None:
-    """Which ranks end with the error ``text``; None on a rank that leaves it to another to print.
-
-    The first to ask for it prints: rank 0 asks at once, the others when all have come.
-    """
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store.add(text, 1)
-    prints = rank == 0 and store.add(f"print {text}", 1) == 1
-    _meet(store, "failed")
-    if not prints and store.add(f"print {text}", 1) > 1:
-        return None
-    having = store.add(text, 0)
-    if having == ranks:
-        return f" (on all {ranks} ranks)"
-    return f" (on {having} of {ranks} ranks, here rank {rank})"
-
-
-def _meet(store: Store, name: str) -> None:
+def _meet(store: Store | None) -> None:
     """Wait until all ranks are here, or for `_PATIENCE`."""
+    if store is None:
+        return
     with contextlib.suppress(RuntimeError):  # the time is up, or the store ended
-        if store.add(name, 1) == int(os.environ["WORLD_SIZE"]):
-            store.set(f"all {name}", "")
-        store.wait([f"all {name}"], _PATIENCE)
+        if store.add("ended", 1) == int(os.environ["WORLD_SIZE"]):
+            store.set("all ended", "")
+        store.wait(["all ended"], _PATIENCE)
 
 
 def _store() -> Store | None:

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from megatron_loss_agg.errors import HostError
 
-
-class Seam(NamedTuple):
-    """A public function of the host, and the module or class that holds it."""
-
-    holder: Any
-    name: str
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        return getattr(self.holder, self.name)
+Seam = tuple[Any, str]
+"""A module or class of the host, and the name of its public function."""
 
 
 def seams() -> dict[str, list[Seam]]:
@@ -35,8 +27,8 @@ def seams() -> dict[str, list[Seam]]:
     found = {
         # What `get_forward_backward_func` returns, to whoever imported it.
         "schedule": [_seam(schedules, f"forward_backward_{variant}") for variant in variants],
-        "construct_optimizer": [Seam(MegatronOptimizer, "__init__")],
-        "step": [Seam(c, "step") for c in _subclasses(MegatronOptimizer) if "step" in vars(c)],
+        "construct_optimizer": [(MegatronOptimizer, "__init__")],
+        "step": [(c, "step") for c in _subclasses(MegatronOptimizer) if "step" in vars(c)],
     }
     try:
         arguments = importlib.import_module("megatron.training.arguments")
@@ -47,8 +39,6 @@ def seams() -> dict[str, list[Seam]]:
         "add_arguments": [_seam(arguments, "add_megatron_arguments")],
         "get_schedule": [_seam(training, "get_forward_backward_func")],
         "setup": [_seam(training, "setup_model_and_optimizer")],
-        # It prints evaluations; a fork may lack it.
-        "say": [Seam(training, x) for x in ("print_rank_last",) if hasattr(training, x)],
     }
 
 
@@ -66,4 +56,4 @@ def _seam(holder: Any, name: str) -> Seam:
             f"megatron-core {__version__}: {holder.__name__} has no {name}; expected Megatron-Core "
             "0.14 to 0.19: install one, or wrap forward_backward with LossHook yourself"
         )
-    return Seam(holder, name)
+    return holder, name
