@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.report import RunningMean
 
 GATHERS = ("local_grad", "reduced_grad")
@@ -166,13 +167,14 @@ class Call:
     settings: Mapping[str, object]  # of the hook and its extensions: the same on every rank
     extensions: Sequence[Any]
     total: str | None  # under which name the sum of several terms is reported
+    splits: Splits  # that the script may use
     first: int = 0  # index in its step of the call's first microbatch
     ends_step: bool = True  # no further call belongs to the step
     running_means: Mapping[str, RunningMean] | None = None  # by report; see `Loop`
 
     @classmethod
-    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], *of_hook: Any) -> Call:
-        """From the ``given`` arguments of the schedule, and the fields from ``terms`` on."""
+    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], **of_hook: Any) -> Call:
+        """From the ``given`` arguments of the schedule; and the fields from ``terms`` on."""
         from megatron.core.utils import get_model_config
 
         # The defaults of a `functools.partial` are arguments, too.
@@ -193,7 +195,7 @@ class Call:
             context_parallel_size=groups.cp_size,
             per_token=config.calculate_per_token_loss,
         )
-        return cls(arguments, groups, scale, config, chunks, *of_hook)
+        return cls(arguments, groups, scale, config, chunks, **of_hook)
 
     @property
     def pg_collection(self) -> Any:

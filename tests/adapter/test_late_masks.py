@@ -12,7 +12,6 @@ import torch
 from megatron_loss_agg import AggregationError, LossAggregation, Term
 from megatron_loss_agg.mcore.reading.late import (
     LateMicrobatch,
-    check_late,
     check_possible,
     checked_samples,
     read_samples,
@@ -98,24 +97,6 @@ def test_the_hosts_division_by_tokens_goes_with_the_mean_over_tokens_alone() -> 
         AggregationError, match=r"^calculate_per_token_loss and the model's num_moe_exp"
     ):
         check(total, per_token=True, config=experts)
-
-
-@pytest.mark.parametrize("wrong", ["empty_step", "averages_quotients", "needs", "per_token"])
-def test_a_call_is_refused_for_its_settings_and_for_its_host(wrong: str) -> None:
-    def call(**changed: Any) -> Any:
-        given = {"empty_step": "step", "averages_quotients": False, "per_token": False, **changed}
-        return SimpleNamespace(
-            settings={"empty_step": given["empty_step"]},
-            loop=SimpleNamespace(averages_quotients=given["averages_quotients"]),
-            scale=SimpleNamespace(per_token=given["per_token"]),
-            config=SimpleNamespace(mtp_num_layers=1),
-        )
-
-    terms = {"loss": Term(SUM)}
-    check_late(terms, call(), {"prints"})
-    changed = {} if wrong == "needs" else {wrong: "skip" if wrong == "empty_step" else True}
-    with pytest.raises(AggregationError, match="the model makes"):
-        check_late(terms, call(**changed), {"masks"} if wrong == "needs" else {"prints"})
 
 
 @pytest.mark.parametrize("key", ["tokens", "input_ids", "text", "labels"])

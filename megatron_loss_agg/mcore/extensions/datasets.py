@@ -114,9 +114,9 @@ def _sums(
 
     Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
     """
-    term, samples = x.plan.terms[name], x.local[name].samples
+    term, local = x.plan.terms[name], x.local[name]
     ids, id_S = _active(term), term.ids["dataset"][x.i]
-    sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
+    sums_S = torch.stack([local.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
     place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
     sums = w.new_zeros(len(ids) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
     sums = sums.to(at_least_fp32(values[0].dtype))

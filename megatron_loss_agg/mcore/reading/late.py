@@ -90,18 +90,6 @@ def checked_samples(found: Sequence[Any], number: int) -> list[int]:
     return [m.samples for m in found]
 
 
-def check_late(terms: Mapping[str, Term], call: Any, needs: Collection[str]) -> None:
-    """`check_possible` for a call of the schedule, a `mcore.host.Call`."""
-    check_possible(
-        terms,
-        needs=needs,
-        empty_step=call.settings["empty_step"],
-        averages_quotients=call.loop.averages_quotients,
-        per_token=call.scale.per_token,
-        config=call.config,
-    )
-
-
 def check_possible(
     terms: Mapping[str, Term],
     *,
