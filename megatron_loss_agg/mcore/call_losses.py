@@ -86,8 +86,10 @@ class CallLosses:
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
         weigher = Weigher(call, plan, i, model_call, call.groups.cp_size if gather else 1)
         local = {name: weigher.of_term(name, mask) for name, mask in masks.items()}
-        given = _given(local, masks) if getattr(loss_func, "takes_weights", False) else None
-        losses, reports, returned = token_losses(loss_func, output, masks, given)
+        to_script = (
+            _for_script(local, masks) if getattr(loss_func, "takes_weights", False) else None
+        )
+        losses, reports, returned = token_losses(loss_func, output, masks, to_script)
         weights = {
             name: local[name].weights(masks[name], at_least_fp32(x.dtype))
             for name, x in losses.items()
@@ -147,13 +149,13 @@ class CallLosses:
         return own
 
 
-def _given(local: Mapping[str, LocalWeights], masks: Mapping[str, Tensor]) -> Any:
+def _for_script(local: Mapping[str, LocalWeights], masks: Mapping[str, Tensor]) -> Any:
     """Weights for a `TokenLoss` that takes them: summed over ranks they are the plan's."""
-    given = {
+    weights = {
         name: (x.weights(masks[name], masks[name].dtype) / x.copies).view(masks[name].shape)
         for name, x in local.items()
     }
-    return given if len(given) > 1 else next(iter(given.values()))
+    return weights if len(weights) > 1 else next(iter(weights.values()))
 
 
 def _check_frozen(output: Any) -> None:

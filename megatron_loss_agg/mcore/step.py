@@ -41,11 +41,7 @@ class Step:
         self.plan: PlannedStep | None = None  # of all of them, once it is made
 
     def take(self, number: int) -> int:
-        """Take the next ``number`` microbatches; return the index of the first.
-
-        Raises:
-            StepError: fewer are left.
-        """
+        """Take the next ``number`` microbatches; return the index of the first."""
         if number > self.left:
             raise StepError(
                 f"a call with num_microbatches={number} in a hook.step with {self.left} of "
@@ -56,7 +52,7 @@ class Step:
         return self.number - self.left - number
 
     def check_all_taken(self) -> None:
-        """Raise StepError if some are left."""
+        """Raise StepError if some microbatches are left."""
         if self.left:
             raise StepError(
                 f"hook.step ends with {self.left} of {self.number} microbatches left; expected "
@@ -111,15 +107,7 @@ class PlannedStep:
 
 
 def planned_step(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
-    """Count a step; on every rank of the last pipeline stage.
-
-    Args:
-        needs: see `Extension.needs`.
-
-    Raises:
-        AggregationError: this rank's own error.
-        PeerError: another rank failed.
-    """
+    """Count a step, on every rank of the last pipeline stage; for ``needs`` see `Extension`."""
     return handed_on(lambda: _counted(step, call, needs), call.groups.tp, 0)
 
 

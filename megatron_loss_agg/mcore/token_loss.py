@@ -130,10 +130,7 @@ def token_losses(
     """Losses [tokens] by term, the report, and what a stock loss function returned.
 
     A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
-    used. The model's output is then the per-token loss.
-
-    Args:
-        weights: for a `TokenLoss` that takes them, as it does.
+    used. The model's output is then the per-token loss. A `TokenLoss` may take ``weights``.
     """
     returned: Any
     if isinstance(loss_func, TokenLoss):

@@ -80,17 +80,13 @@ def _sums_of_rows(x_T: Tensor, samples: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Weigher:
-    """Makes the weights of one microbatch on this rank.
-
-    Args:
-        copies: see `LocalWeights`.
-    """
+    """Makes the weights of one microbatch on this rank."""
 
     call: Call
     plan: PlannedStep
     i: int  # of the microbatch in its step
     model_call: ModelCall | None
-    copies: int
+    copies: int  # see `LocalWeights`
 
     def of_term(self, name: str, mask: Tensor) -> LocalWeights:
         """For the ``mask`` of the loss function."""
