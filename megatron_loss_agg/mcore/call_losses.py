@@ -86,9 +86,9 @@ class CallLosses:
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
         weigher = Weigher(call, plan, i, model_call, call.groups.cp_size if gather else 1)
         local = {name: weigher.of_term(name, mask) for name, mask in masks.items()}
-        to_script = (
-            _for_script(local, masks) if getattr(loss_func, "takes_weights", False) else None
-        )
+        to_script = None
+        if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
+            to_script = _for_script(local, masks)
         losses, reports, returned = token_losses(loss_func, output, masks, to_script)
         weights = {
             name: local[name].weights(masks[name], at_least_fp32(x.dtype))

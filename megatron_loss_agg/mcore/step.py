@@ -16,11 +16,11 @@ from megatron_loss_agg.collectives import abandoning_on_error, failing_together,
 from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.reading.keys import checked_microbatches
-from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_possible, checked_samples
+from megatron_loss_agg.mcore.reading.keys import checked_microbatches, listed_in_full
+from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_possible
 from megatron_loss_agg.mcore.reading.prints import Prints
 from megatron_loss_agg.mcore.splits import MicrobatchShape
-from megatron_loss_agg.microbatch import Microbatch, listed, of_term
+from megatron_loss_agg.microbatch import Microbatch, of_term
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.weights import at_least_fp32
 
@@ -114,10 +114,9 @@ def planned_step(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
 def _counted(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
     terms, dp = call.terms, call.groups.dp
     with abandoning_on_error(dp):
-        given = listed(step.read())
-        is_late = any(isinstance(x, LateMicrobatch) for x in given)
+        given = listed_in_full(step.read(), step.number)
+        is_late = bool(given) and all(isinstance(x, LateMicrobatch) for x in given)
         if is_late:
-            numbers = checked_samples(given, step.number)
             check_possible(
                 terms,
                 needs=needs,
@@ -129,11 +128,11 @@ def _counted(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
             # Of masks nothing is known; the counts of samples and microbatches are right. The host
             # is told one token of each rank and microbatch, unless it divides by its own count.
             ranks = call.groups.cp_size
-            given = [Microbatch(torch.ones(n, 1), routed_tokens=ranks) for n in numbers]
+            given = [Microbatch(torch.ones(x.samples, 1), routed_tokens=ranks) for x in given]
             needs = frozenset[str]()
         else:
             # All at once: each transfer from a device waits for it.
-            given = brought_to_cpu(checked_microbatches(given, step.number, terms))
+            given = brought_to_cpu(checked_microbatches(given, terms))
         units = [unit for unit in BY_ID if unit in needs]
         if not call.trains:  # validation sets are often read one by one, and then lack ids
             all_terms = [of_term(name, m) for m in given for name in terms]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from megatron_loss_agg import AggregationError, LossAggregation, Term
 from megatron_loss_agg.mcore.reading.late import (
     LateMicrobatch,
     check_possible,
-    checked_samples,
     read_samples,
 )
 
@@ -121,12 +119,3 @@ UNREADABLE: dict[str, Any] = {
 def test_other_batches_need_a_reader(text: str) -> None:
     with pytest.raises(AggregationError, match=f"^{text}"):
         read_samples(UNREADABLE[text])
-
-
-def test_a_step_has_as_many_as_microbatches_and_nothing_else() -> None:
-    assert checked_samples([LateMicrobatch(3), LateMicrobatch(1)], 2) == [3, 1]
-    for given in ([LateMicrobatch(3)], [LateMicrobatch(3), TOKENS]):
-        kinds = ", ".join(sorted({type(x).__name__ for x in given}))
-        text = f"{len(given)} microbatches of type {kinds} for 2 whose masks the model"
-        with pytest.raises(AggregationError, match=f"^{re.escape(text)}"):
-            checked_samples(given, 2)

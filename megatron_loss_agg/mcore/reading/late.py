@@ -22,14 +22,14 @@ token a microbatch, which the host's own auxiliary losses would be scaled by.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
+from megatron_loss_agg.errors import GroupError, MaskError, ModeError
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (
@@ -77,17 +77,6 @@ def read_samples(batch: Any) -> LateMicrobatch:
                 "samples only the number is read; expected none: drop it"
             )
     return LateMicrobatch(rows.shape[0])
-
-
-def checked_samples(found: Sequence[Any], number: int) -> list[int]:
-    """The number of samples of each of ``number`` microbatches; FunctionError for others."""
-    if len(found) != number or not all(isinstance(m, LateMicrobatch) for m in found):
-        kinds = sorted({type(m).__name__ for m in found})
-        raise FunctionError(
-            f"{len(found)} microbatches of type {', '.join(kinds)} for {number} whose masks the "
-            f"model makes; expected as many LateMicrobatch: {_READER}"
-        )
-    return [m.samples for m in found]
 
 
 def check_possible(
