@@ -21,20 +21,14 @@ from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted
 
 
 class CallLosses:
-    """Gives each loss function of a call the weights of its microbatch.
-
-    Args:
-        plan: returns the plan of the whole step; called when a loss needs it.
-        watchers: what `Extension.around` yielded.
-        own_tokens: of each microbatch of the step, as this rank told the host; is added to.
-    """
+    """Gives each loss function of a call the weights of its microbatch."""
 
     def __init__(
         self,
         call: Call,
-        plan: Callable[[], PlannedStep],
-        watchers: Sequence[Watch | None],
-        own_tokens: dict[int, int | Tensor],
+        plan: Callable[[], PlannedStep],  # of the whole step; called when a loss needs it
+        watchers: Sequence[Watch | None],  # what `Extension.around` yielded
+        own_tokens: dict[int, int | Tensor],  # see `Step`; is added to
     ) -> None:
         self._call = call
         self._plan = plan

@@ -118,11 +118,8 @@ class Splits:
         """Keep the splits under which the script passes on each rank's part of a microbatch.
 
         Waits for the device, until one split is left. All ranks of ``cp`` must call, and all of
-        them raise LayoutError if none is left.
-
-        Args:
-            inputs: the integer tensors that the model was called with.
-            mask: the loss function's.
+        them raise LayoutError if none is left. ``inputs``: the integer tensors that the model was
+        called with; ``mask``: the loss function's.
         """
         packed = shape.starts is not None
         if self.recognised(packed):

@@ -26,17 +26,12 @@ from megatron_loss_agg.weights import at_least_fp32
 
 
 class Step:
-    """Microbatches that are counted together and taken by one call of the schedule, or several.
-
-    Args:
-        number: of this data-parallel rank's microbatches.
-        read: returns them; called once, on the ranks that read data.
-    """
+    """Microbatches that are counted together and taken by one call of the schedule, or several."""
 
     def __init__(self, number: int, read: Callable[[], Any]) -> None:
-        self.number = number
+        self.number = number  # of this data-parallel rank's microbatches
         self.left = number
-        self.read = read
+        self.read = read  # returns them; called once, on the ranks that read data
         self.own_tokens: dict[int, int | Tensor] = {}  # of each microbatch, as told to the host
         self.plan: PlannedStep | None = None  # of all of them, once it is made
 
@@ -80,7 +75,7 @@ class PlannedTerm(StepCoefficients):
         return self.coefficient_S.split(sizes), self.mask_sum_S.split(sizes)
 
     def coefficients(self, i: int) -> Tensor:
-        """As `StepPlan.coefficients`, but not a copy; of no use if the model makes the mask."""
+        """As `StepPlan.coefficients`, without a copy; unknown as yet if the model makes masks."""
         return self._by_microbatch[0][i]
 
     def mask_sums(self, i: int) -> Tensor:

@@ -85,15 +85,10 @@ def check_possible(
     needs: Collection[str] = (),
     empty_step: str = "step",
     averages_quotients: bool = False,
-    per_token: bool | None = None,
-    config: Any = None,
+    per_token: bool | None = None,  # calculate_per_token_loss; None: not known yet
+    config: Any = None,  # of the model
 ) -> None:
-    """Raise ModeError for what needs the tokens of the whole step before the first forward pass.
-
-    Args:
-        per_token: whether ``calculate_per_token_loss`` is on; None: not known yet.
-        config: the model's.
-    """
+    """Raise ModeError for what needs the tokens of the whole step before the first forward pass."""
     aggregations = [term.aggregation for term in terms.values()]
     # `token_mean` is divided by the host, which has one divisor.
     known = {None, "sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
@@ -130,8 +125,7 @@ def check_mask(
 ) -> None:
     """Raise MaskError unless a model's mask has ``samples`` samples that the mode can tell apart.
 
-    Args:
-        packed: sequences that the model was called with; None: rows.
+    ``packed``: the number of sequences that the model was called with; None: rows.
     """
     rows = mask.shape[0] if mask.dim() == 2 else None
     found, what = (rows, "rows") if packed is None else (packed, "packed sequences")
