@@ -130,7 +130,7 @@ class CallLosses:
     def _own_tokens_of(self, x: MicrobatchLoss) -> int | Tensor:
         """What this rank tells the host that its part of a microbatch has.
 
-        The host scales the gradients of all calls of a step by the token count of the last one.
+        The last call of a step tells all calls' tokens, by which the host scales the gradients.
         """
         call = self._call
         own: int | Tensor = call.groups.cp_part(x.plan.tokens[x.i])

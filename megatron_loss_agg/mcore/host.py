@@ -17,8 +17,7 @@ ranks has ``c`` copies of the loss. Of each parameter's gradient it has one copy
 gathered without a sum in the backward pass, since each rank's copy reaches only the rank's own part
 of the tokens, and ``c`` copies if with one.
 
-This is the only file that undoes the division by the number of microbatches, and these copies in
-the gradient.
+Only this file undoes the division by the number of microbatches, and these copies.
 """
 
 from __future__ import annotations
@@ -234,10 +233,7 @@ class Call:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep the host from reducing and scaling gradients, which the step's last call does.
-
-        If every call did it, gradients would be reduced more than once.
-        """
+        """Keep the host from reducing and scaling gradients, as only a step's last call may."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
         saved = {name: getattr(self.config, name) for name in names}
         with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
 """How a script splits sequences over context-parallel ranks, recognised by the model's inputs.
 
-Loops on Megatron-Core split in several ways. Weights for another split than the script's land on
-the wrong tokens, often with the right sum. So none is assumed: fingerprints of this rank's part
-under each split are compared with those of what the script passes to the model, until one is left.
+Weights for another split than the script's land on the wrong tokens, often with the right sum. So
+none is assumed: fingerprints of this rank's part under each split are compared with those of what
+the script passes to the model, until one is left.
 
 Rows need no split: all tokens of a row have one coefficient. Packs need to know how many tokens of
 each sample are on this rank. What is known by token (weights of custom functions, masks of MTP)

@@ -26,7 +26,7 @@ from megatron_loss_agg.weights import (
 class TokenLoss:
     """A loss function for custom losses that leaves the reduction to the hook.
 
-    Return it from a forward step together with the model's output:
+    Return it from a forward step with the model's output:
 
         return output, TokenLoss(lambda output: (token_losses(output), report), loss_mask)
 

@@ -22,8 +22,8 @@ class Source(NamedTuple):
     read_step: ReadStep | None
 
     def of(self, call: Any, copies: bool) -> tuple[Callable[[], Sequence[Any]], Any]:
-        """A function that returns all microbatches of ``call``, a `mcore.host.Call`, and is called
-        once; and what the schedule gets in place of the script's data iterator.
+        """A function that returns all microbatches of ``call`` (`mcore.host.Call`), called once;
+        and what the schedule gets in place of the script's data iterator.
         """
         number, iterator = call.scale.num_microbatches, call.data_iterator
         # Planned when the script may have changed the batches already.
