@@ -26,7 +26,8 @@ _POSITIONS = ("state_dict", "save_state")
 class Prefetch:
     """Iterates over ``source`` in order; a thread draws some batches ahead.
 
-    An exception of ``source`` is raised when the reader asks for the batch that caused it.
+    No batch is lost or read twice. An exception of ``source`` is raised when the reader asks for
+    the batch that caused it. The thread is a daemon.
 
     Megatron's own training loop gets one automatically if it reads a `torch.utils.data.DataLoader`.
     In a custom loop, or for other loaders, pass the same ``Prefetch(batches)`` to the schedule in
