@@ -24,7 +24,7 @@ class GroupError(AggregationError):
 
 
 class LayoutError(AggregationError):
-    """Tokens that are not split over context-parallel ranks as requested, or as was said."""
+    """Tokens that are not split over context-parallel ranks as requested or declared."""
 
 
 class PolicyError(AggregationError):

@@ -59,8 +59,8 @@ class LossHook(Hook):
     differentiated.
 
     Args:
-        aggregation: what to compute; or several terms, by name. The host's token count and ``lm
-            loss`` are those of the first term.
+        aggregation: what to compute; or several terms, by name, of which the first has the host's
+            token count and ``lm loss``.
         read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or a mapping by
             term, where their masks differ. The hook draws the step's batches before its first
             forward pass and then passes them to the schedule. Where the model makes the mask in its
@@ -70,13 +70,11 @@ class LossHook(Hook):
             many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
             iterator must not be drawn ahead. The hook then draws nothing.
         extensions: what a call does besides: `MultiTokenPrediction`, `RouterLosses`,
-            `Distillation`, `DatasetReports`, or an `Extension` of your own. They are added to the
-            checks that every hook has; one of these checks with other settings, such as
-            ``Audit(trust=True)`` or ``Agreement(patience=600)``, takes its place.
-        empty_step: what to do about a step in which every token is masked or rejected: raise
-            MaskError (``error``); set `step_is_empty`, so that the caller can skip the optimizer
-            (``skip``); or nothing, so that momentum and weight decay still move the model
-            (``step``).
+            `Distillation`, `DatasetReports`, or an `Extension` of your own. A check that every hook
+            has, such as ``Audit(trust=True)`` or ``Agreement(patience=600)``, takes its place.
+        empty_step: in a step without an active token, raise MaskError (``error``); set
+            `step_is_empty`, so that the caller can skip the optimizer (``skip``); or do nothing, so
+            that momentum and weight decay still move the model (``step``).
         total: the name under which a loss of several terms reports their sum.
         loop: what the loop around the schedule does, if it is not one of your own.
 

@@ -13,35 +13,25 @@ from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.extension import MicrobatchLoss, Watch, denominator
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall, ModelCalls
-from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import TokenLoss, carries_mask, token_losses, token_masks
-from megatron_loss_agg.mcore.weigh import LocalWeights, weighed
+from megatron_loss_agg.mcore.weigh import LocalWeights, Weigher
 from megatron_loss_agg.microbatch import tensors_in
 from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_fitting
 
 
 class CallLosses:
-    """Gives each loss function of a call the weights of its microbatch.
-
-    Args:
-        plan: returns the plan of the whole step; called when a loss needs it.
-        splits: those that the script may use.
-        watchers: what `Extension.around` yielded.
-        own_tokens: of each microbatch of the step, as this rank told the host; is added to.
-    """
+    """Gives each loss function of a call the weights of its microbatch."""
 
     def __init__(
         self,
         call: Call,
-        plan: Callable[[], PlannedStep],
-        splits: Splits,
-        watchers: Sequence[Watch | None],
-        own_tokens: dict[int, int | Tensor],
+        plan: Callable[[], PlannedStep],  # of the whole step; called when a loss needs it
+        watchers: Sequence[Watch | None],  # what `Extension.around` yielded
+        own_tokens: dict[int, int | Tensor],  # see `Step`; is added to
     ) -> None:
         self._call = call
         self._plan = plan
-        self._splits = splits
         self._watchers = [watch for watch in watchers if watch is not None]
         self._own_tokens = own_tokens
         self._model_calls = ModelCalls(call.chunks[-1], call.groups.cp_size)
@@ -86,12 +76,14 @@ class CallLosses:
         for extension in call.extensions:
             loss_func, names = extension.adapt(call, loss_func, names)
         masks, plan = token_masks(loss_func, names), self._plan()
-        whole = None  # how losses of all tokens were gathered, where ranks split them
-        if isinstance(loss_func, TokenLoss) and call.scale.context_parallel_size > 1:
-            whole = loss_func.whole
-        local = self._weighed(i, model_call, masks, whole is not None)
-        given = _given(local, masks) if getattr(loss_func, "takes_weights", False) else None
-        losses, reports, returned = token_losses(loss_func, output, masks, given)
+        # How losses of all tokens were gathered; None: they are of this rank's tokens.
+        gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
+        weigher = Weigher(call, plan, i, model_call, call.groups.cp_size if gather else 1)
+        local = {name: weigher.of_term(name, mask) for name, mask in masks.items()}
+        to_script = None
+        if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
+            to_script = _for_script(local, masks)
+        losses, reports, returned = token_losses(loss_func, output, masks, to_script)
         weights = {
             name: local[name].weights(masks[name], at_least_fp32(x.dtype))
             for name, x in losses.items()
@@ -113,7 +105,6 @@ class CallLosses:
             local=local,
             weights=weights,
             loss_func=loss_func,
-            whole=whole,
             returned=returned,
             inputs=() if model_call is None else model_call.inputs,
             total=total,
@@ -121,25 +112,7 @@ class CallLosses:
         )
         self._report(x, sums)
         own = self._own_tokens_of(x)
-        return call.scale.returned(x.total, own, plan.total_tokens, x.reports, whole)
-
-    def _weighed(
-        self, i: int, model_call: ModelCall | None, masks: Mapping[str, Tensor], whole: bool
-    ) -> dict[str, LocalWeights]:
-        call, planned = self._call, self._plan().terms
-        return {
-            name: weighed(
-                planned[name],
-                call.terms[name].aggregation,
-                i,
-                mask,
-                model_call,
-                call.groups,
-                self._splits,
-                whole,
-            )
-            for name, mask in masks.items()
-        }
+        return call.scale.returned(x.total, own, plan.total_tokens, x.reports, gather)
 
     def _report(self, x: MicrobatchLoss, sums: Mapping[str, Tensor]) -> None:
         """Add the pairs of the terms, given their weighted sums, of extensions and of the total."""
@@ -157,7 +130,7 @@ class CallLosses:
     def _own_tokens_of(self, x: MicrobatchLoss) -> int | Tensor:
         """What this rank tells the host that its part of a microbatch has.
 
-        The host scales the gradients of all calls of a step by the token count of the last one.
+        The last call of a step tells all calls' tokens, by which the host scales the gradients.
         """
         call = self._call
         own: int | Tensor = call.groups.cp_part(x.plan.tokens[x.i])
@@ -170,13 +143,13 @@ class CallLosses:
         return own
 
 
-def _given(local: Mapping[str, LocalWeights], masks: Mapping[str, Tensor]) -> Any:
+def _for_script(local: Mapping[str, LocalWeights], masks: Mapping[str, Tensor]) -> Any:
     """Weights for a `TokenLoss` that takes them: summed over ranks they are the plan's."""
-    given = {
+    weights = {
         name: (x.weights(masks[name], masks[name].dtype) / x.copies).view(masks[name].shape)
         for name, x in local.items()
     }
-    return given if len(given) > 1 else next(iter(given.values()))
+    return weights if len(weights) > 1 else next(iter(weights.values()))
 
 
 def _check_frozen(output: Any) -> None:

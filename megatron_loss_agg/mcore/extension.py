@@ -12,7 +12,7 @@ calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import ReportError
+from megatron_loss_agg.errors import ModeError, ReportError
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.mcore.weigh import LocalWeights
@@ -57,7 +57,6 @@ class MicrobatchLoss:
     local: Mapping[str, LocalWeights]
     weights: Mapping[str, Tensor]
     loss_func: Callable[..., Any]  # the script's, as extensions have adapted it
-    whole: str | None  # see `TokenLoss`; None, too, where no context-parallel ranks split tokens
     returned: Sequence[Any] | None  # by a stock loss function; None: it is a `TokenLoss`
     inputs: Sequence[Tensor]  # the integer tensors that the model was called with
     total: Tensor
@@ -67,6 +66,16 @@ class MicrobatchLoss:
     def first(self) -> str:
         """The term whose tokens the host counts, and whose mean is ``lm loss``."""
         return next(iter(self.losses))
+
+    @property
+    def whole(self) -> str | None:
+        """See `TokenLoss`; None, too, where no context-parallel ranks split tokens."""
+        return getattr(self.loss_func, "whole", None) if self.copies > 1 else None
+
+    @property
+    def copies(self) -> int:
+        """Context-parallel ranks that have the losses of the same tokens."""
+        return self.local[self.first].copies
 
     @functools.cached_property
     def mask_sum(self) -> Tensor:
@@ -78,10 +87,10 @@ class MicrobatchLoss:
 
         In an evaluation of several calls, a call weighs as much as the denominator.
         """
-        call, part, copies = self.call, detached(part), self.local[self.first].copies
+        call, part, copies = self.call, detached(part), self.copies
         if self.plan.divided_by_host:
             return _pair(part, self.mask_sum, copies)
-        pairs = self.plan.microbatches * call.scale.context_parallel_size  # of the step
+        pairs = self.plan.first.counts.microbatches * call.groups.cp_size  # of the step
         if call.running_means is not None:
             value = call.running_means[key].add(part, denominator, self.i == call.first)
             return _pair(value.to(part) * (pairs // copies), 1.0)
@@ -94,7 +103,7 @@ class MicrobatchLoss:
         losses, mask = self.losses[self.first].detach(), self.masks[self.first].flatten()
         total = in_dtype(weighted_sum_of_fitting(mask, losses), self.total.dtype)
         if self.call.running_means is None:
-            return _pair(total, self.mask_sum, self.local[self.first].copies)
+            return _pair(total, self.mask_sum, self.copies)
         tokens = self.plan.first.counts.all_tokens
         return self.sum_pair(key, total / (tokens or 1.0), tokens)
 
@@ -173,3 +182,13 @@ class Extension:
                 custom loop, whose loss functions may carry no mask.
         """
         yield None
+
+
+def settings_of(hook: Mapping[str, object], extensions: Iterable[Extension]) -> dict[str, object]:
+    """Of a hook and its extensions; raises ModeError if two of them have one name."""
+    found = dict(hook)
+    for extension in extensions:
+        if taken := found.keys() & extension.settings().keys():
+            raise ModeError(f"several extensions have the settings {sorted(taken)}; drop one")
+        found |= extension.settings()
+    return found

@@ -16,7 +16,7 @@ from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
 from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
 from megatron_loss_agg.errors import MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.call_losses import CallLosses
-from megatron_loss_agg.mcore.extension import Extension
+from megatron_loss_agg.mcore.extension import Extension, settings_of
 from megatron_loss_agg.mcore.host import Call, Loop, stock
 from megatron_loss_agg.mcore.reading.ahead import LookAhead, Source
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch, reading
@@ -26,10 +26,7 @@ from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.report import RunningMean
 
-_FAILED = (
-    "the last pipeline stage, or another context-parallel rank of it, could not plan the step; "
-    "expected it to: see its error"
-)
+_FAILED = "a rank of the last pipeline stage could not plan the step; expected it to: see its error"
 
 
 class Hook:
@@ -61,15 +58,11 @@ class Hook:
                 "term 'lm', since 'lm loss' is the mean over tokens"
             )
         self._extensions = self._complete(extensions)
-        read_batch = reading(read_batch, self.terms, "dataset" in self._needs)
-        self._source = Source(read_batch, read_step)
+        self._source = Source(reading(read_batch, self.terms, "dataset" in self._needs), read_step)
         self._empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
-        self._settings = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
-        for extension in self._extensions:
-            if taken := self._settings.keys() & extension.settings().keys():
-                raise ModeError(f"several extensions have the settings {sorted(taken)}; drop one")
-            self._settings |= extension.settings()
+        own = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
+        self._settings = settings_of(own, self._extensions)
         self.step_is_empty = False
         self._splits = Splits()
         self._open: Step | None = None
@@ -79,8 +72,7 @@ class Hook:
     @property
     def reported(self) -> list[str]:
         """Names under which the aggregated losses are reported, and their total if there is one."""
-        total = [] if self._total is None else [self._total]
-        return [*(f"{name} loss" for name in self.terms), *total]
+        return [*(f"{name} loss" for name in self.terms), *([self._total] if self._total else [])]
 
     @property
     def _needs(self) -> frozenset[str]:
@@ -102,18 +94,26 @@ class Hook:
         def wrapped(**arguments: Any) -> Any:
             if arguments.get("collect_non_loss_data"):  # no loss is computed
                 return schedule(**arguments)
-            of_hook = self.terms, self._loop, self._settings, self._extensions, self._total
-            call = Call.of(schedule, arguments, *of_hook)
+            call = Call.of(
+                schedule,
+                arguments,
+                terms=self.terms,
+                loop=self._loop,
+                settings=self._settings,
+                extensions=self._extensions,
+                total=self._total,
+                splits=self._splits,
+            )
             step, iterator = self._open if call.trains else None, call.data_iterator
             if step is None:
                 read, iterator = self._source.of(call, "prints" in self._needs)
                 step = Step(call.scale.num_microbatches, read)
-            begins, first = step.is_untouched, step.take(call.scale.num_microbatches)
+            first = step.take(call.scale.num_microbatches)
             means = None
             if self._loop.averages_quotients and not call.trains:
                 means = self._evaluation if self._loop.of_megatron else defaultdict(RunningMean)
             call = replace(call, first=first, ends_step=not step.left, running_means=means)
-            if begins:
+            if not call.first:
                 for extension in self._extensions:
                     extension.start(call)
             return self._run(schedule, call, step, iterator)
@@ -159,8 +159,8 @@ class Hook:
             if not call.groups.last_stage:
                 result = call.run(schedule, call.arguments["forward_step_func"], iterator)
             else:
-                plan_of_step = functools.partial(self._count, call, step)
-                losses = CallLosses(call, plan_of_step, self._splits, watchers, step.own_tokens)
+                count = functools.partial(self._count, call, step)
+                losses = CallLosses(call, count, watchers, step.own_tokens)
                 with losses.watching_the_model():
                     result = call.run(schedule, losses.forward_step, iterator)
                 losses.finish()
@@ -194,7 +194,7 @@ class Hook:
         if step.plan is None:
             # In a loss, one context-parallel rank may fail alone.
             with failing_together([call.groups.cp] if call.may_lack_mask else [], _FAILED):
-                step.plan = planned_step(step, call, self._splits, self._needs)
+                step.plan = planned_step(step, call, self._needs)
             if step is not self._open:
                 self._source.fetch_next(call)
         return step.plan

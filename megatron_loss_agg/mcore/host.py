@@ -17,8 +17,7 @@ ranks has ``c`` copies of the loss. Of each parameter's gradient it has one copy
 gathered without a sum in the backward pass, since each rank's copy reaches only the rank's own part
 of the tokens, and ``c`` copies if with one.
 
-This is the only file that undoes the division by the number of microbatches, and these copies in
-the gradient.
+Only this file undoes the division by the number of microbatches, and these copies.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.report import RunningMean
 
 GATHERS = ("local_grad", "reduced_grad")
@@ -166,13 +166,14 @@ class Call:
     settings: Mapping[str, object]  # of the hook and its extensions: the same on every rank
     extensions: Sequence[Any]
     total: str | None  # under which name the sum of several terms is reported
+    splits: Splits  # that the script may use
     first: int = 0  # index in its step of the call's first microbatch
     ends_step: bool = True  # no further call belongs to the step
     running_means: Mapping[str, RunningMean] | None = None  # by report; see `Loop`
 
     @classmethod
-    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], *of_hook: Any) -> Call:
-        """From the ``given`` arguments of the schedule, and the fields from ``terms`` on."""
+    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], **of_hook: Any) -> Call:
+        """From the ``given`` arguments of the schedule; and the fields from ``terms`` on."""
         from megatron.core.utils import get_model_config
 
         # The defaults of a `functools.partial` are arguments, too.
@@ -193,7 +194,7 @@ class Call:
             context_parallel_size=groups.cp_size,
             per_token=config.calculate_per_token_loss,
         )
-        return cls(arguments, groups, scale, config, chunks, *of_hook)
+        return cls(arguments, groups, scale, config, chunks, **of_hook)
 
     @property
     def pg_collection(self) -> Any:
@@ -232,10 +233,7 @@ class Call:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep the host from reducing and scaling gradients, which the step's last call does.
-
-        If every call did it, gradients would be reduced more than once.
-        """
+        """Keep the host from reducing and scaling gradients, as only a step's last call may."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
         saved = {name: getattr(self.config, name) for name in names}
         with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
 """How a script splits sequences over context-parallel ranks, recognised by the model's inputs.
 
-Loops on Megatron-Core split in several ways. Weights for another split than the script's land on
-the wrong tokens, often with the right sum. So none is assumed: fingerprints of this rank's part
-under each split are compared with those of what the script passes to the model, until one is left.
+Weights for another split than the script's land on the wrong tokens, often with the right sum. So
+none is assumed: fingerprints of this rank's part under each split are compared with those of what
+the script passes to the model, until one is left.
 
 Rows need no split: all tokens of a row have one coefficient. Packs need to know how many tokens of
 each sample are on this rank. What is known by token (weights of custom functions, masks of MTP)
@@ -29,15 +29,18 @@ from megatron_loss_agg.microbatch import Microbatch
 class MicrobatchShape(NamedTuple):
     """Where the samples of a whole microbatch lie, before context parallelism."""
 
-    number: int  # of samples
-    shape: tuple[int, ...]  # of the mask
-    starts: Tensor | None  # int64 [number + 1], offsets in the (padded) pack; None: rows
+    mask: tuple[int, ...]
+    starts: Tensor | None  # int64 [samples + 1], offsets in the (padded) pack; None: rows
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> MicrobatchShape:
         starts = microbatch.sample_starts
         starts = None if starts is None else starts.to("cpu", torch.int64)
-        return cls(microbatch.num_samples, tuple(microbatch.loss_mask.shape), starts)
+        return cls(tuple(microbatch.loss_mask.shape), starts)
+
+    @property
+    def samples(self) -> int:
+        return self.mask[0] if self.starts is None else len(self.starts) - 1
 
 
 _BY_SEQUENCE = "zigzag inside every sequence"
@@ -62,21 +65,21 @@ class Splits:
         left = self._left[packed]
         return left[0] if len(left) == 1 else None
 
-    def is_open(self, samples: MicrobatchShape, size: int, by_token: bool) -> bool:
-        """Whether it matters how ``samples`` are split over ``size`` ranks, and is not known."""
-        packed = samples.starts is not None
-        matters = by_token or (packed and samples.number > 1)
+    def is_open(self, shape: MicrobatchShape, size: int, by_token: bool) -> bool:
+        """Whether it matters how it is split over ``size`` ranks, and is not known."""
+        packed = shape.starts is not None
+        matters = by_token or (packed and shape.samples > 1)
         return size > 1 and matters and self.recognised(packed) is None
 
-    def layouts(self, samples: MicrobatchShape, size: int, rank: int) -> dict[str, CPLayout]:
+    def layouts(self, shape: MicrobatchShape, size: int, rank: int) -> dict[str, CPLayout]:
         """Where this rank's tokens are, under each split that is left and fits; LayoutError."""
-        packed, found, errors = samples.starts is not None, {}, []
-        length = samples.shape[-1]
+        packed, found, errors = shape.starts is not None, {}, []
+        length = shape.mask[-1]
         for name in self._left[packed]:
             whole: int | Tensor = length
-            if samples.starts is not None and name == _BY_SEQUENCE:
+            if shape.starts is not None and name == _BY_SEQUENCE:
                 # Padding after the last sample is split like a sequence of its own.
-                whole = torch.cat([samples.starts, samples.starts.new_tensor([length])])
+                whole = torch.cat([shape.starts, shape.starts.new_tensor([length])])
             try:
                 found[name] = _SPLITS[packed][name](whole, size, rank)
             except LayoutError as error:
@@ -86,13 +89,13 @@ class Splits:
         return found
 
     def prints(
-        self, microbatch: Microbatch, samples: MicrobatchShape, size: int, rank: int, by_token: bool
+        self, microbatch: Microbatch, shape: MicrobatchShape, size: int, rank: int, by_token: bool
     ) -> Prints:
         """Fingerprints of a microbatch's tokens and mask; waits for a device that holds them."""
         layouts: dict[str, CPLayout] = {}
-        if self.is_open(samples, size, by_token):
+        if self.is_open(shape, size, by_token):
             with contextlib.suppress(LayoutError):  # raised where the split is needed
-                layouts = self.layouts(samples, size, rank)
+                layouts = self.layouts(shape, size, rank)
 
         def by_split(x: Tensor) -> dict[str, float]:
             return {name: float(fingerprint(y.shard(x), True)) for name, y in layouts.items()}
@@ -106,7 +109,7 @@ class Splits:
 
     def recognise(
         self,
-        samples: MicrobatchShape,
+        shape: MicrobatchShape,
         prints: Prints,
         inputs: Sequence[Tensor],
         mask: Tensor,
@@ -115,13 +118,10 @@ class Splits:
         """Keep the splits under which the script passes on each rank's part of a microbatch.
 
         Waits for the device, until one split is left. All ranks of ``cp`` must call, and all of
-        them raise LayoutError if none is left.
-
-        Args:
-            inputs: the integer tensors that the model was called with.
-            mask: the loss function's.
+        them raise LayoutError if none is left. ``inputs``: the integer tensors that the model was
+        called with; ``mask``: the loss function's.
         """
-        packed = samples.starts is not None
+        packed = shape.starts is not None
         if self.recognised(packed):
             return
         possible = self._left[packed]

@@ -26,7 +26,7 @@ from megatron_loss_agg.weights import (
 class TokenLoss:
     """A loss function for custom losses that leaves the reduction to the hook.
 
-    Return it from a forward step together with the model's output:
+    Return it from a forward step with the model's output:
 
         return output, TokenLoss(lambda output: (token_losses(output), report), loss_mask)
 
@@ -130,10 +130,7 @@ def token_losses(
     """Losses [tokens] by term, the report, and what a stock loss function returned.
 
     A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
-    used. The model's output is then the per-token loss.
-
-    Args:
-        weights: for a `TokenLoss` that takes them, as it does.
+    used. The model's output is then the per-token loss. A `TokenLoss` may take ``weights``.
     """
     returned: Any
     if isinstance(loss_func, TokenLoss):

@@ -20,46 +20,21 @@ from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.collectives import fitting
 from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.mcore.host import ParallelGroups
+from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
-from megatron_loss_agg.mcore.splits import Splits, only
-from megatron_loss_agg.mcore.step import PlannedTerm
+from megatron_loss_agg.mcore.splits import only
+from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.weights import at_least_fp32, moved, sample_coefficients, token_weights_of
-
-
-@dataclass(frozen=True)
-class LocalSamples:
-    """Which of this rank's tokens of a microbatch are of which sample."""
-
-    number: int  # of samples
-    starts: Tensor | None  # int64 [samples + 1], among this rank's tokens; None: rows
-
-    def shaped(self, x_T: Tensor) -> Tensor:
-        """Rows as [samples, tokens of each]; packs flat."""
-        if self.starts is not None:
-            return x_T.reshape(-1)
-        if x_T.dim() == 2 and len(x_T) == self.number:
-            return x_T
-        return x_T.reshape(self.number, x_T.numel() // max(self.number, 1))
-
-    def sums(self, x_T: Tensor) -> Tensor:
-        """The sum over each sample's tokens, [samples]; at least fp32, of packs fp64."""
-        x_T = self.shaped(x_T)
-        if self.starts is None:
-            return x_T.sum(dim=1, dtype=at_least_fp32(x_T.dtype))
-        # The tokens of a sample are added one after the other. Those of none are left out.
-        lengths = pad(moved(self.starts, x_T.device), (0, 1), value=x_T.numel()).diff()
-        return torch.segment_reduce(x_T.double(), "sum", lengths=lengths, unsafe=True)[:-1]
 
 
 @dataclass(frozen=True)
 class LocalWeights:
     """One microbatch of one term on this rank."""
 
-    samples: LocalSamples
     coefficient_S: Tensor  # fp64, on the CPU or on the mask's device
+    starts: Tensor | None  # int64 [samples + 1], among this rank's tokens; None: rows
     copies: int  # context-parallel ranks that have the same tokens
     layouts: Mapping[str, CPLayout]  # by split, where ranks split tokens and it matters how
     custom: Tensor | None  # weights of all tokens, by a custom function
@@ -73,8 +48,17 @@ class LocalWeights:
         """[tokens], in ``dtype``, on the device of ``mask``, the loss function's."""
         if self.custom is not None:
             return moved(self.local(self.custom), mask.device, dtype).reshape(-1)
-        mask, starts = self.samples.shaped(mask), self.samples.starts
-        return token_weights_of(self.coefficient_S, mask, starts, dtype).reshape(-1)
+        mask = mask.reshape(-1) if self.starts is not None else _rows(mask, len(self.coefficient_S))
+        return token_weights_of(self.coefficient_S, mask, self.starts, dtype).reshape(-1)
+
+    def sums(self, x_T: Tensor) -> Tensor:
+        """The sum over each sample's tokens, [samples]; at least fp32, of packs fp64."""
+        if self.starts is None:
+            return _sums_of_rows(x_T, len(self.coefficient_S))
+        # The tokens of a sample are added one after the other. Those of none are left out.
+        lengths = pad(moved(self.starts, x_T.device), (0, 1), value=x_T.numel()).diff()
+        x_T = x_T.reshape(-1).double()
+        return torch.segment_reduce(x_T, "sum", lengths=lengths, unsafe=True)[:-1]
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's part of what is known of all tokens, in the mask's shape; LayoutError."""
@@ -83,54 +67,89 @@ class LocalWeights:
         return only({split: layout.shard(whole) for split, layout in self.layouts.items()})
 
 
-def weighed(
-    term: PlannedTerm,
-    aggregation: LossAggregation,
-    i: int,
-    mask: Tensor,
-    model_call: ModelCall | None,
-    groups: ParallelGroups,
-    splits: Splits,
-    whole: bool,
-) -> LocalWeights:
-    """The weights of microbatch ``i``, for the ``mask`` of its loss function.
+def _rows(x_T: Tensor, samples: int) -> Tensor:
+    """[samples, tokens of each]."""
+    if x_T.dim() == 2 and len(x_T) == samples:
+        return x_T
+    return x_T.reshape(samples, x_T.numel() // max(samples, 1))
 
-    Args:
-        whole: losses are of all tokens on every context-parallel rank.
-    """
-    samples, copies = term.samples[i], groups.cp_size if whole else 1
-    parts = groups.cp_size // copies
-    units = {aggregation.within, aggregation.across}
-    by_sample = aggregation.function is not None or not units <= {"step", "microbatch", None}
-    if model_call is None and (by_sample or groups.cp_size > 1):
-        raise HostError(
-            "a loss without a call of the model that the schedule was given: its packing and "
-            "its split over context-parallel ranks are unknown; expected the forward step to "
-            "call that model (--overlap-moe-expert-parallel-comm does not: drop it)"
-        )
-    sequences = None if model_call is None else model_call.packed_sequences
-    if term.is_late:
-        return _late(term, aggregation, i, mask, sequences, groups, copies)
-    starts, layouts = samples.starts, dict[str, CPLayout]()
-    packed = starts is not None
-    if by_sample and not packed and sequences is not None and not sequences == samples.number == 1:
-        raise GroupError(
-            "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
-            f"expected that key: add it, or {HOW_TO_READ}"
-        )
-    _check_shape(mask, samples.shape, groups.cp_size, whole)
-    custom = None if term.custom is None else term.custom[i]
-    if parts > 1 and (packed or custom is not None or term.masks is not None):
-        if term.prints is not None and model_call is not None:
-            splits.recognise(samples, term.prints[i], model_call.inputs, mask, groups.cp)
-        layouts = splits.layouts(samples, parts, groups.cp_rank)
-        if starts is not None:
-            # Groups ask for the sample of each token, weights for its coefficient alone.
-            sample_S = torch.arange(1.0, 1 + samples.number)
-            telling_S = sample_S if term.ids else term.coefficients(i)
-            starts = _local_starts(starts, layouts, mask, telling_S)
-    local = LocalSamples(samples.number, starts)
-    return LocalWeights(local, term.coefficients(i), copies, layouts, custom)
+
+def _sums_of_rows(x_T: Tensor, samples: int) -> Tensor:
+    return _rows(x_T, samples).sum(dim=1, dtype=at_least_fp32(x_T.dtype))
+
+
+@dataclass(frozen=True)
+class Weigher:
+    """Makes the weights of one microbatch on this rank."""
+
+    call: Call
+    plan: PlannedStep
+    i: int  # of the microbatch in its step
+    model_call: ModelCall | None
+    copies: int  # see `LocalWeights`
+
+    def of_term(self, name: str, mask: Tensor) -> LocalWeights:
+        """For the ``mask`` of the loss function."""
+        term, aggregation = self.plan.terms[name], self.call.terms[name].aggregation
+        units = {aggregation.within, aggregation.across}
+        by_sample = aggregation.function is not None or not units <= {"step", "microbatch", None}
+        shape, size = term.shapes[self.i], self.call.groups.cp_size
+        if self.model_call is None and (by_sample or size > 1):
+            raise HostError(
+                "a loss without a call of the model that the schedule was given: its packing and "
+                "its split over context-parallel ranks are unknown; expected the forward step to "
+                "call that model (--overlap-moe-expert-parallel-comm does not: drop it)"
+            )
+        sequences = None if self.model_call is None else self.model_call.packed_sequences
+        if self.plan.is_late:
+            check_mask(mask, shape.samples, sequences, aggregation)
+            # The samples of a pack have one coefficient: here, it is one sample.
+            rows = shape.samples if sequences is None else 1
+            coefficient_S = self._late(aggregation, term.counts.across, mask, rows)
+            return LocalWeights(coefficient_S, None, self.copies, {}, None)
+        is_one_sequence = sequences == shape.samples == 1
+        if by_sample and shape.starts is None and sequences is not None and not is_one_sequence:
+            raise GroupError(
+                "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
+                f"expected that key: add it, or {HOW_TO_READ}"
+            )
+        _check_shape(mask, shape.mask, size, self.copies)
+        starts, layouts = self._places(term, mask)
+        custom = None if term.custom is None else term.custom[self.i]
+        return LocalWeights(term.coefficients(self.i), starts, self.copies, layouts, custom)
+
+    def _places(
+        self, term: PlannedTerm, mask: Tensor
+    ) -> tuple[Tensor | None, Mapping[str, CPLayout]]:
+        """`LocalWeights.starts` and `LocalWeights.layouts`."""
+        groups, splits, shape = self.call.groups, self.call.splits, term.shapes[self.i]
+        parts = groups.cp_size // self.copies
+        by_token = term.custom is not None or term.masks is not None
+        if parts == 1 or (shape.starts is None and not by_token):
+            return shape.starts, {}
+        if term.prints is not None and self.model_call is not None:
+            inputs = self.model_call.inputs
+            splits.recognise(shape, term.prints[self.i], inputs, mask, groups.cp)
+        layouts = splits.layouts(shape, parts, groups.cp_rank)
+        if shape.starts is None:
+            return None, layouts
+        # Groups ask for the sample of each token, weights for its coefficient alone.
+        sample_S = torch.arange(1.0, 1 + shape.samples)
+        telling_S = sample_S if term.ids else term.coefficients(self.i)
+        return _local_starts(shape.starts, layouts, mask, telling_S), layouts
+
+    def _late(self, aggregation: LossAggregation, across: float, mask: Tensor, rows: int) -> Tensor:
+        """``c_s`` where the model makes the mask, from its sums; see `reading.late`."""
+        cp, within_S = self.call.groups.cp, _sums_of_rows(mask, rows).double()
+        if aggregation.within not in ("sample", "microbatch"):
+            within_S = torch.ones_like(within_S)
+        elif self.copies < self.call.groups.cp_size:
+            within_S = fitting(within_S, cp)
+            dist.all_reduce(within_S, group=cp)
+            within_S = within_S.to(mask.device)
+        if aggregation.within == "microbatch":
+            within_S = within_S.sum().expand_as(within_S)
+        return sample_coefficients(within_S, across, aggregation.scale)
 
 
 def _local_starts(
@@ -150,38 +169,10 @@ def _local_starts(
     return next(iter(found.values()))
 
 
-def _late(
-    term: PlannedTerm,
-    aggregation: LossAggregation,
-    i: int,
-    mask: Tensor,
-    sequences: int | None,
-    groups: ParallelGroups,
-    copies: int,
-) -> LocalWeights:
-    """`weighed` where the model makes the mask, from its sums; see `reading.late`."""
-    number = term.samples[i].number
-    check_mask(mask, number, sequences, aggregation)
-    # The samples of a pack have one coefficient: here, it is one sample.
-    samples = LocalSamples(number if sequences is None else 1, None)
-    sums_S = samples.sums(mask).double()
-    if copies < groups.cp_size and aggregation.within in ("sample", "microbatch"):
-        sums_S = fitting(sums_S, groups.cp)
-        dist.all_reduce(sums_S, group=groups.cp)
-        sums_S = sums_S.to(mask.device)
-    within_S = sums_S
-    if aggregation.within == "microbatch":
-        within_S = sums_S.sum().expand_as(sums_S)
-    elif aggregation.within != "sample":
-        within_S = torch.ones_like(sums_S)
-    scale, across = aggregation.scale, term.counts.across
-    coefficient_S = sample_coefficients(within_S, across, scale)
-    return LocalWeights(samples, coefficient_S, copies, {}, None)
-
-
-def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, whole: bool) -> None:
+def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, copies: int) -> None:
     """Raise unless ``mask`` is as long as this rank's part of the planned shape, in its order."""
-    expected = planned if whole else (*planned[:-1], planned[-1] // cp)
+    whole = copies == cp
+    expected = (*planned[:-1], planned[-1] // (cp // copies))
     if fit(mask.shape, expected):
         return
     size = math.prod(planned)

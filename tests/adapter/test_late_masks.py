@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from megatron_loss_agg import AggregationError, LossAggregation, Term
 from megatron_loss_agg.mcore.reading.late import (
     LateMicrobatch,
-    check_late,
     check_possible,
-    checked_samples,
     read_samples,
 )
 
@@ -100,24 +97,6 @@ def test_the_hosts_division_by_tokens_goes_with_the_mean_over_tokens_alone() -> 
         check(total, per_token=True, config=experts)
 
 
-@pytest.mark.parametrize("wrong", ["empty_step", "averages_quotients", "needs", "per_token"])
-def test_a_call_is_refused_for_its_settings_and_for_its_host(wrong: str) -> None:
-    def call(**changed: Any) -> Any:
-        given = {"empty_step": "step", "averages_quotients": False, "per_token": False, **changed}
-        return SimpleNamespace(
-            settings={"empty_step": given["empty_step"]},
-            loop=SimpleNamespace(averages_quotients=given["averages_quotients"]),
-            scale=SimpleNamespace(per_token=given["per_token"]),
-            config=SimpleNamespace(mtp_num_layers=1),
-        )
-
-    terms = {"loss": Term(SUM)}
-    check_late(terms, call(), {"prints"})
-    changed = {} if wrong == "needs" else {wrong: "skip" if wrong == "empty_step" else True}
-    with pytest.raises(AggregationError, match="the model makes"):
-        check_late(terms, call(**changed), {"masks"} if wrong == "needs" else {"prints"})
-
-
 @pytest.mark.parametrize("key", ["tokens", "input_ids", "text", "labels"])
 def test_rows_are_samples(key: str) -> None:
     assert read_samples({"image": torch.ones(4, 3), key: torch.ones(5, 7)}) == LateMicrobatch(5)
@@ -140,12 +119,3 @@ UNREADABLE: dict[str, Any] = {
 def test_other_batches_need_a_reader(text: str) -> None:
     with pytest.raises(AggregationError, match=f"^{text}"):
         read_samples(UNREADABLE[text])
-
-
-def test_a_step_has_as_many_as_microbatches_and_nothing_else() -> None:
-    assert checked_samples([LateMicrobatch(3), LateMicrobatch(1)], 2) == [3, 1]
-    for given in ([LateMicrobatch(3)], [LateMicrobatch(3), TOKENS]):
-        kinds = ", ".join(sorted({type(x).__name__ for x in given}))
-        text = f"{len(given)} microbatches of type {kinds} for 2 whose masks the model"
-        with pytest.raises(AggregationError, match=f"^{re.escape(text)}"):
-            checked_samples(given, 2)

@@ -31,8 +31,8 @@ def planned(layout: str, groups: ParallelGroups) -> PlannedStep:
     if layout == "rows":
         whole = Microbatch(mask.view(SAMPLES, LENGTH))
     step = Step(MICROBATCHES, lambda: [whole] * MICROBATCHES)
-    call: Any = SimpleNamespace(terms=TERMS, groups=groups, trains=True)
-    return planned_step(step, call, Splits(), frozenset())
+    call: Any = SimpleNamespace(terms=TERMS, groups=groups, trains=True, splits=Splits())
+    return planned_step(step, call, frozenset())
 
 
 def numbers(plan: PlannedStep) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def numbers(plan: PlannedStep) -> dict[str, Any]:
         name: (
             [term.coefficients(i).tolist() for i in range(len(term.sizes))],
             [term.mask_sums(i).tolist() for i in range(len(term.sizes))],
-            [None if s.starts is None else s.starts.tolist() for s in term.samples],
+            [None if s.starts is None else s.starts.tolist() for s in term.shapes],
             term.counts,
         )
         for name, term in plan.terms.items()

@@ -117,4 +117,4 @@ def test_no_rank_waits_for_one_that_failed(topology: str, defect: str) -> None:
 def test_the_others_hear_which_rank_failed_and_on_which_stage() -> None:
     assert "rank(s) [1]" in str(heard("dp2")[0]["reader"][0])
     first, _ = heard("pp2")[0]["empty step"]
-    assert str(first).startswith("PeerError: the last pipeline stage, or another")
+    assert str(first).startswith("PeerError: a rank of the last pipeline stage")

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[str, bool, dict[str, Any], list[str | None]]] = {
         "sum",
         False,
         {"read_batch": by_turns},
-        ["FunctionError: 2 microbatches of type LateMicrobatch, Microbatch for 2 whose masks"] * 2,
+        ["FunctionError: the function that reads batches returned a LateMicrobatch; expected"] * 2,
     ),
     "reader on one rank": ("sum", False, {"read_batch": failing}, [PEER, "OSError: disk"]),
     "experts": (

@@ -109,8 +109,8 @@ def _sums(
 
     Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
     """
-    samples, id_S = x.local[name].samples, x.plan.terms[name].ids["dataset"][x.i]
-    sums_S = torch.stack([samples.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
+    local, id_S = x.local[name], x.plan.terms[name].ids["dataset"][x.i]
+    sums_S = torch.stack([local.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
     ids = torch.tensor(names, dtype=torch.int64)
     place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(names))
     sums = w.new_zeros(len(names) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)

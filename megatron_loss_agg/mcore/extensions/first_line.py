@@ -45,7 +45,7 @@ class FirstLine(Extension):
 
 def _step(call: Call, plan: PlannedStep) -> str:
     first, ranks = plan.first, call.scale.data_parallel_size
-    kinds = {"rows" if x.starts is None else "packed sequences" for x in first.samples}
+    kinds = {"rows" if x.starts is None else "packed sequences" for x in first.shapes}
     counts = first.counts
     counted = [f"{counts.samples} samples ({' and '.join(sorted(kinds, reverse=True))})"]
     for unit in ("rollouts", "prompts", "datasets"):

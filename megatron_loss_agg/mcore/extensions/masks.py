@@ -57,12 +57,12 @@ class MaskCheck(Extension):
             nonlocal plan, copies
             if x.i in numbers:
                 return  # its loss is computed twice
-            plan, copies = x.plan, x.local[x.first].copies
+            plan, copies = x.plan, x.copies
             numbers[x.i] = [
                 pair for name in x.masks for pair in _numbers(x, name, cp_size, verifies)
             ]
             if verifies:
-                tokens[x.i] = _tokens(x, cp_size)
+                tokens[x.i] = _tokens(x)
 
         yield on_loss
         if plan is None or not numbers:
@@ -111,15 +111,15 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
         yield (~legal).sum(), none
         return
     planned_S = term.mask_sums(x.i)
-    packed, follows = local.samples.starts is not None, term.custom is None
+    packed, follows = local.starts is not None, term.custom is None
     if packed or not follows:
         yield mask.sum(), planned_S.sum
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.
-    is_known = cp_size == 1 or x.whole is not None or local.split is not None
+    is_known = cp_size == 1 or local.copies > 1 or local.split is not None
     if packed and follows and not (verifies and is_known):
         yield w_T.sum(), functools.partial(torch.dot, term.coefficients(x.i), planned_S)
     else:
-        yield local.samples.sums(mask), lambda: planned_S
+        yield local.sums(mask), lambda: planned_S
     if not follows:  # weights where the mask is 0
         yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), none
 
@@ -162,13 +162,13 @@ def _check_masks(
     )
 
 
-def _tokens(x: MicrobatchLoss, cp_size: int) -> Tensor:
+def _tokens(x: MicrobatchLoss) -> Tensor:
     """Fingerprints of the model's integer inputs with a number for each token: fp64 [`_INPUTS`].
 
     NaN where there is none, and for what tells nothing: positions, and equal numbers.
     """
     mask = x.masks[x.first]
-    tokens = mask.numel() // (1 if x.whole is None else cp_size)
+    tokens = mask.numel() // x.copies
     found = mask.new_full([_INPUTS], torch.nan, dtype=torch.float64)
     for i, ids in enumerate([y for y in x.inputs if y.numel() == tokens > 0][:_INPUTS]):
         tells = (ids != ids.reshape(-1)[0]).any() & ~counts_up(ids)

@@ -161,7 +161,7 @@ def _moved(x: MicrobatchLoss, depth: int, losses: Tensor) -> tuple[Tensor, Tenso
     """The mask and the weights at ``depth``, [T], on the device of ``losses``."""
     term, local, dtype = x.plan.terms[x.first], x.local[x.first], at_least_fp32(losses.dtype)
     assert term.masks is not None
-    whole = Microbatch(term.masks[x.i], term.samples[x.i].starts)
+    whole = Microbatch(term.masks[x.i], term.shapes[x.i].starts)
 
     def of_rank(values: Tensor) -> Tensor:
         return moved(local.local(shifted(values, whole, depth)), losses.device).reshape(-1)

@@ -22,8 +22,8 @@ class Source(NamedTuple):
     read_step: ReadStep | None
 
     def of(self, call: Any, copies: bool) -> tuple[Callable[[], Sequence[Any]], Any]:
-        """A function that returns all microbatches of ``call``, a `mcore.host.Call`, and is called
-        once; and what the schedule gets in place of the script's data iterator.
+        """A function that returns all microbatches of ``call`` (`mcore.host.Call`), called once;
+        and what the schedule gets in place of the script's data iterator.
         """
         number, iterator = call.scale.num_microbatches, call.data_iterator
         # Planned when the script may have changed the batches already.
@@ -60,16 +60,13 @@ def _refuse(data_iterator: Any) -> Any:
 class LookAhead:
     """An iterator whose next ``number`` batches can be read before ``next`` returns them.
 
-    Batches wait for their forward passes while later ones are drawn, so ``source`` must not fill
-    the same memory for each.
-
     Args:
-        source: anything with ``__next__``; Megatron's own data iterators have nothing else.
-        read: batch -> microbatch. It is called once for each batch, before the batch is returned.
+        source: anything with ``__next__``. Its batches wait for their forward passes while later
+            ones are drawn, so it must not fill the same memory for each.
+        read: batch -> microbatch; called once for each batch, before the batch is returned.
         lazily: the batches may never be asked for, so methods of ``source`` stay available; and
             the script may have changed them by then, so copies of what was read are kept.
-        copies: keep copies in any case. Where ``source`` fills the same memory for every batch,
-            these differ from the masks and tokens of the forward passes.
+        copies: keep copies in any case, by which a ``source`` that fills the same memory is found.
     """
 
     def __init__(

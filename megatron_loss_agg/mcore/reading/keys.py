@@ -115,20 +115,22 @@ def identified(microbatch: Any, batch: Any) -> Any:
     return dataclasses.replace(microbatch, token_ids=token_ids)
 
 
-def checked_microbatches(
-    microbatches: Any, number: int, terms: Mapping[str, Term]
-) -> list[MicrobatchOfTerms]:
-    """``microbatches`` as a list; raises unless there are ``number``, with what ``terms`` need."""
+def listed_in_full(microbatches: Any, number: int) -> list[Any]:
+    """``microbatches`` as a list; raises FunctionError unless there are ``number``."""
     found = listed(microbatches)
     if len(found) != number:
         raise FunctionError(
             f"{len(found)} microbatches for a call of the schedule with num_microbatches={number}; "
             "expected as many: see the function that reads the step"
         )
+    return found
+
+
+def checked_microbatches(found: list[Any], terms: Mapping[str, Term]) -> list[MicrobatchOfTerms]:
+    """``found``, without what is of no term; raises unless it has what ``terms`` need."""
     for name, term in terms.items():
         for microbatch in found:
             _check_readable(of_term(name, microbatch), term.aggregation)
-    # A mapping may have entries that are no terms.
     return [m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found]
 
 
@@ -136,7 +138,7 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
     if not isinstance(microbatch, Microbatch):
         raise FunctionError(
             f"the function that reads batches returned a {type(microbatch).__name__}; expected "
-            "a megatron_loss_agg.Microbatch"
+            "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
         )
     for unit in (aggregation.within, aggregation.across):
         if unit in BY_ID and getattr(microbatch, f"{unit}_ids") is None:

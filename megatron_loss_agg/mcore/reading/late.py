@@ -22,14 +22,14 @@ token a microbatch, which the host's own auxiliary losses would be scaled by.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
+from megatron_loss_agg.errors import GroupError, MaskError, ModeError
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (
@@ -79,44 +79,16 @@ def read_samples(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(rows.shape[0])
 
 
-def checked_samples(found: Sequence[Any], number: int) -> list[int]:
-    """The number of samples of each of ``number`` microbatches; FunctionError for others."""
-    if len(found) != number or not all(isinstance(m, LateMicrobatch) for m in found):
-        kinds = sorted({type(m).__name__ for m in found})
-        raise FunctionError(
-            f"{len(found)} microbatches of type {', '.join(kinds)} for {number} whose masks the "
-            f"model makes; expected as many LateMicrobatch: {_READER}"
-        )
-    return [m.samples for m in found]
-
-
-def check_late(terms: Mapping[str, Term], call: Any, needs: Collection[str]) -> None:
-    """`check_possible` for a call of the schedule, a `mcore.host.Call`."""
-    check_possible(
-        terms,
-        needs=needs,
-        empty_step=call.settings["empty_step"],
-        averages_quotients=call.loop.averages_quotients,
-        per_token=call.scale.per_token,
-        config=call.config,
-    )
-
-
 def check_possible(
     terms: Mapping[str, Term],
     *,
     needs: Collection[str] = (),
     empty_step: str = "step",
     averages_quotients: bool = False,
-    per_token: bool | None = None,
-    config: Any = None,
+    per_token: bool | None = None,  # calculate_per_token_loss; None: not known yet
+    config: Any = None,  # of the model
 ) -> None:
-    """Raise ModeError for what needs the tokens of the whole step before the first forward pass.
-
-    Args:
-        per_token: whether ``calculate_per_token_loss`` is on; None: not known yet.
-        config: the model's.
-    """
+    """Raise ModeError for what needs the tokens of the whole step before the first forward pass."""
     aggregations = [term.aggregation for term in terms.values()]
     # `token_mean` is divided by the host, which has one divisor.
     known = {None, "sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
@@ -153,8 +125,7 @@ def check_mask(
 ) -> None:
     """Raise MaskError unless a model's mask has ``samples`` samples that the mode can tell apart.
 
-    Args:
-        packed: sequences that the model was called with; None: rows.
+    ``packed``: the number of sequences that the model was called with; None: rows.
     """
     rows = mask.shape[0] if mask.dim() == 2 else None
     found, what = (rows, "rows") if packed is None else (packed, "packed sequences")

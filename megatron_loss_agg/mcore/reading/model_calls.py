@@ -20,14 +20,10 @@ class ModelCall(NamedTuple):
 
 
 class ModelCalls:
-    """Observes the calls of the model chunk that computes the loss.
+    """Observes the calls of the model chunk that computes the loss."""
 
-    Args:
-        ranks: of the context-parallel group.
-    """
-
-    def __init__(self, chunk: Any, ranks: int) -> None:
-        self._chunk, self._ranks = chunk, ranks
+    def __init__(self, chunk: Any, cp_size: int) -> None:
+        self._chunk, self._cp_size = chunk, cp_size
         self._last: ModelCall | None = None
 
     @contextlib.contextmanager
@@ -55,9 +51,9 @@ class ModelCalls:
 
     def _packed(self, packing: Any) -> int | None:
         own_size = getattr(packing, "local_cp_size", None)
-        if own_size not in (None, self._ranks):
+        if own_size not in (None, self._cp_size):
             raise HostError(
                 f"a sample with a context-parallel group of its own (local_cp_size={own_size}); "
-                f"expected one group of {self._ranks} for all: drop --hybrid-context-parallel"
+                f"expected one group of {self._cp_size} for all: drop --hybrid-context-parallel"
             )
         return packing.cu_seqlens_q.numel() - 1 if packing.qkv_format == "thd" else None

@@ -30,8 +30,7 @@ def pack_offsets(
 ) -> dict[str, Tensor]:
     """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
 
-    Args:
-        sample_counts: how many samples the batch has ids for.
+    ``sample_counts``: how many samples the batch has ids for.
     """
     given = {key: batch[key] for key in _KEYS if batch.get(key) is not None}
     if not given:

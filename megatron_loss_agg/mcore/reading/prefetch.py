@@ -106,10 +106,8 @@ def attempt(function: Callable[..., Any], *args: Any) -> Future[Any]:
 def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
     """The `Prefetch` that ``data_iterator`` is or wraps; None if there is none.
 
-    Args:
-        insert: if there is none, put one between Megatron's own iterator, which replays a step from
-            the batches that it returned, and a `torch.utils.data.DataLoader`. Other loaders are
-            left alone, since they may use collectives or a device.
+    ``insert`` puts one between Megatron's own iterator, which replays a step from the batches that
+    it returned, and a torch ``DataLoader``. Other loaders may use collectives or a device.
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
 
