@@ -15,6 +15,7 @@ import torch
 from megatron_loss_agg.mcore import Audit, Loop, LossHook
 from megatron_loss_agg.mcore.extensions import audit
 from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.splits import Splits
 from tests.host.harness import CP2, EP2, TP2, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
 
@@ -51,11 +52,12 @@ def call_of(model: Any, num_microbatches: int) -> Call:
     return Call.of(
         get_forward_backward_func(),
         {**arguments, "forward_step_func": None, "data_iterator": None},
-        {},
-        Loop(),
-        {},
-        [],
-        None,
+        terms={},
+        loop=Loop(),
+        settings={},
+        extensions=[],
+        total=None,
+        splits=Splits(),
     )
 
 
