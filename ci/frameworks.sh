@@ -13,7 +13,7 @@ unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
 usage() { sed -n '2,11s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
 
-declare -A clones=() packages=([slime]=slime [nemo-rl]=nemo_rl) urls=(
+declare -A clones=() urls=(
     [slime]=https://github.com/THUDM/slime
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
 )
@@ -34,11 +34,11 @@ trap 'rm -rf "$scratch"' EXIT
 # The section on one framework: its commit, and the table of its run.
 section() {
     local name=$1 clone=$2 page=docs/frameworks/$1.md patch commit copy command flags
-    patch=$(echo patches/"$name"-*.patch)
-    commit=$(git -C "$clone" rev-parse --verify "$(basename "${patch##*-}" .patch)^{commit}")
+    patch=$(echo patches/"$name"/*.patch)
+    commit=$(git -C "$clone" rev-parse --verify "$(basename "$patch" .patch)^{commit}")
     for copy in stock patched; do
         mkdir -p "$scratch/$name/$copy"
-        git -C "$clone" archive "$commit" -- "${packages[$name]}" | tar -x -C "$scratch/$name/$copy"
+        git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/$copy"
     done
     git init -q "$scratch/$name/patched" # as a clone is one, wherever the scratch folder lies
     command=$(grep -m 1 "^git -C path/to/$name apply" "$page")

@@ -23,6 +23,7 @@ CLAIMS = {
     "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
     " and 'squared loss' in reports[0]",
     "docs/distillation.md": "distilled(logits, logits, labels, mask)[1].loss_mask is mask",
+    "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
     "docs/losses.md": "read({'texts': ['a', 'b']}).samples == 2",
     "docs/modes.md": "(square_root_of_length(plan_of(mask), 0) * 4)[1].tolist() == [0, 0, 2]",

@@ -56,6 +56,10 @@ ARGS: dict[str, Any] = {
     "qkv_format": "thd",
     "calculate_per_token_loss": False,
     "custom_pg_loss_reducer_function_path": None,
+    "loss_aggregation": None,
+    "loss_aggregation_divisor": None,
+    "loss_aggregation_empty": "count",
+    "loss_aggregation_rejected": None,
     "advantage_estimator": "grpo",
     "rewards_normalization": False,
     "reward_key": None,
@@ -124,6 +128,10 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
 
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     args = Namespace(**{**ARGS, **run.options})
+    if run.flags:
+        from slime.utils.loss_aggregation import validate_loss_aggregation_args
+
+        validate_loss_aggregation_args(args)
     ddp = gpt.ddp_model(args.calculate_per_token_loss, torch.float32)
     if args.allgather_cp:
         _split_contiguously(ddp)
@@ -231,7 +239,7 @@ def main(without: str, patched: str, table: str) -> None:
             "token_mean, removed samples: count": exact(with_entropy, "token_mean", "count"),
             rejected: _rejecting(exact(with_entropy, "prompt_mean", **REJECTING)),
             "token_mean with a reducer": refused("token_mean", **reducer),
-            "token_mean per token": refused("token_mean", **PER_TOKEN),
+            **{f"{mode}, per token": exact(with_entropy, mode, **PER_TOKEN) for mode in MODES},
         },
         near={"token_mean": "tokens"},
     )
