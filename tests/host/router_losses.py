@@ -14,13 +14,15 @@ from tests.host.reference import Gradient
 from tests.host.steps import batches
 
 Microbatches = tuple[tuple[int, ...], ...]
-Case = tuple[str, Microbatches, bool]
+Formula = tuple[str, Microbatches, bool]
 """How samples are laid out; the samples of each microbatch; of the model with four layers?"""
 
 COEFFICIENTS = {"aux_loss": 3.0, "seq_aux_loss": 2.0, "global_aux_loss": 4.0, "z_loss": 0.3}
 
 
-def gradients_of(cases: list[Case], config: dict[str, Any]) -> dict[Case, dict[str, Gradient]]:
+def gradients_of(
+    cases: list[Formula], config: dict[str, Any]
+) -> dict[Formula, dict[str, Gradient]]:
     """By case and kind; called on one rank."""
     from tests.host import gpt
 

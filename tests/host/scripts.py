@@ -151,3 +151,13 @@ def masks_with(value: float, rank: int) -> Any:
     for x, number in ((fraction, 0.5), (batch, value)):
         x["loss_mask"] = x["loss_mask"].masked_fill(x["loss_mask"].cumsum(dim=-1) == 1, number)
     return iter([fraction, batch])
+
+
+def with_labels(data_iterator: Any, model: Any) -> Any:
+    """As in Megatron's scripts, the model computes the losses: its own, and those of MTP."""
+    from tests.host import gpt
+
+    tokens, labels, mask, packed = gpt.local_batch(data_iterator)
+    arguments = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed}
+    losses = model(tokens, gpt.positions_like(tokens), None, **arguments)
+    return losses, functools.partial(gpt.stock_loss_func, mask)

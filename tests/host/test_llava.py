@@ -7,60 +7,53 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import LossHook, read_samples
+from tests.host.cases import reduced
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.steps import aggregation
 from tests.host.test_late_masks import MODES, OPTIONS
 
 pytestmark = pytest.mark.host
 
+BATCHES, RANKS = 4, 2
+CASES = [(False, mode) for mode in MODES] + [(True, mode) for mode in (*MODES, "token_mean")]
 
-def llava_step(per_token: bool, mode: str) -> tuple[float, float, float]:
-    """The error of the gradient of a LLaVA, and of both reports, against the formula."""
+
+def errors_of(per_token: bool, mode: str) -> tuple[float, float, float]:
+    """A rank: the error of a LLaVA's gradient, and of both reports, against the formula."""
     from tests.host import gpt, llava
 
     gpt.initialize()
-    batches, number, (rank, ranks) = 4, 2, (dist.get_rank(), dist.get_world_size())
+    number = BATCHES // RANKS
     model = llava.build(per_token)
     ddp = gpt.data_parallel(model)
-    mine = range(rank * number, (rank + 1) * number)
-    agg = aggregation(mode, **OPTIONS.get(mode, {}))
+    mine = [llava.batch(gpt.data_rank() * number + i) for i in range(number)]
+    hook = LossHook(aggregation(mode, **OPTIONS.get(mode, {})), read_batch=read_samples)
     with gpt.KeepDouble():
-        reports = gpt.run_step(
-            LossHook(agg, read_batch=read_samples),
-            ddp,
-            iter([llava.batch(i) for i in mine]),
-            number,
-            forward_step_func=llava.forward_step,
-        )
-        made = [llava.forward(model, llava.batch(i)) for i in range(batches)]
-    assert ranks * number == batches
-    expected = {name: formula(name, made) for name in (mode, "token_mean")}
+        step = {"forward_step_func": llava.forward_step}
+        reports = reduced(gpt.run_step(hook, ddp, iter(mine), number, **step))
+        made = [llava.forward(model, llava.batch(i)) for i in range(BATCHES)]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    wanted = torch.autograd.grad(expected[mode], parameters, materialize_grads=True)
-    error, norm = (
-        torch.cat([x.flatten() for x in grads]).norm()
-        for grads in ([p.main_grad - g for p, g in zip(parameters, wanted, strict=True)], wanted)
-    )
+    gradient = torch.autograd.grad(formula(mode, made), parameters, materialize_grads=True)
+    wanted = torch.cat([g.flatten() for g in gradient])
+    got = torch.cat([p.main_grad.flatten() for p in parameters])
     shown = {"lm loss": "token_mean", f"{mode} loss": mode}
-    errors = [gpt.reported(reports, k) / float(expected[name]) - 1 for k, name in shown.items()]
-    return float(error / norm), *errors
+    errors = [reports[key] / float(formula(name, made)) - 1 for key, name in shown.items()]
+    return float((got - wanted).norm() / wanted.norm()), *errors
 
 
 def formula(mode: str, made: list[tuple[Tensor, Tensor]]) -> Any:
     """The loss of a step of whole microbatches, each with losses and mask [samples, seq]."""
     sums = [(losses * mask).sum(dim=1) for losses, mask in made]
     tokens = [mask.sum(dim=1) for _, mask in made]
+    pairs = list(zip(sums, tokens, strict=True))
     samples = sum(len(x) for x in tokens)
     if mode == "sample_mean":
-        return sum((s / m.clamp(min=1)).sum() for s, m in zip(sums, tokens, strict=True)) / samples
+        return sum((s / m.clamp(min=1)).sum() for s, m in pairs) / samples
     if mode == "microbatch_mean":
-        return sum(s.sum() / m.sum().clamp(min=1) for s, m in zip(sums, tokens, strict=True)) / len(
-            made
-        )
+        return sum(s.sum() / m.sum().clamp(min=1) for s, m in pairs) / len(pairs)
     divisors = {
         "token_mean": sum(m.sum() for m in tokens),
         "sum": 3.0,
@@ -70,19 +63,16 @@ def formula(mode: str, made: list[tuple[Tensor, Tensor]]) -> Any:
     return sum(s.sum() for s in sums) / divisors[mode]
 
 
-LLAVA = [(False, mode) for mode in MODES] + [(True, mode) for mode in (*MODES, "token_mean")]
-
-
-def llava_facts_of_rank() -> dict[Any, Any]:
-    return {case: llava_step(*case) for case in LLAVA}
+def errors_on_host() -> list[tuple[float, float, float]]:
+    return [errors_of(*case) for case in CASES]
 
 
 @functools.cache
-def llava_facts() -> list[dict[Any, Any]]:
-    return run_host_ranks(llava_facts_of_rank, 2)
+def errors() -> list[list[tuple[float, float, float]]]:
+    return run_host_ranks(errors_on_host, RANKS)
 
 
-@pytest.mark.parametrize("case", LLAVA, ids=lambda case: "-".join(map(str, case)))
-def test_megatrons_llava_is_exact(case: Any) -> None:
-    for rank in llava_facts():
-        assert max(map(abs, rank[case])) <= EXACT
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_megatrons_llava_is_exact(case: tuple[bool, str]) -> None:
+    for rank in errors():
+        assert max(map(abs, rank[CASES.index(case)])) <= EXACT

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.host.cases import take
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import relative_error
 from tests.host.steps import PLACES, VOCAB, weights_of
-from tests.host.test_mtp import CONFIG, Case, alone, train
+from tests.host.test_mtp import CASES, CONFIG, alone
 
 pytestmark = pytest.mark.host
 
@@ -42,7 +43,7 @@ def error() -> float:
         parameter.data = gradients.initial_value(name, parameter).double()
     ((expected, _),) = alone(model, [("01", weights_of("prompt_mean", PLACES[2]))])
     chunks = [gpt.data_parallel(model)]
-    train(TOPOLOGIES["dp2"], chunks, Case("bshd", False, "prompt_mean"))
+    take(CASES["dp2"]["rows"], TOPOLOGIES["dp2"], chunks)
     return relative_error(gradients.of(chunks), expected)
 
 

@@ -14,8 +14,8 @@ from megatron_loss_agg import CPLayout, Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, MultiTokenPrediction, TokenLoss, read_batch
 from tests.host import whole
 from tests.host.harness import TOPOLOGIES, build_chunks, error_of, run_host_ranks
+from tests.host.scripts import with_labels as forward_step
 from tests.host.steps import VOCAB, aggregation, batches
-from tests.host.test_auxiliary_losses import forward_step
 from tests.host.test_mtp import METHOD, with_mtp
 
 pytestmark = pytest.mark.host

@@ -1,29 +1,36 @@
-"""A policy step of four terms through the real host, against one fp64 process.
+"""Losses of several terms through the real host, each with a denominator of its own.
 
-Each term has its own denominator over the whole step; the data-parallel ranks have different
-numbers of samples, and padding microbatches where one has fewer. Metrics are those of the gathered
-step.
+The policy step of `rl` has four terms; the data-parallel ranks have different numbers of samples,
+and padding microbatches where one has fewer. Metrics are those of the gathered step.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
-from megatron_loss_agg.report import reduce_reports
+from tests import oracle
+from tests.host import rl
+from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
+from tests.host.reference import reference
 from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
 
 # Steps of 1 and 3 microbatches for each number of data-parallel ranks; () is a padding microbatch.
 # Prompts lie on both ranks.
-PLACES = {
+STEPS = {
     1: [((tuple(range(10)),),), (((0, 1, 2), (5,), (3, 4, 6, 7, 8, 9)),)],
     2: [
         (((0, 1, 2, 3, 4, 5),), ((6, 7, 8, 9),)),
@@ -32,60 +39,34 @@ PLACES = {
 }
 
 
-def run(topology: Topology, gradient: Any) -> dict[Any, tuple[float, dict[str, float]]]:
-    """Every rank, for each (microbatches, per-token flag): gradient error, and what is reported."""
-    from megatron.core import parallel_state
-
-    from tests.host import gpt, gradients, rl
-
-    gpt.initialize(**topology.sizes)
-    rank = gpt.data_rank()
-    answers = {}
-    for per_token in topology.per_token_flags:
-        chunks = build_chunks(topology, per_token)
-        for places in PLACES[topology.data_parallel_size]:
-            number = len(places[rank])
-            data = rl.packs(*places[rank]) if gpt.reads_data() else None
-            options = {"forward_step_func": rl.forward_step}
-            reports = gpt.run_step(LossHook(rl.TERMS), chunks, data, number, **options)
-            metrics = {}
-            if parallel_state.is_pipeline_last_stage():
-                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-                metrics = reduce_reports(reports, group)
-            answers[number, per_token] = (gradients.error(chunks, gradient), metrics)
-    return answers
-
-
-def reference() -> tuple[Any, dict[str, float]]:
-    from tests.host import rl
-
-    return rl.reference()
-
-
 @functools.cache
-def expected() -> tuple[Any, dict[str, float]]:
-    return run_host_ranks(reference, 1)[0]
+def expected_of_terms() -> tuple[Any, dict[str, float]]:
+    return run_host_ranks(rl.reference, 1)[0]
 
 
 @pytest.mark.parametrize("name", ["dp1", "dp2", "cp2", "dp2-cp2", "tp2", "pp2"])
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
-    gradient, numbers = expected()
+    gradient, numbers = expected_of_terms()
     assert 0 < numbers["clip_fraction"] < 1
     topology = TOPOLOGIES[name]
-    for answers in run_host_ranks(run, topology.world_size, topology, gradient, timeout=300):
-        assert len(answers) == 2 * 2
-        for case, (error, metrics) in answers.items():
+    steps = product(STEPS[topology.data_parallel_size], topology.per_token_flags)
+    cases = [
+        Case("", terms=rl.TERMS, step=rl.forward_step, places=places, per_token=flag)
+        for places, flag in steps
+    ]
+    for case, ranks in run(topology, cases, [gradient] * len(cases)).items():
+        for error, metrics in ranks:
             assert error <= EXACT, case
             if metrics:
                 assert metrics == pytest.approx(numbers, rel=EXACT, abs=1e-15), case
-    assert metrics  # of the last rank, which is on the last stage
+        assert metrics  # of the last rank, which is on the last stage
 
 
 def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
     """Every rank, for each policy, of a step with tokens, an evaluation without and a step without:
     the error of each, and whether the last training step is known to be empty.
     """
-    from tests.host import gpt, gradients, rl
+    from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
@@ -120,8 +101,6 @@ def policy_step(
     iterator: Any, model: Any, losses_of: Any, report: Any = None, rows: bool = False
 ) -> Any:
     """The policy step, of whose terms ``losses_of`` makes the losses, and a report of its own."""
-    from tests.host import rl
-
     if rows:
         next(iterator)
         iterator = iter([batch_of(list(sequences()[:2]), "bshd")])
@@ -131,16 +110,30 @@ def policy_step(
     )
 
 
+def transposed(losses: dict[str, Tensor]) -> Tensor:
+    return losses["kl"].T
+
+
+def kl_alone(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"kl": losses["kl"]}
+
+
+KL = itemgetter("kl")
 # A forward step (or the stock one), whether the loss has several terms, and what is said.
 MISFITS: dict[str, tuple[Any, bool, str | None]] = {
-    "stock": (None, True, "HostError: the forward step returned the loss function"),
+    "stock": (
+        None,
+        True,
+        "HostError: the forward step returned the loss function"
+        "...expected a TokenLoss, whose losses are",
+    ),
     "unnamed": (
-        partial(policy_step, losses_of=itemgetter("kl")),
+        partial(policy_step, losses_of=KL),
         True,
         "MaskError: losses are a torch.float64 tensor of shape ",
     ),
     "one alone": (
-        partial(policy_step, losses_of=lambda losses: {"kl": losses["kl"]}),
+        partial(policy_step, losses_of=kl_alone),
         True,
         "MaskError: losses for ['kl']; expected one for each of",
     ),
@@ -149,7 +142,7 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
         False,
         "MaskError: losses for ['entropy', 'kl', 'policy', 'value']",
     ),
-    "one of one": (partial(policy_step, losses_of=itemgetter("kl")), False, None),
+    "one of one": (partial(policy_step, losses_of=KL), False, None),
     "taken name": (
         partial(policy_step, losses_of=dict, report={"loss": 1}),
         True,
@@ -157,30 +150,184 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
         "expected another name, or for the sum of several terms LossHook(total=...)",
     ),
     "transposed": (
-        partial(policy_step, losses_of=lambda losses: losses["kl"].T, rows=True),
+        partial(policy_step, losses_of=transposed, rows=True),
         False,
         "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
     ),
 }
 
 
-def misfits_on_host() -> dict[str, str | None]:
+def told(misfits: dict[str, tuple[Any, bool, str | None]]) -> dict[str, str | None]:
     """One rank: what forward steps that do not fit the terms are told."""
-    from tests.host import gpt, rl
+    from tests.host import gpt
 
     gpt.initialize()
-    model = gpt.ddp_model()
-
-    def told(forward_step: Any, several: bool) -> str | None:
+    model, found = gpt.ddp_model(), {}
+    for name, (forward_step, several, _) in misfits.items():
         hook = LossHook(rl.TERMS if several else aggregation("token_mean"))
         options = {"forward_step_func": forward_step or gpt.forward_step}
-        return error_of(gpt.run_step, hook, model, rl.packs((0, 1)), 1, **options)
-
-    return {name: told(*given) for name, (*given, _) in MISFITS.items()}
+        found[name] = error_of(gpt.run_step, hook, model, rl.packs((0, 1)), 1, **options)
+    return found
 
 
 def test_losses_that_do_not_fit_the_terms_are_named() -> None:
-    (told,) = run_host_ranks(misfits_on_host, 1)
-    for name, (_, _, error) in MISFITS.items():
-        assert told[name] is None if error is None else told[name].startswith(error), name
-    assert "expected a TokenLoss, whose losses are" in told["stock"]
+    (found,) = run_host_ranks(told, 1, MISFITS)
+    for name, (*_, error) in MISFITS.items():
+        if error is None:
+            assert found[name] is None
+            continue
+        first, *others = error.split("...")
+        assert found[name].startswith(first), name
+        assert all(text in found[name] for text in others), name
+
+
+# Terms weigh their microbatches alike as far as the batches tell; the script may hand them one
+# mask, equal ones, or different ones.
+COEFFICIENTS = {"policy": 1.0, "kl": 0.3, "entropy": -0.1}
+POWERS = {"policy": 1, "kl": 2, "entropy": 3}  # of the cross entropy: what a term's losses are
+MODES = {"policy": "prompt_mean", "kl": "prompt_mean", "entropy": "token_mean"}
+ALIKE = dict.fromkeys(MODES, "token_mean")
+PLACES = (((0, 1), (2, 3)), ((4, 5), (6, 7)))  # by data-parallel rank
+
+Masks = Callable[[Tensor, tuple[int, ...]], dict[str, Tensor]]
+"""(mask of the batch, its samples) -> mask of every term."""
+
+
+def one(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
+    return dict.fromkeys(MODES, mask)
+
+
+def equal(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: mask.clone() for name in MODES}
+
+
+def own(
+    mask: Tensor, of_mb: tuple[int, ...], name: str = "kl", samples: tuple[int, ...] = range(8)
+) -> dict[str, Tensor]:
+    """The term ``name`` leaves the first token of every row out, in microbatches of ``samples``."""
+    applies = of_mb[0] in samples
+    left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0) if applies else mask
+    return {**one(mask, of_mb), name: left_out}
+
+
+own_entropy = partial(own, name="entropy")
+own_later = partial(own, samples=(2, 6))
+own_elsewhere = partial(own, samples=(6,))
+
+
+class OwnMasks(NamedTuple):
+    """What is planned, and then done in every step."""
+
+    modes: dict[str, str]
+    planned: Masks
+    given: tuple[Masks, ...]  # of the loss functions
+
+
+CASES = {
+    "all alike": OwnMasks(ALIKE, one, (one, one)),
+    "another mode": OwnMasks(MODES, one, (one, one)),
+    "equal masks": OwnMasks(MODES, one, (equal, equal)),
+    "own masks": OwnMasks(MODES, own, (own, own)),
+    # The second microbatch alone has them, but they count in the denominator of both, and of both
+    # data-parallel ranks.
+    "own masks later": OwnMasks(ALIKE, own_later, (own_later, own_later)),
+    "own masks on one rank": OwnMasks(ALIKE, own_elsewhere, (own_elsewhere, own_elsewhere)),
+    "custom": OwnMasks(dict.fromkeys(MODES, "custom"), one, (one, one)),
+}
+CHANGED = {
+    "own mask at once": OwnMasks(MODES, one, (own,)),
+    "own mask later": OwnMasks(MODES, one, (one, own)),
+    "own mask of other weights at once": OwnMasks(MODES, one, (own_entropy,)),
+    "own mask of other weights later": OwnMasks(MODES, one, (one, own_entropy)),
+}
+
+
+def with_masks(batch: Batch, of_mb: tuple[int, ...], planned: Masks, given: Masks) -> Batch:
+    mask = batch["loss_mask"]
+    return {**batch, "planned": planned(mask, of_mb), "given": given(mask, of_mb)}
+
+
+def read(batch: Batch) -> dict[str, Microbatch]:
+    """Terms whose masks are one share a microbatch."""
+    masks, prompts = batch["planned"], batch["prompt_ids"]
+    shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in masks.values()}
+    return {name: shared[id(mask)] for name, mask in masks.items()}
+
+
+def masked_step(data_iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    batch = gpt.received(data_iterator)
+    losses, _ = gpt.forward_step(iter([batch]), model)
+    return losses, TokenLoss(
+        lambda x: ({name: x**p for name, p in POWERS.items()}, {}), batch["given"]
+    )
+
+
+def wanted(case: OwnMasks, ranks: int) -> Any:
+    """The reference's gradient of ``sum coefficient * w * loss ** power``."""
+    exact, total = reference(), []
+    for name, power in POWERS.items():
+        step = [
+            [masked(case.planned, name, of_mb) for of_mb in of_rank] for of_rank in PLACES[:ranks]
+        ]
+        mode, divisor = case.modes[name], None
+        if mode == "custom":  # of masks of 0 and 1
+            mode, divisor = "sum", len(flat(step))
+        nested = oracle.step_weights(mode, step, divisor=divisor)
+        for k, w in zip(flat(PLACES[:ranks]), flat(nested), strict=True):
+            slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
+            total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
+    return exact.gradient(total)
+
+
+def masked(planned: Masks, name: str, of_mb: tuple[int, ...]) -> list[oracle.Sample]:
+    """The samples, with the mask of a term."""
+    chosen = [sequences()[k] for k in of_mb]
+    rows = planned(batch_of(chosen, "bshd")["loss_mask"], of_mb)[name]
+    return [
+        oracle.Sample(tuple(row[: len(s.tokens)].tolist()), s.sample.prompt)
+        for s, row in zip(chosen, rows, strict=True)
+    ]
+
+
+def flat(step: Any) -> list[Any]:
+    """The samples of a step, of all its ranks and microbatches."""
+    return [sample for rank in step for microbatch in rank for sample in microbatch]
+
+
+def masks_on_host(
+    topology: Topology, cases: dict[str, OwnMasks], expected: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """Every rank, for each case: its steps' gradient errors, or what a step was refused with."""
+    from tests.host import gpt, gradients
+
+    gpt.initialize(**topology.sizes)
+    ddp, options = gpt.ddp_model(), {"forward_step_func": masked_step}
+    found: dict[str, list[Any]] = {}
+    for name, case in cases.items():
+        terms = {n: Term(aggregation(mode), COEFFICIENTS[n]) for n, mode in case.modes.items()}
+        hook = LossHook(terms, read_batch=read)
+        found[name] = []
+        for given in case.given:
+            masks = partial(with_masks, planned=case.planned, given=given)
+            data = Case("", layout="bshd", places=PLACES, batch=masks).data(gpt.data_rank())
+            data = data if gpt.reads_data() else None
+            error = error_of(gpt.run_step, hook, ddp, data, 2, 2, **options)
+            found[name].append(error or gradients.error(ddp, expected[name]))
+    return found
+
+
+# The second rank of two tensor-parallel ones gets its weights by pickle.
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    cases = CASES if name == "tp2" else {**CASES, **CHANGED}
+    expected = {case: wanted(cases[case], topology.data_parallel_size) for case in cases}
+    for rank in run_host_ranks(masks_on_host, 2, topology, cases, expected):
+        for case in CASES:
+            assert max(rank[case]) <= EXACT, case
+        for case in cases.keys() - CASES:
+            *exact, error = rank[case]
+            assert all(x <= EXACT for x in exact), case
+            assert error.startswith("MaskError: the loss function's mask is not this rank's part")
