@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LossHook, read_batch
-from tests.host.cases import Case, run, take
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
+from megatron_loss_agg.mcore import read_batch
+from tests.host.cases import Case, refusals, run, take
+from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, run_host_ranks
 from tests.host.reference import Gradient, relative_error
 from tests.host.scripts import with_labels
-from tests.host.steps import N_MB, PLACES, aggregation
+from tests.host.steps import PLACES
 
 pytestmark = pytest.mark.host
 
@@ -136,8 +136,8 @@ def some(batch: dict[str, Tensor]) -> Microbatch:
     return routed(batch) if several else read_batch(batch)
 
 
-NUMBERS = {
-    # Each of the 8 microbatches of two ranks.
+# Each of the 8 microbatches of two ranks; the per-token flag; what is said.
+NUMBERS: dict[str, tuple[Any, bool, tuple[str, ...]]] = {
     "most": (partial(routed, number=2**28 - 1), True, ()),
     "too many": (
         partial(routed, number=2**28),
@@ -151,22 +151,12 @@ NUMBERS = {
 }
 
 
-def errors_of_numbers() -> dict[str, str | None]:
-    """Every rank, DP 2: the error of each of `NUMBERS`."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    models = {flag: gpt.ddp_model(flag) for flag in (False, True)}
-    found = {}
-    for name, (read, flag, _) in NUMBERS.items():
-        hook = LossHook(aggregation("prompt_mean"), read_batch=read)
-        data = Case("").data(gpt.data_rank())
-        found[name] = error_of(gpt.run_step, hook, models[flag], data, N_MB)
-    return found
-
-
 def test_numbers_that_the_host_cannot_count_are_refused_on_every_rank() -> None:
-    for rank in run_host_ranks(errors_of_numbers, 2):
+    cases = {
+        name: Case("prompt_mean", per_token=flag, hook={"read_batch": read})
+        for name, (read, flag, _) in NUMBERS.items()
+    }
+    for rank in refusals(TOPOLOGIES["dp2"], cases):
         for name, (*_, texts) in NUMBERS.items():
             assert (rank[name] is None) is (not texts), (name, rank[name])
             assert [text for text in texts if text not in str(rank[name])] == [], rank[name]

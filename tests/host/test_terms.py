@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests import oracle
 from tests.host import rl
-from tests.host.cases import Batch, Case, run
+from tests.host.cases import Batch, Case, refusals, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import reference
 from tests.host.steps import aggregation, batch_of, sequences
@@ -121,12 +121,7 @@ def kl_alone(losses: dict[str, Tensor]) -> dict[str, Tensor]:
 KL = itemgetter("kl")
 # A forward step (or the stock one), whether the loss has several terms, and what is said.
 MISFITS: dict[str, tuple[Any, bool, str | None]] = {
-    "stock": (
-        None,
-        True,
-        "HostError: the forward step returned the loss function"
-        "...expected a TokenLoss, whose losses are",
-    ),
+    "stock": (None, True, "HostError: the forward step returned the loss function"),
     "unnamed": (
         partial(policy_step, losses_of=KL),
         True,
@@ -157,28 +152,17 @@ MISFITS: dict[str, tuple[Any, bool, str | None]] = {
 }
 
 
-def told(misfits: dict[str, tuple[Any, bool, str | None]]) -> dict[str, str | None]:
-    """One rank: what forward steps that do not fit the terms are told."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    model, found = gpt.ddp_model(), {}
-    for name, (forward_step, several, _) in misfits.items():
-        hook = LossHook(rl.TERMS if several else aggregation("token_mean"))
-        options = {"forward_step_func": forward_step or gpt.forward_step}
-        found[name] = error_of(gpt.run_step, hook, model, rl.packs((0, 1)), 1, **options)
-    return found
-
-
 def test_losses_that_do_not_fit_the_terms_are_named() -> None:
-    (found,) = run_host_ranks(told, 1, MISFITS)
-    for name, (*_, error) in MISFITS.items():
-        if error is None:
-            assert found[name] is None
-            continue
-        first, *others = error.split("...")
-        assert found[name].startswith(first), name
-        assert all(text in found[name] for text in others), name
+    cases = {
+        name: Case(
+            "token_mean", places=(((0, 1),),), step=step, terms=rl.TERMS if several else None
+        )
+        for name, (step, several, _) in MISFITS.items()
+    }
+    (found,) = refusals(TOPOLOGIES["dp1"], cases)
+    for name, (_, _, error) in MISFITS.items():
+        assert found[name] is None if error is None else found[name].startswith(error), name
+    assert "expected a TokenLoss, whose losses are" in found["stock"]
 
 
 # Terms weigh their microbatches alike as far as the batches tell; the script may hand them one
@@ -202,43 +186,28 @@ def equal(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def own(
-    mask: Tensor, of_mb: tuple[int, ...], name: str = "kl", samples: tuple[int, ...] = range(8)
+    mask: Tensor, of_mb: tuple[int, ...], name: str = "kl", samples: Any = range(8)
 ) -> dict[str, Tensor]:
     """The term ``name`` leaves the first token of every row out, in microbatches of ``samples``."""
-    applies = of_mb[0] in samples
-    left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0) if applies else mask
-    return {**one(mask, of_mb), name: left_out}
+    left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
+    return {**one(mask, of_mb), name: left_out if of_mb[0] in samples else mask}
 
 
 own_entropy = partial(own, name="entropy")
 own_later = partial(own, samples=(2, 6))
 own_elsewhere = partial(own, samples=(6,))
 
-
-class OwnMasks(NamedTuple):
-    """What is planned, and then done in every step."""
-
-    modes: dict[str, str]
-    planned: Masks
-    given: tuple[Masks, ...]  # of the loss functions
-
-
-CASES = {
-    "all alike": OwnMasks(ALIKE, one, (one, one)),
-    "another mode": OwnMasks(MODES, one, (one, one)),
-    "equal masks": OwnMasks(MODES, one, (equal, equal)),
-    "own masks": OwnMasks(MODES, own, (own, own)),
+# Modes; the masks that are planned; those of the loss functions.
+MASKED: dict[str, tuple[dict[str, str], Masks, Masks]] = {
+    "all alike": (ALIKE, one, one),
+    "another mode": (MODES, one, one),
+    "equal masks": (MODES, one, equal),
+    "own masks": (MODES, own, own),
     # The second microbatch alone has them, but they count in the denominator of both, and of both
     # data-parallel ranks.
-    "own masks later": OwnMasks(ALIKE, own_later, (own_later, own_later)),
-    "own masks on one rank": OwnMasks(ALIKE, own_elsewhere, (own_elsewhere, own_elsewhere)),
-    "custom": OwnMasks(dict.fromkeys(MODES, "custom"), one, (one, one)),
-}
-CHANGED = {
-    "own mask at once": OwnMasks(MODES, one, (own,)),
-    "own mask later": OwnMasks(MODES, one, (one, own)),
-    "own mask of other weights at once": OwnMasks(MODES, one, (own_entropy,)),
-    "own mask of other weights later": OwnMasks(MODES, one, (one, own_entropy)),
+    "own masks later": (ALIKE, own_later, own_later),
+    "own masks on one rank": (ALIKE, own_elsewhere, own_elsewhere),
+    "custom": (dict.fromkeys(MODES, "custom"), one, one),
 }
 
 
@@ -259,19 +228,39 @@ def masked_step(data_iterator: Any, model: Any) -> Any:
 
     batch = gpt.received(data_iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
-    return losses, TokenLoss(
-        lambda x: ({name: x**p for name, p in POWERS.items()}, {}), batch["given"]
+
+    def compute(x: Tensor) -> Any:
+        return {name: x**power for name, power in POWERS.items()}, {}
+
+    return losses, TokenLoss(compute, batch["given"])
+
+
+def masked_case(
+    modes: dict[str, str], planned: Masks, given: Masks, ranks: int = 2, **more: Any
+) -> Case:
+    return Case(
+        "",
+        layout="bshd",
+        places=PLACES[:ranks],
+        terms={n: Term(aggregation(mode), COEFFICIENTS[n]) for n, mode in modes.items()},
+        hook={"read_batch": read},
+        batch=partial(with_masks, planned=planned, given=given),
+        step=masked_step,
+        call={"micro_batch_size": 2},
+        times=2,
+        **more,
     )
 
 
-def wanted(case: OwnMasks, ranks: int) -> Any:
+def masked_gradient(modes: dict[str, str], planned: Masks, ranks: int) -> Any:
     """The reference's gradient of ``sum coefficient * w * loss ** power``."""
     exact, total = reference(), []
     for name, power in POWERS.items():
         step = [
-            [masked(case.planned, name, of_mb) for of_mb in of_rank] for of_rank in PLACES[:ranks]
+            [masked_samples(planned, name, of_mb) for of_mb in of_rank]
+            for of_rank in PLACES[:ranks]
         ]
-        mode, divisor = case.modes[name], None
+        mode, divisor = modes[name], None
         if mode == "custom":  # of masks of 0 and 1
             mode, divisor = "sum", len(flat(step))
         nested = oracle.step_weights(mode, step, divisor=divisor)
@@ -281,8 +270,8 @@ def wanted(case: OwnMasks, ranks: int) -> Any:
     return exact.gradient(total)
 
 
-def masked(planned: Masks, name: str, of_mb: tuple[int, ...]) -> list[oracle.Sample]:
-    """The samples, with the mask of a term."""
+def masked_samples(planned: Masks, name: str, of_mb: tuple[int, ...]) -> list[oracle.Sample]:
+    """With the mask of a term."""
     chosen = [sequences()[k] for k in of_mb]
     rows = planned(batch_of(chosen, "bshd")["loss_mask"], of_mb)[name]
     return [
@@ -296,38 +285,25 @@ def flat(step: Any) -> list[Any]:
     return [sample for rank in step for microbatch in rank for sample in microbatch]
 
 
-def masks_on_host(
-    topology: Topology, cases: dict[str, OwnMasks], expected: dict[str, Any]
-) -> dict[str, list[Any]]:
-    """Every rank, for each case: its steps' gradient errors, or what a step was refused with."""
-    from tests.host import gpt, gradients
-
-    gpt.initialize(**topology.sizes)
-    ddp, options = gpt.ddp_model(), {"forward_step_func": masked_step}
-    found: dict[str, list[Any]] = {}
-    for name, case in cases.items():
-        terms = {n: Term(aggregation(mode), COEFFICIENTS[n]) for n, mode in case.modes.items()}
-        hook = LossHook(terms, read_batch=read)
-        found[name] = []
-        for given in case.given:
-            masks = partial(with_masks, planned=case.planned, given=given)
-            data = Case("", layout="bshd", places=PLACES, batch=masks).data(gpt.data_rank())
-            data = data if gpt.reads_data() else None
-            error = error_of(gpt.run_step, hook, ddp, data, 2, 2, **options)
-            found[name].append(error or gradients.error(ddp, expected[name]))
-    return found
-
-
 # The second rank of two tensor-parallel ones gets its weights by pickle.
 @pytest.mark.parametrize("name", ["dp2", "tp2"])
 def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
     topology = TOPOLOGIES[name]
-    cases = CASES if name == "tp2" else {**CASES, **CHANGED}
-    expected = {case: wanted(cases[case], topology.data_parallel_size) for case in cases}
-    for rank in run_host_ranks(masks_on_host, 2, topology, cases, expected):
-        for case in CASES:
-            assert max(rank[case]) <= EXACT, case
-        for case in cases.keys() - CASES:
-            *exact, error = rank[case]
-            assert all(x <= EXACT for x in exact), case
-            assert error.startswith("MaskError: the loss function's mask is not this rank's part")
+    ranks = topology.data_parallel_size
+    cases = {case: masked_case(*masked, ranks) for case, masked in MASKED.items()}
+    expected = [masked_gradient(modes, planned, ranks) for modes, planned, _ in MASKED.values()]
+    found = run(topology, list(cases.values()), expected)
+    for name_of, case in cases.items():
+        assert max(rank.error for rank in found[case]) <= EXACT, name_of
+
+
+def test_a_changed_mask_of_one_term_is_refused_in_the_first_step_and_later() -> None:
+    cases = {}
+    for name, given in {"equal weights": own, "other weights": own_entropy}.items():
+        later = partial(with_masks, planned=one, given=given)
+        cases[f"{name}, at once"] = masked_case(MODES, one, given)
+        cases[f"{name}, later"] = masked_case(MODES, one, one, later=later)
+    for rank in refusals(TOPOLOGIES["dp2"], cases):
+        for name, error in rank.items():
+            text = "MaskError: the loss function's mask is not this rank's part"
+            assert error is not None and error.startswith(text), name
