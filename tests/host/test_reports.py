@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
 from tests.host.cases import Batch, Case, Found, grid, mean_of_means, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
@@ -113,16 +110,6 @@ MODES: dict[str, dict[str, Any]] = {**OF_SET, "prompt_mean": {}, "sum": {}, "cus
 V = (2.0, 0.5, 1.0, 3.0, 0.25, 1.0, 0.0, 4.0, 1.5, 1.0)  # weights of the samples
 
 
-class Evaluation(NamedTuple):
-    """The calls of one evaluation."""
-
-    terms: Any  # of the hook
-    by_call: bool = False  # averages the values of the calls
-    calls: list[Places] = CALLS
-    batch: Callable[[Batch, tuple[int, ...]], Batch] | None = None
-    step: Callable[..., Any] | None = None
-
-
 def weighted(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     return {**batch, "sample_weights": torch.tensor([V[i] for i in of_mb])}
 
@@ -138,64 +125,54 @@ def two_terms(data_iterator: Any, model: Any) -> Any:
     return losses, TokenLoss(lambda x: ({"nll": x, "rows": x}, {}), loss_func.args[0])
 
 
-MEANS = {mode: aggregation(mode, **options) for mode, options in MODES.items()}
-COUNTED = {"sample_weights": "count"}
-REJECTS = aggregation("sample_mean", rejected="skip")
-EVALUATIONS: dict[Any, Evaluation] = {
-    **{(mode, flag): Evaluation(x, flag) for mode, x in MEANS.items() for flag in (False, True)},
-    **{
-        (mode, flag, "empty"): Evaluation(x, flag, [NO_TOKENS])
-        for mode, x in MEANS.items()
-        for flag in (False, True)
-    },
-    **{
-        ("rejected", flag): Evaluation(REJECTS, flag, batch=with_rejected) for flag in (False, True)
-    },
-    "weighted tokens": Evaluation(aggregation("token_mean", **COUNTED), batch=weighted),
-    "weighted samples": Evaluation(aggregation("sample_mean", **COUNTED), batch=weighted),
-    "terms": Evaluation(
-        {"nll": MEANS["token_mean"], "rows": LossAggregation(mode="sample_sum")}, step=two_terms
-    ),
+BY_CALL = Loop(of_megatron=True, averages_quotients=True)
+BY_TOKENS = Loop(of_megatron=True)
+REJECTS, COUNTED = {"rejected": "skip"}, {"sample_weights": "count"}
+TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
+EVALUATIONS: dict[Any, Case] = {
+    "weighted tokens": Case("token_mean", COUNTED, batch=weighted),
+    "weighted samples": Case("sample_mean", COUNTED, batch=weighted),
+    "terms": Case("", terms=TERMS, step=two_terms),
 }
+for flag in (False, True):
+    loop = {"loop": BY_CALL if flag else BY_TOKENS}
+    for mode, options in MODES.items():
+        EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
+        EVALUATIONS[mode, flag, "empty"] = Case(mode, options, hook=loop, places=NO_TOKENS)
+    EVALUATIONS["rejected", flag] = Case("sample_mean", REJECTS, hook=loop, batch=with_rejected)
 
 
-def evaluated(wanted: dict[Any, Evaluation]) -> dict[Any, dict[str, float]]:
-    """Every rank: what Megatron's ``evaluate`` makes of the reports, by evaluation and name."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    ddp = gpt.ddp_model()
-    found = {}
-    for key, evaluation in wanted.items():
-        loop = Loop(of_megatron=True, averages_quotients=evaluation.by_call)
-        hook = LossHook(evaluation.terms, loop=loop)
-        for _ in range(2):  # a second evaluation begins anew
-            found[key] = values_of(evaluation, hook, ddp)
-    return found
-
-
-def values_of(evaluation: Evaluation, hook: LossHook, ddp: Any) -> dict[str, float]:
+def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
+    """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.host import gpt
 
-    options = {
-        "schedule": hook.wrap(get_forward_backward_func()),
-        "forward_step_func": evaluation.step or gpt.forward_step,
-        "forward_only": True,
-    }
-    found: dict[str, list[Any]] = {}
-    for places in evaluation.calls:
-        data = Case("", places=places, batch=evaluation.batch).data(dist.get_rank())
+    gpt.initialize()
+    ddp, found = gpt.ddp_model(), {}
+    for key, case in cases.items():
+        calls = [NO_TOKENS] if case.places == NO_TOKENS else CALLS
+        hook = LossHook(case.terms or case.aggregation, **case.hook)
+        for _ in range(2):  # a second evaluation begins anew
+            schedule = hook.wrap(get_forward_backward_func())
+            found[key] = values_of(case, calls, ddp, schedule)
+    return found
+
+
+def values_of(case: Case, calls: list[Places], ddp: Any, schedule: Any) -> dict[str, float]:
+    from tests.host import gpt
+
+    step = {"schedule": schedule, "forward_step_func": case.step or gpt.forward_step}
+    reports: list[list[Any]] = []
+    for places in calls:
+        data = dataclasses.replace(case, places=places).data(dist.get_rank())
         with torch.no_grad():
-            reports = gpt.run_step(None, ddp, data, 2, **options)
-        for key in reports[0]:
-            pairs = torch.stack([report[key] for report in reports]).sum(dim=0)
-            dist.all_reduce(pairs)
-            mean = (mean_of_means(reports, key), 1.0)
-            found.setdefault(key, []).append(mean if evaluation.by_call else pairs.tolist())
-    sums = {key: [sum(x) for x in zip(*pairs, strict=True)] for key, pairs in found.items()}
-    return {key: a / b if b else math.nan for key, (a, b) in sums.items()}
+            reports.append(gpt.run_step(None, ddp, data, 2, forward_only=True, **step))
+    names = sorted(reports[0][0])
+    if case.hook.get("loop") == BY_CALL:
+        return {x: sum(mean_of_means(call, x) for call in reports) / len(calls) for x in names}
+    every = [report for call in reports for report in call]
+    return {x: gpt.reported(every, x) for x in names}
 
 
 @functools.cache

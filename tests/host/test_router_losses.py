@@ -19,12 +19,17 @@ from megatron_loss_agg.mcore import RouterLosses
 from tests.host.cases import Case, take
 from tests.host.harness import MODELS, TOPOLOGIES, Topology, build_chunks, run_host_ranks
 from tests.host.reference import Gradient, relative_error
-from tests.host.router_losses import COEFFICIENTS, Formula, Microbatches, gradients_of
+from tests.host.steps import batches
 
 pytestmark = pytest.mark.host
 if not version("megatron-core").startswith("0.19."):
     pytest.skip("see test_moe_releases", allow_module_level=True)
 
+Microbatches = tuple[tuple[int, ...], ...]
+Formula = tuple[str, Microbatches, bool]
+"""How samples are laid out; the samples of each microbatch; of the model with four layers?"""
+
+COEFFICIENTS = {"aux_loss": 3.0, "seq_aux_loss": 2.0, "global_aux_loss": 4.0, "z_loss": 0.3}
 EXACT = 1e-12  # of a difference of two gradients
 # One microbatch has no active token. Packs have 12 to 40 tokens, rows 24 or 144; or all 144.
 UNEQUAL = ((0, 1), (5,), (2, 3), (4, 6))
@@ -90,7 +95,73 @@ def formula_of(name: str, run: Run) -> Formula:
 @functools.cache
 def formulas() -> dict[Formula, dict[str, Gradient]]:
     wanted = dict.fromkeys(formula_of(name, run) for name, runs in RUNS.items() for run in runs)
-    return run_host_ranks(gradients_of, 1, list(wanted), MODELS["moe"])[0]
+    return run_host_ranks(formula_gradients, 1, list(wanted))[0]
+
+
+def formula_gradients(wanted: list[Formula]) -> dict[Formula, dict[str, Gradient]]:
+    """One fp64 process, by formula and kind: the gradient of ``sum_k T_k / T * a_k``.
+
+    The model gives its routers' inputs and weights alone.
+    """
+    from tests.host import gpt
+
+    gpt.initialize()
+    models = {
+        deep: gpt.build(**MODELS["moe"], **({"num_layers": 4} if deep else {}))
+        for deep in {deep for _, _, deep in wanted}
+    }
+    return {x: _gradients(models[x[2]], *x[:2]) for x in wanted}
+
+
+def _gradients(model: Any, layout: str, microbatches: Microbatches) -> dict[str, Gradient]:
+    from tests.host import gpt
+
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    inputs: list[Tensor] = []
+    hooks = [r.register_forward_pre_hook(lambda _, x: inputs.append(x[0])) for r in routers]
+    numbers: list[list[Tensor]] = [[] for _ in routers]  # of tokens by expert, of each microbatch
+    total: dict[str, Any] = dict.fromkeys(COEFFICIENTS, 0.0)
+    tokens, data = 0, batches(microbatches, layout)
+    for _ in microbatches:
+        ids, _, _, packed = gpt.local_batch(data)
+        inputs.clear()
+        with gpt.precision(model.config):
+            model(ids, gpt.positions_like(ids), None, packed_seq_params=packed)
+        tokens += ids.numel()
+        for router, given, of_layer in zip(routers, inputs, numbers, strict=True):
+            logits = given.transpose(0, 1) @ router.weight.T  # [rows, tokens, experts]
+            for kind, loss in _losses(logits, router.topk, of_layer).items():
+                total[kind] = total[kind] + ids.numel() * COEFFICIENTS[kind] * loss
+    for hook in hooks:
+        hook.remove()
+    options: Any = {"retain_graph": True, "materialize_grads": True}
+    return {
+        kind: dict(zip(names, torch.autograd.grad(x / tokens, parameters, **options), strict=True))
+        for kind, x in total.items()
+    }
+
+
+def _losses(logits: Tensor, topk: int, numbers: list[Tensor]) -> dict[str, Tensor]:
+    """By kind: ``a_k`` of one layer, without coefficient; ``numbers`` gets another entry."""
+    probabilities = logits.softmax(dim=-1)
+    chosen = torch.zeros_like(logits).scatter(-1, logits.topk(topk, dim=-1).indices, 1.0)
+    flat = probabilities.flatten(0, 1)
+    numbers.append(chosen.flatten(0, 1).sum(dim=0))
+    slots = len(flat) * topk
+    rows = zip(probabilities, chosen, strict=True)
+    return {
+        "aux_loss": _switch(flat, numbers[-1] / slots),
+        "seq_aux_loss": torch.stack([_switch(p, c.mean(dim=0) / topk) for p, c in rows]).mean(),
+        # The mean of this microbatch and those before, over this microbatch's tokens.
+        "global_aux_loss": _switch(flat, torch.stack(numbers).mean(dim=0) / slots),
+        "z_loss": logits.logsumexp(dim=-1).square().mean(),
+    }
+
+
+def _switch(probabilities: Tensor, fractions: Tensor) -> Tensor:
+    """``E * sum_e f_e P_e`` of [tokens, E] probabilities."""
+    return probabilities.shape[1] * (fractions * probabilities.mean(dim=0)).sum()
 
 
 def turned_on(kinds: tuple[str, ...]) -> dict[str, Any]:
@@ -175,7 +246,7 @@ def test_the_gradient_is_that_of_the_formula(name: str) -> None:
 def test_means_over_tokens_and_rows_do_not_depend_on_the_microbatches() -> None:
     one = tuple(sum(EQUAL, ()))
     wanted: list[Formula] = [("bshd", EQUAL, False), ("bshd", (one,), False)]
-    many, single = run_host_ranks(gradients_of, 1, wanted, MODELS["moe"])[0].values()
+    many, single = run_host_ranks(formula_gradients, 1, wanted)[0].values()
     for kind in ALL:
         error = relative_error(many[kind], single[kind])
         assert (error <= EXACT) is (kind in ("seq_aux_loss", "z_loss")), (kind, error)
