@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.host import cases
 from tests.host.cases import Case, grid, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import reference, relative_error
@@ -119,14 +117,3 @@ def test_every_parallelism_of_the_host_is_exact(name: str) -> None:
     ]
     for case, ranks in run(topology, of_rows).items():
         assert max(rank.error for rank in ranks) <= EXACT, case.name
-
-
-def test_a_covering_grid_lacks_no_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = [range(size) for size in (4, 7, 2, 2, 2)]
-    assert grid(3, *axes) == list(product(*axes)) or cases.COVERS
-    monkeypatch.setattr(cases, "COVERS", True)
-    rows = grid(3, *axes)
-    assert len(set(rows)) == len(rows) < 70 < len(list(product(*axes)))
-    for three in combinations(range(len(axes)), 3):
-        found = {tuple(row[i] for i in three) for row in rows}
-        assert found == set(product(*(axes[i] for i in three)))
