@@ -138,12 +138,13 @@ for flag in (False, True):
     loop = {"loop": BY_CALL if flag else BY_TOKENS}
     for mode, options in MODES.items():
         EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
-        EVALUATIONS[mode, flag, "empty"] = Case(mode, options, hook=loop, places=NO_TOKENS)
     EVALUATIONS["rejected", flag] = Case("sample_mean", REJECTS, hook=loop, batch=with_rejected)
 
 
 def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
-    """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls."""
+    """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls; and of a second
+    evaluation, which begins anew, without tokens.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.host import gpt
@@ -151,11 +152,10 @@ def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
     gpt.initialize()
     ddp, found = gpt.ddp_model(), {}
     for key, case in cases.items():
-        calls = [NO_TOKENS] if case.places == NO_TOKENS else CALLS
         hook = LossHook(case.terms or case.aggregation, **case.hook)
-        for _ in range(2):  # a second evaluation begins anew
+        for name, calls in ((key, CALLS), ((key, "empty"), [NO_TOKENS])):
             schedule = hook.wrap(get_forward_backward_func())
-            found[key] = values_of(case, calls, ddp, schedule)
+            found[name] = values_of(case, calls, ddp, schedule)
     return found
 
 
@@ -209,7 +209,7 @@ def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> N
     if mode not in ("sum", "custom"):
         mean_of_calls = sum(of_calls(mode)) / len(CALLS)
         assert of_evaluation(mode) != pytest.approx(mean_of_calls, rel=1e-3)
-    assert evaluations()[mode, by_call, "empty"][f"{mode} loss"] == 0.0
+    assert evaluations()[(mode, by_call), "empty"][f"{mode} loss"] == 0.0
 
 
 def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
