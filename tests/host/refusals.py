@@ -25,8 +25,6 @@ from megatron_loss_agg.mcore import LossHook
 from tests.host.harness import TOPOLOGIES, build_chunks, error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
 
-Words = tuple[str, ...]
-"""The class of an error, then parts of its text; nothing: no error."""
 EVALUATION = {"forward_only": True}
 
 
@@ -46,7 +44,9 @@ class Row:
     """One step of the host, or several calls of one, and what becomes of it.
 
     Args:
-        says: what every rank hears of it, but for those ``on_rank``, by global rank.
+        says: the error that every rank raises, its class and parts of its text, as in "HostError:
+            a term ... return a TokenLoss"; nothing if all is well.
+        on_rank: what some ranks raise instead, by global rank.
         hook: global rank -> hook.
         data: data-parallel rank -> data iterator of ``number`` microbatches and more.
         step: the forward step; or by ``loss`` that of `gpt.forward_step_with`.
@@ -59,8 +59,8 @@ class Row:
         config, ddp_config: what the row changes in those of the model and of its wrapper.
     """
 
-    says: Words = ()
-    on_rank: Mapping[int, Words] = field(default_factory=dict)
+    says: str = ""
+    on_rank: Mapping[int, str] = field(default_factory=dict)
     topology: str = "dp2"
     hook: Callable[[int], LossHook] = field(default_factory=hook_of)
     data: Callable[[int], Any] = Counted
@@ -82,11 +82,12 @@ def assert_told(module: str, name: str) -> None:
     """Every rank raised what the row ``name`` of the module says, and nothing else."""
     row = _rows(module)[name]
     for rank, errors in enumerate(_told(module, row.topology)):
-        error, words = errors[name], row.on_rank.get(rank, row.says)
-        assert (error is None) == (not words), (rank, error)
+        error, says = errors[name], row.on_rank.get(rank, row.says)
+        assert (error is None) == (not says), (rank, error)
         if error is not None:
-            assert error.startswith(f"{words[0]}: "), (rank, error)
-            assert [text for text in words[1:] if text not in error] == [], (rank, error)
+            kind, _, text = says.partition(": ")
+            assert error.startswith(f"{kind}: "), (rank, error)
+            assert [part for part in text.split(" ... ") if part not in error] == [], (rank, error)
             assert "tensor(" not in error
 
 

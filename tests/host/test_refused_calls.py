@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation, Microbatch, Term
+from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import (
     Agreement,
     Audit,
@@ -24,49 +24,44 @@ from megatron_loss_agg.mcore import (
 )
 from tests.host import scripts
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
-from tests.host.refusals import Row, assert_told, hook_of
-from tests.host.steps import Counted, aggregation, batches
+from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
 
-
-def step_of_four(rank: int) -> list[Microbatch]:
-    return [read_batch(batch) for batch in batches(((0, 1), (2,), (3,), (4, 6)), "thd")]
+FOUR = thd(((0, 1), (2,), (3,), (4, 6)))
 
 
-def of_four(calls: tuple[int, ...], *says: str) -> Row:
+def step_of_four(rank: int = 0) -> list[Microbatch]:
+    return [read_batch(batch) for batch in FOUR(0)]
+
+
+def in_calls(calls: tuple[int, ...], says: str = "") -> Row:
     """``hook.step`` with four microbatches, which ``calls`` take."""
-    data = lambda rank: batches(((0, 1), (2,), (3,), (4, 6)), "thd")  # noqa: E731
-    return Row(says, topology="dp1", data=data, planned=step_of_four, calls=calls)
+    return Row(says, topology="dp1", data=FOUR, planned=step_of_four, calls=calls)
 
 
 def nested(hook: LossHook) -> None:
-    with hook.step(step_of_four(0)), hook.step(step_of_four(0)):
+    with hook.step(step_of_four()), hook.step(step_of_four()):
         pass
 
 
 def failing_loop(hook: LossHook) -> None:
-    with hook.step(step_of_four(0)):
+    with hook.step(step_of_four()):
         raise RuntimeError("of the loop")
 
 
 STEPS = {
-    "calls that leave microbatches": of_four(
-        (1, 2),
-        "StepError",
-        "hook.step ends with 1 of 4 microbatches left; expected calls that take all of them",
+    "calls that leave microbatches": in_calls(
+        (1, 2), "StepError: ends with 1 of 4 microbatches left ... calls that take all of them"
     ),
-    "no call": of_four((), "StepError", "ends with 4 of 4 microbatches left"),
-    "calls that take too many": of_four(
-        (3, 2), "StepError", "num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
+    "no call": in_calls((), "StepError: ends with 4 of 4 microbatches left"),
+    "calls that take too many": in_calls(
+        (3, 2), "StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
     ),
-    "a step in a step": Row(
-        ("StepError", "expected one step at a time"), topology="dp1", run=nested
-    ),
-    "an error of the loop's own": Row(
-        ("RuntimeError", "of the loop"), topology="dp1", run=failing_loop
-    ),
-    "calls that take all": of_four((1, 2, 1)),
+    "calls that take all": in_calls((1, 2, 1)),
+    "a step in a step": Row("StepError: expected one step at a time", run=nested),
+    "an error of the loop's own": Row("RuntimeError: of the loop", run=failing_loop),
 }
 
 
@@ -88,17 +83,17 @@ def without_a_number(hook: LossHook) -> None:
     )
 
 
-UNSEEN = ("HostError", "a loss without a call of the model", "--overlap-moe")
 SCHEDULES = {
     "fewer losses than microbatches": Row(
-        ("HostError", "computed 1 losses for 2 microbatches"), call={"schedule": partial(over, -1)}
+        "HostError: computed 1 losses for 2 microbatches", call={"schedule": partial(over, -1)}
     ),
     "no number of microbatches": Row(
-        ("HostError", "the schedule was called without num_microbatches=; expected Megatron's"),
-        run=without_a_number,
+        "HostError: called without num_microbatches=; expected", run=without_a_number
     ),
     "a model that is not called": Row(
-        UNSEEN, step=scripts.past_the_model, hook=hook_of("sample_mean")
+        "HostError: a loss without a call of the model ... --overlap-moe",
+        step=scripts.past_the_model,
+        hook=hook_of("sample_mean"),
     ),
     "a model that is not called, of no sample": Row(
         step=scripts.past_the_model, hook=hook_of("sum")
@@ -106,7 +101,7 @@ SCHEDULES = {
 }
 
 
-def with_group_size(size: int, iterator: Any, model: Any) -> Any:
+def in_group(size: int, iterator: Any, model: Any) -> Any:
     """Packs whose context-parallel group is one of their own, of ``size`` ranks."""
     from tests.host import gpt
 
@@ -121,45 +116,38 @@ def with_group_size(size: int, iterator: Any, model: Any) -> Any:
         handle.remove()
 
 
-def in_group(size: int, *says: str) -> Row:
-    return Row(
-        says,
-        topology="cp2",
-        data=partial(Counted, layout="thd"),
-        step=partial(with_group_size, size),
-    )
-
-
-def with_config(*says: str, **config: Any) -> Row:
+def with_config(says: str = "", **config: Any) -> Row:
     return Row(says, topology="cp2", config=config)
 
 
-OWN_GROUPS = ("HostError", "context_parallel", "one group for all")
-GRAPHS = ("HostError", "replays one step's weights for all", "CUDA graphs of layers")
-OF_ITERATION, OF_INFERENCE = ["full_iteration"], ["full_iteration_inference"]
-INSTANCES = "num_distributed_optimizer_instances"
+ON_CP2 = {"topology": "cp2", "data": partial(Counted, layout="thd")}
+OWN_GROUPS = "HostError: context_parallel ... one group for all"
+GRAPHS = "HostError: replays one step's weights for all ... CUDA graphs of layers"
+ITERATION, INFERENCE = ["full_iteration"], ["full_iteration_inference"]
 SETTINGS = {
-    "context groups of all ranks": in_group(2),
-    "context groups of a sample's own": in_group(
-        1, "HostError", "local_cp_size=1", "one group of 2", "--hybrid-context-parallel"
+    "context groups of all ranks": Row(**ON_CP2, step=partial(in_group, 2)),
+    "context groups of a sample's own": Row(
+        "HostError: local_cp_size=1 ... one group of 2 ... --hybrid-context-parallel",
+        **ON_CP2,
+        step=partial(in_group, 1),
     ),
-    "hybrid context groups": with_config(*OWN_GROUPS, hybrid_context_parallel=True),
-    "dynamic context groups": with_config(*OWN_GROUPS, dynamic_context_parallel=True),
-    "a graph of an iteration": with_config(*GRAPHS, cuda_graph_impl="full_iteration"),
+    "hybrid context groups": with_config(OWN_GROUPS, hybrid_context_parallel=True),
+    "dynamic context groups": with_config(OWN_GROUPS, dynamic_context_parallel=True),
+    "a graph of an iteration": with_config(GRAPHS, cuda_graph_impl="full_iteration"),
     "a graph of an iteration, by its scope": with_config(
-        *GRAPHS, cuda_graph_impl="local", cuda_graph_scope=OF_ITERATION
+        GRAPHS, cuda_graph_impl="local", cuda_graph_scope=ITERATION
     ),
-    "graphs of layers": with_config(cuda_graph_impl="local", cuda_graph_scope=OF_INFERENCE),
+    "graphs of layers": with_config(cuda_graph_impl="local", cuda_graph_scope=INFERENCE),
     "overlap of experts": with_config(
-        *("HostError", "overlap_moe_expert_parallel_comm", "expected it off"),
+        "HostError: overlap_moe_expert_parallel_comm ... expected it off",
         overlap_moe_expert_parallel_comm=True,
     ),
     # Megatron itself then scales wrongly.
     "optimizer instances": Row(
-        ("HostError", "num_distributed_optimizer_instances > 1", "one instance"),
+        "HostError: num_distributed_optimizer_instances > 1 ... one instance",
         topology="pp2",
         per_token=True,
-        ddp_config={INSTANCES: 2},
+        ddp_config={"num_distributed_optimizer_instances": 2},
     ),
 }
 
@@ -175,21 +163,10 @@ def twice_the_mean(plan: Any, i: int) -> Tensor:
 
 def unlike(said: str, last: Any, others: Any, topology: str = "dp2", **options: Any) -> Row:
     """The last rank's hook has the terms ``last`` and these options, all others' have not."""
-    size = TOPOLOGIES[topology].world_size
-
-    def hook(rank: int) -> LossHook:
-        return LossHook(last, **options) if rank == size - 1 else LossHook(others)
-
-    says = ("ModeError", "ranks have different settings", said, f"rank(s) [{size - 1}]")
-    return Row(says, topology=topology, hook=hook)
-
-
-def scaled(coefficient: float) -> dict[str, Term]:
-    return {"policy": Term(aggregation("token_mean"), coefficient)}
-
-
-def custom(function: Any) -> LossAggregation:
-    return LossAggregation(mode="custom", function=function)
+    rank = TOPOLOGIES[topology].world_size - 1
+    says = f"ModeError: ranks have different settings ... {said} ... rank(s) [{rank}]"
+    hooks = {True: partial(LossHook, last, **options), False: partial(LossHook, others)}
+    return Row(says, topology=topology, hook=lambda r: hooks[r == rank]())
 
 
 def absent(topology: str) -> Row:
@@ -203,11 +180,10 @@ def absent(topology: str) -> Row:
             gpt.run_step(hook, gpt.ddp_model(), Counted(0), Counted.N_MB)
 
     hook = hook_of("token_mean", extensions=[Agreement(patience=2)])
-    says = ("PeerError", f"rank(s) [{last}] have not called")
-    return Row(says, {last: ()}, topology, hook, run=run)
+    return Row(f"PeerError: rank(s) [{last}] have not called", {last: ""}, topology, hook, run=run)
 
 
-MEAN, SUM = aggregation("token_mean"), aggregation("sum", divisor=2.0)
+MEAN, CUSTOM = aggregation("token_mean"), partial(aggregation, "custom")
 OPTIONS: dict[str, dict[str, Any]] = {
     "mask=model": {"read_batch": read_samples},
     "audit=True": {"extensions": [Audit(repeat=True)]},
@@ -219,27 +195,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "report_datasets=1": {"extensions": [DatasetReports()]},
     "moe=step": {"extensions": [RouterLosses()]},
 }
+TERMS = {
+    "terms=sample_mean on": (aggregation("sample_mean"), MEAN),
+    "sum (divisor: 3) on": (aggregation("sum", divisor=3.0), aggregation("sum", divisor=2.0)),
+    "twice_the_mean": (CUSTOM(function=twice_the_mean), CUSTOM(function=mean)),
+    "0.1234571 * kl: token_mean": ({"kl": Term(MEAN, 0.1234571)}, {"kl": Term(MEAN, 0.1234567)}),
+}
 RANKS = {
+    **{f"ranks with other terms: {said}": unlike(said, *terms) for said, terms in TERMS.items()},
     **{
-        f"ranks of {name} with another mode": unlike(
-            "terms=sample_mean on", aggregation("sample_mean"), MEAN, name
-        )
-        for name in ("dp2", "cp2", "tp2", "pp2", "pp2-tp2-sp")
+        f"ranks with other terms, {name}": unlike("sum on", aggregation("sum"), MEAN, name)
+        for name in ("cp2", "tp2", "pp2", "pp2-tp2-sp")
     },
-    "ranks with another divisor": unlike(
-        "sum (divisor: 3) on", aggregation("sum", divisor=3.0), SUM
-    ),
-    "ranks with another type of the divisor": Row(
-        hook=lambda rank: LossHook(aggregation("sum", divisor=2.0 if rank else 2))
-    ),
-    "ranks with another function": unlike("twice_the_mean", custom(twice_the_mean), custom(mean)),
-    "ranks with another coefficient": unlike(
-        "0.1234571 * policy: token_mean", scaled(0.1234571), scaled(0.1234567)
-    ),
     **{
         f"ranks with another option: {said}": unlike(said, MEAN, MEAN, **options)
         for said, options in OPTIONS.items()
     },
+    "ranks with another type of the divisor": Row(
+        hook=lambda rank: LossHook(aggregation("sum", divisor=2.0 if rank else 2))
+    ),
 }
 # Last, since the ranks are no more in step then.
 ABSENT = {f"ranks without a hook, {name}": absent(name) for name in ("dp2", "pp2-tp2-sp")}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,107 +19,83 @@ from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
 
-PEER = ("PeerError",)
-NO_OFFSETS = ("GroupError", "has no 'cu_seqlens'", "add it")
-
-
-def lacking(key: str) -> Callable[[int], Any]:
-    return partial(Counted, without=(key,))
+NO_OFFSETS = "GroupError: has no 'cu_seqlens' ... add it"
 
 
 def then_rejected(rank: int) -> Iterator[Any]:
+    """A good step, and one with rejected samples."""
     data = Counted(rank)
     for rejected in ({}, {"rejected": torch.tensor([True, False])}):
         yield from ({**next(data), **rejected} for _ in range(Counted.N_MB))
 
 
-def packed(*says: str, mode: str = "sample_mean", **options: Any) -> Row:
+def read_too_many(iterator: Any, number: int) -> list[Any]:
+    return [next(iterator)] * (number + 1)
+
+
+def packed(says: str = "", mode: str = "sample_mean", **options: Any) -> Row:
     """The model is called with packs, of which the batch says nothing."""
-    return Row(says, step=scripts.packed_call, hook=hook_of(mode), **options)
+    return Row(says, **{"step": scripts.packed_call, "hook": hook_of(mode), **options})
 
 
 BATCHES = {
     "no prompts": Row(
-        ("GroupError", "have no 'prompt_ids'", "add that key"), data=lacking("prompt_ids")
+        "GroupError: have no 'prompt_ids' ... add that key",
+        data=partial(Counted, without=("prompt_ids",)),
     ),
     "no mask": Row(
-        ("MaskError", "expected a mapping with the tensor 'loss_mask'"), data=lacking("loss_mask")
+        "MaskError: expected a mapping with the tensor 'loss_mask'",
+        data=partial(Counted, without=("loss_mask",)),
     ),
     "no mapping": Row(
-        ("MaskError", "the data iterator gave Tensor"),
+        "MaskError: the data iterator gave Tensor",
         data=lambda rank: itertools.repeat(torch.ones(3)),
     ),
     "two batches a microbatch": Row(
-        ("StepError", "drew 4 batches for 2 microbatches", "once each"),
+        "StepError: drew 4 batches for 2 microbatches ... once each",
         step=scripts.draws_twice,
         hook=hook_of("sum"),
         data=lambda rank: itertools.repeat(next(Counted(rank))),
     ),
-    # In any mode; the first step has no rejected samples.
+    "another number of microbatches": Row(
+        "FunctionError: 3 microbatches for a call of the schedule with num_microbatches=2",
+        hook=hook_of("sum", read_step=read_too_many),
+    ),
     **{
         f"rejected samples without a choice, {mode}": Row(
-            ("GroupError", "expected LossAggregation(rejected='count')"),
+            "GroupError: expected LossAggregation(rejected='count')",
             data=then_rejected,
             hook=hook_of(mode),
             before=[{}],
         )
         for mode in ("token_mean", "sample_mean", "sum")
     },
-    "packs without offsets": packed(*NO_OFFSETS),
-    "packs without offsets later": packed(*NO_OFFSETS, before=[{}]),
-    "packs without offsets, by position": Row(
-        NO_OFFSETS,
-        step=partial(scripts.packed_call, by_position=True),
-        hook=hook_of("sample_mean"),
+    "packs without offsets": packed(NO_OFFSETS),
+    "packs without offsets later": packed(NO_OFFSETS, before=[{}]),
+    "packs without offsets, by position": packed(
+        NO_OFFSETS, step=partial(scripts.packed_call, by_position=True)
     ),
-    "packs without offsets on tensor-parallel ranks": packed(*NO_OFFSETS, topology="tp2"),
+    "packs without offsets on tensor-parallel ranks": packed(NO_OFFSETS, topology="tp2"),
     "packs without offsets, of no sample": packed(mode="sum"),
 }
 
 
-def read_step(iterator: Any, number: int) -> list[Any]:
-    return [next(iterator)] * (number + 1)
-
-
-READERS = {
-    "another number of microbatches": Row(
-        ("FunctionError", "3 microbatches for a call of the schedule with num_microbatches=2"),
-        hook=hook_of("sum", read_step=read_step),
-    ),
-}
-
-
-def disk(good: Iterator[Any]) -> Iterator[Any]:
-    """Fails at the second batch of the step."""
+def failing_at_the_second(error: BaseException, good: Iterator[Any]) -> Iterator[Any]:
     yield next(good)
-    raise OSError("disk")
+    raise error
 
 
-def interrupted(good: Iterator[Any]) -> Iterator[Any]:
-    yield next(good)
-    raise KeyboardInterrupt
+DISK = partial(failing_at_the_second, OSError("disk"))
 
 
-def nothing(good: Iterator[Any]) -> None:
-    return None
-
-
-def short(good: Iterator[Any]) -> Iterator[Any]:
-    return iter([next(good)])
-
-
-def empty(good: Iterator[Any]) -> Iterator[Any]:
-    return iter([])
-
-
-def on_rank(failing: int, change: Any, *says: str, topology: str = "dp2") -> Row:
-    """The data iterator of one rank is a bad one."""
+def on_rank(failing: int, change: Any, says: str, topology: str = "dp2") -> Row:
+    """The data iterator of one rank is a bad one, made by ``change``."""
 
     def data(rank: int) -> Any:
         good = Counted(rank)
         return change(good) if dist.get_rank() == failing else good
 
-    return Row(PEER, {failing: says}, topology, hook_of("token_mean"), data)
+    return Row("PeerError", {failing: says}, topology, hook_of("token_mean"), data)
 
 
 def mean_or_nan(failing: int, plan: Any, i: int) -> Tensor:
@@ -130,9 +105,9 @@ def mean_or_nan(failing: int, plan: Any, i: int) -> Tensor:
 
 
 def by_function(failing: int, topology: str) -> Row:
-    custom = aggregation("custom", function=functools.partial(mean_or_nan, failing))
-    says = ("FunctionError", "the aggregation function returned weights that")
-    return Row(PEER, {failing: says}, topology, hook_of(custom))
+    hook = hook_of(aggregation("custom", function=partial(mean_or_nan, failing)))
+    says = "FunctionError: the aggregation function returned weights that"
+    return Row("PeerError: see ", {failing: says}, topology, hook)
 
 
 def then_masked(rank: int) -> Iterator[Any]:
@@ -144,9 +119,7 @@ def then_masked(rank: int) -> Iterator[Any]:
 
 FAILED = {
     **{
-        f"a reader that fails on rank {rank}, {name}": on_rank(
-            rank, disk, "OSError", "disk", topology=name
-        )
+        f"a reader that fails on rank {rank}, {name}": on_rank(rank, DISK, "OSError: disk", name)
         for name, rank in (("dp2", 1), ("cp2", 1), ("pp2", 1), ("tp2", 0))
     },
     **{
@@ -154,17 +127,20 @@ FAILED = {
         for name, rank in (("dp2", 1), ("pp2", 1), ("tp2", 0))
     },
     "data that ends in a step": on_rank(
-        1, short, "StepError", "the data iterator ended after 1 of the 2 batches"
+        *(1, lambda good: iter([next(good)])),
+        "StepError: the data iterator ended after 1 of the 2 batches",
     ),
-    "data that ended": on_rank(1, empty, "StopIteration"),
-    "an interrupted reader": on_rank(1, interrupted, "KeyboardInterrupt"),
+    "data that ended": on_rank(1, lambda good: iter([]), "StopIteration"),
+    "an interrupted reader": on_rank(
+        1, partial(failing_at_the_second, KeyboardInterrupt()), "KeyboardInterrupt"
+    ),
     "no iterator": on_rank(
-        1, nothing, "HostError", "data_iterator is a NoneType on a rank that reads data"
+        1, lambda good: None, "HostError: data_iterator is a NoneType on a rank that reads data"
     ),
     # Every stage hears of the first step in any case.
     "an empty step": Row(
-        ("PeerError", "the last pipeline stage, or another"),
-        {1: ("MaskError", "every token of the step is masked or rejected")},
+        "PeerError: the last pipeline stage, or another",
+        {1: "MaskError: every token of the step is masked or rejected"},
         "pp2",
         hook_of("token_mean", empty_step="error"),
         then_masked,
@@ -172,7 +148,7 @@ FAILED = {
     ),
 }
 GOOD = {f"a good step, {name}": Row(topology=name) for name in ("dp2", "cp2", "pp2", "tp2")}
-ROWS = {**BATCHES, **READERS, **FAILED, **GOOD}
+ROWS = {**BATCHES, **FAILED, **GOOD}
 
 
 @pytest.mark.parametrize("name", ROWS)

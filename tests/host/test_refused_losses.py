@@ -59,74 +59,66 @@ class Needing(Extension):
         self.needs = frozenset({need})
 
 
-def late(mode: str, *says: str, reads: Any = read_samples, **options: Any) -> Row:
+def late(mode: str, says: str = "", reads: Any = read_samples, **options: Any) -> Row:
     """``hooked``: other options of the hook."""
     hook = hook_of(mode, read_batch=reads, **options.pop("hooked", {}))
     return Row(says, hook=hook, **options)
 
 
 FLAT = partial(Counted, layout="thd")
-OTHER_VALUES = ("MaskError", "the model's mask of microbatch 0 has other values")
-NO_TOTAL = (
-    "ModeError",
-    "calculate_per_token_loss=False and 'token_mean' with a mask that the model",
-)
+OTHER_VALUES = "MaskError: the model's mask of microbatch 0 has other values"
+NO_TOTAL = "ModeError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
 REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
-    "an extension that needs 'masks' with a mask that the model": {
-        "extensions": [Needing("masks")]
-    },
+    "an extension that needs 'masks' with": {"extensions": [Needing("masks")]},
     "an extension that needs 'stages' with": {"extensions": [Needing("stages")]},
     "an extension that needs 'dataset' with": {"extensions": [DatasetReports()]},
     "empty_step='skip' with": {"empty_step": "skip"},
-    "Loop(averages_quotients=True) (Megatron's --sft) with": {
-        "loop": Loop(averages_quotients=True)
-    },
+    "(Megatron's --sft) with": {"loop": Loop(averages_quotients=True)},
 }
 OF_LATE_MASKS = {
     "late masks": late("sample_sum"),
     "late masks per token": late("sample_sum", per_token=True),
-    "late masks, a mean of the step": late("token_mean", *NO_TOTAL),
-    "late masks, a mean of an evaluation": late("token_mean", *NO_TOTAL, call=EVALUATION),
-    "late masks, a mean of prompts": late(
-        "prompt_mean", "ModeError", "'prompt_mean' with a mask that the mod"
-    ),
+    "late masks, a mean of the step": late("token_mean", NO_TOTAL),
+    "late masks, a mean of an evaluation": late("token_mean", NO_TOTAL, call=EVALUATION),
+    "late masks, a mean of prompts": late("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
     "late fractions that the host divides by": late(
-        "token_mean", *OTHER_VALUES, per_token=True, loss=mask_of(0.5)
+        "token_mean", OTHER_VALUES, per_token=True, loss=mask_of(0.5)
     ),
     **{
-        f"a late mask of {value}": late("sum", *OTHER_VALUES, loss=mask_of(value))
+        f"a late mask of {value}": late("sum", OTHER_VALUES, loss=mask_of(value))
         for value in (-1.0, torch.nan, torch.inf)
     },
     **{
         f"a late mask of another context-parallel rank, {mode}": late(
-            mode, *OTHER_VALUES, topology="cp2", loss=mask_of(-1.0, (1,))
+            mode, OTHER_VALUES, topology="cp2", loss=mask_of(-1.0, (1,))
         )
         for mode in ("sample_mean", "microbatch_mean")
     },
     "a late mask that is flat": late(
-        *("sum", "MaskError", "'sum' of a model's mask of shape (144,) with None rows, for 2 sam"),
+        "sum",
+        "MaskError: shape (144,) with None rows, for 2 samples",
         loss=scripts.with_mask(Tensor.flatten),
     ),
     "a late mask of other samples": late(
-        *("sample_sum", "MaskError", "shape (2, 72) with 2 rows, for 3 samples"), reads=one_more
+        "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more
     ),
     "a late mask of packs by sample": late(
-        *("sample_mean", "MaskError", "shape (1, 28) with 2 packed seque"), reads=count, data=FLAT
+        "sample_mean", "MaskError: shape (1, 28) with 2 packed seq", reads=count, data=FLAT
     ),
     "a late mask of packs as rows": late(
-        *("sum", "MaskError", "shape (1, 28) with 2 packed sequences, for 1 "), data=FLAT
+        "sum", "MaskError: shape (1, 28) with 2 packed sequences, for 1 samples", data=FLAT
     ),
     "late masks of some batches": late(
-        *("sum", "FunctionError", "2 microbatches of type LateMicrobatch, Microbatch for 2 whose"),
-        reads=by_turns,
+        "sum", "FunctionError: 2 microbatches of type LateMicrobatch, Microbatch", reads=by_turns
     ),
     "late masks with experts": late(
-        *("sum", "ModeError", "calculate_per_token_loss and the model's num_moe_experts with"),
+        "sum",
+        "ModeError: calculate_per_token_loss and the model's num_moe_experts with",
         per_token=True,
         config={"num_moe_experts": 2},
     ),
     **{
-        f"late masks with {text}": late("sum", "ModeError", text, hooked=options)
+        f"late masks with {text}": late("sum", f"ModeError: {text}", hooked=options)
         for text, options in REFUSED_OPTIONS.items()
     },
 }
@@ -145,31 +137,30 @@ def apart(losses: Tensor) -> Tensor:
     return torch.zeros_like(losses, requires_grad=True)
 
 
-def of_whole(step: Any, *says: str, **options: Any) -> Row:
-    hook = hook_of("sample_mean", read_batch=options.pop("reads", read_batch))
-    one = {"topology": "cp2", "data": thd(((0, 1),) * 2), "number": 1}
-    return Row(says, **{**one, "hook": hook, "step": step, **options})
-
-
 def a_row(rank: int) -> Iterator[Any]:
     return batches(((0,),), "bshd")
 
 
-MEASURED = ("LayoutError", "TokenLoss(whole=", "for the losses of 'sample_mean', whose gather")
+def of_whole(step: Any, says: str = "", reads: Any = read_batch, **options: Any) -> Row:
+    hook = hook_of("sample_mean", read_batch=reads)
+    one = {"topology": "cp2", "data": thd(((0, 1),)), "number": 1}
+    return Row(says, **{**one, "hook": hook, "step": step, **options})
+
+
+MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
 REDUCED, LOCAL = whole.script("reduced_grad"), whole.script("local_grad")
 REDUCED_SAID_LOCAL = whole.script("reduced_grad", whole="local_grad")
 OF_WHOLE_LOSSES = {
     "whole losses": of_whole(LOCAL),
     "reduced gradients, said local": of_whole(
-        REDUCED_SAID_LOCAL, *MEASURED, "expected whole='reduced_grad'"
+        REDUCED_SAID_LOCAL, f"{MEASURED} ... expected whole='reduced_grad'"
     ),
     "local gradients, said reduced": of_whole(
-        whole.script("local_grad", whole="reduced_grad"), *MEASURED, "expected whole='local_grad'"
+        whole.script("local_grad", whole="reduced_grad"),
+        f"{MEASURED} ... expected whole='local_grad'",
     ),
     "reduced gradients, said local, after an evaluation": of_whole(
-        REDUCED_SAID_LOCAL,
-        *MEASURED,
-        before=[{"forward_step_func": REDUCED, **EVALUATION}],
+        REDUCED_SAID_LOCAL, MEASURED, before=[{"forward_step_func": REDUCED, **EVALUATION}]
     ),
     # What is measured is a copy.
     "whole losses that overwrite their input": of_whole(
@@ -178,11 +169,11 @@ OF_WHOLE_LOSSES = {
     "whole losses apart from the model": of_whole(whole.script("local_grad", function=apart)),
     "whole losses that say nothing": of_whole(
         whole.script("local_grad", whole=None),
-        *("LayoutError", "a loss mask of all", "TokenLoss(whole='local_grad') or 'reduced_grad'"),
+        "LayoutError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
     ),
     "parts said to be whole": of_whole(
         whole.script("local_grad", gathers=False),
-        *("LayoutError", "a loss mask of a part", "sharded as the model's inputs are"),
+        "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
     ),
     "another gather later": of_whole(LOCAL, before=[{"forward_step_func": REDUCED}]),
     "whole losses of an odd length": of_whole(
@@ -190,7 +181,7 @@ OF_WHOLE_LOSSES = {
     ),
     "parts of an odd length": of_whole(
         whole.script("local_grad", whole=None, gathers=False),
-        *("MaskError", "a loss mask of shape (1, 12), where"),
+        "MaskError: a loss mask of shape (1, 12), where",
         reads=scripts.without_the_last,
         data=a_row,
     ),

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.host
 
 Batch = dict[str, Any]
 STEP: tuple[dict[str, Any], ...] = ({},)
-CHANGED = ("MaskError", "the loss function's mask is not this rank's part", "read_batch")
-UNUSABLE = ("MaskError", "microbatch 1: loss_mask has negative, infinite or NaN values")
+CHANGED = "MaskError: the loss function's mask is not this rank's part ... read_batch"
 FLAT = partial(Counted, layout="thd")
 FRACTIONS = partial(Counted, masks="fractional")
 
@@ -52,33 +51,33 @@ def later(mask: Callable[[Tensor], Tensor], data: Any = Counted, before: Any = S
 LOSS_FUNCTIONS = {
     "legacy": Row(loss=scripts.mean_and_no_count),
     "no mask": Row(
-        ("HostError", "function without_mask.<locals>.<lambda>,", "TokenLoss"),
+        "HostError: function without_mask.<locals>.<lambda>, ... TokenLoss",
         loss=scripts.without_mask,
     ),
     "a mask of another name": Row(
-        ("HostError", "own_loss)", "a parameter named loss_mask"), loss=scripts.with_another_name
+        "HostError: own_loss) ... a parameter named loss_mask", loss=scripts.with_another_name
     ),
     "a term of its own": Row(
-        ("HostError", "expected a masked sum", "drop its own factors", "return a TokenLoss"),
+        "HostError: expected a masked sum ... drop its own factors ... return a TokenLoss",
         loss=scripts.with_a_term,
     ),
     "losses [seq, samples]": Row(
-        ("MaskError", "a mask [samples, seq]", "not transposed"), step=scripts.transposed
+        "MaskError: a mask [samples, seq] ... not transposed", step=scripts.transposed
     ),
     "a part of the losses": Row(
-        ("MaskError", "expected one loss per token"), loss=scripts.with_losses(lambda x: x[:, 1:])
+        "MaskError: expected one loss per token", loss=scripts.with_losses(lambda x: x[:, 1:])
     ),
     "a part of the mask": Row(
-        ("MaskError", "where this rank's part of the batch's is", "a batch that is whole"),
+        "MaskError: where this rank's part of the batch's is ... a batch that is whole",
         loss=scripts.with_mask(lambda x: x[..., 1:]),
     ),
     "detached losses": Row(
-        ("HostError", "losses without a gradient", "not detached"),
+        "HostError: losses without a gradient ... not detached",
         loss=scripts.with_losses(Tensor.detach),
     ),
 }
 MASKS = {
-    "a changed mask": Row((*CHANGED, "it sums to"), loss=scripts.with_mask(another_samples)),
+    "a changed mask": Row(f"{CHANGED} ... it sums to", loss=scripts.with_mask(another_samples)),
     "a mask changed after an evaluation": later(another_samples, before=[EVALUATION]),
     "a mask changed later": later(scripts.first_token(0.0)),
     "a mask of NaN later": later(scripts.first_token(torch.nan)),
@@ -88,7 +87,7 @@ MASKS = {
         # Tokens are weighed by the loss function's own mask. It stays right while each sample's sum
         # is the planned one; for modes that know no samples, while that of the pack is.
         f"a mask edited in place, {layout}, {mode}, {len(before)} steps before": Row(
-            CHANGED if layout == "thd" and (mode, before) != ("token_mean", STEP) else (),
+            CHANGED if layout == "thd" and (mode, before) != ("token_mean", STEP) else "",
             step=scripts.edits_its_mask,
             data=partial(Counted, layout=layout),
             hook=hook_of(mode),
@@ -100,7 +99,7 @@ MASKS = {
     },
     **{
         f"a mask of {value}": Row(
-            UNUSABLE,
+            "MaskError: microbatch 1: loss_mask has negative, infinite or NaN values",
             data=partial(masks_with, value),
             hook=hook_of(mode),
             per_token=mode == "token_mean",
@@ -130,7 +129,7 @@ def within_a_sample(mask: Tensor) -> Tensor:
 TWO = {"token_mean": aggregation("token_mean"), "sample_mean": aggregation("sample_mean")}
 
 
-def moved(terms: Any, change: Any, before: Any, *says: str) -> Row:
+def moved(terms: Any, change: Any, before: Any, says: str) -> Row:
     """A pack of two samples, in whose mask a token moves."""
 
     def of_terms(change: Any) -> Any:
@@ -147,7 +146,7 @@ def moved(terms: Any, change: Any, before: Any, *says: str) -> Row:
 MOVED = {
     # Whether the first step refuses it, and whether later ones do.
     f"a mask that moved {what}, {'later' if later else 'at first'}": moved(
-        terms, change, later, *(CHANGED if refused else ())
+        terms, change, later, CHANGED if refused else ""
     )
     for what, terms, change, *answers in (
         ("between samples", "sample_mean", between_samples, True, True),
@@ -194,50 +193,45 @@ def without_a_token(mask: Tensor, rank: int) -> Tensor:
     return scripts.first_token(0.0)(mask) if rank == 1 else mask
 
 
-def split(*says: str, rows: int = 2, before: Any = (), hook: Any = None, **change: Any) -> Row:
-    """On two context-parallel ranks."""
+def split(says: str = "", rows: int = 2, before: Any = (), hook: Any = None, **change: Any) -> Row:
+    """Of `scripts.of_parts` on two context-parallel ranks."""
     return Row(
         says,
         topology="cp2",
         data=partial(stream, rows=rows),
         number=4,
         step=scripts.of_parts(**change),
-        before=[{"forward_step_func": scripts.of_parts()}] * before if before else (),
+        before=before,
         hook=hook_of("token_mean", **hook or {}),
     )
 
 
-ORDER = ("StepError", "the model is called with the tokens of microbatch")
+ORDER = "StepError: the model is called with the tokens of microbatch"
 TOKENS = {
     "parts of every rank": split(),
     "the same part on two ranks": split(
-        "LayoutError", "the model is called with the same tokens", part=lambda rank: 0
+        "LayoutError: the model is called with the same tokens", part=lambda rank: 0
     ),
     "tokens that the script changes": split(tokens=lambda x: 31 - x),
     # As where the model gets embeddings: they tell nothing.
     "positions alone": split(own_tokens=positions),
-    "a token less on one rank": split(*CHANGED, mask=without_a_token),
-    "a token less on one rank later": split(*CHANGED, before=1, mask=without_a_token),
+    "a token less on one rank": split(CHANGED, mask=without_a_token),
+    "a token less on one rank later": split(
+        CHANGED, before=[{"forward_step_func": scripts.of_parts()}], mask=without_a_token
+    ),
     "another order of a whole step": split(
-        *ORDER, "microbatch 3 of the step in place of 0", hook={"read_step": turned}
+        f"{ORDER} ... microbatch 3 of the step in place of 0", hook={"read_step": turned}
     ),
     "other samples on each rank": split(
-        *("LayoutError", "the context-parallel ranks have read different numbers"),
+        "LayoutError: the context-parallel ranks have read different numbers",
         rows=1,
         hook={"read_batch": pack_of_rank},
     ),
-    "one microbatch's tokens for all": Row(
-        ORDER,
-        topology="dp1",
-        data=stream,
-        number=4,
-        step=scripts.of_parts(tokens=lambda tokens: windows()[0]["tokens"]),
-        hook=hook_of("token_mean"),
-    ),
+    "one microbatch's tokens for all": split(ORDER, tokens=lambda tokens: windows()[0]["tokens"]),
 }
 
 
-def ordered(read: Any, order: tuple[int, ...], calls: tuple[int, ...], *says: str) -> Row:
+def ordered(read: Any, order: tuple[int, ...], calls: tuple[int, ...], says: str = "") -> Row:
     """A step at hand, whose microbatches are in an ``order``."""
     return Row(
         says,
@@ -259,9 +253,9 @@ ORDERS = {
     "in order": ordered(read_batch, (0, 1, 2, 3), (4,)),
     "by labels": ordered(by("labels"), (0, 1, 2, 3), (4,)),
     "by labels, in calls": ordered(by("labels"), (0, 1, 2, 3), (2, 2)),
-    "turned": ordered(by("tokens"), (3, 0, 1, 2), (4,), *ORDER),
-    "two swapped": ordered(by("tokens"), (0, 2, 1, 3), (4,), *ORDER),
-    "calls swapped": ordered(by("tokens"), (2, 3, 0, 1), (2, 2), *ORDER),
+    "turned": ordered(by("tokens"), (3, 0, 1, 2), (4,), ORDER),
+    "two swapped": ordered(by("tokens"), (0, 2, 1, 3), (4,), ORDER),
+    "calls swapped": ordered(by("tokens"), (2, 3, 0, 1), (2, 2), ORDER),
     "one in place of another": ordered(by("tokens"), (0, 1, 2, 2), (4,)),
     "turned, told nothing": ordered(by(), (3, 0, 1, 2), (4,)),
     "turned dummies": ordered(alike, (3, 0, 1, 2), (4,)),
@@ -307,18 +301,18 @@ def writes_the_mask(batch: Batch) -> Microbatch:
     return Microbatch(batch["loss_mask"])
 
 
-def from_memory(data: Callable[[int], Any], *says: str, **options: Any) -> Row:
+def from_memory(data: Callable[[int], Any], says: str = "", **options: Any) -> Row:
     hook = options.pop("hook", hook_of("token_mean"))
     return Row(says, topology="dp1", data=data, number=4, hook=hook, **options)
 
 
 # Stock Megatron draws each batch before its own forward pass; the hook draws all before the first.
 MEMORY = {
-    "batches in one memory": from_memory(lambda rank: refilled(by_torch), *ORDER),
-    "batches in two memories": from_memory(lambda rank: refilled(by_torch, 2), *ORDER),
-    "batches in one mapping": from_memory(lambda rank: refilled(by_mapping), *ORDER),
+    "batches in one memory": from_memory(lambda rank: refilled(by_torch), ORDER),
+    "batches in two memories": from_memory(lambda rank: refilled(by_torch, 2), ORDER),
+    "batches in one mapping": from_memory(lambda rank: refilled(by_mapping), ORDER),
     "an evaluation in one memory": from_memory(
-        lambda rank: refilled(by_torch), *ORDER, call=EVALUATION
+        lambda rank: refilled(by_torch), ORDER, call=EVALUATION
     ),
     "batches in one memory on one rank": Row(
         on_rank={1: ORDER},

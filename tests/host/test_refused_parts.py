@@ -30,7 +30,6 @@ pytestmark = pytest.mark.host
 
 # Multi-token prediction.
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
-METHOD = "compute_language_model_loss"
 
 
 def once_more(labels: bool, iterator: Any, model: Any) -> Any:
@@ -71,66 +70,60 @@ def alike(rank: int) -> Iterator[Any]:
     return iter([{name: torch.ones_like(x) for name, x in batch.items()}])
 
 
-def mtp(step: Any, *says: str, cp: bool = False, terms: Any = "token_mean", **options: Any) -> Row:
-    places, reads = ((0, 2),) if cp else ((0,), (0,), (0,)), options.pop("reads", read_batch)
-    return Row(
-        **{
-            "says": says,
-            "topology": "cp2" if cp else "dp1",
-            "hook": hook_of(terms, extensions=[MultiTokenPrediction()], read_batch=reads),
-            "data": lambda rank: batches(places, "bshd"),
-            "number": 1,
-            "step": step,
-            "model": MTP,
-            **options,
-        }
-    )
+def mtp(step: Any, says: str = "", cp: bool = False, terms: Any = "token_mean", **more: Any) -> Row:
+    places, reads = ((0, 2),) if cp else ((0,), (0,)), more.pop("reads", read_batch)
+    one = {
+        "topology": "cp2" if cp else "dp1",
+        "hook": hook_of(terms, extensions=[MultiTokenPrediction()], read_batch=reads),
+        "data": lambda rank: batches(places, "bshd"),
+        "number": 1,
+        "model": MTP,
+    }
+    return Row(says, **{**one, "step": step, **more})
 
 
-LABELLED = {"forward_step_func": scripts.with_labels}
-NOT_MOVED = ("HostError", "are not the loss mask moved by the depth", "(MultiTokenPrediction())")
-LOSSES = ("HostError", f"by {METHOD}", "(MultiTokenPrediction())")
+LABELLED = [{"forward_step_func": scripts.with_labels}]
+UNMASKED = partial(scripts.with_labels, loss_mask=None)
+NOT_MOVED = "HostError: are not the loss mask moved by the depth ... (MultiTokenPrediction())"
 OF_MTP = {
     "MTP without layers": mtp(
         scripts.with_labels,
-        *("HostError", "a model with mtp_num_layers=None"),
+        "HostError: a model with mtp_num_layers=None",
         config={"mtp_num_layers": None},
     ),
     "MTP without a factor": mtp(
         scripts.with_labels,
-        *("HostError", "mtp_num_layers=2, mtp_loss_scaling_factor=None"),
+        "HostError: mtp_num_layers=2, mtp_loss_scaling_factor=None",
         config={"mtp_loss_scaling_factor": None},
     ),
-    "MTP without a mask": mtp(partial(scripts.with_labels, loss_mask=None), *NOT_MOVED),
-    "MTP without labels": mtp(partial(scripts.with_labels, labels=None), *NOT_MOVED),
+    "MTP without a mask": mtp(UNMASKED, NOT_MOVED),
+    "MTP without a mask later": mtp(UNMASKED, NOT_MOVED, before=LABELLED),
+    "MTP without labels": mtp(partial(scripts.with_labels, labels=None), NOT_MOVED),
     "MTP of two calls": mtp(
-        partial(once_more, True), *LOSSES, "losses of [24, 24, 24, 24, 24, 24] tokens"
+        partial(once_more, True),
+        "HostError: losses of [24, 24, 24, 24, 24, 24] tokens ... (MultiTokenPrediction())",
     ),
+    "MTP besides a call without losses": mtp(partial(once_more, False)),
     "MTP of fewer losses": mtp(
         shorter,
-        *LOSSES,
-        "with a loss mask of 23; expected 2 of MTP",
+        "HostError: losses of [24, 24, 24] tokens ... with a loss mask of 23; expected 2 of MTP",
         reads=scripts.without_the_last,
     ),
-    "MTP of contiguous parts": mtp(contiguous, *NOT_MOVED, cp=True),
+    "MTP of contiguous parts": mtp(contiguous, NOT_MOVED, cp=True),
     "MTP of unknown parts": mtp(
         scripts.with_labels,
-        *("LayoutError", "this rank's mask and tokens fit the splits"),
+        "LayoutError: this rank's mask and tokens fit the splits",
         cp=True,
         data=alike,
     ),
-    "MTP besides a call without losses": mtp(partial(once_more, False), before=[LABELLED]),
-    "MTP without a mask later": mtp(
-        partial(scripts.with_labels, loss_mask=None), *NOT_MOVED, before=[LABELLED]
-    ),
     "MTP of a term that weighs nothing": mtp(
         partial(of_terms, "ab"),
-        *("ModeError", "with the coefficient 0 of 'a', by which MTP's losses are"),
+        "ModeError: with the coefficient 0 of 'a', by which MTP's losses are",
         terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
     ),
     "MTP of a term named as a depth": mtp(
         partial(of_terms, ("a", "mtp_1 a")),
-        *("ReportError", "the loss function reports 'mtp_1 a loss'"),
+        "ReportError: the loss function reports 'mtp_1 a loss'",
         terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
     ),
 }
@@ -139,10 +132,6 @@ OF_MTP = {
 BALANCE = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 EXPERTS = {**MODELS["moe"], **BALANCE}
 PLACES = ((0, 1), (2, 3)), ((4, 6), (5,))  # of unequal size on the second data-parallel rank alone
-UNEQUAL = (
-    *("HostError", "of different numbers of tokens over pipeline stages: [", "on this data-p"),
-    "expected --calculate-per-token-loss",
-)
 
 
 def one_more_token(batch: dict[str, Tensor]) -> Microbatch:
@@ -167,42 +156,6 @@ def without_the_function(**arguments: Any) -> Any:
 
     arguments["model"][0].module.config.moe_grad_scale_func = None
     return get_forward_backward_func()(**arguments)
-
-
-def experts(*says: str, reads: Any = read_batch, **options: Any) -> Row:
-    hook = hook_of("token_mean", extensions=[RouterLosses()], read_batch=reads)
-    return Row(says, **{"hook": hook, "data": thd(*PLACES), "model": EXPERTS, **options})
-
-
-OF_EXPERTS = {
-    "router losses over all ranks": experts(
-        *("HostError", "global_aux_loss over 2 data-parallel ranks", "expected one such rank"),
-        model={**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
-    ),
-    "router losses without experts": experts(
-        *("HostError", "with a model without experts; expected --num-experts: or drop it"),
-        model={},
-    ),
-    # Who finds it says what it is; the other has heard of it.
-    "router losses of other tokens": experts(
-        *("PeerError", "routers of another rank saw other tokens"),
-        reads=one_more_token,
-        on_rank={1: ("HostError", "routers saw microbatches of [", "routed_tokens=")},
-    ),
-    "router losses that are not asked for": experts(
-        "HostError",
-        "called config.moe_grad_scale_func 0 times in 2 forward passes; expected once",
-        call={"schedule": without_the_function},
-    ),
-    "router losses of unequal microbatches": experts(
-        *UNEQUAL, topology="pp2-dp2-distributed-overlap"
-    ),
-    "router losses of padding": experts(
-        *("HostError", "saw microbatches of [-1] tokens", "needs one tensor- and context-parallel"),
-        topology="cp2",
-        step=with_padding_mask,
-    ),
-}
 
 
 def padded_or_not(padded: bool) -> Iterator[dict[str, Any]]:
@@ -236,15 +189,49 @@ def then_padded(rank: int) -> Iterator[dict[str, Any]]:
     yield from padded_or_not(True)
 
 
-OF_EXPERTS["router losses of padding that is not counted out"] = experts(
-    *("HostError", "routers saw microbatches of [3, 17] tokens", "planned are [24]; expected"),
-    "Microbatch(routed_tokens=): tokens without padding if the model gets a",
-    topology="dp1",
-    data=then_padded,
-    number=3,
-    step=telling_padding,
-    before=[{"forward_step_func": telling_padding}],
-)
+def experts(says: str, reads: Any = read_batch, **options: Any) -> Row:
+    hook = hook_of("token_mean", extensions=[RouterLosses()], read_batch=reads)
+    return Row(says, **{"hook": hook, "data": thd(*PLACES), "model": EXPERTS, **options})
+
+
+OF_EXPERTS = {
+    "router losses over all ranks": experts(
+        "HostError: global_aux_loss over 2 data-parallel ranks ... expected one such rank",
+        model={**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+    ),
+    "router losses without experts": experts(
+        "HostError: with a model without experts; expected --num-experts: or drop it", model={}
+    ),
+    # Who finds it says what it is; the other has heard of it.
+    "router losses of other tokens": experts(
+        "PeerError: routers of another rank saw other tokens",
+        reads=one_more_token,
+        on_rank={1: "HostError: routers saw microbatches of [ ... routed_tokens="},
+    ),
+    "router losses that are not asked for": experts(
+        "HostError: called config.moe_grad_scale_func 0 times in 2 forward passes; expected once",
+        call={"schedule": without_the_function},
+    ),
+    "router losses of unequal microbatches": experts(
+        "HostError: of different numbers of tokens over pipeline stages: [ ... on this data-par"
+        " ... expected --calculate-per-token-loss",
+        topology="pp2-dp2-distributed-overlap",
+    ),
+    "router losses of padding on parts": experts(
+        "HostError: saw microbatches of [-1] tokens ... needs one tensor- and context-parallel",
+        topology="cp2",
+        step=with_padding_mask,
+    ),
+    "router losses of padding that counts": experts(
+        "HostError: routers saw microbatches of [3, 17] tokens ... planned are [24]; expected ..."
+        " Microbatch(routed_tokens=): tokens without padding if the model gets a padding_mask",
+        topology="dp1",
+        data=then_padded,
+        number=3,
+        step=telling_padding,
+        before=[{"forward_step_func": telling_padding}],
+    ),
+}
 
 
 def distances_of_padding() -> list[float]:

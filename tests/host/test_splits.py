@@ -203,9 +203,9 @@ def test_reports_by_data_set_know_the_split_where_weights_need_none() -> None:
         assert rank["data sets"] == pytest.approx(expected, rel=EXACT)
 
 
-def refused(split: str, *says: str, hook: Any = None, **script: Any) -> Row:
+def refused(split: str, says: str, hook: Any = None, **script: Any) -> Row:
     return Row(
-        ("LayoutError", *says),
+        f"LayoutError: {says}",
         topology="cp2",
         hook=hook or hook_of("sample_mean"),
         data=lambda rank: iter([PACK]),
@@ -215,26 +215,21 @@ def refused(split: str, *says: str, hook: Any = None, **script: Any) -> Row:
 
 
 UNTOLD = partial(read_step, batch=PACK)
-NONE = ("is this rank's part of the batch's under", "token_ids")
+OF_SETS = {"extensions": [DatasetReports()], "read_step": partial(UNTOLD, dataset_ids=DATASETS)}
+NONE = "is this rank's part of the batch's under ... token_ids"
 ROWS = {
-    "a split that is none of these": refused("backwards", *NONE),
-    "tokens that are all alike": refused("row", *NONE, told=False),
+    "a split that is none of these": refused("backwards", NONE),
+    "tokens that are all alike": refused("row", NONE, told=False),
     "losses that are not split": refused(
         "row", "all of the 64 tokens of the batch on a context-parallel rank of 2", of_all=True
     ),
     "two splits that fit alike": refused(
         "row",
-        *("'zigzag over the whole pack', 'contiguous'] alike", "token_ids"),
-        hook=hook_of("sample_mean", read_step=UNTOLD),
+        "'zigzag over the whole pack', 'contiguous'] alike ... token_ids",
+        hook_of("sample_mean", read_step=UNTOLD),
     ),
     "reports by data set without tokens": refused(
-        "contiguous",
-        "expected tensors that tell tokens apart",
-        hook=hook_of(
-            "token_mean",
-            extensions=[DatasetReports()],
-            read_step=partial(read_step, batch=PACK, dataset_ids=DATASETS),
-        ),
+        "contiguous", "expected tensors that tell tokens apart", hook_of("token_mean", **OF_SETS)
     ),
 }
 
