@@ -143,7 +143,7 @@ def a_row(rank: int) -> Iterator[Any]:
 
 def of_whole(step: Any, says: str = "", reads: Any = read_batch, **options: Any) -> Row:
     hook = hook_of("sample_mean", read_batch=reads)
-    one = {"topology": "cp2", "data": thd(((0, 1),)), "number": 1}
+    one = {"topology": "cp2", "data": thd(((0, 1),) * 2), "number": 1}
     return Row(says, **{**one, "hook": hook, "step": step, **options})
 
 
