@@ -19,7 +19,7 @@ from covertable import make
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
-from tests.host.harness import Topology, build_chunks, error_of, run_host_ranks
+from tests.host.harness import Topology, build_chunks, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import (
     PLACES,
@@ -71,9 +71,6 @@ class Case:
     call: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
     calls: tuple[int, ...] = ()  # microbatches of each call, where the step has several
     times: int = 1  # that the step is taken: the first one measures
-    later: Callable[[Batch, tuple[int, ...]], Batch] | None = (
-        None  # `batch` from the second time on
-    )
     hooked: bool = True  # or else the host alone computes its loss
 
     @property
@@ -98,13 +95,13 @@ class Case:
         number = len(self.places[0])
         return f"{self.mode}{options}-{self.masks}-{dtype}-{self.layout}-{number}mb-{flag}"
 
-    def data(self, rank: int, time: int = 0) -> Iterator[Batch]:
+    def data(self, rank: int) -> Iterator[Batch]:
         """The batches of a data-parallel rank."""
-        chosen, change = sequences(self.masks), (time and self.later) or self.batch
+        chosen = sequences(self.masks)
         for of_mb in self.places[rank]:
             of_samples = [chosen[i] for i in of_mb]
             batch = batch_of(of_samples, self.layout) if of_mb else padding_microbatch()
-            yield change(batch, of_mb) if change else batch
+            yield self.batch(batch, of_mb) if self.batch else batch
 
 
 class Found(NamedTuple):
@@ -130,16 +127,6 @@ def run(
     ranks = run_host_ranks(_on_rank, topology.world_size, *given, timeout=600)
     assert len(ranks) == topology.world_size
     return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
-
-
-def refusals(topology: Topology, cases: Mapping[str, Case]) -> list[dict[str, str | None]]:
-    """Of every rank: what each case is refused with, as "Name: text"; None if it is not."""
-    return run_host_ranks(_refusals, topology.world_size, topology, dict(cases))
-
-
-def _refusals(topology: Topology, cases: dict[str, Case]) -> dict[str, str | None]:
-    models = models_of(topology)
-    return {name: error_of(take, case, topology, models(case)) for name, case in cases.items()}
 
 
 def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) -> list[Found]:
@@ -185,15 +172,15 @@ def take(case: Case, topology: Topology, chunks: list[Any]) -> list[Any]:
     options = {"forward_step_func": case.step or gpt.forward_step, **case.call}
     step = functools.partial(gpt.run_step, hook, chunks, **options)
 
-    def data(time: int = 0) -> Any:
-        of_chunks = [case.data(rank, time) if reads else None for _ in range(topology.chunks)]
+    def data() -> Any:
+        of_chunks = [case.data(rank) if reads else None for _ in range(topology.chunks)]
         return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
     if case.calls:
         return _in_calls(case, hook, data(), step)
     with torch.set_grad_enabled(not case.call.get("forward_only")):
-        for time in range(case.times):
-            reports = step(data(time), len(case.places[rank]))
+        for _ in range(case.times):
+            reports = step(data(), len(case.places[rank]))
     return reports
 
 

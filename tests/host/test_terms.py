@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
@@ -21,9 +21,10 @@ from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests import oracle
 from tests.host import rl
-from tests.host.cases import Batch, Case, refusals, run
+from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import reference
+from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
@@ -110,59 +111,40 @@ def policy_step(
     )
 
 
-def transposed(losses: dict[str, Tensor]) -> Tensor:
-    return losses["kl"].T
-
-
-def kl_alone(losses: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"kl": losses["kl"]}
+def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **options: Any) -> Row:
+    step = partial(policy_step, losses_of=losses_of, **options) if losses_of else None
+    of_step = {"step": step, "data": thd(((0, 1),)), "number": 1}
+    return Row(says, topology="dp1", hook=hook_of(terms), **of_step)
 
 
 KL = itemgetter("kl")
-# A forward step (or the stock one), whether the loss has several terms, and what is said.
-MISFITS: dict[str, tuple[Any, bool, str | None]] = {
-    "stock": (None, True, "HostError: the forward step returned the loss function"),
-    "unnamed": (
-        partial(policy_step, losses_of=KL),
-        True,
-        "MaskError: losses are a torch.float64 tensor of shape ",
+ROWS = {
+    "stock": misfit(
+        "HostError: the forward step returned the loss function ... "
+        "expected a TokenLoss, whose losses are",
+        None,
     ),
-    "one alone": (
-        partial(policy_step, losses_of=kl_alone),
-        True,
-        "MaskError: losses for ['kl']; expected one for each of",
+    "unnamed": misfit("MaskError: losses are a torch.float64 tensor of shape ", KL),
+    "one alone": misfit(
+        "MaskError: losses for ['kl']; expected one for each of", lambda x: {"kl": x["kl"]}
     ),
-    "too many": (
-        partial(policy_step, losses_of=dict),
-        False,
-        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']",
+    "too many": misfit(
+        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']", dict, "token_mean"
     ),
-    "one of one": (partial(policy_step, losses_of=KL), False, None),
-    "taken name": (
-        partial(policy_step, losses_of=dict, report={"loss": 1}),
-        True,
+    "one of one": misfit("", KL, "token_mean"),
+    "taken name": misfit(
         "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
         "expected another name, or for the sum of several terms LossHook(total=...)",
+        dict,
+        report={"loss": 1},
     ),
-    "transposed": (
-        partial(policy_step, losses_of=transposed, rows=True),
-        False,
+    "transposed": misfit(
         "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
+        lambda x: x["kl"].T,
+        "token_mean",
+        rows=True,
     ),
 }
-
-
-def test_losses_that_do_not_fit_the_terms_are_named() -> None:
-    cases = {
-        name: Case(
-            "token_mean", places=(((0, 1),),), step=step, terms=rl.TERMS if several else None
-        )
-        for name, (step, several, _) in MISFITS.items()
-    }
-    (found,) = refusals(TOPOLOGIES["dp1"], cases)
-    for name, (_, _, error) in MISFITS.items():
-        assert found[name] is None if error is None else found[name].startswith(error), name
-    assert "expected a TokenLoss, whose losses are" in found["stock"]
 
 
 # Terms weigh their microbatches alike as far as the batches tell; the script may hand them one
@@ -172,6 +154,8 @@ POWERS = {"policy": 1, "kl": 2, "entropy": 3}  # of the cross entropy: what a te
 MODES = {"policy": "prompt_mean", "kl": "prompt_mean", "entropy": "token_mean"}
 ALIKE = dict.fromkeys(MODES, "token_mean")
 PLACES = (((0, 1), (2, 3)), ((4, 5), (6, 7)))  # by data-parallel rank
+
+OF_ROWS = {"micro_batch_size": 2}
 
 Masks = Callable[[Tensor, tuple[int, ...]], dict[str, Tensor]]
 """(mask of the batch, its samples) -> mask of every term."""
@@ -235,20 +219,21 @@ def masked_step(data_iterator: Any, model: Any) -> Any:
     return losses, TokenLoss(compute, batch["given"])
 
 
-def masked_case(
-    modes: dict[str, str], planned: Masks, given: Masks, ranks: int = 2, **more: Any
-) -> Case:
+def masked_terms(modes: dict[str, str]) -> dict[str, Term]:
+    return {name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()}
+
+
+def masked_case(modes: dict[str, str], planned: Masks, given: Masks, ranks: int = 2) -> Case:
     return Case(
         "",
         layout="bshd",
         places=PLACES[:ranks],
-        terms={n: Term(aggregation(mode), COEFFICIENTS[n]) for n, mode in modes.items()},
+        terms=masked_terms(modes),
         hook={"read_batch": read},
         batch=partial(with_masks, planned=planned, given=given),
         step=masked_step,
-        call={"micro_batch_size": 2},
+        call=OF_ROWS,
         times=2,
-        **more,
     )
 
 
@@ -297,13 +282,27 @@ def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str)
         assert max(rank.error for rank in found[case]) <= EXACT, name_of
 
 
-def test_a_changed_mask_of_one_term_is_refused_in_the_first_step_and_later() -> None:
-    cases = {}
-    for name, given in {"equal weights": own, "other weights": own_entropy}.items():
-        later = partial(with_masks, planned=one, given=given)
-        cases[f"{name}, at once"] = masked_case(MODES, one, given)
-        cases[f"{name}, later"] = masked_case(MODES, one, one, later=later)
-    for rank in refusals(TOPOLOGIES["dp2"], cases):
-        for name, error in rank.items():
-            text = "MaskError: the loss function's mask is not this rank's part"
-            assert error is not None and error.startswith(text), name
+def changed(own_mask: Masks, *, later: bool) -> Row:
+    """A mask of one term's own, which was not planned; or in a second step alone."""
+    steps = [masked_case(MODES, one, given) for given in (*[one] * later, own_mask)]
+    return Row(
+        "MaskError: the loss function's mask is not this rank's part",
+        hook=hook_of(masked_terms(MODES), read_batch=read),
+        data=lambda rank: chain.from_iterable(case.data(rank) for case in steps),
+        before=[{"forward_step_func": masked_step, **OF_ROWS}] * later,
+        step=masked_step,
+        call=OF_ROWS,
+    )
+
+
+ROWS |= {
+    "own mask at once": changed(own, later=False),
+    "own mask later": changed(own, later=True),
+    "own mask of other weights at once": changed(own_entropy, later=False),
+    "own mask of other weights later": changed(own_entropy, later=True),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_losses_and_masks_that_do_not_fit_the_terms_are_refused(name: str) -> None:
+    assert_told(__name__, name)
