@@ -71,12 +71,6 @@ def layout_of(batch: dict[str, Tensor]) -> CPLayout:
     return CPLayout.bshd(batch["tokens"].shape[1], size, rank)
 
 
-def of_all(batch: dict[str, Tensor], *local: Tensor) -> list[Tensor]:
-    """Of all context-parallel ranks' tokens, gathered without communication in backward."""
-    layout = layout_of(batch)
-    return [layout.unshard(parts(x, "local_grad")) for x in local]
-
-
 def script(kind: str, **options: Any) -> Callable[..., Any]:
     """`forward_step` with these options."""
     return functools.partial(forward_step, kind=kind, **options)
