@@ -1,23 +1,40 @@
-"""Steps of the host as cases: the gradient of each is compared with the fp64 reference."""
+"""Steps of the host as cases, and one runner that takes them on every rank of a topology.
+
+A case says what is switched on; the runner gives the error of every rank's gradient, and what the
+step reports. A file of tests is a table of cases, and the formula of what they should give.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from covertable import make
+from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
-from tests.host.harness import Topology, build_chunks, data_for, run_host_ranks
-from tests.host.reference import reference
-from tests.host.steps import PLACES, Places, Weights, aggregation, weights_of
+from tests.host.harness import Topology, build_chunks, run_host_ranks
+from tests.host.reference import Gradient, reference
+from tests.host.steps import (
+    PLACES,
+    Places,
+    Weights,
+    aggregation,
+    batch_of,
+    padding_microbatch,
+    sequences,
+    weights_of,
+)
 
 # Set by the version matrix, which asks whether a release is as the newest one is.
 COVERS = os.environ.get("TEST_GRIDS") == "covering"
+Batch = dict[str, Any]
 
 
 def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -32,60 +49,172 @@ def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """One step of the host: an aggregation, and how its samples are laid out."""
+    """One step of the host: an aggregation, how its samples are laid out, and what is not as usual.
+
+    Functions are those of a module: ranks get them by their names.
+    """
 
     mode: str
-    options: tuple[tuple[str, Any], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)  # of the aggregation
     masks: str = "01"
     layout: str = "thd"
     places: Places = PLACES[2]
     per_token: bool = False
     dtype: torch.dtype = torch.float64
+    config: dict[str, Any] = field(default_factory=dict)  # of the model
+    terms: Mapping[str, Any] | None = None  # in place of the aggregation
+    hook: dict[str, Any] = field(default_factory=dict)  # further arguments of `LossHook`
+    batch: Callable[[Batch, tuple[int, ...]], Batch] | None = None  # what the data is, of samples
+    step: Callable[..., Any] | None = None  # the forward step, if not that of `gpt`
+    call: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
+    calls: tuple[int, ...] = ()  # microbatches of each call, where the step has several
+    times: int = 1  # that the step is taken: the first one measures
+    hooked: bool = True  # or else the host alone computes its loss
 
     @property
     def aggregation(self) -> LossAggregation:
-        return aggregation(self.mode, **dict(self.options))
+        return aggregation(self.mode, **self.options)
 
     @property
     def weights(self) -> Weights:
         """The oracle's."""
-        return weights_of(self.mode, self.places, self.masks, **dict(self.options))
+        return weights_of(self.mode, self.places, self.masks, **self.options)
 
     @property
     def loss(self) -> tuple[Any, ...]:
         """What decides the loss of the step: equal for cases that are run in another way."""
-        return self.mode, self.options, self.masks, self.places
+        return self.mode, tuple(self.options.items()), self.masks, self.places
 
     @property
     def name(self) -> str:
-        options = "-".join(str(value) for _, value in self.options)
+        options = "-".join(str(value) for value in self.options.values())
         flag = "per_token" if self.per_token else "default"
         dtype = str(self.dtype).removeprefix("torch.")
         number = len(self.places[0])
         return f"{self.mode}{options}-{self.masks}-{dtype}-{self.layout}-{number}mb-{flag}"
 
+    def data(self, rank: int) -> Iterator[Batch]:
+        """The batches of a data-parallel rank."""
+        chosen = sequences(self.masks)
+        for of_mb in self.places[rank]:
+            of_samples = [chosen[i] for i in of_mb]
+            batch = batch_of(of_samples, self.layout) if of_mb else padding_microbatch()
+            yield self.batch(batch, of_mb) if self.batch else batch
 
-def gradient_errors(topology: Topology, cases: Iterable[Case]) -> dict[Case, float]:
-    """The largest error of each case on some rank, over this rank's own parameters."""
+
+class Found(NamedTuple):
+    """Of one case, on one rank."""
+
+    error: float  # of the gradient of this rank's parameters, relative and norm-wise
+    reports: dict[str, float]  # of all microbatches and ranks; empty but on the last stage
+
+
+def expected_gradients(cases: Sequence[Case], model: str = "dense") -> list[Gradient]:
+    """The reference's, by the oracle's weights."""
     losses = {case.loss: case.weights for case in cases}
-    expected = {loss: reference(topology.model).gradient(w) for loss, w in losses.items()}
-    wanted = {case: expected[case.loss] for case in cases}
-    ranks = run_host_ranks(_errors, topology.world_size, topology, wanted, timeout=600)
-    return {case: max(rank[case] for rank in ranks) for case in wanted}
+    gradients = {loss: reference(model).gradient(weights) for loss, weights in losses.items()}
+    return [gradients[case.loss] for case in cases]
 
 
-def _errors(topology: Topology, wanted: dict[Case, Any]) -> dict[Case, float]:
-    from megatron_loss_agg.mcore import LossHook
-    from tests.host import gpt, gradients
+def run(
+    topology: Topology, cases: Sequence[Case], expected: Sequence[Gradient] | None = None
+) -> dict[Case, list[Found]]:
+    """Every case on every rank; the gradients that are expected are the reference's by default."""
+    gradients = expected_gradients(cases, topology.model) if expected is None else expected
+    given = topology, list(cases), list(gradients)
+    ranks = run_host_ranks(_on_rank, topology.world_size, *given, timeout=600)
+    assert len(ranks) == topology.world_size
+    return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
+
+
+def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) -> list[Found]:
+    from megatron_loss_agg.mcore import Loop
+    from tests.host import gradients
+
+    models = models_of(topology)
+    found = []
+    for case, gradient in zip(cases, expected, strict=True):
+        chunks = models(case)
+        reports = take(case, topology, chunks)
+        loop = case.hook.get("loop", Loop())
+        found.append(
+            Found(gradients.error(chunks, gradient), reduced(reports, loop.averages_quotients))
+        )
+    return found
+
+
+def models_of(topology: Topology) -> Callable[[Case], list[Any]]:
+    """Called on a rank: the model chunks of a case, built once for cases that can share them."""
+    from tests.host import gpt
 
     gpt.initialize(**topology.sizes)
-    errors = {}
-    for dtype, per_token in dict.fromkeys((case.dtype, case.per_token) for case in wanted):
-        chunks = build_chunks(topology, per_token, dtype)
-        for case in (c for c in wanted if (c.dtype, c.per_token) == (dtype, per_token)):
-            data = data_for(topology, case.places, case.layout, case.masks)
-            gpt.run_step(LossHook(case.aggregation), chunks, data, len(case.places[0]))
-            errors[case] = gradients.error(chunks, wanted[case])
-    return errors
+    built: dict[str, list[Any]] = {}
+
+    def chunks_of(case: Case) -> list[Any]:
+        key = repr((case.per_token, case.dtype, case.config))
+        if key not in built:
+            built[key] = build_chunks(topology, case.per_token, case.dtype, **case.config)
+        return built[key]
+
+    return chunks_of
+
+
+def take(case: Case, topology: Topology, chunks: list[Any]) -> list[Any]:
+    """Take the step, which leaves its gradient in ``chunks``; return its reports."""
+    from megatron_loss_agg.mcore import LossHook
+    from tests.host import gpt
+
+    torch.set_default_dtype(case.dtype)
+    rank, reads = gpt.data_rank(), gpt.reads_data()
+    hook = LossHook(case.terms or case.aggregation, **case.hook) if case.hooked else None
+    options = {"forward_step_func": case.step or gpt.forward_step, **case.call}
+    step = functools.partial(gpt.run_step, hook, chunks, **options)
+
+    def data() -> Any:
+        of_chunks = [case.data(rank) if reads else None for _ in range(topology.chunks)]
+        return of_chunks if len(of_chunks) > 1 else of_chunks[0]
+
+    if case.calls:
+        return _in_calls(case, hook, data(), step)
+    with torch.set_grad_enabled(not case.call.get("forward_only")):
+        for _ in range(case.times):
+            reports = step(data(), len(case.places[rank]))
+    return reports
+
+
+def _in_calls(case: Case, hook: Any, data: Any, step: Callable[..., Any]) -> list[Any]:
+    from megatron_loss_agg.mcore import read_batch
+    from tests.host import gpt
+
+    read = case.hook.get("read_batch", read_batch)
+    reports = []
+    with hook.step([read(batch) for batch in case.data(gpt.data_rank())]):
+        for i, number in enumerate(case.calls):
+            reports += step(data, number, zero_grad=i == 0)
+    return reports
+
+
+def reduced(reports: list[dict[str, Any]], averages_quotients: bool = False) -> dict[str, float]:
+    """Of all microbatches and ranks: pairs as Megatron's training loop reduces them, or as its
+    evaluation does under ``--sft``; and metrics as the package does.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_loss_agg.report import reduce_reports
+    from tests.host import gpt
+
+    if not all(isinstance(x, Tensor) for report in reports for x in report.values()):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return reduce_reports(reports, group)
+    mean = mean_of_means if averages_quotients else gpt.reported
+    return {key: mean(reports, key) for key in sorted(reports[0] if reports else ())}
+
+
+def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:
+    """Of one call, as Megatron's ``evaluate`` makes it under ``--sft``."""
+    pairs = torch.vstack([report[key].view(-1) for report in reports])
+    mean = (pairs[:, 0] / pairs[:, 1].clamp(min=1)).mean()
+    dist.all_reduce(mean)
+    return float(mean / dist.get_world_size())

@@ -257,15 +257,21 @@ def reported(reports: list[dict[str, Tensor]], key: str) -> float:
     return float(total[0] / total[1])
 
 
+def received(data_iterator: Iterator[Any] | None) -> dict[str, Any]:
+    """The next batch, on every tensor-parallel rank; only the first one has an iterator."""
+    batches = [None if data_iterator is None else next(data_iterator)]
+    group = parallel_state.get_tensor_model_parallel_group()
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(batches, src=dist.get_global_rank(group, 0), group=group)
+    (batch,) = batches
+    return batch
+
+
 def local_batch(
     data_iterator: Iterator[Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]:
     """Tokens, labels and mask of this context-parallel rank, and how they are packed."""
-    received = [None if data_iterator is None else next(data_iterator)]
-    group = parallel_state.get_tensor_model_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(received, src=dist.get_global_rank(group, 0), group=group)
-    (batch,) = received
+    batch = received(data_iterator)
     size = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
     starts = batch.get("cu_seqlens_padded")

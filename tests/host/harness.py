@@ -105,13 +105,13 @@ TOPOLOGIES = {
 
 
 def build_chunks(
-    topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64
+    topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64, **more: Any
 ) -> list[Any]:
     """This rank's model chunks in DDP, connected as `megatron.training` connects them."""
     from tests.host import gpt
 
     stages = range(topology.chunks) if topology.chunks > 1 else [None]
-    config = {**MODELS[topology.model], **topology.config}
+    config = {**MODELS[topology.model], **topology.config, **more}
     models = [gpt.build(dtype, per_token, stage, **config) for stage in stages]
     chunks = [gpt.data_parallel(model, **topology.ddp) for model in models]
     if topology.ddp.get("overlap_grad_reduce"):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Term
@@ -24,8 +23,7 @@ from megatron_loss_agg.policy import (
 )
 from megatron_loss_agg.report import Max, Mean, Min
 from tests import oracle
-from tests.host import gpt
-from tests.host.steps import Sequence, batch_of, sequences
+from tests.host.steps import Sequence, batch_of, padding_microbatch, sequences
 
 TERMS = {
     "policy": Term(LossAggregation(mode="prompt_mean")),
@@ -59,6 +57,10 @@ def data_of(tokens: Tensor, labels: Tensor) -> Data:
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from tests.host import gpt
+
     tokens, labels, mask, packed = gpt.local_batch(data_iterator)
     output = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
 
@@ -109,6 +111,8 @@ def plain_terms(model: Any, sequence: Sequence) -> tuple[dict[str, Tensor], Tens
 
 def reference() -> tuple[Any, dict[str, float]]:
     """One process: the gradient of the whole loss, and every number that is reported."""
+    from tests.host import gpt
+
     gpt.initialize()
     model, chosen = gpt.build(), sequences()
     weights = {}
@@ -141,20 +145,6 @@ def reference() -> tuple[Any, dict[str, float]]:
         "approximate_kl": float((difference * mask).sum() / mask.sum()),
         "ratio_max": float(ratio[active].max()),
         "ratio_min": float(ratio[active].min()),
-    }
-
-
-def padding_microbatch() -> dict[str, Any]:
-    """What evens out the number of microbatches: tokens for the model, and no sample."""
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    mask = torch.zeros(1, 4, dtype=torch.float64)
-    return {
-        "tokens": tokens,
-        "labels": tokens,
-        "loss_mask": mask,
-        "cu_seqlens": torch.tensor([0]),
-        "cu_seqlens_padded": torch.tensor([0, 4]),
-        "prompt_ids": torch.empty(0, dtype=torch.int64),
     }
 
 

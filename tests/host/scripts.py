@@ -1,18 +1,19 @@
-"""What users' scripts do with masks, losses, models and schedules, right and wrong.
+"""What users' scripts do with masks, losses and the model, right and wrong.
 
-The loss functions are made of the stock one and its mask, see `gpt.forward_step_with`.
+A change of a loss function is made of the stock one and its mask, see `gpt.forward_step_with`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import TokenLoss
-from tests.host.steps import Counted
 
 
 def without_mask(stock: Any, mask: Tensor) -> Any:
@@ -26,16 +27,6 @@ def with_another_name(stock: Any, mask: Tensor) -> Any:
     return functools.partial(own_loss, mask)
 
 
-class HoldsMask:
-    """A loss function of the user's that is no partial."""
-
-    def __init__(self, stock: Any, mask: Tensor) -> None:
-        self.stock, self.loss_mask = stock, mask
-
-    def __call__(self, output: Tensor) -> Any:
-        return self.stock(self.loss_mask, output)
-
-
 def with_a_term(stock: Any, mask: Tensor) -> Any:
     def loss_and_term(loss_mask: Tensor, output: Tensor) -> Any:
         loss, num_tokens, report = stock(loss_mask, output)
@@ -44,30 +35,12 @@ def with_a_term(stock: Any, mask: Tensor) -> Any:
     return functools.partial(loss_and_term, mask)
 
 
-def with_a_changed_mask(stock: Any, mask: Tensor) -> Any:
-    """Each sample's mask becomes another one's."""
-    return functools.partial(stock, mask.roll(1, dims=0))
+def divided(stock: Any, mask: Tensor) -> Any:
+    def own(loss_mask: Tensor, output: Tensor) -> Any:
+        loss, *others = stock(loss_mask, output)
+        return (loss / 7, *others)
 
-
-def with_first_token(value: float, stock: Any, mask: Tensor) -> Any:
-    return functools.partial(stock, mask.masked_fill(mask.cumsum(dim=-1) == 1, value))
-
-
-def with_every_token(stock: Any, mask: Tensor) -> Any:
-    return functools.partial(stock, torch.ones_like(mask))
-
-
-def with_part_of_the_losses(stock: Any, mask: Tensor) -> Any:
-
-    return TokenLoss(lambda output: (output[:, 1:], {}), mask)
-
-
-def with_detached_losses(stock: Any, mask: Tensor) -> Any:
-    return TokenLoss(lambda output: (output.detach(), {}), mask)
-
-
-def with_part_of_the_mask(stock: Any, mask: Tensor) -> Any:
-    return functools.partial(stock, mask[..., 1:])  # at which it fails by itself
+    return functools.partial(own, mask)
 
 
 def mean_and_no_count(stock: Any, mask: Tensor) -> Any:
@@ -80,6 +53,25 @@ def mean_and_no_count(stock: Any, mask: Tensor) -> Any:
     return functools.partial(mean, mask)
 
 
+def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
+    """The stock loss function has another mask."""
+    return lambda stock, mask: functools.partial(stock, change(mask))
+
+
+def with_losses(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
+    return lambda stock, mask: TokenLoss(lambda output: (change(output), {}), mask)
+
+
+def first_token(value: float) -> Callable[[Tensor], Tensor]:
+    """Each row's first active token has another mask."""
+    return lambda mask: mask.masked_fill(mask.cumsum(dim=-1) == 1, value)
+
+
+def without_the_last(batch: Any) -> Microbatch:
+    """A reader for scripts whose losses lack the last position, as in reinforcement learning."""
+    return Microbatch(batch["loss_mask"][:, :-1])
+
+
 def transposed(iterator: Any, model: Any) -> Any:
     """As of a model whose output is [seq, samples]."""
     from tests.host import gpt
@@ -89,18 +81,18 @@ def transposed(iterator: Any, model: Any) -> Any:
     return losses.T, functools.partial(loss_func.func, mask.T.contiguous())
 
 
-def packed_call(iterator: Any, model: Any, by_position: bool = False, **options: Any) -> Any:
+def packed_call(iterator: Any, model: Any, by_position: bool = False) -> Any:
     """Calls the model with packed sequences, whatever the batch says."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from tests.host import gpt
 
-    batch = next(iterator)
+    batch = gpt.received(iterator)
     tokens, mask = batch["tokens"].view(1, -1), batch["loss_mask"]
     length = tokens.shape[1]
     starts = torch.tensor([0, length], dtype=torch.int32)
-    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length, **options)
-    given = [tokens, torch.arange(length).unsqueeze(0), None]
+    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length)
+    given = [tokens, gpt.positions_like(tokens), None]
     if by_position:
         logits = model(*given, None, None, None, packed)
     else:
@@ -136,18 +128,43 @@ def past_the_model(iterator: Any, model: Any) -> Any:
     return weight.sum() + torch.zeros_like(mask), functools.partial(gpt.stock_loss_func, mask)
 
 
-def other_number(more: int, **kwargs: Any) -> Any:
-    """Megatron's schedule, for more microbatches than it is told."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def with_labels(iterator: Any, model: Any, **change: Any) -> Any:
+    """The model computes the losses, as in Megatron's scripts; with other arguments than these."""
+    from tests.host import gpt
 
-    number = kwargs.pop("num_microbatches") + more
-    return get_forward_backward_func()(**kwargs, num_microbatches=number)
+    tokens, labels, mask, packed = gpt.local_batch(iterator)
+    given = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed, **change}
+    losses = model(tokens, gpt.positions_like(tokens), None, **given)
+    if given["labels"] is None:
+        losses = losses.sum(dim=-1)
+    return losses, functools.partial(gpt.stock_loss_func, mask)
 
 
-def masks_with(value: float, rank: int) -> Any:
-    """A data iterator whose first mask is fractional, and whose second one has ``value``."""
-    data = Counted(rank)
-    fraction, batch = next(data), next(data)
-    for x, number in ((fraction, 0.5), (batch, value)):
-        x["loss_mask"] = x["loss_mask"].masked_fill(x["loss_mask"].cumsum(dim=-1) == 1, number)
-    return iter([fraction, batch])
+def of_parts(
+    part: Callable[[int], int] = int,
+    tokens: Callable[[Tensor], Tensor] = Tensor.clone,
+    own_tokens: Callable[[Tensor], Tensor] = Tensor.clone,
+    mask: Callable[[Tensor, int], Tensor] = lambda mask, rank: mask,
+) -> Callable[..., Any]:
+    """A forward step whose losses have no labels.
+
+    Args:
+        part: the context-parallel rank whose part a rank takes.
+        tokens, own_tokens, mask: changes of the batch's tokens, of the rank's and of its mask.
+    """
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        from megatron.core import parallel_state
+
+        from tests.host import gpt
+
+        batch = next(iterator)
+        size = parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        layout = CPLayout.bshd(batch["tokens"].shape[1], size, part(rank))
+        own = own_tokens(layout.shard(tokens(batch["tokens"])))
+        losses = model(own, gpt.positions_like(own), None).logsumexp(-1)
+        own_mask = mask(layout.shard(batch["loss_mask"]), rank)
+        return losses, functools.partial(gpt.stock_loss_func, own_mask)
+
+    return forward_step

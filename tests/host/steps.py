@@ -146,6 +146,20 @@ def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:
     return batch
 
 
+def padding_microbatch() -> dict[str, Any]:
+    """What evens out the number of microbatches: tokens for the model, and no sample."""
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    mask = torch.zeros(1, 4, dtype=torch.float64)
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": mask,
+        "cu_seqlens": torch.tensor([0]),
+        "cu_seqlens_padded": torch.tensor([0, 4]),
+        "prompt_ids": torch.empty(0, dtype=torch.int64),
+    }
+
+
 def batches(
     places: tuple[tuple[int, ...], ...], layout: str, masks: str = "01"
 ) -> Iterator[dict[str, Any]]:

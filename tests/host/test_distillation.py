@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.host.cases import Found, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
-from tests.host.reference import relative_error
+from tests.host.reference import Gradient, relative_error
 from tests.host.steps import Places, Weights, aggregation, weights_of
 
 pytestmark = pytest.mark.host
@@ -23,9 +26,16 @@ PLACES: dict[int, Places] = {
 }
 MODE = "sample_mean"
 GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
-LAYOUTS = ("bshd", "thd")
 # Dtypes, without and with the per-token flag.
 ROUTES = ((torch.float64, False), (torch.float64, True), (torch.float32, True))
+# What is reported, and the names of the losses by hand.
+REPORTS = {
+    f"{MODE} loss": "language",
+    "kd loss": "kd",
+    "loss": "loss",
+    "lm loss": "lm",
+    "logits distillation loss": "kd mean",
+}
 
 
 def by_hand(language: Weights, kd: Weights) -> list[Any]:
@@ -48,24 +58,23 @@ def expected(ranks: int, mode: str = MODE) -> Any:
     return *exact, relative_error(naive[0], exact[0]), whole[0]
 
 
-def on_host(topology: Topology, folder: str, gradient: Any) -> dict[Any, Any]:
-    """Every rank, for each dtype, layout and route: the gradient's error, and what is reported."""
+def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[tuple[Any, Found]]:
+    """Every rank, for each dtype, layout and route."""
     from tests.host import distillation, gpt, gradients
 
     gpt.initialize(**topology.sizes)
     places = PLACES[topology.data_parallel_size]
-    found = {}
-    for layout in LAYOUTS:
+    found = []
+    for layout, (dtype, per_token) in product(("bshd", "thd"), ROUTES):
         where = f"{folder}/{layout}"
-        distillation.save_teacher(topology, places, layout, where)
+        if (dtype, per_token) == ROUTES[0]:
+            distillation.save_teacher(topology, places, layout, where)
         flags = ("--loss-aggregation", MODE, "--logits-load-dir", where)
         flags += ("--logits-load-kd-loss-alpha", str(distillation.ALPHA))
-        for dtype, per_token in ROUTES:
-            chunks, capture = distillation.student(topology, per_token, dtype)
-            reports = distillation.step(chunks, places, layout, *flags)
-            numbers = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
-            found[dtype, layout, per_token] = (gradients.error(chunks, gradient), numbers)
-            capture.remove_hooks()
+        chunks, capture = distillation.student(topology, per_token, dtype)
+        reports = distillation.step(chunks, places, layout, *flags)
+        found.append((dtype, Found(gradients.error(chunks, gradient), reduced(reports))))
+        capture.remove_hooks()
     return found
 
 
@@ -73,29 +82,92 @@ def on_host(topology: Topology, folder: str, gradient: Any) -> dict[Any, Any]:
 def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> None:
     topology = TOPOLOGIES[name]
     gradient, numbers, fp32_error, _ = expected(topology.data_parallel_size)
+    wanted = {report: numbers[name] for report, name in REPORTS.items()}
     for rank in run_host_ranks(on_host, 2, topology, str(tmp_path), gradient):
-        for (dtype, *case), (error, reported) in rank.items():
+        for dtype, (error, reports) in rank:
             exact = dtype == torch.float64
-            assert error <= (EXACT if exact else 2 * fp32_error), case
-            names = {f"{MODE} loss": "language", "kd loss": "kd", "loss": "loss", "lm loss": "lm"}
-            names["logits distillation loss"] = "kd mean"
-            got = {ours: reported[key] for key, ours in names.items()}
-            want = {key: numbers[key] for key in got}
-            assert got == pytest.approx(want, rel=EXACT if exact else 1e-5), case
+            assert error <= (EXACT if exact else 2 * fp32_error)
+            ours = {report: reports[report] for report in wanted}
+            assert ours == pytest.approx(wanted, rel=EXACT if exact else 1e-5)
 
 
 REFUSED = {
-    "another alpha": "not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its own",
-    "no teacher": "computed 0 distillation losses|--logits-load-dir|return a TokenLoss",
-    "ignored errors": "--logits-load-ignore-errors, with which|change it, or drop the hook",
-    "fp32": "fp32 logits, which Megatron's cross entropy has overwritten|add --bf16",
+    "another alpha": (
+        "HostError: ",
+        "not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its own",
+    ),
+    "no teacher": (
+        "HostError: ",
+        *("computed 0 distillation losses", "--logits-load-dir", "return a TokenLoss"),
+    ),
+    "ignored errors": (
+        "HostError: ",
+        *("--logits-load-ignore-errors, with which", "change it, or drop the hook"),
+    ),
+    "fp32": (
+        "HostError: ",
+        "fp32 logits, which Megatron's cross entropy has overwritten",
+        "add --bf16",
+    ),
+    "no term of the teacher": (f"ModeError: Distillation() with a loss of the terms ['{MODE}'];",),
 }
 
 
-def other_steps(folder: str) -> dict[str, Any]:
-    """One rank: what is reported in evaluation and in a custom loop, and the errors of bad runs."""
-    from functools import partial
+def megatrons_own(data_iterator: Any, model: Any, folder: str) -> Any:
+    """The model computes the losses, in fp32."""
+    from megatron.training.distillation import LossFuncCallable
 
+    from tests.host import gpt
+
+    tokens, labels, mask, _ = gpt.local_batch(data_iterator)
+    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
+    loss = LossFuncCallable(folder)
+    return losses, partial(lambda loss_mask, x: loss(loss_mask, x, model), mask.float())
+
+
+def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
+    """One rank: the errors of bad runs; and what is reported in evaluation."""
+    from megatron.training.distillation import LossFuncCallable
+
+    from megatron_loss_agg.mcore import Distillation, LossHook
+    from tests.host import distillation, gpt
+
+    topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
+    gpt.initialize()
+    distillation.save_teacher(topology, places, layout, folder)
+    flags = ("--loss-aggregation", MODE, "--logits-load-dir", folder)
+    half = (*flags, "--logits-load-kd-loss-alpha", "0.5")
+    chunks, _ = distillation.student(topology, False, torch.float64)
+    step = partial(distillation.step, chunks, places, layout)
+    other_alpha = distillation.script(LossFuncCallable(folder, kd_loss_alpha=0.4))
+    hook = LossHook(aggregation(MODE), extensions=[Distillation()])
+    errors = {
+        "another alpha": error_of(step, *half, forward_step=other_alpha),
+        "no teacher": error_of(step, *flags, forward_step=gpt.forward_step),
+        "ignored errors": error_of(step, *flags, "--logits-load-ignore-errors"),
+        "no term of the teacher": error_of(gpt.run_step, hook, chunks, iter([]), 1),
+    }
+    chunks[0].eval()
+    evaluation = reduced(step(*half, forward_only=True))
+    single, _ = distillation.student(topology, False, torch.float32)
+    own = partial(megatrons_own, folder=folder)
+    of_fp32 = partial(distillation.step, single, places, layout, *flags)
+    errors["fp32"] = error_of(of_fp32, forward_step=own)
+    return errors, evaluation
+
+
+def test_a_loss_that_is_not_both_terms_is_refused_and_evaluation_has_one(tmp_path: Any) -> None:
+    ((errors, evaluation),) = run_host_ranks(refusals, 1, str(tmp_path))
+    for name, (kind, *texts) in REFUSED.items():
+        assert errors[name].startswith(kind), errors[name]
+        assert [text for text in texts if text not in errors[name]] == [], errors[name]
+    _, numbers, _, _ = expected(1)
+    wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
+    assert evaluation == pytest.approx(wanted, rel=EXACT)
+
+
+def custom_loops(folder: str) -> list[Gradient]:
+    """One rank: of the hook of the guide, the gradients of the host's loss and of the guide's."""
     from megatron.training.distillation import LossFuncCallable
 
     from tests.host import distillation, gpt, gradients
@@ -103,27 +175,11 @@ def other_steps(folder: str) -> dict[str, Any]:
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
     distillation.save_teacher(topology, places, layout, folder)
-    flags = ("--loss-aggregation", MODE, "--logits-load-dir", folder)
-    chunks, _ = distillation.student(topology, False, torch.float64)
-    step = partial(distillation.step, chunks, places, layout)
-    found: dict[str, Any] = {}
-
-    def script(alpha: float) -> Any:
-        return distillation.script(LossFuncCallable(folder, kd_loss_alpha=alpha))
-
-    half = (*flags, "--logits-load-kd-loss-alpha", "0.5")
-    found["another alpha"] = error_of(step, *half, forward_step=script(0.4))
-    found["no teacher"] = error_of(step, *flags, forward_step=gpt.forward_step)
-    found["ignored errors"] = error_of(step, *flags, "--logits-load-ignore-errors")
-    chunks[0].eval()
-    reports = step(*half, forward_only=True)
-    found["evaluation"] = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
-    chunks[0].train()
-
     distillation.with_args("--logits-load-dir", folder)
     guide: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
         exec(snippet, guide)
+    chunks, _ = distillation.student(topology, False, torch.float64)
     teacher = distillation.teacher()
 
     def own_loss(data_iterator: Any, model: Any) -> Any:
@@ -131,50 +187,19 @@ def other_steps(folder: str) -> dict[str, Any]:
         given = tokens, gpt.positions_like(tokens), None
         return guide["distilled"](model(*given), teacher(*given).detach(), labels, mask)
 
-    for name, forward_step in (("stock", script(distillation.ALPHA)), ("own", own_loss)):
+    of_host = LossFuncCallable(folder, kd_loss_alpha=distillation.ALPHA)
+    found = []
+    for forward_step in (distillation.script(of_host), own_loss):
         with gpt.KeepDouble():
             data = distillation.data_of(places, layout)
             options = {"forward_step_func": forward_step}
             gpt.run_step(guide["hook"], chunks, data, len(places[0]), **options)
-        found[name] = gradients.of(chunks)
-
-    single, _ = distillation.student(topology, False, torch.float32)
-
-    def megatrons_own(data_iterator: Any, model: Any) -> Any:
-        tokens, labels, mask, _ = gpt.local_batch(data_iterator)
-        losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
-        loss = LossFuncCallable(folder)
-        return losses, partial(lambda loss_mask, x: loss(loss_mask, x, model), mask.float())
-
-    options = {"forward_step": megatrons_own}
-    found["fp32"] = error_of(distillation.step, single, places, layout, *flags, **options)
+        found.append(gradients.of(chunks))
     return found
 
 
-def other_terms() -> str | None:
-    from megatron_loss_agg.mcore import Distillation, LossHook
-    from tests.host import gpt
-
-    gpt.initialize()
-    hook = LossHook(aggregation(MODE), extensions=[Distillation()])
-    return error_of(gpt.run_step, hook, gpt.ddp_model(), iter([]), 1)
-
-
-def test_a_loss_without_the_teachers_term_is_refused() -> None:
-    (error,) = run_host_ranks(other_terms, 1)
-    assert error is not None
-    assert error.startswith(f"ModeError: Distillation() with a loss of the terms ['{MODE}'];")
-
-
-def test_evaluation_custom_loops_and_refusals(tmp_path: Any) -> None:
+def test_custom_loops_of_the_guide_are_exact(tmp_path: Any) -> None:
     gradient, _, _, whole = expected(1, "token_mean")
-    (found,) = run_host_ranks(other_steps, 1, str(tmp_path))
-    assert relative_error(found["stock"], gradient) <= EXACT
-    assert relative_error(found["own"], whole) <= EXACT
-    _, numbers, _, _ = expected(1)
-    wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
-    assert found["evaluation"] == pytest.approx(wanted, rel=EXACT)
-    for name, texts in REFUSED.items():
-        assert found[name].startswith("HostError: "), found[name]
-        for text in texts.split("|"):
-            assert text in found[name], found[name]
+    ((of_host, own),) = run_host_ranks(custom_loops, 1, str(tmp_path))
+    assert relative_error(of_host, gradient) <= EXACT
+    assert relative_error(own, whole) <= EXACT

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import LateMicrobatch, LossHook, TokenLoss, read_samples
-from tests.host.harness import EXACT, TOPOLOGIES, build_chunks, data_for, run_host_ranks
+from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss, read_samples
+from tests.host import whole
+from tests.host.cases import Batch, Case, Found, expected_gradients, run
+from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.reference import reference
 from tests.host.steps import PLACES, aggregation, weights_of
 
 pytestmark = pytest.mark.host
 
-OPTIONS: dict[str, dict[str, Any]] = {"sum": {"divisor": 3.0}}
+OPTIONS: dict[str, dict[str, Any]] = {"sum": {"divisor": 3.0}, "constant": {"divisor": 7.0}}
 SUMMED = ("sample_mean", "microbatch_mean")  # need sums of masks
 MODES = ("sum", "constant", "sample_sum", *SUMMED)
-# A pack's samples are not told apart, as `sample_mean` needs.
+OF_PACKS = ("sum", "constant", "sample_sum", "microbatch_mean")  # whose samples are not told apart
 PLANNED = {
     ("dp2", "bshd"): MODES,
-    ("dp2", "thd"): MODES[:3] + MODES[4:],
+    ("dp2", "thd"): OF_PACKS,
     ("cp2", "bshd"): MODES,
-    ("cp2", "thd"): MODES[:3] + MODES[4:],
+    ("cp2", "thd"): OF_PACKS,
     ("tp2-sp", "bshd"): SUMMED,
     ("pp2", "bshd"): SUMMED,
 }
-CASES = [
-    (*place, mode, "01" if mode == "token_mean" else "fractional", per_token)
-    for place, modes in PLANNED.items()
-    for per_token in (False, True)
-    for mode in [*modes, *["token_mean"] * per_token]
-]
 
 
-def hidden(data: Iterator[Any] | None) -> Iterator[Any] | None:
-    """Batches whose mask the hook cannot read."""
-    return data and ({**b, "made": b["loss_mask"], "loss_mask": None} for b in data)
+def hidden(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """Its mask is not for the hook to read."""
+    return {**batch, "made": batch["loss_mask"], "loss_mask": None}
 
 
 def forward_step(data_iterator: Any, model: Any, script: Any = None) -> Any:
@@ -47,9 +42,16 @@ def forward_step(data_iterator: Any, model: Any, script: Any = None) -> Any:
     from tests.host import gpt
 
     batch = data_iterator and next(data_iterator)
-    return (script or gpt.forward_step)(
-        batch and iter([{**batch, "loss_mask": batch["made"]}]), model
-    )
+    shown = batch and iter([{**batch, "loss_mask": batch["made"]}])
+    return (script or gpt.forward_step)(shown, model)
+
+
+def two_terms(data_iterator: Any, model: Any) -> Any:
+    """Of the same losses."""
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda x: ({"a": x, "b": x}, {}), loss_func.args[0])
 
 
 def count(batch: Any) -> LateMicrobatch:
@@ -57,112 +59,70 @@ def count(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
 
 
-def step(chunks: Any, data: Any, hook: LossHook, number: int = 4, **options: Any) -> Any:
-    from tests.host import gpt
-
-    return gpt.run_step(
-        hook, chunks, data, number, **{"forward_step_func": forward_step, **options}
+def late(topology: str, mode: str, layout: str, per_token: bool, **more: Any) -> Case:
+    return Case(
+        mode,
+        OPTIONS.get(mode, {}),
+        layout=layout,
+        places=PLACES[TOPOLOGIES[topology].data_parallel_size],
+        per_token=per_token,
+        batch=hidden,
+        hook={"read_batch": count if layout == "thd" else read_samples},
+        **{"step": forward_step, **more},
     )
 
 
-def places_of(topology: str) -> Any:
-    return PLACES[TOPOLOGIES[topology].data_parallel_size]
+def on_cp2(mode: str, per_token: bool) -> dict[str, Case]:
+    """How ranks gather the losses of all tokens; and a step of two calls."""
+    of = functools.partial(late, "cp2", mode, "bshd", per_token)
+    gathers = {
+        kind: of(step=functools.partial(forward_step, script=whole.script(kind)))
+        for kind in ("local_grad", "reduced_grad")
+    }
+    return {**gathers, "two calls": of(calls=(1, 3))}
 
 
-def facts_of_rank(topology: str, cases: list[Any]) -> dict[Any, Any]:
-    """By case: the error of the gradient, and what was reported."""
-    from tests.host import gpt, gradients
-
-    shape, places, found = TOPOLOGIES[topology], places_of(topology), {}
-    gpt.initialize(**shape.sizes)
-    models = {flag: build_chunks(shape, flag) for flag in (False, True)}
-    for (layout, mode, masks, per_token), expected in cases:
-        chunks, data = models[per_token], hidden(data_for(shape, places, layout, masks))
-        agg = aggregation(mode, **OPTIONS.get(mode, {}))
-        hook = LossHook(agg, read_batch=count if layout == "thd" else read_samples)
-        reports = step(chunks, data, hook)
-        names = ("lm loss", f"{mode} loss") if reports else ()
-        found[layout, mode, masks, per_token] = (
-            gradients.error(chunks, expected),
-            {name: gpt.reported(reports, name) for name in names},
-        )
-    return found
-
-
-def weights(topology: str, mode: str, masks: str) -> Any:
-    return weights_of(mode, places_of(topology), masks, **OPTIONS.get(mode, {}))
+HALF = {"a": aggregation("sample_mean"), "b": Term(aggregation("sum"), coefficient=0.5)}
+BOTH = functools.partial(forward_step, script=two_terms)
+CASES: dict[str, dict[str, Case]] = {}
+for per_token in (False, True):
+    for (topology, layout), modes in PLANNED.items():
+        of_topology = CASES.setdefault(topology, {})
+        for mode in modes:
+            case = late(topology, mode, layout, per_token, masks="fractional")
+            of_topology[case.name] = case
+        if per_token:  # a sum of masks is then the host's own
+            case = late(topology, "token_mean", layout, True)
+            of_topology[case.name] = case
+    for mode in (*SUMMED, *["token_mean"] * per_token):
+        for way, case in on_cp2(mode, per_token).items():
+            CASES["cp2"][f"{way}-{case.name}"] = case
+    terms = late("cp2", "sample_mean", "bshd", per_token, step=BOTH, terms=HALF)
+    CASES["cp2"][f"two terms-{terms.name}"] = terms
 
 
 @functools.cache
-def facts(topology: str) -> list[dict[Any, Any]]:
-    cases = [
-        (case, reference().gradient(weights(topology, *case[1:3])))
-        for of, *rest in CASES
-        if of == topology and (case := tuple(rest))
-    ]
-    return run_host_ranks(facts_of_rank, TOPOLOGIES[topology].world_size, topology, cases)
+def facts(topology: str) -> dict[Case, list[Found]]:
+    cases = [*CASES[topology].values()]
+    expected = expected_gradients(cases)
+    for i, case in enumerate(cases):
+        if case.terms:
+            half = [(k, [0.5 * x for x in w]) for k, w in weights_of("sum", case.places)]
+            expected[i] = reference().gradient(case.weights + half)
+    return run(TOPOLOGIES[topology], cases, expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_gradient_and_the_reports_are_those_of_the_whole_step(case: Any) -> None:
-    topology, layout, mode, masks, per_token = case
-    for rank in facts(topology):
-        error, reports = rank[layout, mode, masks, per_token]
+@pytest.mark.parametrize(
+    "topology, name", [(t, name) for t, cases in CASES.items() for name in cases]
+)
+def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str, name: str) -> None:
+    case = CASES[topology][name]
+    label = "a" if case.terms else case.mode
+    loss = reference().loss(case.weights)
+    tokens = reference().loss(dataclasses.replace(case, mode="token_mean", options={}).weights)
+    for error, reports in facts(topology)[case]:
         assert error <= EXACT
-        for name, value in reports.items():
-            shown = "token_mean" if name == "lm loss" else mode
-            expected = reference().loss(weights(topology, shown, masks))
-            assert value == pytest.approx(expected, rel=1e-13)
-
-
-# On two context-parallel ranks: how each gathers the losses of all tokens, or another way to train.
-OTHERS = [
-    (way, mode, per_token)
-    for way in ("local_grad", "reduced_grad", "two calls")
-    for mode, per_token in product(SUMMED, (False, True))
-] + [(way, "token_mean", True) for way in ("local_grad", "reduced_grad", "two calls")]
-OTHERS += [("two terms", "sample_mean", flag) for flag in (False, True)]
-
-
-def errors_of_others(expected: dict[str, Any]) -> dict[Any, float]:
-    from tests.host import gpt, gradients, whole
-
-    gpt.initialize(cp=2)
-    models, places = {flag: gpt.ddp_model(flag) for flag in (False, True)}, places_of("cp2")
-    found = {}
-    for way, mode, per_token in OTHERS:
-        ddp, data = models[per_token], hidden(data_for(TOPOLOGIES["cp2"], places, "bshd"))
-        hook = LossHook(aggregation(mode), read_batch=read_samples)
-        if way == "two terms":  # of the same losses
-            terms = {"a": aggregation(mode), "b": Term(aggregation("sum"), coefficient=0.5)}
-            both = gpt.forward_step_with(
-                lambda _, mask: TokenLoss(lambda x: ({"a": x, "b": x}, {}), mask)
-            )
-            shown = functools.partial(forward_step, script=both)
-            step(ddp, data, LossHook(terms, read_batch=read_samples), forward_step_func=shown)
-        elif way == "two calls":
-            with hook.step([LateMicrobatch(len(rows)) for rows in places[0]]):
-                step(ddp, data, hook, 1)
-                step(ddp, data, hook, 3, zero_grad=False)
-        else:
-            gathers = functools.partial(forward_step, script=whole.script(way))
-            step(ddp, data, hook, forward_step_func=gathers)
-        wanted = expected["two terms" if way == "two terms" else mode]
-        found[way, mode, per_token] = gradients.error(ddp, wanted)
-    return found
-
-
-@functools.cache
-def other_facts() -> list[dict[Any, float]]:
-    modes = {mode for _, mode, _ in OTHERS}
-    places = places_of("cp2")
-    weights = {mode: weights_of(mode, places) for mode in modes}
-    half = [(i, [0.5 * x for x in w]) for i, w in weights_of("sum", places)]
-    weights["two terms"] = weights["sample_mean"] + half
-    wanted = {name: reference().gradient(of) for name, of in weights.items()}
-    return run_host_ranks(errors_of_others, 2, wanted)
-
-
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: "-".join(map(str, case)))
-def test_whole_losses_several_calls_and_several_terms_are_exact(case: Any) -> None:
-    assert max(rank[case] for rank in other_facts()) <= EXACT
+        if reports:
+            assert reports[f"{label} loss"] == pytest.approx(loss, rel=1e-13)
+            assert reports.get("lm loss", tokens) == pytest.approx(tokens, rel=1e-13)
+    assert reports  # of the last rank, which is on the last stage

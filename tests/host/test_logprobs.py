@@ -46,12 +46,10 @@ def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
 
 
 def on_rank(tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
-
     logits, labels, pull_lp, pull_h = data(kind)
-    mine = logits.chunk(tp, dim=-1)[dist.get_rank()]
+    leaf = logits.chunk(tp, dim=-1)[dist.get_rank()].clone().requires_grad_()
 
     def taken(pulls: list[Tensor], function: Any, *args: Any) -> list[Tensor]:
-        leaf = mine.clone().requires_grad_()
         # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
         values = function(leaf * 1, *args, temperature)
         return pulled(leaf, values if isinstance(values, tuple) else (values,), pulls)
@@ -98,13 +96,13 @@ def against_megatron(dtype: torch.dtype) -> list[list[Tensor]]:
     """Value and gradient of Megatron's own cross entropy, negated, and of ours."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from megatron_loss_agg.mcore.logprobs import vocab_parallel_log_probs
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)
     logits, labels, pull, _ = data()
     results = []
-    for function in (lambda *a: -vocab_parallel_cross_entropy(*a), vocab_parallel_log_probs):
+    ours = logprobs.vocab_parallel_log_probs
+    for function in (lambda *a: -vocab_parallel_cross_entropy(*a), ours):
         leaf = logits.chunk(2, dim=-1)[dist.get_rank()].to(dtype).requires_grad_()
         value = function(leaf * 1, labels)
         (grad,) = torch.autograd.grad(value, leaf, pull.float())
@@ -121,7 +119,6 @@ def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
 
 def overwritten() -> list[str | None]:
     """One rank: which calls leave logits as they were; and the errors of those that did not."""
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()
@@ -157,7 +154,6 @@ def test_overwritten_logits_are_refused() -> None:
 
 def unusable() -> tuple[list[list[float]], list[str | None]]:
     """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts; errors."""
-    from megatron_loss_agg.mcore import logprobs
     from tests.host import gpt
 
     gpt.initialize()

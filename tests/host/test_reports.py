@@ -1,121 +1,238 @@
-"""What is logged: reduced over microbatches and ranks as Megatron's training loop does it.
+"""What is logged: reduced over microbatches, ranks and calls as Megatron's loops do it.
 
-``lm loss`` is the mean over the step's tokens in every mode, ``<mode> loss`` the aggregated loss;
-both as the losses of the fp64 reference and the oracle's weights give them.
+``lm loss`` is the mean over the tokens in every mode, ``<mode> loss`` the aggregated loss, of a
+step or of an evaluation of several calls; both as the losses of the fp64 reference and the oracle's
+weights give them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Loop, LossHook
-from tests.host.cases import Case, grid
-from tests.host.harness import EXACT, Topology, data_for, run_host_ranks
+from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
+from tests.host.cases import Batch, Case, Found, grid, mean_of_means, run
+from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
-from tests.host.steps import deal, weights_of
+from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, deal, sequences, weights_of
 from tests.host.test_gradients import LOSSES
 
 pytestmark = pytest.mark.host
 
-TOPOLOGY = Topology(4, {"cp": 2})
-N_MB = 3
+SFT = Loop(averages_quotients=True)  # how Megatron evaluates under --sft
 
 
-class Run(NamedTuple):
-    """How the host runs a case."""
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    """Reports another pair of the script's own."""
+    from tests.host import gpt
 
-    case: Case
-    loop: str  # train, eval, or "sft_eval": an evaluation under --sft
+    def with_another_key(stock: Any, mask: Tensor) -> Any:
+        def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+            *loss, report = stock(loss_mask, output_tensor)
+            return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
 
-    @property
-    def forward_only(self) -> bool:
-        return self.loop != "train"
+        return functools.partial(loss_func, mask)
+
+    return gpt.forward_step_with(with_another_key)(data_iterator, model)
 
 
-PLACES = deal(TOPOLOGY.data_parallel_size, N_MB)
-RUNS = [
-    Run(dataclasses.replace(loss, places=PLACES, per_token=per_token), loop)
-    for loss, per_token, loop in grid(2, LOSSES, (False, True), ("train", "eval", "sft_eval"))
+def schedule(**arguments: Any) -> Any:
+    """Of a host that reads a report before the step ends."""
+    from tests.host import gpt
+
+    def copied_at_once(loss_func: Any, output: Tensor) -> Any:
+        *loss, report = loss_func(output)
+        return *loss, {key: pair.clone() for key, pair in report.items()}
+
+    return gpt.schedule_with(copied_at_once)(**arguments)
+
+
+LOOPS = {"train": (False, Loop()), "eval": (True, Loop()), "sft_eval": (True, SFT)}
+STEPS: dict[str, Case] = {}
+for loss, flag, way in grid(2, LOSSES, (False, True), tuple(LOOPS)):
+    forward_only, loop = LOOPS[way]
     # Under the flag, fractions of `token_mean` are refused: see test_refusals.
-    if (loss.mode, loss.masks, per_token) != ("token_mean", "fractional", True)
-    or loop == "sft_eval"
-]
-
-
-def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:
-    """Of the step, as ``evaluate`` makes it under ``--sft``."""
-    pairs = torch.vstack([report[key].view(-1) for report in reports])
-    mean = (pairs[:, 0] / pairs[:, 1].clamp(min=1)).mean()
-    dist.all_reduce(mean)
-    return float(mean / dist.get_world_size())
-
-
-def with_another_key(stock: Any, mask: Tensor) -> Any:
-    def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
-        loss, num_tokens, report = stock(loss_mask, output_tensor)
-        return loss, num_tokens, {**report, "other": torch.tensor([3.0, 4.0])}
-
-    return functools.partial(loss_func, mask)
-
-
-def copied_at_once(loss_func: Any, output: Tensor) -> Any:
-    """As in a host that reads a report before the step ends."""
-    *loss, report = loss_func(output)
-    return (*loss, {key: pair.clone() for key, pair in report.items()})
-
-
-def logged_by_host() -> dict[Run, dict[str, Any]]:
-    """Every rank: what each run logs."""
-    from tests.host import gpt, gradients
-
-    gpt.initialize(**TOPOLOGY.sizes)
-    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
-    logged = {}
-    for run in RUNS:
-        case, ddp = run.case, models[run.case.per_token]
-        by_microbatch = run.loop == "sft_eval"
-        for buffer in ddp.buffers:
-            buffer.grad_data.fill_(1.0)
-        with torch.set_grad_enabled(not run.forward_only):
-            reports = gpt.run_step(
-                LossHook(case.aggregation, loop=Loop(averages_quotients=by_microbatch)),
-                ddp,
-                data_for(TOPOLOGY, PLACES, case.layout, case.masks),
-                N_MB,
-                forward_step_func=gpt.forward_step_with(with_another_key),
-                forward_only=run.forward_only,
-                zero_grad=False,
-                schedule=gpt.schedule_with(copied_at_once),
-            )
-        mean = mean_of_means if by_microbatch else gpt.reported
-        logged[run] = {
-            "lm loss": mean(reports, "lm loss"),
-            "mode loss": mean(reports, f"{case.mode} loss"),
-            "other": [report["other"].tolist() for report in reports],
-            "gradient touched": bool((gradients.flat(ddp) != 1).any()),
-        }
-    return logged
+    if (loss.mode, loss.masks, flag) == ("token_mean", "fractional", True) and way != "sft_eval":
+        continue
+    case = dataclasses.replace(
+        loss,
+        places=deal(2, 3),
+        per_token=flag,
+        step=forward_step,
+        hook={"loop": loop},
+        call={"forward_only": forward_only, "schedule": schedule},
+    )
+    STEPS[f"{case.name}-{way}"] = case
 
 
 @functools.cache
-def by_rank() -> list[dict[Run, dict[str, Any]]]:
-    return run_host_ranks(logged_by_host, TOPOLOGY.world_size)
+def steps() -> dict[Case, list[Found]]:
+    return run(TOPOLOGIES["dp2-cp2"], list(STEPS.values()))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case.name}-{run.loop}")
-def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(run: Run) -> None:
-    token_mean = reference().loss(weights_of("token_mean", PLACES, run.case.masks))
-    aggregated = reference().loss(run.case.weights)
-    for rank in by_rank():
-        logged = rank[run]
-        assert logged["lm loss"] == pytest.approx(token_mean, rel=EXACT, abs=0)
-        assert logged["mode loss"] == pytest.approx(aggregated, rel=EXACT, abs=0)
-        assert logged["other"] == [[3.0, 4.0]] * N_MB  # the script's own key
-        assert logged["gradient touched"] is not run.forward_only
+@pytest.mark.parametrize("name", STEPS)
+def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(name: str) -> None:
+    case = STEPS[name]
+    wanted = {
+        "lm loss": reference().loss(weights_of("token_mean", case.places, case.masks)),
+        f"{case.mode} loss": reference().loss(case.weights),
+        "other": 3 / 4,
+    }
+    for error, reports in steps()[case]:
+        assert reports == pytest.approx(wanted, rel=EXACT, abs=0)
+        # Without any gradient, the error is the whole of it.
+        assert error == 1 if case.call["forward_only"] else error <= EXACT
+
+
+# Evaluations of several calls. Megatron adds up the pairs of all calls, or averages the calls'
+# values under ``--sft``.
+NO_TOKENS: Places = (((EMPTY,), (EMPTY,)),) * 2
+CALLS: list[Places] = [
+    (((0, 1), (2,)), ((3,), (4, 6))),
+    NO_TOKENS,
+    (((7,), (EMPTY,)), ((8,), (9,))),
+]
+SET: Places = tuple(sum((call[rank] for call in CALLS), ()) for rank in range(2))
+OF_SET = {
+    "token_mean": {},
+    "sample_mean": {"empty": "skip"},
+    "sample_sum": {},
+    "constant": {"divisor": 7.0},
+    "microbatch_mean": {"empty": "skip"},
+}
+MODES: dict[str, dict[str, Any]] = {**OF_SET, "prompt_mean": {}, "sum": {}, "custom": {}}
+V = (2.0, 0.5, 1.0, 3.0, 0.25, 1.0, 0.0, 4.0, 1.5, 1.0)  # weights of the samples
+
+
+def weighted(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    return {**batch, "sample_weights": torch.tensor([V[i] for i in of_mb])}
+
+
+def with_rejected(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    return {**batch, "rejected": torch.tensor([i % 3 == 0 for i in of_mb])}
+
+
+def two_terms(data_iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda x: ({"nll": x, "rows": x}, {}), loss_func.args[0])
+
+
+BY_CALL = Loop(of_megatron=True, averages_quotients=True)
+BY_TOKENS = Loop(of_megatron=True)
+REJECTS, COUNTED = {"rejected": "skip"}, {"sample_weights": "count"}
+TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
+EVALUATIONS: dict[Any, Case] = {
+    "weighted tokens": Case("token_mean", COUNTED, batch=weighted),
+    "weighted samples": Case("sample_mean", COUNTED, batch=weighted),
+    "terms": Case("", terms=TERMS, step=two_terms),
+}
+for flag in (False, True):
+    loop = {"loop": BY_CALL if flag else BY_TOKENS}
+    for mode, options in MODES.items():
+        EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
+    EVALUATIONS["rejected", flag] = Case("sample_mean", REJECTS, hook=loop, batch=with_rejected)
+
+
+def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
+    """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls; and of a second
+    evaluation, which begins anew, without tokens.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.host import gpt
+
+    gpt.initialize()
+    ddp, found = gpt.ddp_model(), {}
+    for key, case in cases.items():
+        hook = LossHook(case.terms or case.aggregation, **case.hook)
+        for name, calls in ((key, CALLS), ((key, "empty"), [NO_TOKENS])):
+            schedule = hook.wrap(get_forward_backward_func())
+            found[name] = values_of(case, calls, ddp, schedule)
+    return found
+
+
+def values_of(case: Case, calls: list[Places], ddp: Any, schedule: Any) -> dict[str, float]:
+    from tests.host import gpt
+
+    step = {"schedule": schedule, "forward_step_func": case.step or gpt.forward_step}
+    reports: list[list[Any]] = []
+    for places in calls:
+        data = dataclasses.replace(case, places=places).data(dist.get_rank())
+        with torch.no_grad():
+            reports.append(gpt.run_step(None, ddp, data, 2, forward_only=True, **step))
+    names = sorted(reports[0][0])
+    if case.hook.get("loop") == BY_CALL:
+        return {x: sum(mean_of_means(call, x) for call in reports) / len(calls) for x in names}
+    every = [report for call in reports for report in call]
+    return {x: gpt.reported(every, x) for x in names}
+
+
+@functools.cache
+def evaluations() -> dict[Any, dict[str, float]]:
+    of_rank, other = run_host_ranks(evaluated, 2, EVALUATIONS)
+    assert repr(of_rank) == repr(other)
+    return of_rank
+
+
+def of_calls(mode: str) -> list[float]:
+    return [reference().loss(weights_of(mode, places, **MODES[mode])) for places in CALLS]
+
+
+def of_evaluation(mode: str) -> float:
+    """By the oracle's weights: over the set, where the mode has such a mean."""
+    if mode in OF_SET:
+        return reference().loss(weights_of(mode, SET, **MODES[mode]))
+    numbers = [1] * len(CALLS)
+    if mode == "prompt_mean":  # a prompt counts in each call
+        numbers = [len({PROMPTS[i] for rank in c for mb in rank for i in mb}) for c in CALLS]
+    return sum(n * x for n, x in zip(numbers, of_calls(mode), strict=True)) / sum(numbers)
+
+
+def exactly(value: float) -> Any:
+    return pytest.approx(value, rel=EXACT, abs=0)
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> None:
+    values = evaluations()[mode, by_call]
+    assert values["lm loss"] == exactly(reference().loss(weights_of("token_mean", SET)))
+    assert values[f"{mode} loss"] == exactly(of_evaluation(mode))
+    if mode not in ("sum", "custom"):
+        mean_of_calls = sum(of_calls(mode)) / len(CALLS)
+        assert of_evaluation(mode) != pytest.approx(mean_of_calls, rel=1e-3)
+    assert evaluations()[(mode, by_call), "empty"][f"{mode} loss"] == 0.0
+
+
+def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
+    for by_call in (False, True):
+        values = evaluations()["rejected", by_call]
+        assert values["lm loss"] == exactly(reference().loss(weights_of("token_mean", SET)))
+
+
+def test_sample_weights_that_count_weigh_calls() -> None:
+    sums = []
+    for i in (i for rank in SET for of_mb in rank for i in of_mb):
+        mask = torch.tensor(sequences()[i].sample.mask, dtype=torch.float64)
+        total = (mask * reference().losses[i]).sum()
+        mean = total / mask.sum() if mask.any() else 0 * total
+        sums.append(V[i] * torch.stack([total, mask.sum(), mean, torch.ones_like(mean)]))
+    a, b, c, d = torch.stack(sums).sum(dim=0).tolist()
+    assert evaluations()["weighted tokens"]["token_mean loss"] == exactly(a / b)
+    assert evaluations()["weighted samples"]["sample_mean loss"] == exactly(c / d)
+
+
+def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls() -> None:
+    values = evaluations()["terms"]
+    assert values["nll loss"] == exactly(of_evaluation("token_mean"))
+    assert values["rows loss"] == exactly(of_evaluation("sample_sum"))
+    totals = sum(of_calls("token_mean")) + sum(of_calls("sample_sum"))
+    assert values["loss"] == exactly(totals / len(CALLS))

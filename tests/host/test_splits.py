@@ -1,32 +1,38 @@
 """The split over context-parallel ranks is recognised: losses meet the weights of their own tokens.
 
 The losses of these scripts are the tokens' labels, so that the aggregated loss says which token got
-which weight; masks are uniform, so that they do not.
+which weight. Masks are uniform, unless they are to tell the split.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
+from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import DatasetReports, LossHook, TokenLoss
-from tests.host.harness import CP2, EXACT, error_of, run_host_ranks
+from tests.host import whole
+from tests.host.harness import EXACT, run_host_ranks
+from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
 
+Batch = dict[str, Tensor]
 LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
 TOKENS = sum(LENGTHS)
 LABELS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
+DATASETS = torch.tensor([3, 5, 7])
 
-Split = Callable[[Tensor, int, int], CPLayout]
-PACKS: dict[str, Split] = {
-    "sequences": lambda starts, size, rank: CPLayout.thd(starts, size, rank),
+SPLITS: dict[str, Callable[[Tensor, int, int], CPLayout]] = {
+    "sequences": CPLayout.thd,
     "padded sequences": lambda starts, size, rank: CPLayout.thd(
         torch.cat([starts, starts.new_tensor([TOKENS])]), size, rank
     ),
@@ -37,102 +43,26 @@ PACKS: dict[str, Split] = {
 FITTING = ("sequences", "row", "contiguous")
 
 
-def batch(rows: int | None = None) -> dict[str, Tensor]:
-    """A pack of `LENGTHS`; or rows."""
-    whole = {"labels": LABELS, "tokens": LABELS % 32, "loss_mask": torch.ones(TOKENS)}
-    whole = {name: x.view(rows or 1, -1) for name, x in whole.items()}
-    if rows is None:
-        whole["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS]).view(1, -1)
-        whole["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    return whole
+def rows() -> Batch:
+    batch = {"labels": LABELS, "tokens": LABELS % 32, "loss_mask": torch.ones(TOKENS)}
+    return {name: x.view(2, -1) for name, x in batch.items()}
 
 
-def dummy() -> dict[str, Tensor]:
+def pack() -> Batch:
+    batch = {name: x.view(1, -1) for name, x in rows().items()}
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).view(1, -1)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return {**batch, "position_ids": positions, "cu_seqlens": starts, "dataset_ids": DATASETS}
+
+
+def dummy() -> Batch:
     """A pack of one sample whose tokens are all alike."""
     alike, positions = torch.zeros(1, TOKENS).long(), torch.arange(TOKENS).view(1, -1)
     whole = {"labels": alike, "tokens": alike, "position_ids": positions}
     return {**whole, "loss_mask": torch.ones(1, TOKENS), "cu_seqlens": torch.tensor([0, TOKENS])}
 
 
-def script(split: Split, told: bool = True, whole_losses: bool = False) -> Callable[..., Any]:
-    """A forward step.
-
-    Args:
-        told: or else the model is called with tokens that are all alike.
-    """
-
-    def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, TokenLoss]:
-        from megatron.core import parallel_state
-
-        whole = next(data_iterator)
-        size = parallel_state.get_context_parallel_world_size()
-        rank = parallel_state.get_context_parallel_rank()
-        if "cu_seqlens" in whole:
-            layout = split(whole["cu_seqlens"], size, rank)
-        else:
-            layout = CPLayout.contiguous(whole["labels"].shape[1], size, rank)
-        labels, tokens, mask = (layout.shard(whole[k]) for k in ("labels", "tokens", "loss_mask"))
-        # In another dtype than the batch's.
-        tokens = (tokens if told else torch.zeros_like(tokens)).int()
-        if whole_losses:
-            labels, mask = whole["labels"], whole["loss_mask"]
-        output = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
-
-        def losses(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            return labels.double() + 0 * output.mean(), {}
-
-        return output, TokenLoss(losses, mask)
-
-    return forward_step
-
-
-def means(whole: dict[str, Tensor]) -> float:
-    """The mean over samples of the mean of a sample's labels."""
-    if "cu_seqlens" not in whole:
-        return float(whole["labels"].double().mean())
-    lengths = whole["cu_seqlens"].diff().tolist()
-    labels, mask = (whole[k].view(-1)[: sum(lengths)].double() for k in ("labels", "loss_mask"))
-    samples = zip(labels.split(lengths), mask.split(lengths), strict=True)
-    return sum(float((x * m).sum() / m.sum()) for x, m in samples) / len(lengths)
-
-
-def relative_errors(batches: list[dict[str, Tensor]], **given: Any) -> list[float] | str | None:
-    """Of the aggregated loss of each batch, a step of its own; or how it is refused."""
-    from tests.host import gpt
-
-    gpt.initialize(**CP2)
-    ddp, errors = gpt.ddp_model(), []
-    hook = LossHook(LossAggregation(mode="sample_mean"), **given.pop("hook", {}))
-
-    def run() -> None:
-        for whole in batches:
-            step = script(**given)
-            reports = gpt.run_step(hook, ddp, iter([whole]), 1, forward_step_func=step)
-            found, expected = gpt.reported(reports, "sample_mean loss"), means(whole)
-            errors.append(abs(found - expected) / (expected or 1))
-        known = [hook._splits.recognised(True), hook._splits.recognised(False)]
-        assert known[0] is not None, known
-
-    return error_of(run) or errors
-
-
-def _packs(steps: list[dict[str, Tensor]], name: str, **given: Any) -> Any:
-    return relative_errors(steps, split=PACKS[name], **given)
-
-
-@pytest.mark.parametrize("name", FITTING)
-def test_the_split_of_the_script_is_recognised(name: str) -> None:
-    # Rows first and in between: another kind of batch, which they always split contiguously.
-    # The first pack could be split in any way: its only sample is padding, its tokens are alike,
-    # and its positions are those that the script makes up on the first rank.
-    steps = [batch(rows=2), dummy(), batch(), batch(), batch(rows=2)]
-    for errors in run_host_ranks(_packs, 2, steps, name):
-        assert isinstance(errors, list), errors
-        assert len(errors) == len(steps)
-        assert max(errors) <= EXACT
-
-
-def padded_pack(second: int) -> dict[str, Tensor]:
+def padded(second: int) -> Batch:
     """Two samples in places of 32: ranks differ in which splits fit their own part."""
     real = torch.zeros(TOKENS, dtype=torch.bool)
     real[:16] = real[32 : 32 + second] = True
@@ -146,128 +76,164 @@ def padded_pack(second: int) -> dict[str, Tensor]:
     }
 
 
-def padded_losses(name: str, second: int) -> list[float] | str | None:
-    """Every rank, CP 2: the loss of two steps of `padded_pack`."""
-    from tests.host import gpt
-
-    gpt.initialize(**CP2)
-    ddp, found = gpt.ddp_model(), []
-    hook = LossHook(LossAggregation(mode="sample_mean"))
-
-    def run() -> None:
-        for _ in range(2):
-            data = iter([padded_pack(second)])
-            step = script(split=PACKS[name])
-            reports = gpt.run_step(hook, ddp, data, 1, forward_step_func=step)
-            found.append(gpt.reported(reports, "sample_mean loss"))
-
-    return error_of(run) or found
+def ending_in_padding() -> Batch:
+    """Its last 52 tokens are padding."""
+    batch = pack()
+    batch["loss_mask"][:, sum(LENGTHS[:2]) :] = 0
+    del batch["dataset_ids"]
+    return {**batch, "cu_seqlens": batch["cu_seqlens"][:-1]}
 
 
-@pytest.mark.parametrize("second", [16, 12])
-@pytest.mark.parametrize("name", ["row", "contiguous"])
-def test_ranks_recognise_the_split_together(name: str, second: int) -> None:
-    labels = padded_pack(second)["labels"].double().view(-1)
-    expected = (labels[:16].mean() + labels[32 : 32 + second].mean()) / 2
-    for found in run_host_ranks(padded_losses, 2, name, second, timeout=60):
-        assert found == pytest.approx([float(expected)] * 2, rel=EXACT)
+def telling() -> Batch:
+    """A pack whose mask fits one split alone."""
+    random = torch.rand(1, TOKENS, generator=torch.Generator().manual_seed(1))
+    return {**pack(), "loss_mask": (random < 0.5).float()}
 
 
-def reports_of_data_sets(told: bool) -> Any:
-    """Every rank, CP 2: the mean of each data set in a pack that is split contiguously."""
-    from tests.host import gpt
-
-    gpt.initialize(**CP2)
-    ddp, ids = gpt.ddp_model(), torch.tensor([3, 5, 7])
-    whole = {**batch(), "dataset_ids": ids}
-
-    def read_step(iterator: Any, number: int) -> list[Microbatch]:
-        return [Microbatch(whole["loss_mask"], whole["cu_seqlens"], dataset_ids=ids)]
-
-    hook = LossHook(
-        LossAggregation(mode="token_mean"),
-        extensions=[DatasetReports()],
-        read_step=None if told else read_step,
-    )
-    step, found = script(split=PACKS["contiguous"]), []
-
-    def run() -> None:
-        reports = gpt.run_step(hook, ddp, iter([whole]), 1, forward_step_func=step)
-        found.extend(gpt.reported(reports, f"lm loss of dataset {d}") for d in ids.tolist())
-
-    return error_of(run) or found
+def read_step(iterator: Any, number: int, *, batch: Batch, **given: Any) -> list[Microbatch]:
+    """The step's masks, and only what else is ``given``."""
+    return [Microbatch(batch["loss_mask"], batch["cu_seqlens"], **given)] * number
 
 
-def test_reports_by_data_set_ask_for_the_split_where_weights_do_not() -> None:
-    means_of = [float(x.double().mean()) for x in LABELS.split(LENGTHS)]
-    for found in run_host_ranks(reports_of_data_sets, 2, True):
-        assert found == pytest.approx(means_of, rel=EXACT)
-    for found in run_host_ranks(reports_of_data_sets, 2, False):
-        assert "expected tensors that tell tokens apart" in found
+def labels_as_losses(
+    name: str, iterator: Any, model: Any, told: bool = True, of_all: bool = False
+) -> Any:
+    """A forward step.
+
+    Args:
+        name: of the split.
+        told: or else the model is called with tokens that are all alike.
+        of_all: losses and mask are of all tokens.
+    """
+    batch = next(iterator)
+    _, size, rank = whole.context_parallel()
+    if "cu_seqlens" in batch:
+        starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+        layout = SPLITS[name](starts, size, rank)
+    else:
+        layout = CPLayout.contiguous(batch["labels"].shape[1], size, rank)
+    labels, tokens, mask = (layout.shard(batch[k]) for k in ("labels", "tokens", "loss_mask"))
+    # In another dtype than the batch's.
+    tokens = (tokens if told else torch.zeros_like(tokens)).int()
+    if of_all:
+        labels, mask = batch["labels"], batch["loss_mask"]
+    output = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    return output, TokenLoss(lambda output: (labels.double() + 0 * output.mean(), {}), mask)
 
 
-REFUSED = {
-    "a split that is none of them": ("backwards", True, "is this rank's part of the batch's under"),
-    "nothing tells tokens apart": ("row", False, "is this rank's part of the batch's under"),
+def mean_of_means(batch: Batch) -> float:
+    """Over samples, of the mean of a sample's labels."""
+    if "cu_seqlens" not in batch:
+        return float(batch["labels"].double().mean())
+    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"]).tolist()
+    labels, mask = (batch[k].view(-1).double() for k in ("labels", "loss_mask"))
+    samples = [slice(*ends) for ends in pairwise(starts)]
+    means = [float((labels[s] * mask[s]).sum() / mask[s].sum()) for s in samples]
+    return sum(means) / len(means)
+
+
+class Steps(NamedTuple):
+    """Steps of one batch each."""
+
+    split: str
+    batches: list[Batch]
+    hook: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+
+
+PACK, TELLING = pack(), telling()
+TOLD = {"read_step": partial(read_step, batch=PACK, token_ids=LABELS % 32)}
+BY_MASK = {"read_step": partial(read_step, batch=TELLING)}
+RECOGNISED = {
+    # Rows first and in between: another kind of batch, which they always split contiguously.
+    # The first pack could be split in any way: its only sample is padding, its tokens are alike,
+    # and its positions are those that the script makes up on the first rank.
+    **{
+        f"by tokens, {name}": Steps(name, [rows(), dummy(), PACK, PACK, rows()]) for name in FITTING
+    },
+    **{
+        f"by all ranks together, {name}, {second}": Steps(name, [padded(second)] * 2)
+        for name in ("row", "contiguous")
+        for second in (16, 12)
+    },
+    **{f"by the mask alone, {name}": Steps(name, [TELLING] * 2, BY_MASK) for name in FITTING},
+    "padding after the last sample": Steps("padded sequences", [ending_in_padding()] * 2),
+    "by tokens where no batch is read": Steps("row", [PACK], TOLD),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def losses_on_host() -> dict[str, list[float]]:
+    """Every rank, CP 2: the aggregated loss of each step; and the loss of each data set."""
+    from tests.host import gpt
+
+    gpt.initialize(cp=2)
+    ddp = gpt.ddp_model()
+
+    def reports(hook: LossHook, split: str, batch: Batch) -> Any:
+        step = partial(labels_as_losses, split)
+        return gpt.run_step(hook, ddp, iter([batch]), 1, forward_step_func=step)
+
+    found = {}
+    for name, case in RECOGNISED.items():
+        hook = LossHook(aggregation("sample_mean"), **case.hook)
+        of_steps = [reports(hook, case.split, batch) for batch in case.batches]
+        found[name] = [gpt.reported(x, "sample_mean loss") for x in of_steps]
+    by_dataset = reports(BY_DATASET(0), "contiguous", PACK)
+    keys = [f"lm loss of dataset {d}" for d in DATASETS.tolist()]
+    return {**found, "data sets": [gpt.reported(by_dataset, key) for key in keys]}
+
+
+BY_DATASET = hook_of("token_mean", extensions=[DatasetReports()])
+
+
+@functools.cache
+def losses() -> list[dict[str, list[float]]]:
+    return run_host_ranks(losses_on_host, 2)
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_the_split_of_the_script_is_recognised(name: str) -> None:
+    expected = [mean_of_means(batch) for batch in RECOGNISED[name].batches]
+    for rank in losses():
+        assert rank[name] == pytest.approx(expected, rel=EXACT)
+
+
+def test_reports_by_data_set_know_the_split_where_weights_need_none() -> None:
+    expected = [float(x.double().mean()) for x in LABELS.split(LENGTHS)]
+    for rank in losses():
+        assert rank["data sets"] == pytest.approx(expected, rel=EXACT)
+
+
+def refused(split: str, says: str, hook: Any = None, **script: Any) -> Row:
+    return Row(
+        f"LayoutError: {says}",
+        topology="cp2",
+        hook=hook or hook_of("sample_mean"),
+        data=lambda rank: iter([PACK]),
+        number=1,
+        step=partial(labels_as_losses, split, **script),
+    )
+
+
+UNTOLD = partial(read_step, batch=PACK)
+OF_SETS = {"extensions": [DatasetReports()], "read_step": partial(UNTOLD, dataset_ids=DATASETS)}
+NONE = "is this rank's part of the batch's under ... token_ids"
+ROWS = {
+    "a split that is none of these": refused("backwards", NONE),
+    "tokens that are all alike": refused("row", NONE, told=False),
+    "losses that are not split": refused(
+        "row", "all of the 64 tokens of the batch on a context-parallel rank of 2", of_all=True
+    ),
+    "two splits that fit alike": refused(
+        "row",
+        "'zigzag over the whole pack', 'contiguous'] alike ... token_ids",
+        hook_of("sample_mean", read_step=UNTOLD),
+    ),
+    "reports by data set without tokens": refused(
+        "contiguous", "expected tensors that tell tokens apart", hook_of("token_mean", **OF_SETS)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_a_split_that_is_not_recognised_is_refused(name: str) -> None:
-    split, told, text = REFUSED[name]
-    for error in run_host_ranks(functools.partial(_packs, told=told), 2, [batch()], split):
-        assert isinstance(error, str) and error.startswith("LayoutError"), error
-        assert text in error
-        assert "token_ids" in error
-
-
-def test_losses_that_are_not_split_are_refused() -> None:
-    call = functools.partial(_packs, whole_losses=True)
-    for error in run_host_ranks(call, 2, [batch()], "row"):
-        assert isinstance(error, str) and error.startswith("LayoutError"), error
-        assert "all of the 64 tokens of the batch on a context-parallel rank of 2" in error
-
-
-def masks_alone(iterator: Any, number: int, *, whole: dict[str, Tensor]) -> list[Microbatch]:
-    return [Microbatch(whole["loss_mask"], whole["cu_seqlens"])] * number
-
-
-@pytest.mark.parametrize("name", FITTING)
-def test_a_mask_that_fits_one_split_alone_decides(name: str) -> None:
-    whole = batch()
-    generator = torch.Generator().manual_seed(1)
-    whole["loss_mask"] = (torch.rand(1, TOKENS, generator=generator) < 0.5).float()
-    hook = {"read_step": functools.partial(masks_alone, whole=whole)}
-    for errors in run_host_ranks(functools.partial(_packs, hook=hook), 2, [whole, whole], name):
-        assert isinstance(errors, list), errors
-        assert max(errors) <= EXACT
-
-
-def test_padding_after_the_last_sample_is_split_like_a_sequence() -> None:
-    whole = batch()
-    whole["cu_seqlens"] = whole["cu_seqlens"][:-1]  # the last 52 tokens are padding
-    whole["loss_mask"][:, sum(LENGTHS[:2]) :] = 0
-    for errors in run_host_ranks(_packs, 2, [whole, whole], "padded sequences"):
-        assert isinstance(errors, list), errors
-        assert max(errors) <= EXACT
-
-
-def read_step(iterator: Any, number: int, *, told: bool) -> list[Microbatch]:
-    ids = {"token_ids": LABELS % 32} if told else {}
-    whole = batch()
-    return [Microbatch(whole["loss_mask"], whole["cu_seqlens"], **ids)] * number
-
-
-def test_two_splits_that_fit_and_give_other_weights_are_refused() -> None:
-    hook = {"read_step": functools.partial(read_step, told=False)}
-    for error in run_host_ranks(functools.partial(_packs, hook=hook), 2, [batch()], "row"):
-        assert isinstance(error, str) and error.startswith("LayoutError"), error
-        assert "'zigzag over the whole pack', 'contiguous'] alike" in error
-        assert "token_ids" in error
-
-
-def test_token_ids_of_a_microbatch_decide_where_no_batch_is_read() -> None:
-    hook = {"read_step": functools.partial(read_step, told=True)}
-    for errors in run_host_ranks(functools.partial(_packs, hook=hook), 2, [batch()], "row"):
-        assert isinstance(errors, list), errors
-        assert max(errors) <= EXACT
+    assert_told(__name__, name)

@@ -9,29 +9,45 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg import LossAggregation, Term
-from megatron_loss_agg.mcore import LossHook, TokenLoss
-from tests.host.harness import TOPOLOGIES, build_chunks, data_for, run_host_ranks
+from megatron_loss_agg.mcore import TokenLoss
+from tests.host.cases import Case, models_of, take
+from tests.host.harness import TOPOLOGIES, run_host_ranks
 from tests.host.steps import PLACES, sequences
 
 pytestmark = pytest.mark.host
 
 TOKENS = sum(sum(s.sample.mask) for s in sequences())
+PRESET = {"terms": LossAggregation.preset("verl/token-mean")}
 TERMS = {
     "policy": LossAggregation.preset("skyrl/prompt_mean"),
     "kl": Term(LossAggregation(mode="sum", divisor=1634, sample_weights="skip"), 0.5),
 }
-SAID = {
-    ("dp2", "bshd", False): (
+
+
+def losses_of_terms(data_iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    mask = loss_func.args[0]
+    return losses, TokenLoss(lambda x: (dict.fromkeys(TERMS, x), {}), mask)
+
+
+# The case; what is said before the number of tokens, and after it.
+SAID: dict[str, tuple[Case, str, str]] = {
+    "dp2": (
+        Case("", layout="bshd", places=PLACES[2], times=2, **PRESET),
         "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
         "10 samples (rows)",
         "",
     ),
-    ("dp2-cp2", "thd", False): (
+    "dp2-cp2": (
+        Case("", places=PLACES[2], times=2, **PRESET),
         "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
         "10 samples (packed sequences)",
         "; context-parallel split: zigzag inside every sequence",
     ),
-    ("pp2", "thd", True): (
+    "pp2": (
+        Case("", places=PLACES[1], times=2, terms=TERMS, step=losses_of_terms),
         "policy: prompt_mean (skyrl/prompt_mean) + "
         "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
         "a step of 4 microbatches on 1 data-parallel rank, 10 samples (packed sequences), "
@@ -41,37 +57,22 @@ SAID = {
 }
 
 
-def said(name: str, layout: str, terms: bool) -> list[str]:
-    """What a rank prints in each of two steps."""
-    from tests.host import gpt
-
-    topology = TOPOLOGIES[name]
-    gpt.initialize(**topology.sizes)
-    chunks, places = build_chunks(topology, False), PLACES[topology.data_parallel_size]
-    hook = LossHook(TERMS if terms else LossAggregation.preset("verl/token-mean"))
-    options: dict[str, Any] = {}
-    if terms:
-        options["forward_step_func"] = gpt.forward_step_with(
-            lambda _, mask: TokenLoss(lambda losses: (dict.fromkeys(TERMS, losses), {}), mask)
-        )
-    printed = []
-    for _ in range(2):
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            data = data_for(topology, places, layout)
-            gpt.run_step(hook, chunks, data, len(places[0]), 1, **options)
-        printed.append(output.getvalue())
-    return printed
+def said(name: str) -> str:
+    """What a rank prints in two steps."""
+    topology, (case, _, _) = TOPOLOGIES[name], SAID[name]
+    chunks = models_of(topology)(case)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        take(case, topology, chunks)
+    return output.getvalue()
 
 
-@pytest.mark.parametrize("case", SAID, ids=str)
-def test_one_rank_says_it_once(case: tuple[str, str, bool]) -> None:
-    before, after = SAID[case]
+@pytest.mark.parametrize("name", SAID)
+def test_one_rank_says_it_once(name: str) -> None:
+    _, before, after = SAID[name]
     line = (
         f"loss aggregation: {before}, {TOKENS:g} tokens{after}; "
         "measured gradients: 1.000000 times the planned ones\n"
     )
-    ranks = run_host_ranks(said, TOPOLOGIES[case[0]].world_size, *case)
-    first = len(ranks) // 2 if case[0] == "pp2" else 0  # of the last stage
-    for i, (in_first_step, in_second) in enumerate(ranks):
-        assert in_first_step == (line if i == first else "")
-        assert in_second == ""
+    ranks = run_host_ranks(said, TOPOLOGIES[name].world_size, name)
+    first = len(ranks) // 2 if name == "pp2" else 0  # of the last stage
+    assert ranks == [line if i == first else "" for i in range(len(ranks))]

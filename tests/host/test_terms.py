@@ -1,29 +1,37 @@
-"""A policy step of four terms through the real host, against one fp64 process.
+"""Losses of several terms through the real host, each with a denominator of its own.
 
-Each term has its own denominator over the whole step; the data-parallel ranks have different
-numbers of samples, and padding microbatches where one has fewer. Metrics are those of the gathered
-step.
+The policy step of `rl` has four terms; the data-parallel ranks have different numbers of samples,
+and padding microbatches where one has fewer. Metrics are those of the gathered step.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
+from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
-from megatron_loss_agg.report import reduce_reports
+from tests import oracle
+from tests.host import rl
+from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
+from tests.host.reference import reference
+from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
 
 # Steps of 1 and 3 microbatches for each number of data-parallel ranks; () is a padding microbatch.
 # Prompts lie on both ranks.
-PLACES = {
+STEPS = {
     1: [((tuple(range(10)),),), (((0, 1, 2), (5,), (3, 4, 6, 7, 8, 9)),)],
     2: [
         (((0, 1, 2, 3, 4, 5),), ((6, 7, 8, 9),)),
@@ -32,60 +40,34 @@ PLACES = {
 }
 
 
-def run(topology: Topology, gradient: Any) -> dict[Any, tuple[float, dict[str, float]]]:
-    """Every rank, for each (microbatches, per-token flag): gradient error, and what is reported."""
-    from megatron.core import parallel_state
-
-    from tests.host import gpt, gradients, rl
-
-    gpt.initialize(**topology.sizes)
-    rank = gpt.data_rank()
-    answers = {}
-    for per_token in topology.per_token_flags:
-        chunks = build_chunks(topology, per_token)
-        for places in PLACES[topology.data_parallel_size]:
-            number = len(places[rank])
-            data = rl.packs(*places[rank]) if gpt.reads_data() else None
-            options = {"forward_step_func": rl.forward_step}
-            reports = gpt.run_step(LossHook(rl.TERMS), chunks, data, number, **options)
-            metrics = {}
-            if parallel_state.is_pipeline_last_stage():
-                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-                metrics = reduce_reports(reports, group)
-            answers[number, per_token] = (gradients.error(chunks, gradient), metrics)
-    return answers
-
-
-def reference() -> tuple[Any, dict[str, float]]:
-    from tests.host import rl
-
-    return rl.reference()
-
-
 @functools.cache
-def expected() -> tuple[Any, dict[str, float]]:
-    return run_host_ranks(reference, 1)[0]
+def expected_of_terms() -> tuple[Any, dict[str, float]]:
+    return run_host_ranks(rl.reference, 1)[0]
 
 
 @pytest.mark.parametrize("name", ["dp1", "dp2", "cp2", "dp2-cp2", "tp2", "pp2"])
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
-    gradient, numbers = expected()
+    gradient, numbers = expected_of_terms()
     assert 0 < numbers["clip_fraction"] < 1
     topology = TOPOLOGIES[name]
-    for answers in run_host_ranks(run, topology.world_size, topology, gradient, timeout=300):
-        assert len(answers) == 2 * 2
-        for case, (error, metrics) in answers.items():
+    steps = product(STEPS[topology.data_parallel_size], topology.per_token_flags)
+    cases = [
+        Case("", terms=rl.TERMS, step=rl.forward_step, places=places, per_token=flag)
+        for places, flag in steps
+    ]
+    for case, ranks in run(topology, cases, [gradient] * len(cases)).items():
+        for error, metrics in ranks:
             assert error <= EXACT, case
             if metrics:
                 assert metrics == pytest.approx(numbers, rel=EXACT, abs=1e-15), case
-    assert metrics  # of the last rank, which is on the last stage
+        assert metrics  # of the last rank, which is on the last stage
 
 
 def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
     """Every rank, for each policy, of a step with tokens, an evaluation without and a step without:
     the error of each, and whether the last training step is known to be empty.
     """
-    from tests.host import gpt, gradients, rl
+    from tests.host import gpt, gradients
 
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
@@ -120,8 +102,6 @@ def policy_step(
     iterator: Any, model: Any, losses_of: Any, report: Any = None, rows: bool = False
 ) -> Any:
     """The policy step, of whose terms ``losses_of`` makes the losses, and a report of its own."""
-    from tests.host import rl
-
     if rows:
         next(iterator)
         iterator = iter([batch_of(list(sequences()[:2]), "bshd")])
@@ -131,56 +111,198 @@ def policy_step(
     )
 
 
-# A forward step (or the stock one), whether the loss has several terms, and what is said.
-MISFITS: dict[str, tuple[Any, bool, str | None]] = {
-    "stock": (None, True, "HostError: the forward step returned the loss function"),
-    "unnamed": (
-        partial(policy_step, losses_of=itemgetter("kl")),
-        True,
-        "MaskError: losses are a torch.float64 tensor of shape ",
+def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **options: Any) -> Row:
+    step = partial(policy_step, losses_of=losses_of, **options) if losses_of else None
+    of_step = {"step": step, "data": thd(((0, 1),)), "number": 1}
+    return Row(says, topology="dp1", hook=hook_of(terms), **of_step)
+
+
+KL = itemgetter("kl")
+ROWS = {
+    "stock": misfit(
+        "HostError: the forward step returned the loss function ... "
+        "expected a TokenLoss, whose losses are",
+        None,
     ),
-    "one alone": (
-        partial(policy_step, losses_of=lambda losses: {"kl": losses["kl"]}),
-        True,
-        "MaskError: losses for ['kl']; expected one for each of",
+    "unnamed": misfit("MaskError: losses are a torch.float64 tensor of shape ", KL),
+    "one alone": misfit(
+        "MaskError: losses for ['kl']; expected one for each of", lambda x: {"kl": x["kl"]}
     ),
-    "too many": (
-        partial(policy_step, losses_of=dict),
-        False,
-        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']",
+    "too many": misfit(
+        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']", dict, "token_mean"
     ),
-    "one of one": (partial(policy_step, losses_of=itemgetter("kl")), False, None),
-    "taken name": (
-        partial(policy_step, losses_of=dict, report={"loss": 1}),
-        True,
+    "one of one": misfit("", KL, "token_mean"),
+    "taken name": misfit(
         "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
         "expected another name, or for the sum of several terms LossHook(total=...)",
+        dict,
+        report={"loss": 1},
     ),
-    "transposed": (
-        partial(policy_step, losses_of=lambda losses: losses["kl"].T, rows=True),
-        False,
+    "transposed": misfit(
         "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
+        lambda x: x["kl"].T,
+        "token_mean",
+        rows=True,
     ),
 }
 
 
-def misfits_on_host() -> dict[str, str | None]:
-    """One rank: what forward steps that do not fit the terms are told."""
-    from tests.host import gpt, rl
+# Terms weigh their microbatches alike as far as the batches tell; the script may hand them one
+# mask, equal ones, or different ones.
+COEFFICIENTS = {"policy": 1.0, "kl": 0.3, "entropy": -0.1}
+POWERS = {"policy": 1, "kl": 2, "entropy": 3}  # of the cross entropy: what a term's losses are
+MODES = {"policy": "prompt_mean", "kl": "prompt_mean", "entropy": "token_mean"}
+ALIKE = dict.fromkeys(MODES, "token_mean")
+PLACES = (((0, 1), (2, 3)), ((4, 5), (6, 7)))  # by data-parallel rank
 
-    gpt.initialize()
-    model = gpt.ddp_model()
+OF_ROWS = {"micro_batch_size": 2}
 
-    def told(forward_step: Any, several: bool) -> str | None:
-        hook = LossHook(rl.TERMS if several else aggregation("token_mean"))
-        options = {"forward_step_func": forward_step or gpt.forward_step}
-        return error_of(gpt.run_step, hook, model, rl.packs((0, 1)), 1, **options)
-
-    return {name: told(*given) for name, (*given, _) in MISFITS.items()}
+Masks = Callable[[Tensor, tuple[int, ...]], dict[str, Tensor]]
+"""(mask of the batch, its samples) -> mask of every term."""
 
 
-def test_losses_that_do_not_fit_the_terms_are_named() -> None:
-    (told,) = run_host_ranks(misfits_on_host, 1)
-    for name, (_, _, error) in MISFITS.items():
-        assert told[name] is None if error is None else told[name].startswith(error), name
-    assert "expected a TokenLoss, whose losses are" in told["stock"]
+def one(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
+    return dict.fromkeys(MODES, mask)
+
+
+def equal(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: mask.clone() for name in MODES}
+
+
+def own(
+    mask: Tensor, of_mb: tuple[int, ...], name: str = "kl", samples: Any = range(8)
+) -> dict[str, Tensor]:
+    """The term ``name`` leaves the first token of every row out, in microbatches of ``samples``."""
+    left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
+    return {**one(mask, of_mb), name: left_out if of_mb[0] in samples else mask}
+
+
+own_entropy = partial(own, name="entropy")
+own_later = partial(own, samples=(2, 6))
+own_elsewhere = partial(own, samples=(6,))
+
+# Modes; the masks that are planned; those of the loss functions.
+MASKED: dict[str, tuple[dict[str, str], Masks, Masks]] = {
+    "all alike": (ALIKE, one, one),
+    "another mode": (MODES, one, one),
+    "equal masks": (MODES, one, equal),
+    "own masks": (MODES, own, own),
+    # The second microbatch alone has them, but they count in the denominator of both, and of both
+    # data-parallel ranks.
+    "own masks later": (ALIKE, own_later, own_later),
+    "own masks on one rank": (ALIKE, own_elsewhere, own_elsewhere),
+    "custom": (dict.fromkeys(MODES, "custom"), one, one),
+}
+
+
+def with_masks(batch: Batch, of_mb: tuple[int, ...], planned: Masks, given: Masks) -> Batch:
+    mask = batch["loss_mask"]
+    return {**batch, "planned": planned(mask, of_mb), "given": given(mask, of_mb)}
+
+
+def read(batch: Batch) -> dict[str, Microbatch]:
+    """Terms whose masks are one share a microbatch."""
+    masks, prompts = batch["planned"], batch["prompt_ids"]
+    shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in masks.values()}
+    return {name: shared[id(mask)] for name, mask in masks.items()}
+
+
+def masked_step(data_iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    batch = gpt.received(data_iterator)
+    losses, _ = gpt.forward_step(iter([batch]), model)
+
+    def compute(x: Tensor) -> Any:
+        return {name: x**power for name, power in POWERS.items()}, {}
+
+    return losses, TokenLoss(compute, batch["given"])
+
+
+def masked_terms(modes: dict[str, str]) -> dict[str, Term]:
+    return {name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()}
+
+
+def masked_case(modes: dict[str, str], planned: Masks, given: Masks, ranks: int = 2) -> Case:
+    return Case(
+        "",
+        layout="bshd",
+        places=PLACES[:ranks],
+        terms=masked_terms(modes),
+        hook={"read_batch": read},
+        batch=partial(with_masks, planned=planned, given=given),
+        step=masked_step,
+        call=OF_ROWS,
+        times=2,
+    )
+
+
+def masked_gradient(modes: dict[str, str], planned: Masks, ranks: int) -> Any:
+    """The reference's gradient of ``sum coefficient * w * loss ** power``."""
+    exact, total = reference(), []
+    for name, power in POWERS.items():
+        step = [
+            [masked_samples(planned, name, of_mb) for of_mb in of_rank]
+            for of_rank in PLACES[:ranks]
+        ]
+        mode, divisor = modes[name], None
+        if mode == "custom":  # of masks of 0 and 1
+            mode, divisor = "sum", len(flat(step))
+        nested = oracle.step_weights(mode, step, divisor=divisor)
+        for k, w in zip(flat(PLACES[:ranks]), flat(nested), strict=True):
+            slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
+            total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
+    return exact.gradient(total)
+
+
+def masked_samples(planned: Masks, name: str, of_mb: tuple[int, ...]) -> list[oracle.Sample]:
+    """With the mask of a term."""
+    chosen = [sequences()[k] for k in of_mb]
+    rows = planned(batch_of(chosen, "bshd")["loss_mask"], of_mb)[name]
+    return [
+        oracle.Sample(tuple(row[: len(s.tokens)].tolist()), s.sample.prompt)
+        for s, row in zip(chosen, rows, strict=True)
+    ]
+
+
+def flat(step: Any) -> list[Any]:
+    """The samples of a step, of all its ranks and microbatches."""
+    return [sample for rank in step for microbatch in rank for sample in microbatch]
+
+
+# The second rank of two tensor-parallel ones gets its weights by pickle.
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    ranks = topology.data_parallel_size
+    cases = {case: masked_case(*masked, ranks) for case, masked in MASKED.items()}
+    expected = [masked_gradient(modes, planned, ranks) for modes, planned, _ in MASKED.values()]
+    found = run(topology, list(cases.values()), expected)
+    for name_of, case in cases.items():
+        assert max(rank.error for rank in found[case]) <= EXACT, name_of
+
+
+def changed(own_mask: Masks, *, later: bool) -> Row:
+    """A mask of one term's own, which was not planned; or in a second step alone."""
+    steps = [masked_case(MODES, one, given) for given in (*[one] * later, own_mask)]
+    return Row(
+        "MaskError: the loss function's mask is not this rank's part",
+        hook=hook_of(masked_terms(MODES), read_batch=read),
+        data=lambda rank: chain.from_iterable(case.data(rank) for case in steps),
+        before=[{"forward_step_func": masked_step, **OF_ROWS}] * later,
+        step=masked_step,
+        call=OF_ROWS,
+    )
+
+
+ROWS |= {
+    "own mask at once": changed(own, later=False),
+    "own mask later": changed(own, later=True),
+    "own mask of other weights at once": changed(own_entropy, later=False),
+    "own mask of other weights later": changed(own_entropy, later=True),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_losses_and_masks_that_do_not_fit_the_terms_are_refused(name: str) -> None:
+    assert_told(__name__, name)

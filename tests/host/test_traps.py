@@ -7,6 +7,7 @@ on the same data, is that of one process.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook
-from tests.host.harness import EXACT, run_host_ranks
+from tests.host.cases import Case, run
+from tests.host.harness import EXACT, Topology
 from tests.host.reference import reference
-from tests.host.steps import LENGTHS, Places, aggregation, batches, sequences, weights_of
+from tests.host.steps import LENGTHS, Places, sequences, weights_of
 
 pytestmark = pytest.mark.host
 
@@ -130,45 +131,37 @@ def token_share(plan: Any, i: int) -> Tensor:
     return plan.microbatches[i].loss_mask / plan.counts.tokens
 
 
-def errors_on_host(d: int, c: int, expected: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Every rank, for each trap: the defective gradient's error against the factor times the
-    reference, and the hook's error against the reference.
-    """
-    from tests.host import gpt, gradients
+def defective_step(data_iterator: Any, model: Any, name: str) -> Any:
+    """The forward step whose loss function has the defect."""
+    from tests.host import gpt
 
-    gpt.initialize(c)
-    place = PLACES[d][gpt.data_rank()]
+    trap = TRAPS[name]
 
-    def defective(trap: Trap, _: Any, mask: Tensor) -> Callable[..., Any]:
+    def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
         def loss_func(output: Tensor) -> tuple[Any, ...]:
-            total = (output * mask).sum()
-            return *trap.defective(Local(total, mask.sum(), tokens(trap.masks), d, c)), {}
+            known = mask.sum(), tokens(trap.masks), trap.d, trap.c
+            return *trap.defective(Local((output * mask).sum(), *known)), {}
 
         return loss_func
 
-    errors = {}
-    for name, right in expected.items():
-        trap = TRAPS[name]
-        ddp = gpt.ddp_model(trap.per_token)
-        options = {"function": token_share} if trap.mode == "custom" else {}
-        hook = LossHook(aggregation(trap.mode, **options))
-        wrong_step = gpt.forward_step_with(functools.partial(defective, trap))
-        data = functools.partial(batches, place, "thd", trap.masks)
-        gpt.run_step(None, ddp, data(), N_MB, forward_step_func=wrong_step)
-        off = gradients.error(ddp, {key: g * trap.factor for key, g in right.items()})
-        gpt.run_step(hook, ddp, data(), N_MB)
-        errors[name] = off, gradients.error(ddp, right)
-    return errors
+    return gpt.forward_step_with(defective)(data_iterator, model)
 
 
 @pytest.mark.parametrize("d, c", [(2, 1), (1, 2)])
 def test_the_defect_is_off_by_its_factor_and_the_hook_is_exact(d: int, c: int) -> None:
-    traps = {name: trap for name, trap in TRAPS.items() if (trap.d, trap.c) == (d, c)}
-    expected = {}
-    for name, trap in traps.items():
+    names = [name for name, trap in TRAPS.items() if (trap.d, trap.c) == (d, c)]
+    cases, expected = [], []
+    for name, trap in ((name, TRAPS[name]) for name in names):
+        options = {"function": token_share} if trap.mode == "custom" else {}
+        right = Case(
+            trap.mode, options, trap.masks, "thd", places=PLACES[d], per_token=trap.per_token
+        )
+        step = functools.partial(defective_step, name=name)
+        cases += [dataclasses.replace(right, step=step, hooked=False), right]
         means = "token_mean" if trap.mode == "custom" else trap.mode
-        expected[name] = reference().gradient(weights_of(means, PLACES[d], trap.masks))
-    errors = run_host_ranks(errors_on_host, 2, d, c, expected)[0]
-    for name, trap in traps.items():
+        gradient = reference().gradient(weights_of(means, PLACES[d], trap.masks))
+        expected += [{key: g * trap.factor for key, g in gradient.items()}, gradient]
         assert abs(trap.factor - 1) > 1e-3, name
-        assert max(errors[name]) <= EXACT, (name, errors[name])
+    found = run(Topology(2, {"cp": c}), cases, expected)
+    for case in cases:
+        assert max(rank.error for rank in found[case]) <= EXACT, case

@@ -13,134 +13,99 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore import LossHook, TokenLoss
-from megatron_loss_agg.mcore.host import GATHERS
-from megatron_loss_agg.report import Sum, reduce_reports
-from tests.host.harness import CP2, EXACT, TOPOLOGIES, TP2, Topology, run_host_ranks
+from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.report import Sum
+from tests.host import rl, whole
+from tests.host.cases import Case, run
+from tests.host.harness import CP2, EXACT, TOPOLOGIES, TP2, Topology
 from tests.host.reference import reference
-from tests.host.steps import PLACES, aggregation, batches, weights_of
-from tests.host.test_terms import PLACES as PLACES_OF_TERMS
-from tests.host.test_terms import expected as expected_of_terms
-from tests.host.whole import layout_of, parts, script
+from tests.host.steps import PLACES
+from tests.host.test_terms import STEPS, expected_of_terms
 
 pytestmark = pytest.mark.host
 
-
-TOPOLOGIES_OF_WHOLE = {
-    **{name: TOPOLOGIES[name] for name in ("cp2", "dp2-cp2", "dp2")},
-    "tp2-cp2": Topology(4, {**TP2, **CP2}),
+KINDS = ("local_grad", "reduced_grad")
+FLAGS = (False, True)
+# Modes by topology. The losses of "token_mean" are gathered in the forward step.
+MODES = {
+    "cp2": ("prompt_mean",),
+    "dp2": ("prompt_mean",),
+    "dp2-cp2": ("prompt_mean", "token_mean", "constant"),
 }
 
 
-def exact_cases(name: str) -> list[tuple[str, bool, str, str, str, bool]]:
-    """(kind, per-token flag, layout, mode, masks, gathered in the forward step)."""
-    if name == "tp2-cp2":
-        return [(kind, True, "thd", "sample_mean", "01", False) for kind in GATHERS]
-    several = name == "dp2-cp2"
-    modes = ("prompt_mean", "token_mean", "constant") if several else ("prompt_mean",)
-    cases = [
-        (kind, per_token, layout, mode, "01", mode == "token_mean")
-        for kind, per_token, layout, mode in product(GATHERS, (False, True), ("thd", "bshd"), modes)
-    ]
+def case_of(mode: str, kind: str, layout: str, flag: bool, ranks: int, masks: str = "01") -> Case:
+    return Case(
+        mode,
+        masks=masks,
+        layout=layout,
+        places=PLACES[ranks],
+        per_token=flag,
+        step=whole.script(kind, early=mode == "token_mean", metric=True),
+        times=2,  # the first step measures
+    )
+
+
+def cases_of(name: str) -> list[Case]:
+    ranks = TOPOLOGIES[name].data_parallel_size
+    rows = product(MODES[name], KINDS, ("thd", "bshd"), FLAGS)
     # The last tokens of sequences are on the first context-parallel rank.
-    return cases + [
-        (kind, per_token, "thd", "sample_mean", "single", False)
-        for kind, per_token in product(GATHERS, (False, True))
-    ]
+    singles = product(["sample_mean"], KINDS, ["thd"], FLAGS, [ranks], ["single"])
+    return [*(case_of(*row, ranks) for row in rows), *(case_of(*row) for row in singles)]
 
 
-def whole_on_host(
-    name: str, expected: dict[tuple[str, str], Any]
-) -> dict[Any, tuple[float, dict[str, float]]]:
-    """Every rank: the error of each case's gradient, and what is reported."""
-    from megatron.core import parallel_state
-
-    from tests.host import gpt, gradients
-
-    topology = TOPOLOGIES_OF_WHOLE[name]
-    gpt.initialize(**topology.sizes)
-    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    answers = {}
-    for case in exact_cases(name):
-        kind, per_token, layout, mode, masks, early = case
-        ddp, hook = models[per_token], LossHook(aggregation(mode))
-        place = PLACES[topology.data_parallel_size][gpt.data_rank()]
-        errors = []
-        for _ in range(2):  # the first step measures
-            step = script(kind, early=early, metric=True)
-            data = batches(place, layout, masks)
-            reports = gpt.run_step(hook, ddp, data, len(place), forward_step_func=step)
-            errors.append(gradients.error(ddp, expected[mode, masks]))
-        answers[case] = max(errors), reduce_reports(reports, group)
-    return answers
+CASES = {name: (TOPOLOGIES[name], cases_of(name)) for name in MODES}
+CASES["tp2-cp2"] = (
+    Topology(4, {**TP2, **CP2}),
+    [case_of("sample_mean", kind, "thd", True, 1) for kind in KINDS],
+)
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES_OF_WHOLE)
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_and_reports_of_whole_losses_are_exact(name: str) -> None:
-    topology = TOPOLOGIES_OF_WHOLE[name]
-    places = PLACES[topology.data_parallel_size]
-    steps = {
-        (mode, masks): weights_of(mode, places, masks) for *_, mode, masks, _ in exact_cases(name)
-    }
-    expected = {step: reference().gradient(w) for step, w in steps.items()}
-    for rank in run_host_ranks(whole_on_host, topology.world_size, name, expected, timeout=300):
-        assert rank
-        for case, (error, metrics) in rank.items():
-            *_, mode, masks, _ = case
+    for case, ranks in run(*CASES[name]).items():
+        loss = reference().loss(case.weights)
+        for error, reports in ranks:
             assert error <= EXACT, case
-            loss = reference().loss(steps[mode, masks])
-            wanted = pytest.approx({f"{mode} loss": loss, "again": loss}, rel=EXACT, abs=0)
-            assert metrics == wanted, case
+            wanted = {f"{case.mode} loss": loss, "again": loss}
+            assert reports == pytest.approx(wanted, rel=EXACT, abs=0), case
 
 
-def terms_on_host(name: str, gradient: Any) -> list[tuple[float, dict[str, float]]]:
-    """Every rank, of the policy step of four terms: gradient error, and what is reported."""
-    from megatron.core import parallel_state
+def terms_step(data_iterator: Iterator[Any], model: Any, kind: str | None) -> tuple[Any, TokenLoss]:
+    """The policy step of four terms, their losses whole or this rank's; reported again."""
+    batch = next(data_iterator)
+    layout = whole.layout_of(batch)
+    output, local = rl.forward_step(iter([batch]), model)
 
-    from tests.host import gpt, gradients, rl
+    def compute(output: Any, weights: Any) -> Any:
+        losses, report = local.compute(output)
+        if kind is not None:
+            losses = {n: layout.unshard(whole.parts(x, kind)) for n, x in losses.items()}
+        again = {f"{n} again": Sum.of(losses[n], w) for n, w in weights.items()}
+        return losses, {**report, **again}
 
-    topology = TOPOLOGIES[name]
-    gpt.initialize(**topology.sizes)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    places = PLACES_OF_TERMS[topology.data_parallel_size][1]
-
-    def forward_step(kind: Any, data_iterator: Iterator[Any], model: Any) -> tuple[Any, TokenLoss]:
-        batch = next(data_iterator)
-        layout = layout_of(batch)
-        output, local = rl.forward_step(iter([batch]), model)
-
-        def compute(output: Any, weights: Any) -> Any:
-            losses, report = local.compute(output)
-            if kind is not None:
-                losses = {n: layout.unshard(parts(x, kind)) for n, x in losses.items()}
-            again = {f"{n} again": Sum.of(losses[n], w) for n, w in weights.items()}
-            return losses, {**report, **again}
-
-        mask = local.loss_mask if kind is None else batch["loss_mask"]
-        return output, TokenLoss(compute, mask, kind, takes_weights=True)
-
-    answers = []
-    for kind, per_token in product((None, *GATHERS), (False, True)):
-        ddp = gpt.ddp_model(per_token)
-        data = rl.packs(*places[gpt.data_rank()])
-        step = functools.partial(forward_step, kind)
-        hook = LossHook(rl.TERMS, total="total loss")
-        number = len(places[gpt.data_rank()])
-        reports = gpt.run_step(hook, ddp, data, number, forward_step_func=step)
-        answers.append((gradients.error(ddp, gradient), reduce_reports(reports, group)))
-    return answers
+    mask = local.loss_mask if kind is None else batch["loss_mask"]
+    return output, TokenLoss(compute, mask, kind, takes_weights=True)
 
 
 @pytest.mark.parametrize("name", ["cp2", "dp2-cp2"])
 def test_every_term_and_metric_is_exact(name: str) -> None:
     gradient, numbers = expected_of_terms()
+    topology = TOPOLOGIES[name]
+    cases = [
+        Case(
+            "",
+            terms=rl.TERMS,
+            places=STEPS[topology.data_parallel_size][1],
+            per_token=flag,
+            hook={"total": "total loss"},
+            step=functools.partial(terms_step, kind=kind),
+        )
+        for kind, flag in product((None, *KINDS), FLAGS)
+    ]
     wanted = {"total loss" if n == "loss" else n: x for n, x in numbers.items()}
     wanted |= {n.replace(" loss", " again"): x for n, x in numbers.items() if n.endswith(" loss")}
-    for rank in run_host_ranks(
-        terms_on_host, TOPOLOGIES[name].world_size, name, gradient, timeout=300
-    ):
-        assert len(rank) == 6
-        for error, metrics in rank:
-            assert error <= EXACT
-            assert metrics == pytest.approx(wanted, rel=EXACT, abs=1e-15)
+    for case, ranks in run(topology, cases, [gradient] * len(cases)).items():
+        for error, reports in ranks:
+            assert error <= EXACT, case
+            assert reports == pytest.approx(wanted, rel=EXACT, abs=1e-15), case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,22 +71,23 @@ def layout_of(batch: dict[str, Tensor]) -> CPLayout:
     return CPLayout.bshd(batch["tokens"].shape[1], size, rank)
 
 
-def of_all(batch: dict[str, Tensor], *local: Tensor) -> list[Tensor]:
-    """Of all context-parallel ranks' tokens, gathered without communication in backward."""
-    layout = layout_of(batch)
-    return [layout.unshard(parts(x, "local_grad")) for x in local]
+def script(kind: str, **options: Any) -> Callable[..., Any]:
+    """`forward_step` with these options."""
+    return functools.partial(forward_step, kind=kind, **options)
 
 
-def script(
-    kind: str,
+def forward_step(
+    data_iterator: Iterator[Any],
+    model: Any,
     *,
+    kind: str,
     whole: str | None = "as it is",
     early: bool = False,
     function: Any = None,
     metric: bool = False,
     gathers: bool = True,
-) -> Callable[..., Any]:
-    """A forward step with whole losses.
+) -> tuple[Any, TokenLoss]:
+    """Whole losses.
 
     Args:
         whole: what the loss function says of them.
@@ -94,36 +96,32 @@ def script(
         function: of the whole log-probabilities.
         metric: report the losses again, by the weights.
     """
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, TokenLoss]:
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from tests.host import gpt
 
-        from tests.host import gpt
+    batch = gpt.received(data_iterator)
+    layout = layout_of(batch)
+    tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
+    logits = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
 
-        batch = next(data_iterator)
-        layout = layout_of(batch)
-        tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
-        logits = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
+    def gathered(logits: Tensor) -> Tensor:
+        with gpt.KeepDouble():
+            # It overwrites the logits, and its backward pass what it kept for it.
+            flat = logits.reshape(1, -1, logits.shape[-1])
+            losses = vocab_parallel_cross_entropy(flat, labels.reshape(1, -1))
+        losses = losses.view_as(labels)
+        if not gathers:
+            return losses
+        losses = layout.unshard(parts(losses, kind))
+        return losses if function is None else function(losses)
 
-        def gathered(logits: Tensor) -> Tensor:
-            with gpt.KeepDouble():
-                # It overwrites the logits, and its backward pass what it kept for it.
-                flat = logits.reshape(1, -1, logits.shape[-1])
-                losses = vocab_parallel_cross_entropy(flat, labels.reshape(1, -1))
-            losses = losses.view_as(labels)
-            if not gathers:
-                return losses
-            losses = layout.unshard(parts(losses, kind))
-            return losses if function is None else function(losses)
+    def compute(output: Any, weights: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        losses = output["whole"] if early else gathered(output)
+        report = {"again": Sum.of(losses, weights)} if metric else {}
+        return losses, report
 
-        def compute(output: Any, weights: Any = None) -> tuple[Tensor, dict[str, Any]]:
-            losses = output["whole"] if early else gathered(output)
-            report = {"again": Sum.of(losses, weights)} if metric else {}
-            return losses, report
-
-        output = {"whole": gathered(logits)} if early else logits
-        said = kind if whole == "as it is" else whole
-        mask = batch["loss_mask"] if gathers else local_mask
-        return output, TokenLoss(compute, mask, said, takes_weights=metric)
-
-    return forward_step
+    output = {"whole": gathered(logits)} if early else logits
+    said = kind if whole == "as it is" else whole
+    mask = batch["loss_mask"] if gathers else local_mask
+    return output, TokenLoss(compute, mask, said, takes_weights=metric)

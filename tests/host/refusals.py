@@ -1,0 +1,154 @@
+"""Steps that go wrong, as rows of a table: what is done, and what each rank is told of it.
+
+A module with a table names it ``ROWS`` and has one test:
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_every_rank_is_told(name: str) -> None:
+        assert_told(__name__, name)
+
+All rows of one topology run in one start of its ranks, one after the other on the same models:
+after an error, the next step starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_loss_agg.mcore import LossHook
+from tests.host.harness import TOPOLOGIES, build_chunks, error_of, run_host_ranks
+from tests.host.steps import Counted, aggregation, batches
+
+EVALUATION = {"forward_only": True}
+
+
+def hook_of(terms: Any = "prompt_mean", **options: Any) -> Callable[[int], LossHook]:
+    """Of a mode, or of terms: a new hook on every rank."""
+    terms = aggregation(terms) if isinstance(terms, str) else terms
+    return lambda rank: LossHook(terms, **options)
+
+
+def thd(*places: tuple[tuple[int, ...], ...]) -> Callable[[int], Any]:
+    """Packs of the samples ``places``, by data-parallel rank and microbatch."""
+    return lambda rank: batches(places[rank], "thd")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of the host, or several calls of one, and what becomes of it.
+
+    Args:
+        says: the error that every rank raises, its class and parts of its text, as in "HostError:
+            a term ... return a TokenLoss"; nothing if all is well.
+        on_rank: what some ranks raise instead, by global rank.
+        hook: global rank -> hook.
+        data: data-parallel rank -> data iterator of ``number`` microbatches and more.
+        step: the forward step; or by ``loss`` that of `gpt.forward_step_with`.
+        before: options of earlier calls, which hear nothing; with the stock forward step, but for
+            the option ``loss``.
+        call: other options of the call, such as ``schedule``.
+        planned: data-parallel rank -> the step, of which ``calls`` take their numbers.
+        run: with the hook of the row, in place of the call.
+        model: the model's configuration when it is built.
+        config, ddp_config: what the row changes in those of the model and of its wrapper.
+    """
+
+    says: str = ""
+    on_rank: Mapping[int, str] = field(default_factory=dict)
+    topology: str = "dp2"
+    hook: Callable[[int], LossHook] = field(default_factory=hook_of)
+    data: Callable[[int], Any] = Counted
+    number: int = Counted.N_MB
+    step: Callable[..., Any] | None = None
+    loss: Callable[..., Any] | None = None
+    before: Sequence[Mapping[str, Any]] = ()
+    call: Mapping[str, Any] = field(default_factory=dict)
+    planned: Callable[[int], list[Any]] | None = None
+    calls: Sequence[int] = ()
+    run: Callable[[LossHook], Any] | None = None
+    per_token: bool = False
+    model: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ddp_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def assert_told(module: str, name: str) -> None:
+    """Every rank raised what the row ``name`` of the module says, and nothing else."""
+    row = _rows(module)[name]
+    for rank, errors in enumerate(_told(module, row.topology)):
+        error, says = errors[name], row.on_rank.get(rank, row.says)
+        assert (error is None) == (not says), (rank, error)
+        if error is not None:
+            kind, _, text = says.partition(": ")
+            assert error.startswith(f"{kind}: "), (rank, error)
+            assert [part for part in text.split(" ... ") if part not in error] == [], (rank, error)
+            assert "tensor(" not in error
+
+
+def _rows(module: str) -> dict[str, Row]:
+    return importlib.import_module(module).ROWS  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _told(module: str, topology: str) -> list[dict[str, str | None]]:
+    """By rank, the error of each row of ``topology``."""
+    size = TOPOLOGIES[topology].world_size
+    return run_host_ranks(_errors, size, module, topology, timeout=300)
+
+
+def _errors(module: str, topology: str) -> dict[str, str | None]:
+    from tests.host import gpt
+
+    gpt.initialize(**TOPOLOGIES[topology].sizes)
+    models: dict[Any, Any] = {}
+    rows = {name: row for name, row in _rows(module).items() if row.topology == topology}
+    return {name: error_of(_run, row, models) for name, row in rows.items()}
+
+
+def _run(row: Row, models: dict[Any, Any]) -> None:
+    """``row`` on this rank."""
+    from tests.host import gpt
+
+    hook = row.hook(dist.get_rank())
+    if row.run is not None:
+        row.run(hook)
+        return
+    key = row.per_token, *row.model.items()
+    if key not in models:
+        models[key] = build_chunks(TOPOLOGIES[row.topology], row.per_token, **row.model)
+    (ddp,) = models[key]
+    data = row.data(gpt.data_rank()) if gpt.reads_data() else None
+
+    def step(number: int, *, loss: Any = None, **options: Any) -> None:
+        if loss is not None:
+            options["forward_step_func"] = gpt.forward_step_with(loss)
+        gpt.run_step(hook, ddp, data, number, **options)
+
+    call = {"forward_step_func": row.step or gpt.forward_step, "loss": row.loss, **row.call}
+    with _changed(ddp.config, row.config), _changed(ddp.ddp_config, row.ddp_config):
+        if row.planned is not None:
+            with hook.step(row.planned(gpt.data_rank())):
+                for i, number in enumerate(row.calls):
+                    step(number, zero_grad=i == 0, **call)
+            return
+        for options in row.before:
+            told = error_of(step, row.number, **options)
+            assert told is None, told
+        step(row.number, **call)
+
+
+@contextlib.contextmanager
+def _changed(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    saved = vars(config).copy()
+    vars(config).update(values)
+    try:
+        yield
+    finally:
+        vars(config).clear()
+        vars(config).update(saved)
