@@ -139,7 +139,7 @@ FAILED = {
     ),
     # Every stage hears of the first step in any case.
     "an empty step": Row(
-        "PeerError: the last pipeline stage, or another",
+        "PeerError: last pipeline stage",
         {1: "MaskError: every token of the step is masked or rejected"},
         "pp2",
         hook_of("token_mean", empty_step="error"),
