@@ -121,8 +121,8 @@ def with_config(says: str = "", **config: Any) -> Row:
 
 
 ON_CP2 = {"topology": "cp2", "data": partial(Counted, layout="thd")}
-OWN_GROUPS = "HostError: context_parallel ... one group for all"
-GRAPHS = "HostError: replays one step's weights for all ... CUDA graphs of layers"
+OWN_GROUPS = "HostError: groups of their own"
+GRAPHS = "HostError: it replays one step's weights for all ... graphs of layers"
 ITERATION, INFERENCE = ["full_iteration"], ["full_iteration_inference"]
 SETTINGS = {
     "context groups of all ranks": Row(**ON_CP2, step=partial(in_group, 2)),
@@ -131,20 +131,22 @@ SETTINGS = {
         **ON_CP2,
         step=partial(in_group, 1),
     ),
-    "hybrid context groups": with_config(OWN_GROUPS, hybrid_context_parallel=True),
-    "dynamic context groups": with_config(OWN_GROUPS, dynamic_context_parallel=True),
+    "hybrid context groups": with_config(f"{OWN_GROUPS} ... hybrid", hybrid_context_parallel=True),
+    "dynamic context groups": with_config(
+        f"{OWN_GROUPS} ... dynamic", dynamic_context_parallel=True
+    ),
     "a graph of an iteration": with_config(GRAPHS, cuda_graph_impl="full_iteration"),
     "a graph of an iteration, by its scope": with_config(
         GRAPHS, cuda_graph_impl="local", cuda_graph_scope=ITERATION
     ),
     "graphs of layers": with_config(cuda_graph_impl="local", cuda_graph_scope=INFERENCE),
     "overlap of experts": with_config(
-        "HostError: overlap_moe_expert_parallel_comm ... expected it off",
+        "HostError: overlap ... cannot be checked",
         overlap_moe_expert_parallel_comm=True,
     ),
     # Megatron itself then scales wrongly.
     "optimizer instances": Row(
-        "HostError: num_distributed_optimizer_instances > 1 ... one instance",
+        "HostError: instances > 1 ... pipeline stages",
         topology="pp2",
         per_token=True,
         ddp_config={"num_distributed_optimizer_instances": 2},
