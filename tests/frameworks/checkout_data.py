@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.frameworks.reference import DIVISOR, KL, Terms, grpo, references, token_values, total
+from tests.frameworks.harness import DIVISOR, KL, Terms, grpo, references, token_values, total
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Gradient, relative_error
 from tests.host.steps import VOCAB

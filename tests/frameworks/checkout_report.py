@@ -20,7 +20,7 @@ from tests.frameworks.checkout_data import (
     reference,
     weights,
 )
-from tests.frameworks.reference import DIVISOR
+from tests.frameworks.harness import DIVISOR
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Gradient
 

@@ -30,8 +30,7 @@ from tests.frameworks.checkout_report import (
     refused,
     stock,
 )
-from tests.frameworks.optimizer import KeepGradients
-from tests.frameworks.reference import CLIP, KL
+from tests.frameworks.harness import CLIP, KL, KeepGradients
 from tests.peers.standins import use_peers
 
 STANDINS = (
