@@ -2,15 +2,21 @@
 
 A page's blocks of Python run in their order, as one program. Commands of the package itself run,
 too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
-Links lead somewhere, and what the pages say of errors is so.
+Links lead somewhere, what the pages say of errors is so, and the API pages hold every public name.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import inspect
 import os
+import pkgutil
 import re
 import shlex
+import subprocess
+import sys
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -18,9 +24,11 @@ from typing import Any, NamedTuple, NoReturn
 import pytest
 from markdown.extensions.toc import slugify
 
+import megatron_loss_agg
+from megatron_loss_agg import errors
 from tests.distributed import run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/*.md")
@@ -281,3 +289,54 @@ def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist
     for quote in quoted:
         pattern = ".*".join(re.escape(part) for part in quote.split("..."))
         assert any(re.search(pattern, message) for message in messages), quote
+
+
+_COMMANDS = ("megatron_loss_agg.explain",)  # whose __all__ is a command's main function
+_PUBLIC_PATHS = {"megatron_loss_agg.losses.policy": "megatron_loss_agg.policy"}
+
+
+def _public_names() -> list[str]:
+    """The dotted paths of all names in `__all__` of all modules, and of their public members."""
+    found = [f"{errors.__name__}.{name}" for name in vars(errors) if name.endswith("Error")]
+    modules = pkgutil.walk_packages(megatron_loss_agg.__path__, "megatron_loss_agg.")
+    for name in ("megatron_loss_agg", *(module.name for module in modules)):
+        path = ROOT / name.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if "\n__all__ = " not in source.read_text() or name in _COMMANDS:
+            continue
+        module, place = import_module(name), _PUBLIC_PATHS.get(name, name)
+        for public in module.__all__:
+            value = getattr(module, public)
+            members = _members(value, module.__all__) if inspect.isclass(value) else []
+            found += [f"{place}.{public}", *(f"{place}.{public}.{member}" for member in members)]
+    return found
+
+
+def _members(cls: type, public: list[str]) -> list[str]:
+    """Public members of a class that neither its docstring nor a base of public name describes."""
+    described = {*re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.MULTILINE)}
+    members: list[str] = []
+    for base in cls.__mro__:
+        if base is not cls and base.__name__ in public:
+            described |= {*vars(base)}
+        elif base.__module__.startswith("megatron_loss_agg"):
+            members += [x for x in vars(base) if not x.startswith("_")]
+    return [member for member in members if member not in described]
+
+
+def test_api_pages_hold_every_public_name_and_render_the_sections_of_its_docstring(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {page.name: page.read_text() for page in tmp_path.glob("api*.html")}
+    (names,) = run_ranks(_public_names, 1, preload="tests.host.preload")
+    assert len(names) > 80
+    shown = {name for page in pages.values() for name in re.findall(r'id="([\w.]+)"', page)}
+    assert [name for name in names if name not in shown] == []
+    for name, page in pages.items():
+        assert re.findall(r"<p>\s*(?:Args|Attributes|Returns|Raises)\b.*?:", page) == [], name
+        assert "::\n" not in page and "<p>::" not in page, name
+    guide = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "custom_loop.html").read_text()))
+    assert (ROOT / "examples/custom_loop.py").read_text().strip() in guide
