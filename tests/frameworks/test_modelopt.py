@@ -22,10 +22,7 @@ STANDINS = (
     "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
     "scipy transformers"
 )
-PLACES: dict[int, Places] = {
-    1: (((0, 1), (5, 2, 3)),),
-    2: (((0, 5), (3,)), ((1,), (2, 4))),
-}
+PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
 MODE = "sample_mean"
 FLAGS = ("--loss-aggregation", MODE, "--export-kd-teacher-load", "teacher")
 TOP_K = {"logit_kl_topk": 5}

@@ -17,15 +17,7 @@ import torch
 
 from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.distributed import run_ranks
-from tests.frameworks.harness import (
-    FP32,
-    ROOT,
-    attempt,
-    page,
-    references,
-    text_of,
-    token_values,
-)
+from tests.frameworks.harness import FP32, ROOT, attempt, page, references, text_of, token_values
 from tests.host.reference import Gradient, Reference, relative_error
 from tests.host.steps import EMPTY, PLACES, Places, Weights, sequences, weights_of
 
