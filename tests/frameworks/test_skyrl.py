@@ -204,6 +204,7 @@ def test_every_term_of_the_loss_is_exact_where_stocks_are_means_of_microbatches(
     own = error(stock[way, mode], mode, way)  # of stock, in its own formula
     assert own < FP32
     assert error(patched["ours", way, mode], mode) <= min(2 * own, FP32)
+    assert all(error(patched["ours", way, mode], other) > 2e-3 for other in {*MODES} - {mode})
     assert error(stock[way, mode], mode) > 2e-2
 
 
