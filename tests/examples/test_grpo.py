@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from examples.grpo import checkpoint, packing, task
 from examples.grpo.options import MODES, Options, parse
 from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
-from megatron_loss_agg.mcore.reading.keys import read_batch
+from megatron_loss_agg.mcore import read_batch
 from tests.host.harness import run_host_ranks
 
 MULTIPLE = 4  # twice the context-parallel size

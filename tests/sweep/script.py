@@ -41,7 +41,7 @@ from torch.nn import Parameter
 from tests.host.gradients import group_of, is_split, parts
 from tests.sweep import data
 
-KEYS = (
+KEYS = [
     "attention_mask",
     "cu_seqlens",
     "cu_seqlens_padded",
@@ -52,7 +52,7 @@ KEYS = (
     "max_seqlen",
     "position_ids",
     "tokens",
-)
+]
 
 
 class Part(NamedTuple):
@@ -127,7 +127,6 @@ class Launch:
     def __init__(self) -> None:
         self.models: list[GPTModel] = []
         self.drawn: list[tuple[int, int, list[int]]] = []
-        self.began = False
         self.microbatches = 0
 
     def note(self, batch: dict[str, Tensor], model: Any) -> None:
@@ -213,18 +212,16 @@ def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     return PackedSeqParams("thd", padded, padded, padded, padded, longest, longest)
 
 
-def forward_step(
-    launch: Launch, iterator: Any, model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Any]:
-    launch.began = True
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    batch = get_batch(launch, iterator, model, vp_stage)
-    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
-    options = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
-    if return_schedule_plan:
-        plan = get_attr_wrapped_model(model, "build_schedule_plan")(*inputs, **options)
-        return plan, partial(loss_func, batch["loss_mask"])
-    output = model(*inputs, **options, packed_seq_params=packed_params(batch))
+def forward_step(launch: Launch, iterator: Any, model: Any) -> tuple[Any, Any]:
+    batch = get_batch(launch, iterator, model, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_params(batch),
+    )
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -276,9 +273,9 @@ def rank_main(argv: list[str], log: str, with_plugin: bool = True) -> Result:
         _train(argv, launch, with_plugin)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise Ended(_ended(end, launch)) from None
+            raise Ended(_ended(end)) from None
     except BaseException as error:
-        raise Ended(_ended(error, launch)) from None
+        raise Ended(_ended(error)) from None
     parts = [part for model in launch.models for part in parts_of(model)]
     return Result(parts, launch.drawn, launch.microbatches)
 
@@ -317,8 +314,8 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted({pp_ranks[0], *last, *get_mtp_ranks(pp_ranks, config)})
 
 
-def _ended(error: BaseException, launch: Launch) -> str:
-    from megatron_loss_agg.errors import AggregationError
+def _ended(error: BaseException) -> str:
+    from megatron_loss_agg import AggregationError
 
     frames = traceback.extract_tb(error.__traceback__)
     places = [re.sub(r".*/(megatron|tests)", r"\1", frame.filename) for frame in frames]
@@ -329,7 +326,6 @@ def _ended(error: BaseException, launch: Launch) -> str:
             "text": str(error),
             "named": isinstance(error, AggregationError),
             "cpu": bool(ours) and ours[-1].startswith("megatron_loss_agg/mcore/cpu/"),
-            "began": launch.began,
             "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)][-6:],
         }
     )
