@@ -1,28 +1,205 @@
-"""What a framework's step is held to, and the table of it that `ci/frameworks.sh` prints."""
+"""For frameworks that are run from a checkout: their batch, what they are held to, and the table.
+
+See `ci/frameworks.sh`. A generation batch is of two optimizer steps.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from tests.frameworks.checkout_data import (
-    STEPS,
-    Case,
-    Expected,
-    LogProbs,
-    Losses,
-    errors,
-    reference,
-    weights,
-)
-from tests.frameworks.reference import DIVISOR
+from tests import oracle
+from tests.frameworks.harness import DIVISOR, KL, Terms, grpo, references, token_values, total
 from tests.host.harness import run_host_ranks
-from tests.host.reference import Gradient
+from tests.host.reference import Gradient, relative_error
+from tests.host.steps import VOCAB
+
+MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "constant")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sample: prompt tokens, then answer tokens, of which ``mask`` says which are trained."""
+
+    prompt_length: int
+    mask: tuple[int, ...]
+    prompt: int
+    rollout: int
+    reward: float
+    removed: bool = False
+
+    def kept(self) -> tuple[float, ...]:
+        """The mask, 0 for a removed sample."""
+        return tuple(float(m and not self.removed) for m in self.mask)
+
+    def tokens(self) -> Tensor:
+        """Those of the prompt are the same for all its samples."""
+        prompt, answer = (torch.Generator().manual_seed(x) for x in (self.prompt, self.seed))
+        return torch.cat(
+            [
+                torch.randint(VOCAB, (self.prompt_length,), generator=prompt),
+                torch.randint(VOCAB, (len(self.mask),), generator=answer),
+            ]
+        )
+
+    @property
+    def seed(self) -> int:
+        return 100 * self.rollout + len(self.mask)
+
+
+def _answer(line: str) -> Answer:
+    prompt, length, rollout, mask, reward, *removed = line.split()
+    bits = tuple(map(int, mask))
+    return Answer(int(length), bits, int(prompt), int(rollout), float(reward), bool(removed))
+
+
+# Prompt and its length, rollout, mask of the answer, reward. Six rollouts a step: two samples of
+# one rollout, a prompt with one token, samples without tokens and removed ones.
+ROLLOUTS = 6
+STEPS: tuple[tuple[Answer, ...], ...] = tuple(
+    tuple(map(_answer, block.strip().splitlines()))
+    for block in (
+        """0 3 10 1111101110 1.5
+           0 3 10 0110 -0.5
+           0 3 11 11 1.0
+           1 5 12 01000 2.0
+           1 5 13 0000 1.0
+           2 6 14 11111111111111 -1.0
+           2 6 15 11111 0.7 removed
+           2 6 15 111 -1.2""",
+        """3 2 20 110111 -0.7
+           3 2 21 1 1.1
+           4 9 22 0111111111 0.4
+           4 9 23 11111 1.3
+           4 9 23 00 0.2
+           5 4 24 100 -1.4
+           5 4 25 1111111 0.9 removed
+           4 9 22 1011 -0.3""",
+    )
+)
+
+
+def weights(mode: str, step: Sequence[Answer], rejected: str = "") -> list[list[float]]:
+    """By `tests.oracle`: of every sample's answer tokens.
+
+    Args:
+        rejected: ``skip`` or ``count`` for removed samples; otherwise they are without tokens.
+    """
+    divisor = DIVISOR if mode == "constant" else None
+    chosen = [a for a in step if not (rejected == "skip" and a.removed)]
+    masks = [tuple(map(float, a.mask)) if rejected == "count" else a.kept() for a in chosen]
+    samples = [
+        oracle.Sample(mask, a.prompt, a.rollout) for a, mask in zip(chosen, masks, strict=True)
+    ]
+    found = iter(oracle.step_weights(mode, [[samples]], divisor=divisor)[0][0])
+    by_sample = {id(a): next(found) for a in chosen}
+    zero = [0.0]
+    return [zero * len(a.mask) if a.removed else by_sample[id(a)] for a in step]
+
+
+class Expected(NamedTuple):
+    """Of one step."""
+
+    gradient: Gradient
+    metrics: dict[str, float]
+
+
+class LogProbs(NamedTuple):
+    """fp32, of every sample's answer tokens: of the policy that generated, and of the reference."""
+
+    old: list[Tensor]
+    ref: list[Tensor]
+
+
+Weights = list[list[float]]
+"""Of one step: of every sample's answer tokens."""
+Losses = Callable[[Tensor, Tensor, Tensor, Tensor, float], Terms]
+"""(log-probabilities, entropy, old, reference, reward) of a sample's tokens -> `loss`, metrics."""
+Case = tuple[Losses, list[Weights]]
+"""With the weights of each step."""
+
+
+def with_entropy(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    """`grpo`, under slime's names."""
+    terms = grpo(lp, entropy, old, ref, reward)
+    names = {"policy": "pg_loss", "kl": "kl_loss", "entropy": "entropy_loss"}
+    return {"loss": total(terms), **{names[key]: x for key, x in terms.items()}}
+
+
+def with_score(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    """Without entropy; the KL term has the gradient through the sampling probability too."""
+    terms = grpo(lp, entropy, old, ref, reward)
+    return {"loss": terms["policy"] + KL * terms["kl"] * (lp - lp.detach()).exp()}
+
+
+def nll(lp: Tensor, *_: Any) -> Terms:
+    return {"loss": -lp}
+
+
+def reference(
+    cases: dict[str, Case], rope: bool = True
+) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
+    """Of each step: log-probabilities near the model's, and what each case's weights make of it.
+
+    Args:
+        rope: whether the model knows positions.
+    """
+    return tuple(run_host_ranks(_reference, 1, cases, rope)[0])
+
+
+def _reference(cases: dict[str, Case], rope: bool) -> Any:
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.build()
+    if not rope:
+        model.position_embedding_type = "none"
+    given, found = [], {name: [] for name in cases}
+    for number, step in enumerate(STEPS):
+        tokens = [token_values(model, a.tokens(), a.prompt_length) for a in step]
+        near = partial(_near, torch.Generator().manual_seed(number))
+        log_probs = LogProbs([near(lp) for lp, _ in tokens], [near(lp) for lp, _ in tokens])
+        given.append(log_probs)
+        zipped = list(zip(step, tokens, *log_probs, strict=True))
+        by_losses = {
+            losses: references(
+                model,
+                (losses(*x, old.double(), ref.double(), a.reward) for a, x, old, ref in zipped),
+            )
+            for losses in {losses for losses, _ in cases.values()}
+        }
+        for name, (losses, by_step) in cases.items():
+            terms, w = by_losses[losses], list(enumerate(by_step[number]))
+            metrics = {key: term.loss(w) for key, term in terms.items()}
+            found[name].append(Expected(terms["loss"].gradient(w), metrics))
+    return given, found
+
+
+def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:
+    noise = 0.1 * torch.randn(log_probs.shape, generator=generator, dtype=torch.float64)
+    return (log_probs + noise).detach().float()
+
+
+def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected]) -> list[float]:
+    """The largest of all steps: of the gradient, norm-wise, and of any metric, both relative.
+
+    A metric's error is relative to the step's largest metric, since the terms of a loss cancel.
+    """
+    of_gradients, of_metrics = [], []
+    for (gradient, metrics), e in zip(got, expected, strict=True):
+        of_gradients.append(relative_error(gradient, e.gradient))
+        largest = max(map(abs, e.metrics.values()))
+        shared = metrics.keys() & e.metrics.keys()
+        of_metrics.append(max(abs(metrics[k] - e.metrics[k]) for k in shared) / largest)
+    return [max(of_gradients), max(of_metrics)]
+
 
 Steps = list[tuple[Gradient, dict[str, float]]]
 """Gradient and metrics of each optimizer step."""

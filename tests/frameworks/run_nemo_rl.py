@@ -20,18 +20,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_data import MODES, STEPS, LogProbs, nll, with_score
 from tests.frameworks.checkout_report import (
+    MODES,
+    STEPS,
+    LogProbs,
     Report,
     Run,
     Steps,
     attempt,
     exact,
+    nll,
     refused,
     stock,
+    with_score,
 )
-from tests.frameworks.optimizer import KeepGradients
-from tests.frameworks.reference import CLIP, KL
+from tests.frameworks.harness import CLIP, KL, KeepGradients
 from tests.peers.standins import use_peers
 
 STANDINS = (

@@ -18,15 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.frameworks.checkout_data import (
+from tests.frameworks.checkout_report import (
     MODES,
     ROLLOUTS,
     STEPS,
-    LogProbs,
-    with_entropy,
-)
-from tests.frameworks.checkout_report import (
     Held,
+    LogProbs,
     Report,
     Run,
     Steps,
@@ -34,9 +31,9 @@ from tests.frameworks.checkout_report import (
     exact,
     refused,
     stock,
+    with_entropy,
 )
-from tests.frameworks.optimizer import KeepGradients
-from tests.frameworks.reference import CLIP, ENTROPY, KL
+from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients
 from tests.peers.standins import use_peers
 
 STANDINS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +14,8 @@ import torch
 
 from tests import oracle
 from tests.distributed import run_ranks
-from tests.frameworks.bridge import ranks
-from tests.frameworks.bridge.data import MULTIPLE, sequences
-from tests.frameworks.bridge.ranks import MODES, STOCK
-from tests.host.harness import run_host_ranks
-from tests.host.reference import relative_error
+from tests.frameworks.harness import FP32, attempt, page, references, run_in_bash
+from tests.host.reference import Reference, relative_error
 from tests.host.steps import Weights
 
 pytestmark = [
@@ -27,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(sys.version_info >= (3, 13), reason="Bridge 0.6.2 is for Python 3.12"),
 ]
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/frameworks/megatron-bridge.md"
+MODES = ("token_mean", "sample_mean")
+STOCK = "stock"
 
 
 class Case(NamedTuple):
@@ -40,9 +36,8 @@ class Case(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        multiple = MULTIPLE if self.cp > 1 else 1
         return [
-            *(self.layout, "--multiple", str(multiple)),
+            *(self.layout, "--multiple", "4" if self.cp > 1 else "1"),
             f"model.context_parallel_size={self.cp}",
             f"model.calculate_per_token_loss={self.per_token}",
         ]
@@ -59,37 +54,70 @@ STOCK_ERRORS = {
     Case("packs", 1, True): (0, 5.570e-1),
     Case("packs", 2, True): (0, 5.570e-1),
 }
+every_case = pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)
+run = functools.partial(run_ranks, preload="tests.frameworks.bridge_recipe")
 
-run_bridge_ranks = functools.partial(run_ranks, preload="tests.frameworks.bridge.preload")
-reference = functools.cache(lambda: run_host_ranks(ranks.reference, 1)[0])
+
+def on_ranks(arguments: list[str]) -> dict[str, Any]:
+    """What this rank sees without the plugin, and in each of `MODES`; or an error."""
+    from megatron_loss_agg.mcore.flags import VARIABLE
+    from megatron_loss_agg.mcore.install import install
+    from tests.frameworks import bridge_recipe
+
+    seen = {STOCK: attempt(bridge_recipe.main, arguments)}
+    for mode in MODES:
+        os.environ[VARIABLE] = f"--loss-aggregation {mode}"
+        uninstall = install(watch_exit=False)
+        seen[mode] = attempt(bridge_recipe.main, arguments)
+        uninstall()
+    return seen
 
 
 @functools.cache
 def trained(case: Case) -> list[dict[str, Any]]:
     """What both ranks see, by mode."""
-    return run_bridge_ranks(ranks.train, 2, case.arguments)
+    return run(on_ranks, 2, case.arguments)
 
 
-def weights(mode: str) -> Weights:
-    ((of_step,),) = oracle.step_weights(mode, [[[s.sample for s in sequences()]]])
-    return list(enumerate(of_step))
+def compute_reference() -> tuple[Reference, dict[str, Weights]]:
+    """Every sample of the step alone, in fp64; and the weights of the modes."""
+    from tests.frameworks.bridge_recipe import sequences
+    from tests.host import gpt
+
+    gpt.initialize()
+    model, step = gpt.build(), [[[sequence.sample for sequence in sequences()]]]
+    losses = ({"loss": gpt.plain_losses(model, sequence)} for sequence in sequences())
+    weights = {m: list(enumerate(oracle.step_weights(m, step)[0][0])) for m in MODES}
+    return references(model, losses)["loss"], weights
+
+
+@functools.cache
+def reference() -> tuple[Reference, dict[str, Weights]]:
+    return run(compute_reference, 1)[0]
 
 
 def error(seen: dict[str, Any], mode: str) -> float:
     """Of the gradients of a rank, the largest over its steps."""
-    expected = reference().gradient(weights(mode))
+    whole, weights = reference()
+    expected = whole.gradient(weights[mode])
     return max(relative_error(gradient, expected) for gradient in seen["gradients"])
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)
-def test_every_step_has_the_exact_gradient(case: Case, mode: str) -> None:
+@every_case
+def test_every_step_has_the_exact_gradient_and_reports_the_exact_loss(
+    case: Case, mode: str
+) -> None:
     own_mode = trained(case._replace(per_token=True))
-    bound = 2 * max(error(seen[STOCK], "token_mean") for seen in own_mode)
-    assert bound < 1e-6
+    own = max(error(seen[STOCK], "token_mean") for seen in own_mode)
+    whole, weights = reference()
+    of_tokens, of_mode = (whole.loss(weights[name]) for name in ("token_mean", mode))
+    expected = {"lm loss": of_tokens, f"{mode} loss": of_mode}
     for seen in trained(case):
-        assert len(seen[mode]["gradients"]) == 2
-        assert error(seen[mode], mode) <= bound
+        assert len(seen[mode]["gradients"]) == len(seen[mode]["reports"]) == 2
+        assert error(seen[mode], mode) <= min(2 * own, FP32)
+        for report in (*seen[mode]["reports"], seen[mode]["evaluation"]):
+            assert report == pytest.approx(expected, rel=1e-6)
 
 
 def test_communication_may_overlap_as_in_the_recipes_of_bridge() -> None:
@@ -99,48 +127,26 @@ def test_communication_may_overlap_as_in_the_recipes_of_bridge() -> None:
         *("ddp.overlap_grad_reduce=true", "ddp.bucket_size=2000"),
     ]
     case = Case("rows", 1, False)
-    for seen in run_bridge_ranks(ranks.train, 2, case.arguments + overlap):
+    for seen in run(on_ranks, 2, case.arguments + overlap):
         for mode in MODES:
-            assert error(seen[mode], mode) < 1e-6
+            assert error(seen[mode], mode) < FP32
             assert seen[mode]["evaluation"] == trained(case)[0][mode]["evaluation"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)
-def test_training_and_evaluation_report_the_exact_loss(case: Case, mode: str) -> None:
-    of_tokens, of_mode = (reference().loss(weights(name)) for name in ("token_mean", mode))
-    expected = {"lm loss": of_tokens, f"{mode} loss": of_mode}
-    for seen in trained(case):
-        assert len(seen[mode]["reports"]) == 2
-        for report in (*seen[mode]["reports"], seen[mode]["evaluation"]):
-            assert report == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)
+@every_case
 def test_bridge_alone_computes_another_mean(case: Case) -> None:
     found = [error(trained(case)[0][STOCK], mode) for mode in MODES]
     assert found == pytest.approx(STOCK_ERRORS[case], rel=1e-3, abs=1e-6)
 
 
 def test_bridge_demands_the_per_token_flag_for_packs_with_context_parallelism() -> None:
-    (error, _) = run_bridge_ranks(ranks.error_of, 2, Case("packs", 2, False).arguments)
-    assert "calculate_per_token_loss must be True" in error
+    said, _ = trained(Case("packs", 2, False))
+    assert "calculate_per_token_loss must be True" in said["token_mean"]
 
 
-def test_the_command_of_the_page(tmp_path: Path) -> None:
-    (command,) = re.findall(r"^```bash\n(PYTHONPATH.*?)^```", PAGE.read_text(), re.M | re.S)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    run = subprocess.run(
-        ["bash", "-c", f"{command.strip()} --results {tmp_path}"],
-        cwd=ROOT,
-        env=os.environ | {"PATH": path, "PET_STANDALONE": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+def test_the_command_of_the_page_is_exact(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^```bash\n(PYTHONPATH.*?)^```", page("megatron-bridge"), re.M | re.S)
+    command = f"{command.strip()} --results {tmp_path}"
+    run_in_bash(command, PET_STANDALONE="1", OMP_NUM_THREADS="1")
     for rank in range(2):
-        assert error(torch.load(tmp_path / f"{rank}.pt"), "sample_mean") < 1e-6
+        assert error(torch.load(tmp_path / f"{rank}.pt"), "sample_mean") < FP32

@@ -3,22 +3,109 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
+from tests.host.reference import Gradient, relative_error
 from tests.host.steps import Places, Weights, weights_of
+from tests.peers.standins import use_peers
 
 pytestmark = pytest.mark.host
 
-PLACES: dict[int, Places] = {
-    1: (((0, 1), (5, 2, 3)),),
-    2: (((0, 5), (3,)), ((1,), (2, 4))),
-}
+STANDINS = (
+    "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
+    "scipy transformers"
+)
+PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
 MODE = "sample_mean"
+FLAGS = ("--loss-aggregation", MODE, "--export-kd-teacher-load", "teacher")
 TOP_K = {"logit_kl_topk": 5}
-FINAL = "decoder.final_layernorm"
+
+
+class Step:
+    """An optimizer step on this rank, with ModelOpt's own ``settings``."""
+
+    def __init__(self, topology: Topology, layout: str, per_token: bool, **settings: Any) -> None:
+        use_peers(STANDINS)
+        from tests.host import gpt
+
+        gpt.initialize(**topology.sizes)
+        self.topology, self.layout = topology, layout
+        self.per_token, self.settings = per_token, settings
+
+    def distilled(self) -> tuple[Any, dict[str, Any]]:
+        """The student as ModelOpt makes it, and its parameters by their names."""
+        import modelopt.torch.distill as mtd
+        import modelopt.torch.distill.plugins.megatron as plugin
+
+        from tests.host import distillation, gpt, gradients
+
+        student = gpt.build(torch.float64, self.per_token, **self.topology.config)
+        teacher = distillation.teacher(**self.topology.config)
+        names = {id(parameter): name for name, parameter in gradients.parts(student)}
+        config = plugin.DistillationConfig(**self.settings)
+        config = plugin.setup_distillation_config(config, student.config, teacher.config)
+        losses = {"criterion": config.criterion, "loss_balancer": config.loss_balancer}
+        model = mtd.convert(student, mode=[("kd_loss", {"teacher_model": teacher, **losses})])
+        plugin.adjust_distillation_model_for_mcore(model, config)
+        return model, {names[id(p)]: p for p in model.parameters() if id(p) in names}
+
+    def run(self, means: bool = False) -> tuple[Any, list[dict[str, Tensor]]]:
+        """The student's parameters after the step, and what is reported."""
+        from tests.host import distillation, gpt
+
+        model, parameters = self.distilled()
+
+        def forward_step(data_iterator: Any, wrapped: Any) -> tuple[Tensor, Callable[..., Any]]:
+            losses, stock = gpt.forward_step(data_iterator, wrapped)
+            return losses, partial(loss_func, *stock.args, model=model, means=means)
+
+        chunks, places = [gpt.data_parallel(model)], PLACES[self.topology.data_parallel_size]
+        step = partial(distillation.step, chunks, places, self.layout, *FLAGS)
+        return parameters, step(forward_step=forward_step)
+
+    def error_and_reports(self, whole: Gradient) -> tuple[float, dict[str, float]]:
+        """Of the gradient; and what is reported."""
+        from tests.host import gpt, gradients
+
+        parameters, reports = self.run()
+        found = {name: p.main_grad for name, p in parameters.items()}
+        expected = {name: gradients.part_of(whole[name], p) for name, p in parameters.items()}
+        numbers = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
+        return relative_error(found, expected), numbers
+
+
+def loss_func(loss_mask: Tensor, output_tensor: Tensor, model: Any, means: bool) -> Any:
+    """In the form of Megatron-LM's for ModelOpt; with ``means`` of its earlier releases."""
+    language, tokens = masked_sum(loss_mask, output_tensor), loss_mask.sum().int()
+    divisor = tokens if means else 1
+
+    def reduce(given: Any) -> Tensor:
+        return masked_sum(loss_mask, given) / divisor
+
+    total = model.compute_kd_loss(student_loss=language / divisor, loss_reduction_fn=reduce)
+    total = total["kd_loss"]
+    if means:
+        return total, {"lm loss": language / divisor}
+    report = torch.cat([x.detach().view(1) for x in (language, tokens)])
+    return total, tokens, {"lm loss": report}
+
+
+def masked_sum(mask: Tensor, given: Any) -> Tensor:
+    from megatron.core import parallel_state
+
+    losses, is_part, _ = given if isinstance(given, tuple) else (given, False, False)
+    total = (losses.reshape(-1) * mask.reshape(-1)).sum()
+    if is_part:
+        group = parallel_state.get_tensor_model_parallel_group()
+        torch.distributed.all_reduce(total, group=group)
+    return total
 
 
 def by_hand(weights: Weights, top_k: bool) -> Any:
@@ -34,16 +121,10 @@ def expected(ranks: int, top_k: bool = False) -> Any:
     return run_host_ranks(by_hand, 1, weights_of(MODE, PLACES[ranks]), top_k)[0]
 
 
-def on_host(topology: Topology, layout: str, settings: Any, gradient: Any) -> dict[bool, Any]:
-    """Every rank, by route: the gradient's error, and what is reported."""
-    from tests.frameworks import modelopt_ranks
-    from tests.host import gpt
-
-    gpt.initialize(**topology.sizes)
-    places = PLACES[topology.data_parallel_size]
-    case = topology, places, layout
-    run = modelopt_ranks.error_and_reports
-    return {per_token: run(*case, per_token, settings, gradient) for per_token in (False, True)}
+def on_host(topology: Topology, layout: str, settings: Any, gradient: Any) -> list[Any]:
+    """Without the per-token flag and with it."""
+    steps = [Step(topology, layout, per_token, **settings) for per_token in (False, True)]
+    return [step.error_and_reports(gradient) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -53,52 +134,40 @@ def on_host(topology: Topology, layout: str, settings: Any, gradient: Any) -> di
 def test_the_loss_on_logits_is_exact(name: str, layout: str, settings: Any) -> None:
     topology = TOPOLOGIES[name]
     gradient, numbers = expected(topology.data_parallel_size, bool(settings))
+    wanted = {"kd loss": "kd", "loss": "kd", f"{MODE} loss": "language", "lm loss": "lm"}
     for rank in run_host_ranks(on_host, topology.world_size, topology, layout, settings, gradient):
-        for error, reported in rank.values():
+        for error, reported in rank:
             assert error <= EXACT
-            for report in ("kd loss", "loss"):
-                assert reported[report] == pytest.approx(numbers["kd"], rel=EXACT)
-            assert reported[f"{MODE} loss"] == pytest.approx(numbers["language"], rel=EXACT)
-            assert reported["lm loss"] == pytest.approx(numbers["lm"], rel=EXACT)
+            for report, number in wanted.items():
+                assert reported[report] == pytest.approx(numbers[number], rel=EXACT)
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], bool, str]] = {
-    "mixture": (
-        "dp1",
-        {"skip_lm_loss": False},
-        False,
-        "skip_lm_loss on, without which losses' values",
-    ),
-    "layers": (
-        "dp1",
-        {"intermediate_layer_pairs": [(FINAL, FINAL)]},
-        False,
-        "computed 2 distillation losses; expected one",
-    ),
-    "means": ("dp1", {}, True, "a sum, not a mean (Megatron-LM 0.15 or later)"),
-    "top-k": ("tp2", TOP_K, False, "adds up the equal gradients of all ranks"),
+FINAL = "decoder.final_layernorm"
+REFUSED: dict[str, list[tuple[str, bool, dict[str, Any]]]] = {
+    "dp1": [
+        ("skip_lm_loss on, without which losses' values", False, {"skip_lm_loss": False}),
+        (
+            "computed 2 distillation losses; expected one",
+            False,
+            {"intermediate_layer_pairs": [(FINAL, FINAL)]},
+        ),
+        ("a sum, not a mean (Megatron-LM 0.15 or later)", True, {}),
+    ],
+    "tp2": [("adds up the equal gradients of all ranks", False, TOP_K)],
 }
+"""By topology: words of the error, whether the loss function returns means, and settings."""
 
 
-def refusals(topology: Topology) -> dict[str, str | None]:
-    """The errors of one step each."""
-    from tests.frameworks import modelopt_ranks
-    from tests.host import gpt
-
-    gpt.initialize(**topology.sizes)
-    places = PLACES[topology.data_parallel_size]
-    return {
-        name: error_of(modelopt_ranks.step, topology, places, "bshd", False, means, settings)
-        for name, (where, settings, means, _) in REFUSED.items()
-        if TOPOLOGIES[where] == topology
-    }
+def refusals(name: str) -> list[str | None]:
+    return [
+        error_of(Step(TOPOLOGIES[name], "bshd", False, **settings).run, means)
+        for _, means, settings in REFUSED[name]
+    ]
 
 
-@pytest.mark.parametrize("name", ["dp1", "tp2"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_weighted_sum_of_tokens_is_refused(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    for rank in run_host_ranks(refusals, topology.world_size, topology):
-        assert rank
-        for case, error in rank.items():
+    for said in run_host_ranks(refusals, TOPOLOGIES[name].world_size, name):
+        for error, (words, _, _) in zip(said, REFUSED[name], strict=True):
             assert error is not None and error.startswith("HostError: ")
-            assert REFUSED[case][-1] in error, error
+            assert words in error, error

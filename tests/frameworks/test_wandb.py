@@ -24,6 +24,14 @@ FLAGS = f"""
     --loss-aggregation {PRESET} --loss-aggregation-report-datasets
     --wandb-project p --wandb-exp-name e
 """.split()
+# Beside the real W&B, without what it reports on itself with.
+SCRIPT = f"""
+import os, runpy
+from tests.peers.standins import use_peers
+use_peers("opentelemetry")
+os.environ["WANDB_MODE"] = "offline"
+runpy.run_path({str(ROOT / "tests/launch/sets_script.py")!r}, run_name="__main__")
+"""
 # A run's file, as leveldb's logs: blocks of 32 KiB, and in them records of checksum, length and
 # type (a whole one, or the first, a middle or the last part of one). The first block has a header.
 READER = """
@@ -58,12 +66,12 @@ def recorded(folder: Path) -> dict[int, dict[str, float]]:
     return {int(step["_step"]): step for step in json.loads(said.stdout)}
 
 
-def test_the_losses_have_the_names_that_the_guide_gives(tmp_path: Path) -> None:
+def test_the_losses_have_the_names_that_the_guide_gives_in_wandb_as_in_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = ("--wandb-save-dir", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEEN", str(tmp_path / "seen"))
-        script = Path(__file__).with_name("wandb_script.py")
-        codes, said = processes.run(tmp_path, script, *FLAGS, *folders)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    codes, said = processes.run(tmp_path, SCRIPT, *FLAGS, *folders)
     assert codes == [0], said[-3000:]
     steps = recorded(tmp_path)
     names = {f"{name}{rest}" for name in ("lm loss", f"{PRESET} loss") for rest in DATASETS}

@@ -1,7 +1,7 @@
 """Presets against the functions of the systems that they name, token by token.
 
-Each system runs in a process of its own, see `run_verl` and its siblings. Systems that the package
-index does not have are in ``tests/core/test_presets.py``.
+Each system runs in a process of its own, see `systems`. Those that the package index does not have
+are in ``tests/core/test_presets.py``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from torch import Tensor
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 from megatron_loss_agg.presets import PRESETS
 from tests.peers.standins import PEERS
-from tests.peers.step import ADVANTAGES, DIVISOR, MASKS, PROMPTS, SEQ
+from tests.peers.systems import ADVANTAGES, DIVISOR, MASKS, PROMPTS, SEQ, SYSTEMS
 
 ROOT = Path(__file__).parents[2]
-SYSTEMS = ("megatron", "skyrl", "trl", "verl")
-NAMES = [name for name in PRESETS if name.partition("/")[0] in SYSTEMS]
+COMPARED = {name: preset for name, preset in PRESETS.items() if name.split("/")[0] in SYSTEMS}
 
 
 @cache
-def run(script: str) -> dict[str, Tensor]:
-    """What ``tests.peers.SCRIPT`` saves."""
+def run(system: str) -> dict[str, Tensor]:
+    """What ``tests.peers.systems`` saves."""
     assert PEERS.is_dir(), f"no {PEERS}; bash ci/test.sh installs the systems of ci/peers.txt"
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", f"tests.peers.{script}", f"{folder}/results"]
+        command = [sys.executable, "-m", "tests.peers.systems", system, f"{folder}/results"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         saved: dict[str, Tensor] = torch.load(f"{folder}/results")
@@ -52,29 +51,32 @@ def preset(name: str) -> LossAggregation:
     return LossAggregation.preset(name, divisor=DIVISOR if PRESETS[name].needs_divisor else None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_a_preset_weighs_every_token_as_its_system_does(name: str) -> None:
-    theirs = run(f"run_{name.partition('/')[0]}")[name]
+    theirs = run(name.partition("/")[0])[name]
     # verl adds 1e-8 to denominators.
     torch.testing.assert_close(theirs, gradient(preset(name)), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_presets_name_what_is_installed(system: str) -> None:
+def test_presets_name_the_release_that_they_were_compared_with() -> None:
     pins = (ROOT / "ci/peers.txt").read_text() + (ROOT / "ci/constraints.txt").read_text()
-    compared = [preset for name, preset in PRESETS.items() if name.startswith(f"{system}/")]
-    for preset in compared:
-        release = preset.compared_with.partition(":")[0]
-        assert f"\n{release.replace(' ', '==')}\n" in pins
+    releases = {preset.compared_with.partition(":")[0] for preset in COMPARED.values()}
+    assert len(releases) == len(SYSTEMS)
+    assert [x for x in releases if f"\n{x.replace(' ', '==')}\n" not in pins] == []
 
 
 def test_verl_without_a_factor_divides_by_the_padded_width() -> None:
-    theirs = run("run_verl")["by the padded width"]
     agg = LossAggregation.preset("verl/seq-mean-token-sum-norm", divisor=SEQ)
-    torch.testing.assert_close(theirs, gradient(agg))
+    torch.testing.assert_close(run("verl")["by the padded width"], gradient(agg))
 
 
 def test_trl_divides_by_a_part_of_the_tokens_of_the_generation_batch() -> None:
     # The other step of the generation batch has half as many tokens: (1 + 1/2) M / 2 = 3/4 M.
-    theirs = run("run_trl")["by the generation batch"]
+    theirs = run("trl")["by the generation batch"]
     torch.testing.assert_close(theirs, gradient(preset("trl/dapo")) / 0.75)
+
+
+def test_scaled_advantages_leave_nothing_in_the_window_of_clip_cov() -> None:
+    found = run("clip_cov")
+    assert found["plain"] > 100
+    assert found["scaled"] == 0

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.sweep import array, cases, launch, table
+from tests.sweep import cases, launch, table
 
 FOLDER = Path("build/sweep")
 SOURCES = sorted(Path("megatron_loss_agg").rglob("*.py"))
@@ -48,7 +48,7 @@ def in_parallel(jobs: int) -> None:
 
 
 def chosen_by(args: argparse.Namespace) -> list[cases.Case]:
-    rows = {"pairs": array.covering, "alone": array.alone, "all": array.everything}[args.cases]()
+    rows = {"pairs": cases.covering, "alone": cases.alone, "all": cases.everything}[args.cases]()
     if args.part is not None:
         rows = random.Random(args.seed).sample(rows, args.part)
     return rows

@@ -1,24 +1,34 @@
-"""From a case to the command lines of its launches, and of its reference."""
+"""The cases, and from a case to the command lines of its launches and of its reference.
+
+A case has a value of every factor. Together they are a covering array over all pairs of values that
+the host takes together; ``python -m tests.sweep.cases`` makes it anew.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.sweep.data import SEQ_LENGTH
 from tests.sweep.factors import (
     BATCHES,
     DATA,
+    EXPERTS,
+    FACTORS,
     MASKS,
     MODEL,
     MODES,
+    RULES,
     TOPOLOGIES,
     WAYS,
     WRAPPERS,
 )
 
 Case = dict[str, str]  # factor -> value
+ARRAY = Path(__file__).with_name("array.csv")
 
 # Powers of two: the change of a parameter is then its gradient, rounded once. What fp16 can hold
 # after a step is less, and the gradients of sums are larger.
@@ -167,3 +177,55 @@ def expected_items(case: Case) -> list[int] | None:
     if case["restart"] == "finetune":
         before = 0
     return list(range(before, before + batch))
+
+
+def allowed(values: Mapping[str, str]) -> bool:
+    """By the rules on factors that are among ``values``."""
+    return all(rule.holds(values) for rule in RULES if {rule.one, rule.other} <= values.keys())
+
+
+def covering() -> list[Case]:
+    """The committed array: every pair of values that `RULES` allow."""
+    rows = (line.split(",") for line in ARRAY.read_text().splitlines()[1:])
+    return [dict(zip(FACTORS, row, strict=True)) for row in rows]
+
+
+def make_array() -> list[Case]:
+    """In as few cases as the library finds; it takes a minute."""
+    from covertable import make
+
+    conditions = [
+        {"operator": "fn", "requires": [rule.one, rule.other], "evaluate": rule.holds}
+        for rule in RULES
+    ]
+    values = {name: list(values) for name, values in FACTORS.items()}
+    return list(make(values, salt="0", constraints=conditions))
+
+
+def first_values() -> Case:
+    return {name: next(iter(values)) for name, values in FACTORS.items()}
+
+
+def alone() -> list[Case]:
+    """Every value of every factor, with the first values of the others."""
+    first, rows = first_values(), []
+    for name, values in FACTORS.items():
+        for value in values:
+            case = {**first, "steps": "two", "batches": "1x6", "loss": "per-token", name: value}
+            if case["topology"] in EXPERTS:
+                case["model"] = "moe"
+            rows.append(case)
+    for value in [*WRAPPERS, *FACTORS["gradients"]]:
+        rows.append({**first, "topology": "dp2", "steps": "two", "gradients": value})
+    return [row for row in rows if allowed(row)]
+
+
+def everything() -> list[Case]:
+    """Both, each case once."""
+    rows = {key_of(case): case for case in [*alone(), *covering()]}
+    return list(rows.values())
+
+
+if __name__ == "__main__":
+    made = [",".join(case[name] for name in FACTORS) for case in make_array()]
+    ARRAY.write_text("\n".join([",".join(FACTORS), *made, ""]))

@@ -167,7 +167,7 @@ def datasets(args: Any, sizes: list[int | None]) -> list[Any]:
 def read_by_number(batch: dict[str, Tensor]) -> Any:
     """For ``--loss-aggregation-batch``: the microbatch, its ids from the items' numbers."""
     from megatron_loss_agg import Microbatch
-    from megatron_loss_agg.mcore.reading.keys import read_batch
+    from megatron_loss_agg.mcore import read_batch
 
     keys = ("loss_mask", "cu_seqlens")
     found = read_batch({key: batch[key] for key in keys if key in batch})

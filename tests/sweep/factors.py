@@ -1,12 +1,12 @@
 """What the sweep varies: each factor's values, with the flags of the host that each one stands for.
 
 A case takes one value of every factor. Values that mean nothing apart stand together, such as the
-sizes of a topology.
+sizes of a topology. `RULES` say which values the host takes together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 DIVISOR = 24.0
@@ -233,3 +233,58 @@ FACTORS: dict[str, Mapping[str, Any]] = {
     "batches": BATCHES,
     **WAYS,
 }
+
+
+class Rule(NamedTuple):
+    """Which values of two factors the host takes together."""
+
+    one: str
+    other: str
+    allows: Callable[[str, str], bool]
+
+    def holds(self, case: Mapping[str, str]) -> bool:
+        return self.allows(case[self.one], case[self.other])
+
+
+EXPERTS = ("ep2", "ep2-cp2", "ep2-pp2", "ep2-tp2-sp", "etp2")
+_AVERAGE = ("average", "distributed-gather-unaligned")
+_INSTANCES = "distributed-instances"
+_PLAIN_TP = ("tp2-dp2", "tp2-pp2-mapping")
+_WHOLE_GROUPS = {
+    **dict.fromkeys(("vpp2", "vpp2-dp2", "vpp2-cp2"), ("1x2", "2x2", "1x6")),
+    "vpp2-group": ("1x3", "1x6"),
+}
+_DIVISIBLE = [name for name, t in TOPOLOGIES.items() if t.ranks // t.divided > 1 or "cp" in name]
+
+# What the host refuses, each with the host's reason.
+RULES: tuple[Rule, ...] = (
+    # Without experts there are none to divide. Tensor parallelism with experts wants sequence
+    # parallelism. Tied embeddings of a multi-token prediction stage differ from the first stage's.
+    Rule("topology", "model", lambda t, m: t not in EXPERTS or m.startswith("moe")),
+    Rule("topology", "model", lambda t, m: t not in _PLAIN_TP or not m.startswith("moe")),
+    Rule("topology", "model", lambda t, m: "pp2" not in t or m != "mtp"),
+    # A context-parallel group for each sample adds token counts; the host divides such a group's
+    # samples over its ranks itself.
+    Rule("topology", "loss", lambda t, x: t != "hybrid-cp" or "per-token" in x),
+    Rule("topology", "loader", lambda t, x: t != "hybrid-cp" or "cyclic" not in x),
+    # So no sum is left to divide by the number of tokens where the collective averages; over
+    # instances of the optimizer stock Megatron's gradients are wrong, too.
+    Rule("gradients", "loss", lambda g, x: g not in _AVERAGE or "per-token" not in x),
+    Rule("gradients", "loss", lambda g, x: g != _INSTANCES or "per-token" not in x),
+    # Two of these together.
+    Rule("topology", "gradients", lambda t, g: t != "hybrid-cp" or g not in _AVERAGE),
+    Rule("topology", "gradients", lambda t, g: t != "hybrid-cp" or g != _INSTANCES),
+    Rule("model", "recompute", lambda m, r: r != "distributed" or not m.startswith("moe")),
+    # Two instances of the distributed optimizer share the data-parallel ranks.
+    Rule("topology", "gradients", lambda t, g: g != _INSTANCES or t in _DIVISIBLE),
+    # A whole number of microbatches for each group of them.
+    Rule("topology", "batches", lambda t, b: t[:3] != "vpp" or b in _WHOLE_GROUPS[t]),
+    # Recomputed activations are divided over tensor-parallel ranks, unless sequences are.
+    Rule("topology", "recompute", lambda t, r: r != "distributed" or t in _PLAIN_TP),
+    # Stages in the middle get no attention mask, so documents see one another there.
+    Rule("topology", "data", lambda t, d: t[:3] != "vpp" or d != "documents-reset-all"),
+    # Skipped iterations read one iterator, and no part of a pack for context parallelism.
+    Rule("topology", "steps", lambda t, s: s[:4] != "skip" or not (t[:3] == "vpp" or "cp" in t)),
+    # A run that skips its first iteration does not stop after it; one of one step has saved none.
+    Rule("steps", "restart", lambda s, r: s not in ("skip-first", "one") or r == "none"),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -26,32 +27,20 @@ TIMEOUT = float(os.environ.get("SWEEP_TIMEOUT", "120"))
 BOUNDS = {"fp32": 1e-5, "half": 4e-2, "half, experts": 1e-1}  # a token may change its expert
 
 
-def call_rank(*args: Any) -> Any:
+def on_ranks(ranks: int, function: str, *args: Any) -> list[Any]:
+    """What ``module:name`` of this folder returns on each of so many ranks."""
+    return run_host_ranks(_call, ranks, function, *args, timeout=TIMEOUT)
+
+
+def _call(function: str, *args: Any) -> Any:
     """On a rank, where alone the host may be imported."""
-    from tests.sweep.script import rank_main
-
-    return rank_main(*args)
-
-
-def call_reference(*args: Any) -> Any:
-    from tests.sweep.reference import reference_main
-
-    return reference_main(*args)
-
-
-def call_flags() -> list[str]:
-    from tests.sweep.script import host_flags
-
-    return host_flags()
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(f"tests.sweep.{module}"), name)(*args)
 
 
 def host_flags() -> list[str]:
-    (found,) = on_ranks(call_flags, 1)
+    (found,) = on_ranks(1, "script:host_flags")
     return list(found)
-
-
-def on_ranks(function: Any, ranks: int, *args: Any) -> list[Any]:
-    return run_host_ranks(function, ranks, *args, timeout=TIMEOUT)
 
 
 def run_case(case: Case, folder: Path, plugin: bool = True) -> dict[str, Any]:
@@ -87,7 +76,7 @@ def _launch(case: Case, folder: Path, plugin: bool) -> list[Any]:
     saved = folder / f"saved-{plugin}"
     for number, launch in enumerate(cases.launches(case, str(saved), plugin)):
         log = str(folder / f"{'with' if plugin else 'without'}-{number}")
-        results = on_ranks(call_rank, launch.ranks, launch.argv, log, plugin)
+        results = on_ranks(launch.ranks, "script:rank_main", launch.argv, log, plugin)
     return results
 
 
@@ -120,8 +109,11 @@ def _ended(text: str) -> dict[str, Any]:
         _, mark, told = line.partition("tests.sweep.script.Ended: ")
         if mark:
             return dict(json.loads(told))
-    hangs = "were still running" in text
-    return {"error": "hang" if hangs else "died", "text": text[-500:], "where": "", "cpu": False}
+    # Of other ends the first line says how: what follows it differs from run to run.
+    first = text.partition("\n")[0]
+    kind = "hang" if "were still running" in first else "died"
+    said = text[-500:] if first.endswith("failed:") else first
+    return {"error": kind, "text": said, "where": "", "cpu": False}
 
 
 def _last(failure: RankFailed) -> str:
@@ -137,8 +129,8 @@ def _compared(case: Case, folder: Path, results: list[Any]) -> dict[str, Any]:
     mode = MODES[case["mode"]]
     empty = "skip" if case["aggregation"] == "empty-skip" else "count"
     told = {"mode": mode.mode, "divisor": mode.divisor, "empty": empty}
-    argv = cases.reference_argv(case)
-    (reference,) = on_ranks(call_reference, 1, argv, str(folder / "log"), step, told)
+    given = cases.reference_argv(case), str(folder / "log"), step, told
+    (reference,) = on_ranks(1, "reference:reference_main", *given)
     errors = [_error(result.parts, cases.rate_of(case), *reference) for result in results]
     error = max(errors, default=math.nan)
     names = {part.name for result in results for part in result.parts}

@@ -12,10 +12,12 @@ import os
 import re
 import sys
 import traceback
+import zlib
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets import utils as datasets_utils
 from megatron.core.enums import ModelType
@@ -34,11 +36,12 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
+from torch.nn import Parameter
 
+from tests.host.gradients import group_of, is_split, parts
 from tests.sweep import data
-from tests.sweep.model import Part, initial_parts, parts_of
 
-KEYS = (
+KEYS = [
     "attention_mask",
     "cu_seqlens",
     "cu_seqlens_padded",
@@ -49,7 +52,61 @@ KEYS = (
     "max_seqlen",
     "position_ids",
     "tokens",
-)
+]
+
+
+class Part(NamedTuple):
+    """A piece of an undivided parameter, as one rank holds it."""
+
+    name: str  # in the undivided model
+    value: Tensor
+    dim: int  # the axis that is divided; -1: the whole parameter
+    pieces: int
+    piece: int
+    gated: bool  # each rank holds its piece of the gate, then its piece of the up projection
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What of the undivided ``whole`` belongs here."""
+        if self.dim < 0:
+            return whole
+        if not self.gated:
+            return whole.chunk(self.pieces, dim=self.dim)[self.piece]
+        halves = whole.chunk(2, dim=self.dim)
+        return torch.cat([h.chunk(self.pieces, dim=self.dim)[self.piece] for h in halves], self.dim)
+
+
+def parts_of(model: Any) -> list[Part]:
+    return [
+        _part(name, parameter, model.config)._replace(value=parameter.detach().clone())
+        for name, parameter in parts(model)
+    ]
+
+
+def initial_parts(model: Any) -> None:
+    """Fill ``model`` with weights that do not depend on how it is divided."""
+    for name, parameter in parts(model):
+        part = _part(name, parameter, model.config)
+        shape = list(parameter.shape)
+        if part.dim >= 0:
+            shape[part.dim] *= part.pieces
+        parameter.data.copy_(part.of(initial_value(name, shape)))
+
+
+def initial_value(name: str, shape: list[int]) -> Tensor:
+    """fp32, and the same number in bf16 and fp16."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator)
+    # Of this size a loss is far from uniform, and a router's choices are far from ties.
+    return (noise * 0.2 + (len(shape) == 1)).bfloat16().float()
+
+
+def _part(name: str, parameter: Parameter, config: Any) -> Part:
+    gated = config.gated_linear_unit and "linear_fc1." in name
+    if not is_split(parameter):
+        return Part(name, parameter, -1, 1, 0, gated)
+    group = group_of(parameter)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return Part(name, parameter, parameter.partition_dim, size, rank, gated)
 
 
 class Ended(Exception):
@@ -70,7 +127,6 @@ class Launch:
     def __init__(self) -> None:
         self.models: list[GPTModel] = []
         self.drawn: list[tuple[int, int, list[int]]] = []
-        self.began = False
         self.microbatches = 0
 
     def note(self, batch: dict[str, Tensor], model: Any) -> None:
@@ -156,18 +212,16 @@ def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     return PackedSeqParams("thd", padded, padded, padded, padded, longest, longest)
 
 
-def forward_step(
-    launch: Launch, iterator: Any, model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Any]:
-    launch.began = True
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    batch = get_batch(launch, iterator, model, vp_stage)
-    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
-    options = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
-    if return_schedule_plan:
-        plan = get_attr_wrapped_model(model, "build_schedule_plan")(*inputs, **options)
-        return plan, partial(loss_func, batch["loss_mask"])
-    output = model(*inputs, **options, packed_seq_params=packed_params(batch))
+def forward_step(launch: Launch, iterator: Any, model: Any) -> tuple[Any, Any]:
+    batch = get_batch(launch, iterator, model, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_params(batch),
+    )
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -219,9 +273,9 @@ def rank_main(argv: list[str], log: str, with_plugin: bool = True) -> Result:
         _train(argv, launch, with_plugin)
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise Ended(_ended(end, launch)) from None
+            raise Ended(_ended(end)) from None
     except BaseException as error:
-        raise Ended(_ended(error, launch)) from None
+        raise Ended(_ended(error)) from None
     parts = [part for model in launch.models for part in parts_of(model)]
     return Result(parts, launch.drawn, launch.microbatches)
 
@@ -260,8 +314,8 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted({pp_ranks[0], *last, *get_mtp_ranks(pp_ranks, config)})
 
 
-def _ended(error: BaseException, launch: Launch) -> str:
-    from megatron_loss_agg.errors import AggregationError
+def _ended(error: BaseException) -> str:
+    from megatron_loss_agg import AggregationError
 
     frames = traceback.extract_tb(error.__traceback__)
     places = [re.sub(r".*/(megatron|tests)", r"\1", frame.filename) for frame in frames]
@@ -272,7 +326,6 @@ def _ended(error: BaseException, launch: Launch) -> str:
             "text": str(error),
             "named": isinstance(error, AggregationError),
             "cpu": bool(ours) and ours[-1].startswith("megatron_loss_agg/mcore/cpu/"),
-            "began": launch.began,
             "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)][-6:],
         }
     )

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from itertools import combinations
 from typing import Any
 
-from tests.sweep import array, flags
-from tests.sweep.cases import Case
+from tests.sweep import flags
+from tests.sweep.cases import Case, covering, everything
 from tests.sweep.factors import FACTORS
 from tests.sweep.launch import host_flags
 
@@ -40,7 +40,7 @@ def written(results: Iterable[dict[str, Any]]) -> str:
         missing=missing,
         pairs=pairs,
         done=len(rows),
-        cases=len(array.everything()),
+        cases=len(everything()),
     )
     return "\n".join([head, _counts(rows), _by_value(rows), _refusals(rows), _left_out()])
 
@@ -96,7 +96,7 @@ def _left_out() -> str:
 
 def _uncovered(rows: list[dict[str, Any]]) -> tuple[int, int]:
     """Pairs of values in no launch that got as far as the plugin; and all pairs."""
-    wanted = {pair for case in array.covering() for pair in combinations(case.items(), 2)}
+    wanted = {pair for case in covering() for pair in combinations(case.items(), 2)}
     real = {
         pair
         for row in rows

@@ -1,4 +1,8 @@
-"""`patches/check.py` on folders that hold the lines that the patches sit between."""
+"""`patches/check.py` on folders that hold the lines that the patches sit between.
+
+So every patch fits here. Whether it fits the framework itself is seen where its tests patch the
+framework's code: those of verl and SkyRL do, and `ci/frameworks.sh` for slime and NeMo-RL.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "patches"
 MEGATRON = sorted(FOLDER.glob("core_v*.patch"))
 FLAT = sorted({*FOLDER.glob("*.patch")} - {*MEGATRON})
@@ -22,16 +26,8 @@ def name_of(patch: Path) -> str:
     return str(patch.relative_to(FOLDER))
 
 
-def framework_of(patch: Path) -> str:
-    return patch.stem.rpartition("-")[0] if patch in FLAT else patch.parent.name
-
-
-def lay_out(path: Path, patch: Path) -> Path:
-    """Files at ``path`` with what ``patch`` expects, at its lines, and nothing else.
-
-    So every patch fits here. Whether it fits the framework itself is seen where its tests patch the
-    framework's code: those of verl and SkyRL do, and `ci/frameworks.sh` for slime and NeMo-RL.
-    """
+def lay_out(path: Path, patch: Path, repository: bool = False) -> Path:
+    """Files at ``path`` with what ``patch`` expects, at its lines, and nothing else."""
     for part in re.split(r"^--- ", patch.read_text(), flags=re.MULTILINE)[1:]:
         name = part.split(maxsplit=1)[0]
         if name == "/dev/null":
@@ -45,22 +41,22 @@ def lay_out(path: Path, patch: Path) -> Path:
             lines += [line[1:] for line in body if not line.startswith("+")]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join([*lines, "# after"]) + "\n")
+    if repository:
+        subprocess.run(["git", "init", "-q", str(path)], check=True)
     return path
 
 
-def checkout(path: Path, patch: Path, version: str) -> Path:
+def megatron(path: Path, patch: Path, version: str) -> Path:
     """A git checkout of ``version`` of Megatron-LM."""
-    lay_out(path, patch)
-    info = path / "megatron" / "core" / "package_info.py"
+    info = lay_out(path, patch, repository=True) / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
-    major, minor, last = version.split(".")
-    info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {last}\n")
-    subprocess.run(["git", "init", "-q", str(path)], check=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    info.write_text("".join(f"{name} = {number}\n" for name, number in numbers))
     return path
 
 
-def check(path: Path) -> tuple[int, str]:
-    command = [sys.executable, str(ROOT / "patches" / "check.py"), str(path)]
+def check(path: Path | str) -> tuple[int, str]:
+    command = [sys.executable, str(FOLDER / "check.py"), str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout
 
@@ -68,14 +64,11 @@ def check(path: Path) -> tuple[int, str]:
 def about(patch: Path, path: Path) -> str:
     """What is said of this patch, and not of others that change the same files."""
     code, text = check(path)
-    lines = text.splitlines(keepends=True)
-    (start,) = (i for i, x in enumerate(lines) if x.startswith(f"{framework_of(patch)}: "))
     assert code == ("do not fit" in text or "does not fit" in text)
-    return "".join(lines[start : start + 2])
-
-
-def contents(path: Path) -> dict[str, str]:
-    return {str(file): file.read_text() for file in path.rglob("*.py")}
+    framework = patch.stem.rpartition("-")[0] if patch in FLAT else patch.parent.name
+    found = re.findall(rf"^{framework}: (.*\n.*\n?)", text, re.MULTILINE)
+    (said,) = found
+    return str(said)
 
 
 def run_as_told(text: str) -> None:
@@ -86,7 +79,7 @@ def run_as_told(text: str) -> None:
 @pytest.mark.parametrize("patch", MEGATRON, ids=name_of)
 def test_a_patch_of_megatron_fits_then_is_applied(patch: Path, tmp_path: Path) -> None:
     version = patch.stem.removeprefix("core_v")
-    path = checkout(tmp_path / "checkout", patch, version)
+    path = megatron(tmp_path / "checkout", patch, version)
     code, text = check(path)
     assert code == 0
     assert f"{patch.name} fits and is not applied" in text
@@ -102,18 +95,18 @@ def test_a_patch_of_megatron_fits_then_is_applied(patch: Path, tmp_path: Path) -
 def test_a_patch_of_a_framework_is_applied_and_reverted(
     patch: Path, kind: str, tmp_path: Path
 ) -> None:
-    path = lay_out(tmp_path / kind, patch)
-    if kind == "checkout":
-        subprocess.run(["git", "init", "-q", str(path)], check=True)
-    before = contents(path)
-    text = about(patch, path)
+    def contents() -> dict[Path, str]:
+        return {file: file.read_text() for file in path.rglob("*.py")}
+
+    path = lay_out(tmp_path / kind, patch, repository=kind == "checkout")
+    before, text = contents(), about(patch, path)
     assert f"{name_of(patch)} fits and is not applied" in text
     run_as_told(text)
-    assert contents(path) != before
+    assert contents() != before
     text = about(patch, path)
-    assert text.startswith(f"{framework_of(patch)}: {name_of(patch)} is applied; revert it with\n")
+    assert text.startswith(f"{name_of(patch)} is applied; revert it with\n")
     run_as_told(text)
-    assert contents(path) == before
+    assert contents() == before
 
 
 def test_a_folder_inside_a_repository_is_looked_at_itself(tmp_path: Path) -> None:
@@ -123,11 +116,10 @@ def test_a_folder_inside_a_repository_is_looked_at_itself(tmp_path: Path) -> Non
     folder, patch = tmp_path / "site-packages", tmp_path / "some.patch"
     folder.mkdir()
     (folder / "x.py").write_text("old\n")
-    diff = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new\n"
-    patch.write_text(diff)
-    check_module = runpy.run_path(str(ROOT / "patches" / "check.py"))
-    assert check_module["applies"](patch, folder)
-    assert not check_module["applies"](patch, folder, "--reverse")
+    patch.write_text("diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new\n")
+    applies = runpy.run_path(str(FOLDER / "check.py"))["applies"]
+    assert applies(patch, folder)
+    assert not applies(patch, folder, "--reverse")
 
 
 @pytest.mark.parametrize("patch", FRAMEWORKS, ids=name_of)
@@ -149,23 +141,18 @@ def test_a_patch_of_a_framework_is_small(patch: Path) -> None:
     assert len(changed) <= 25
 
 
-def test_what_no_patch_fits_is_said(tmp_path: Path) -> None:
-    version = MEGATRON[0].stem.removeprefix("core_v")
-    changed = checkout(tmp_path / "changed", MEGATRON[0], version)
+def test_what_no_patch_fits_is_said_and_help_says_what_is_given(tmp_path: Path) -> None:
+    patch = MEGATRON[0]
+    changed = megatron(tmp_path / "changed", patch, patch.stem.removeprefix("core_v"))
     (changed / "pretrain_gpt.py").write_text("main()\n")
-    unknown = checkout(tmp_path / "unknown", MEGATRON[0], "0.13.0")
     for path, said in (
         (changed, "does not fit"),
-        (unknown, "no patch for this release"),
+        (megatron(tmp_path / "unknown", patch, "0.13.0"), "no patch for this release"),
         (tmp_path, "not a Megatron-LM checkout"),
     ):
         code, text = check(path)
         assert code == 1
         assert said in text
-
-
-def test_help_says_what_it_is_given() -> None:
-    code, text = check(Path("--help"))
+    code, text = check("--help")
     assert code == 0
-    assert "path/to/verl-checkout" in text
-    assert "the folder that holds a package" in text
+    assert "path/to/verl-checkout" in text and "the folder that holds a package" in text

@@ -47,7 +47,7 @@ from swift.megatron.callbacks.base import MegatronCallback  # noqa: E402
 from swift.megatron.trainers import MegatronTrainer  # noqa: E402
 from swift.template import Template  # noqa: E402
 
-from tests.host import gradients  # noqa: E402
+from tests.frameworks.harness import fill  # noqa: E402
 
 _attention = get_gpt_layer_local_spec().submodules.self_attention.submodules.core_attention
 
@@ -94,18 +94,13 @@ class Trainer(MegatronTrainer):
 
     def _prepare_peft_model(self, models: list[Any]) -> list[Any]:
         for model in models:
-            for name, parameter in gradients.parts(model):
-                parameter.data = gradients.initial_value(name, parameter).to(parameter.dtype)
+            fill(model)
         return models
 
 
-class HFConfig(SimpleNamespace):
-    """As much of a checkpoint's configuration as mcore-bridge reads."""
-
-    name_or_path = None
-
-
-_LLAMA = HFConfig(
+# As much of a checkpoint's configuration as mcore-bridge reads.
+_LLAMA = SimpleNamespace(
+    name_or_path=None,
     model_type="llama",
     num_hidden_layers=2,
     hidden_size=16,
@@ -169,18 +164,16 @@ def arguments(cp: int, padding_free: bool, dtype: torch.dtype, **changes: Any) -
 def template_for(args: Any) -> Template:
     """ms-swift's template, as far as it collates encoded samples."""
     template = object.__new__(Template)  # its initialization wants a tokenizer
-    settings = {
-        "task_type": args.task_type,
-        "mode": "train",
-        "packing": args.packing,
-        "padding_free": args.padding_free,
-        "padding_side": "right",
-        "use_megatron": True,
-        "sequence_parallel_size": args.context_parallel_size,
-        "remove_unused_columns": True,
-        "processor": SimpleNamespace(pad_token_id=0),
-        "config": _LLAMA,
-    }
-    for name, value in settings.items():
-        setattr(template, name, value)
+    vars(template).update(
+        task_type=args.task_type,
+        mode="train",
+        packing=args.packing,
+        padding_free=args.padding_free,
+        padding_side="right",
+        use_megatron=True,
+        sequence_parallel_size=args.context_parallel_size,
+        remove_unused_columns=True,
+        processor=SimpleNamespace(pad_token_id=0),
+        config=_LLAMA,
+    )
     return template

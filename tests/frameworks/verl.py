@@ -8,45 +8,50 @@ the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.frameworks.optimizer import KeepGradients
-from tests.frameworks.patched import ROOT
-from tests.frameworks.reference import (
+from tests.frameworks.harness import (
     CLIP,
     ENTROPY,
     KL,
+    ROOT,
+    KeepGradients,
     Terms,
+    attempt,
     grpo,
     references,
     text_of,
     token_values,
     total,
 )
-from tests.frameworks.verl_rows import PROMPTS, ROWS, columns, made_up, rows_of
-from tests.host.reference import Reference
+from tests.host.reference import Gradient, Reference
 from tests.host.steps import sequences
 from tests.peers.standins import use_peers
 
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
+VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
+PROMPTS = ("ab", "ab", "c3", "d4", "ab", "c3", "d4", "e5", "e5", "c3")
+SESSIONS = (0, 0, 0, 0, 1, 1, 1, 0, 1, 2)  # samples 0 and 1 are one rollout
+PADDING = 2  # rows that verl adds, so that ranks get equally many
+ROWS = len(PROMPTS) + PADDING
 
 
 class Case(NamedTuple):
     """One optimizer step."""
 
-    flags: str | None = None  # of the plugin, in the environment
+    flags: str = ""  # of the plugin, in the environment
     options: tuple[tuple[str, Any], ...] = ()  # of the plugin, in verl's configuration
     mode: str = "token-mean"  # verl's own
     factor: float | None = None  # its divisor
@@ -61,10 +66,54 @@ class Case(NamedTuple):
 class Step(NamedTuple):
     """What became of it, on this rank."""
 
-    gradient: dict[str, Tensor]
+    gradient: Gradient
     metrics: dict[str, float]
     microbatches: list[list[int]]  # lengths of the samples
-    error: str | None = None
+
+
+def made_up(i: int) -> dict[str, Tensor]:
+    """What rollout and trainer leave for every token of sample ``i``'s answer, in fp32."""
+    from tests.host.rl import data_of
+
+    names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
+    data = data_of(sequences()[i].tokens, sequences()[i].labels)
+    return {name: value.float() for name, value in zip(names, data, strict=True)}
+
+
+def row(i: int) -> dict[str, Any]:
+    """Sample ``i``, or padding, as verl's agent loop writes it down."""
+    fields: dict[str, Any] = {"uid": "pad0", "session_id": i}
+    prompts, responses, mask = torch.ones(4).long(), torch.ones(1).long(), torch.zeros(1).long()
+    tokens = {name: torch.zeros(1) for name in made_up(0)}
+    if i < len(PROMPTS):
+        text, tokens = sequences()[i], made_up(i)
+        prompts, responses, mask = text.tokens[:1], text.labels, torch.tensor(text.sample.mask)
+        fields = {"uid": PROMPTS[i], "session_id": SESSIONS[i]}
+    whole, mask = torch.cat([prompts, responses]), mask.long()
+    teacher = F.pad(tokens["ref_log_prob"], (len(prompts) - 1, 1))  # where tokens are predicted
+    return {
+        **fields,
+        **tokens,
+        "is_padding": torch.tensor(i >= len(PROMPTS)),
+        "teacher_logprobs": teacher.unsqueeze(-1),
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": whole,
+        "position_ids": torch.arange(len(whole)),
+        "response_mask": mask,
+        "loss_mask": mask,
+    }
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The batch of ``rows``, ragged, as verl's workers get it."""
+    found: dict[str, Any] = {name: [fields[name] for fields in rows] for name in rows[0]}
+    for name, (first, *_) in found.items():
+        if isinstance(first, Tensor) and first.dim():
+            found[name] = torch.nested.as_nested_tensor(found[name], layout=torch.jagged)
+        elif isinstance(first, Tensor):
+            found[name] = torch.stack(found[name])
+    return found
 
 
 class _ValueHead(torch.nn.Linear):
@@ -85,15 +134,6 @@ def build(dtype: torch.dtype, loss: str, per_token: bool = False, **config: Any)
     return model
 
 
-def run_verl(package: str, cp: int, cases: Sequence[Case]) -> list[Step]:
-    """Every case with verl from the folder ``package``, on this rank."""
-    import_verl(package)
-    from tests.host import gpt
-
-    gpt.initialize(cp)
-    return [_run(case, cp) for case in cases]
-
-
 def import_verl(package: str) -> None:
     """Let this process import verl from the folder ``package``, and what it needs."""
     use_peers(STANDINS)
@@ -101,50 +141,42 @@ def import_verl(package: str) -> None:
     logging.Logger.warning_once = logging.Logger.debug  # type: ignore[attr-defined]  # transformers'
 
 
-def _run(case: Case, cp: int) -> Step:
+def train(package: str, cp: int, cases: Sequence[Case]) -> list[Step | str]:
+    """Every case with verl from the folder ``package``, on this rank; or its error."""
+    import_verl(package)
+    from tests.host import gpt
+
+    gpt.initialize(cp)
+    return [attempt(_train, case, cp) for case in cases]
+
+
+def _train(case: Case, cp: int) -> Step:
     from megatron.core import parallel_state
     from verl.utils import tensordict_utils as tu
-
-    worker = _worker(case, cp)
-    rank, ranks = parallel_state.get_data_parallel_rank(), 2 // cp
-    data = tu.get_tensordict(columns(rows_of(rank, ranks)))
-    tu.pop(data, case.without)
-    tu.assign_non_tensor(
-        data,
-        temperature=1.0,
-        calculate_entropy=case.loss == "policy",
-        global_batch_size=ROWS,
-        mini_batch_size=ROWS,
-    )
-    if case.flags is not None:
-        os.environ["MEGATRON_LOSS_AGG_FLAGS"] = case.flags
-    lengths: list[list[int]] = []
-    try:
-        with _recorded(worker.engine, lengths):
-            train = {"TrainingWorker": "train_mini_batch"}.get(case.worker, "forward_backward")
-            output = getattr(worker, train)(data)
-    except Exception as error:
-        return Step({}, {}, lengths, f"{type(error).__name__}: {error}")
-    finally:
-        os.environ.pop("MEGATRON_LOSS_AGG_FLAGS", None)
     from verl.utils.metric import reduce_metrics
 
+    os.environ[VARIABLE] = case.flags
+    worker = _worker(case, cp)
+    each = ROWS // (2 // cp)  # the last rank has the padding
+    first = parallel_state.get_data_parallel_rank() * each
+    data = tu.get_tensordict(columns([row(i) for i in range(first, first + each)]))
+    tu.pop(data, case.without)
+    sizes = {"global_batch_size": ROWS, "mini_batch_size": ROWS}
+    entropy = case.loss == "policy"
+    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=entropy, **sizes)
+    lengths: list[list[int]] = []
+    prepare = worker.engine.prepare_model_inputs
+
+    def noted(batch: Any) -> Any:
+        lengths.append(batch["input_ids"].offsets().diff().tolist())
+        return prepare(batch)
+
+    worker.engine.prepare_model_inputs = noted
+    tinker = case.worker == "TinkerTrainingWorker"
+    output = (worker.forward_backward if tinker else worker.train_mini_batch)(data)
     metrics = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
     (gradient,) = worker.engine.optimizer.gradients
     return Step(gradient, metrics, lengths)
-
-
-@contextlib.contextmanager
-def _recorded(engine: Any, lengths: list[list[int]]) -> Iterator[None]:
-    """Note the samples of every microbatch."""
-    inner: Callable[..., Any] = engine.prepare_model_inputs
-
-    def prepare(batch: Any) -> Any:
-        lengths.append(batch["input_ids"].offsets().diff().tolist())
-        return inner(batch)
-
-    engine.prepare_model_inputs = prepare
-    yield
 
 
 def _worker(case: Case, cp: int) -> Any:
@@ -191,16 +223,11 @@ def _loss_function(case: Case) -> Callable[..., Any]:
     from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss, value_loss
 
+    common = {"strategy": "megatron", "loss_agg_mode": case.mode, "use_dynamic_bsz": True}
     if case.loss == "value":
-        critic = CriticConfig(
-            strategy="megatron", loss_agg_mode=case.mode, cliprange_value=CLIP, use_dynamic_bsz=True
-        )
-        return partial(value_loss, config=critic)
+        return partial(value_loss, config=CriticConfig(cliprange_value=CLIP, **common))
     actor = ActorConfig(
-        strategy="megatron",
         rollout_n=1,
-        use_dynamic_bsz=True,
-        loss_agg_mode=case.mode,
         loss_scale_factor=case.factor,
         clip_ratio=CLIP,
         policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
@@ -208,6 +235,7 @@ def _loss_function(case: Case) -> Callable[..., Any]:
         kl_loss_coef=KL,
         kl_loss_type="low_var_kl",
         entropy_coeff=ENTROPY,
+        **common,
     )
     if case.loss == "distillation":
         from verl.trainer.distillation.losses import distillation_ppo_loss
@@ -219,24 +247,20 @@ def _loss_function(case: Case) -> Callable[..., Any]:
     return partial(ppo_loss, config=actor)
 
 
-def start_engines(package: str, flags: str | None) -> dict[str, str]:
+def start_engines(package: str, flags: str) -> dict[str, str]:
     """By engine, what a start of it without a model says."""
     import_verl(package)
     from verl.workers.config import EngineConfig
     from verl.workers.engine.base import EngineRegistry
 
-    os.environ["VERL_ENGINE_DEVICE"] = "cuda"
-    if flags is not None:
-        os.environ["MEGATRON_LOSS_AGG_FLAGS"] = flags
-    said = {}
-    for kind, backends in EngineRegistry._engines.items():
-        for backend in backends:
-            try:
-                EngineRegistry.new(kind, backend, engine_config=EngineConfig())
-            except Exception as error:
-                name = EngineRegistry.get_engine_cls(kind, backend).__name__
-                said[name] = f"{type(error).__name__}: {error}"
-    return said
+    os.environ.update({"VERL_ENGINE_DEVICE": "cuda", VARIABLE: flags})
+    start = partial(EngineRegistry.new, engine_config=EngineConfig())
+    return {
+        EngineRegistry.get_engine_cls(kind, backend).__name__: said
+        for kind, backends in EngineRegistry._engines.items()
+        for backend in backends
+        if isinstance(said := attempt(start, kind, backend), str)
+    }
 
 
 def configured(package: str, overrides: Sequence[str]) -> list[Any]:
@@ -257,7 +281,7 @@ def configured(package: str, overrides: Sequence[str]) -> list[Any]:
 _PYTEST = """
 import sys
 import megatron.core
-from tests.frameworks.verl_ranks import import_verl
+from tests.frameworks.verl import import_verl
 folder, *files = sys.argv[1:]
 import_verl(folder)
 for name in [x for x in sys.modules if x.partition(".")[0] == "tests"]:

@@ -1,0 +1,239 @@
+"""A recipe for Megatron-Bridge: a tiny GPT, trained for two steps and evaluated.
+
+It takes overrides as Bridge's own scripts do: whatever its parser does not know, such as
+``model.context_parallel_size=2``. The learning rate is 0, so that every step has one gradient. One
+optimizer step is of ragged samples, as rows or as packs.
+
+Importing it lets a process import Bridge's training code without what needs a GPU or a server. Its
+training loop, loss and data code are real, and so are its GPT and its configuration. Stood in for
+are packages that are heavy and unused here, and parts of Bridge that need them: its bridges to
+Hugging Face models, adapters, and other loaders of data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_loss_agg.mcore.cpu import enable
+from tests.frameworks.harness import fill
+from tests.host import steps
+from tests.host.steps import EMPTY, VOCAB
+from tests.peers.standins import Anything, use_peers
+
+STANDINS = (
+    "transformers diffusers datasets huggingface_hub safetensors rich modelopt "
+    "nvidia_resiliency_ext megatron.energon megatron.bridge.diffusion megatron.bridge.peft "
+    "megatron.bridge.models.conversion megatron.bridge.models.megatron_mimo"
+)
+
+
+def use_bridge() -> None:
+    enable()
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers = lambda: None  # the wheel ships them compiled
+    use_peers(STANDINS)
+    # Their ``__init__`` import every model; here they import what is asked for.
+    for name in ("megatron.bridge", "megatron.bridge.models"):
+        _import_empty(name)
+    distillation = importlib.import_module("modelopt.torch.distill.plugins.megatron")
+    # What it returns for a model that is not distilled.
+    distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
+    tokenizers = importlib.import_module("megatron.core.tokenizers.text.libraries.null_tokenizer")
+    tokenizers.NullTokenizer.eos_id = tokenizers.NullTokenizer.eod  # asked for by packs
+
+
+def _import_empty(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"no {name}; bash ci/test.sh installs the systems of ci/peers.txt"
+    module: Any = importlib.util.module_from_spec(spec)
+    module.__getattr__ = lambda _: Anything
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    setattr(importlib.import_module(parent), child, module)
+
+
+use_bridge()
+
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider  # noqa: E402
+from megatron.bridge.data.builders import GPTSFTDatasetConfig  # noqa: E402
+from megatron.bridge.data.packing import PackedSequenceSpecs  # noqa: E402
+from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec  # noqa: E402
+from megatron.bridge.training import config as bridge  # noqa: E402
+from megatron.bridge.training.callbacks import Callback, CallbackContext  # noqa: E402
+from megatron.bridge.training.gpt_step import forward_step  # noqa: E402
+from megatron.bridge.training.pretrain import pretrain  # noqa: E402
+from megatron.bridge.training.tokenizers.config import TokenizerConfig  # noqa: E402
+from megatron.bridge.training.utils.omegaconf_utils import (  # noqa: E402
+    process_config_with_overrides,
+)
+
+from tests.host import gradients  # noqa: E402
+
+gc.freeze()  # Bridge collects garbage in every run, which would look at all that is imported
+EOS = VOCAB - 1  # Bridge pads packs with it, and never trains on it
+LENGTHS = (23, 3, 9, 1, 17, 6, 12, 2, 20, 5, 4, 8)
+ROW = 32  # length of every row
+MICRO_BATCH = 2  # rows
+PACKS = ((0, 1), (EMPTY,), (2, 3, 10, 11), (4, 6, 7, 8, 9))
+PACK = 64  # length of every pack
+LOADER = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
+sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=3)
+"""The samples of the step."""
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    """Train, and return what this rank has seen."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("layout", choices=["rows", "packs"])
+    parser.add_argument("--multiple", type=int, default=1, help="of a sample's length in a pack")
+    parser.add_argument("--results", type=Path, help="a folder in which to save what ranks see")
+    args, overrides = parser.parse_known_args(arguments)
+    rank, watch = os.environ["RANK"], Watch()
+    with TemporaryDirectory() as folder:
+        recipe = rows() if args.layout == "rows" else packs(Path(folder), args.multiple)
+        config = process_config_with_overrides(recipe, cli_overrides=overrides)
+        pretrain(config, forward_step, callbacks=[watch])
+    if args.results:
+        torch.save(watch.seen, args.results / f"{rank}.pt")
+    return watch.seen
+
+
+class Watch(Callback):
+    """Keeps what a rank sees: gradients and reports of each step, and of the evaluation."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"gradients": [], "reports": []}
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        self.seen["gradients"].append(gradients.of(context.model))
+        self.seen["reports"].append({k: float(x) for k, x in context.loss_dict.items()})
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        self.seen["evaluation"] = {k: float(x) for k, x in context.total_loss_dict.items()}
+
+
+def rows() -> bridge.ConfigContainer:
+    """Pretraining on padded rows."""
+    dataset = _Rows(dataloader_type="single", **LOADER)
+    return _recipe(dataset, ROW, MICRO_BATCH, len(LENGTHS))
+
+
+class _Rows(DatasetProvider):
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, Any, None]:
+        step = [_row(sequence) for sequence in sequences()]
+        return 100 * step, 100 * step, None
+
+
+def _row(sequence: steps.Sequence) -> dict[str, torch.Tensor]:
+    """As Megatron's pretraining data sets give it."""
+    mask = torch.tensor(sequence.sample.mask, dtype=torch.float32)
+    columns = {"tokens": sequence.tokens, "labels": sequence.labels, "loss_mask": mask}
+    fill = (0, ROW - len(mask))
+    row = {name: torch.nn.functional.pad(x, fill) for name, x in columns.items()}
+    return {**row, "position_ids": torch.arange(ROW)}
+
+
+def packs(folder: Path, multiple: int) -> bridge.ConfigContainer:
+    """Supervised fine-tuning on packs that were prepared before.
+
+    Args:
+        multiple: each sample's tokens are padded to it, for context parallelism.
+    """
+    file = folder / "packs.npy"
+    file.with_suffix(".json").write_text("[]")  # of packs for CUDA graphs
+    np.save(file, np.array([_pack(x, multiple) for x in PACKS], dtype=object), allow_pickle=True)
+    specs = PackedSequenceSpecs(
+        packed_sequence_size=PACK,
+        packed_train_data_path=file,
+        packed_val_data_path=file,
+        packed_metadata_path=file.with_suffix(".json"),
+        pad_seq_to_mult=multiple,
+    )
+    dataset = GPTSFTDatasetConfig(
+        dataset_root=folder,
+        seq_length=PACK,
+        enable_offline_packing=True,
+        offline_packing_specs=specs,
+        do_test=False,
+        **LOADER,
+    )
+    return _recipe(dataset, PACK, 1, len(PACKS))
+
+
+def _pack(chosen: tuple[int, ...], multiple: int) -> dict[str, list[int]]:
+    """As Bridge prepares it: text one longer than its tokens, padded with EOS."""
+    pack: dict[str, list[int]] = {"input_ids": [], "loss_mask": [], "seq_start_id": []}
+    for i in chosen:
+        sequence = sequences()[i]
+        text = [*sequence.tokens.tolist(), int(sequence.labels[-1])]
+        fill = -len(sequence.tokens) % multiple
+        pack["seq_start_id"].append(len(pack["input_ids"]))
+        pack["input_ids"] += text + [EOS] * fill
+        pack["loss_mask"] += [*(int(m) for m in sequence.sample.mask), 0] + [0] * fill
+    return pack
+
+
+def _recipe(
+    dataset: Any, length: int, micro_batch: int, global_batch: int
+) -> bridge.ConfigContainer:
+    return bridge.ConfigContainer(
+        model=_model(length),
+        train=bridge.TrainingConfig(
+            micro_batch_size=micro_batch, global_batch_size=global_batch, train_iters=2
+        ),
+        validation=bridge.ValidationConfig(eval_interval=2, eval_iters=1),
+        optimizer=bridge.OptimizerConfig(lr=0.0, min_lr=0.0, weight_decay=0.0, clip_grad=0.0),
+        scheduler=bridge.SchedulerConfig(start_weight_decay=0.0, end_weight_decay=0.0),
+        ddp=bridge.DistributedDataParallelConfig(),
+        dataset=dataset,
+        logger=bridge.LoggerConfig(log_interval=1),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB),
+        checkpoint=bridge.CheckpointConfig(),
+        dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+def _model(length: int) -> GPTModelProvider:
+    """The model of `tests.host.gpt.build`, in fp32, with the same weights."""
+    fusions = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
+    off = [f"{name}_fusion" for name in (*fusions, "cross_entropy_loss")]
+    model = GPTModelProvider(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=VOCAB,
+        seq_length=length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        transformer_layer_spec=local_layer_spec,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        apply_rope_fusion=False,
+        **dict.fromkeys(off, False),
+    )
+    model.register_pre_wrap_hook(_with_weights)
+    return model
+
+
+def _with_weights(chunks: list[Any]) -> list[Any]:
+    for chunk in chunks:
+        fill(chunk)
+    return chunks
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""What the tests of all frameworks share.
+
+A framework's own code makes an optimizer step, or two, of a real GPT over gloo ranks. The gradient
+of every parameter, and what is reported, is compared with one fp64 process that runs every sample
+alone. A framework's own module has its batch, its stand-ins and its entry point.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.host.reference import Gradient, Reference
+from tests.host.steps import Sequence
+from tests.peers.standins import PEERS
+
+ROOT = Path(__file__).parents[2]
+FP32 = 1e-6
+"""Bound of a gradient's error in fp32. Where a framework has an exact mode, twice its own, too."""
+CLIP, KL, ENTROPY = 0.2, 0.3, 0.1
+DIVISOR = 7.0
+COEFFICIENTS = {"policy": 1.0, "kl": KL, "entropy": -ENTROPY}
+"""Of the terms of `grpo`."""
+Terms = dict[str, Tensor]
+"""fp64 [tokens] of one sample."""
+
+
+def references(
+    model: Any, samples: Iterable[Terms], differentiated: Collection[str] = ("loss",)
+) -> dict[str, Reference]:
+    """By term; those that are not ``differentiated`` are without gradients."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found: dict[str, Reference] = {}
+    for terms in samples:
+        for term, of_tokens in terms.items():
+            losses, gradients = found.setdefault(term, Reference([], []))
+            losses.append(of_tokens.detach())
+            if term in differentiated:
+                rows = [torch.autograd.grad(x, parameters, retain_graph=True) for x in of_tokens]
+                columns = map(torch.stack, zip(*rows, strict=True))
+                gradients.append(dict(zip(names, columns, strict=True)))
+    return found
+
+
+def token_values(model: Any, tokens: Tensor, prompt_length: int) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each token after the prompt; the sample alone, unpadded."""
+    positions = torch.arange(len(tokens)).unsqueeze(0)
+    logits = model(tokens.unsqueeze(0), positions, None).squeeze(0)
+    log_p = logits[prompt_length - 1 : -1].log_softmax(-1)
+    chosen = log_p.gather(-1, tokens[prompt_length:, None]).squeeze(-1)
+    return chosen, -(log_p.exp() * log_p).sum(-1)
+
+
+def text_of(sequence: Sequence) -> Tensor:
+    """A prompt of one token, and an answer."""
+    return torch.cat([sequence.tokens, sequence.labels[-1:]])
+
+
+def grpo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, advantage: Tensor | float) -> Terms:
+    """With a k3 KL term and an entropy bonus; without their coefficients."""
+    ratio = (lp - old).exp()
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    return {"policy": policy, "kl": (ref - lp).exp() - 1 - (ref - lp), "entropy": entropy}
+
+
+def total(terms: Terms) -> Tensor:
+    """With the coefficients."""
+    parts = [coefficient * terms[name] for name, coefficient in COEFFICIENTS.items()]
+    return torch.stack(parts).sum(0)
+
+
+class KeepGradients:
+    """In place of a framework's optimizer: keeps the gradient of each step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.gradients: list[Gradient] = []
+        self.grad_norms_by_group: dict[str, float] = {}
+        self.param_groups = [{"lr": 0.0}]
+
+    def zero_grad(self) -> None: ...
+
+    def scale_loss(self, loss: Any) -> Any:
+        return loss
+
+    def step(self) -> tuple[bool, float, int]:
+        from tests.host import gradients
+
+        self.gradients.append(gradients.of(self.model))
+        return True, 0.0, 0
+
+
+def attempt(call: Callable[..., Any], *args: Any) -> Any:
+    """What ``call`` returns; or "Name: text" of what it raised."""
+    try:
+        return call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fill(model: Any) -> None:
+    """Give a framework's own model weights that do not depend on the parallelism."""
+    from tests.host import gradients
+
+    for name, parameter in gradients.parts(model):
+        parameter.data = gradients.initial_value(name, parameter).to(parameter.dtype)
+
+
+def page(framework: str) -> str:
+    return (ROOT / f"docs/frameworks/{framework}.md").read_text()
+
+
+def run_in_bash(command: str, **environment: str) -> str:
+    """What a command of a page prints, which must succeed; with this Python's programs."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", command],
+        cwd=ROOT,
+        env={**os.environ, **environment, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def patched_copy(package: str, folder: Path) -> str:
+    """Copy the package into ``folder`` and patch it there as its page says; what was printed."""
+    shutil.copytree(PEERS / package, folder / package)
+    # After the installation of ours, and the line that finds the folder of theirs.
+    block = re.search(r"```bash\npip [^\n]*\n(\w+)=[^\n]*\n(.*?)```", page(package), re.DOTALL)
+    assert block
+    return run_in_bash(block[2], **{block[1]: str(folder)})

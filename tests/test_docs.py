@@ -1,0 +1,343 @@
+"""Every block of code of every page runs, or its flags are parsed, or there is a reason why not.
+
+A page's blocks of Python run in their order, as one program. Commands of the package itself run,
+too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
+Links lead somewhere, what the pages say of errors is so, and the API pages hold every public name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import inspect
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+from markdown.extensions.toc import slugify
+
+import megatron_loss_agg
+from megatron_loss_agg import errors
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/*.md")
+    for path in ROOT.glob(pattern)
+)
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+LANGUAGES = ("python", "bash", "text", "json")  # the last two: what a command prints or reads
+_FENCE = re.compile(r"^( *)```(?:\{ \.)?(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+# What a page claims about the names that its Python leaves behind.
+CLAIMS = {
+    "README.md": "'prompt_mean loss' in reports[0]",
+    "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
+    " and 'squared loss' in reports[0]",
+    "docs/distillation.md": "distilled(logits, logits, labels, mask)[1].loss_mask is mask",
+    "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
+    "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
+    "docs/losses.md": "read({'texts': ['a', 'b']}).samples == 2",
+    "docs/modes.md": "(square_root_of_length(plan_of(mask), 0) * 4)[1].tolist() == [0, 0, 2]",
+    "docs/rl.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]"
+    " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
+    " and 'kl of the policy' in reports[0]",
+    "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
+    "patches/README.md": "install.__module__ == 'megatron_loss_agg.mcore.launch.install'",
+}
+# Commands that no test here can run, by how they begin: who runs them, or why nobody does.
+ELSEWHERE = {
+    "bash ci/": "continuous integration itself",
+    "bash examples/quickstart.sh": "its commands run in tests/examples/test_scripts.py",
+    "bash examples/grpo/run.sh": "its loop runs in tests/examples/test_grpo.py",
+    "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
+    "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_doctor.py",
+    "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
+        "tests/frameworks/test_bridge.py"
+    ),
+    "python patches/check.py": "tests/test_patches.py",
+    "patch -p1": "tests/frameworks",
+    "SKYRL=": "tests/frameworks",
+    "SITE=": "tests/frameworks",
+    "git -C path/to/": "ci/frameworks.sh, which needs the frameworks' repositories",
+    "pip install": "changes the environment",
+    "pip download": "as above",
+    "python -m build": "needs build and twine: tests/test_packaging.py builds without them",
+    "bash benchmarks/gpu.sh": "tests/gpu/test_gpu_script.py",
+    "WHEELS=": "as above",
+}
+# Commands that must be found bad, each by another parser.
+WRONG = [
+    "torchrun --nprocs 8 -m megatron_loss_agg pretrain_gpt.py",
+    "torchrun -m megatron_loss_agg pretrain_gpt.py --num-layer 2",
+    "torchrun -m megatron_loss_agg my_loop.py --loss-aggregation mean",
+    'MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation-mode sum" ray start',
+    "python -m megatron_loss_agg explain --length 1,2",
+]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    line: int  # of its first line, from 1
+    language: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """Those of a block in bash: without comments, each on one line."""
+        joined = re.sub(r"\s*\\\n\s*", " ", self.text)
+        lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines())
+        return [line for line in lines if line]
+
+
+BLOCKS = [
+    Block(page, text.count("\n", 0, found.start(3)) + 1, found[2], found[3])
+    for page, text in TEXTS.items()
+    for found in _FENCE.finditer(text)
+]
+
+
+def outside_of_blocks(page: str) -> str:
+    return re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+
+
+def test_every_block_is_of_a_known_language_and_no_command_is_outside_of_one() -> None:
+    assert [block for block in BLOCKS if block.language not in LANGUAGES] == []
+    indented = r"^    +(?:torchrun|python|pip|bash|[A-Z_]+=).*"
+    assert [x for p in PAGES for x in re.findall(indented, outside_of_blocks(p), re.M)] == []
+
+
+def given_names() -> dict[str, Any]:
+    """What the pages' Python takes as given: a loop's own model, batches and forward step."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from examples.custom_loop import LENGTH, build, forward_step, rollouts
+    from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    model, whole, sizes = build(), rollouts(0), [1, 3, 2, 2, 1, 3, 2, 2]
+    rows = len(whole["tokens"])
+    whole |= {
+        "labels": whole["tokens"].roll(-1, dims=1),
+        "position_ids": torch.arange(LENGTH).repeat(rows, 1),
+        "attention_mask": torch.ones(rows, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+        "advantages": whole["advantages"].expand(rows, LENGTH),
+        "old_log_probs": torch.full((rows, LENGTH), -3.5),
+        "reference_log_probs": torch.full((rows, LENGTH), -3.4),
+    }
+    parts = zip(*(value.split(sizes) for value in whole.values()), strict=True)
+    step = [dict(zip(whole, part, strict=True)) for part in parts]
+    config = OptimizerConfig(optimizer="adam", lr=0.01, min_lr=0.01, clip_grad=0.0)
+    agg = LossAggregation(mode="sample_mean")
+    shape = {"num_microbatches": len(sizes), "seq_length": LENGTH, "micro_batch_size": 1}
+    return {
+        "model": model,
+        "optimizer": get_megatron_optimizer(config, [model]),
+        "step_in_memory": step,
+        "loader": cycle(step),
+        "batches": cycle(step),
+        "steps": 2,
+        "forward_step": forward_step,
+        "the_rest": {"model": [model], "forward_only": False, **shape},
+        "data_and_context_parallel_group": dist.group.WORLD,
+        "mask": torch.tensor([[1, 1, 0], [0, 0, 1]]),
+        "labels": torch.zeros(2, 3, dtype=torch.int64),
+        "logits": torch.zeros(2, 3, 4),
+        "plan_of": lambda mask: StepPlan.build(agg, [Microbatch(mask)]),
+    }
+
+
+def _run_page(blocks: list[Block], claim: str) -> None:
+    namespace = given_names()
+    for block in blocks:
+        # So that a traceback shows the page's own lines.
+        code = "\n" * (block.line - 1) + block.text
+        exec(compile(code, str(ROOT / block.page), "exec"), namespace)
+    assert eval(claim, namespace), claim
+
+
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
+def test_python_of_a_page_runs_in_order(page: str) -> None:
+    assert page in CLAIMS, f"say in CLAIMS what holds after the Python of {page} has run"
+    whole_files = "--8<--"
+    own = [x for x in PYTHON if x.page == page and not x.text.startswith(whole_files)]
+    run_ranks(_run_page, 1, own, CLAIMS[page], preload="tests.host.preload")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _check(command: str) -> None:
+    """Run a command of the package; parse the flags of one that trains.
+
+    Raises:
+        ValueError: a flag or value that its parser does not know.
+    """
+    words = [word for word in shlex.split(command) if word != "..."]
+    if words[:3] == ["python", "-m", "megatron_loss_agg"]:
+        from megatron_loss_agg.__main__ import main
+
+        assert main(words[3:]) in (0, 1)
+        return
+    for ours in re.findall(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', command):
+        _parse_ours(shlex.split(ours))
+    if "torchrun" in words:
+        _parse_run(words[words.index("torchrun") + 1 :])
+
+
+def _parse_run(words: list[str]) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+    from torch.distributed.run import get_args_parser
+
+    launched = get_args_parser().parse_args(words)
+    script, flags = launched.training_script, launched.training_script_args
+    if launched.module:
+        assert script == "megatron_loss_agg"
+        script, *flags = [word for word in flags if word != "--cpu"]
+        flags = _parse_ours(flags)
+    if os.path.basename(script).startswith(("pretrain_", "train_")):
+        _, unknown = add_megatron_arguments(_Parser(allow_abbrev=False)).parse_known_args(flags)
+        if unknown:
+            raise ValueError(f"unknown to Megatron: {unknown}")
+
+
+def _parse_ours(words: list[str]) -> list[str]:
+    """Check our flags among ``words``; return the others."""
+    from megatron_loss_agg.mcore.launch.flags import aggregation_from, taken_from
+
+    ours, others = taken_from(words)
+    if ours.get("loss_aggregation") != "MODE":
+        aggregation_from(argparse.Namespace(**ours))
+    return others
+
+
+def _check_all(found: list[str], plots: str) -> list[str]:
+    """Those that are wrong, each with its error."""
+    os.chdir(plots)
+    failed = []
+    for command in found:
+        try:
+            _check(command)
+        except (Exception, SystemExit) as error:
+            failed.append(f"{command}: {type(error).__name__}: {error}")
+    return failed
+
+
+def test_commands_run_or_parse(tmp_path: Path) -> None:
+    found = [c for block in BLOCKS if block.language == "bash" for c in block.commands()]
+    assert [known for known in ELSEWHERE if not any(c.startswith(known) for c in found)] == []
+    here = [command for command in found if not command.startswith(tuple(ELSEWHERE))]
+    neither = [c for c in here if "megatron_loss_agg" not in c and not c.startswith("torchrun")]
+    assert [c for c in neither if "MEGATRON_LOSS_AGG_FLAGS" not in c] == [], "add it to ELSEWHERE"
+    every = [*here, *WRONG]
+    (failed,) = run_ranks(_check_all, 1, every, str(tmp_path), preload="tests.host.preload")
+    assert [line.partition(": ")[0] for line in failed] == WRONG, failed
+
+
+_LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def _anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)", outside_of_blocks(page), re.MULTILINE)
+    return {slugify(re.sub(r"[`*]|\]\(.*?\)", "", heading), "-") for heading in headings}
+
+
+# mkdocs checks those under docs/.
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/")])
+def test_links_lead_somewhere(page: str) -> None:
+    dead = []
+    for path, anchor in _LINK.findall(TEXTS[page]):
+        target = ((ROOT / page).parent / path if path else ROOT / page).resolve()
+        named = not anchor or anchor in _anchors(target.relative_to(ROOT).as_posix())
+        if not target.exists() or not named:
+            dead.append(f"{path}#{anchor}")
+    assert dead == []
+
+
+# After what was got: what was expected, or what to do.
+_CURE = re.compile(
+    r"expected|pip install|; (?:call|drop|fix|give|pass|write)\b|: (?:change|wrap|or drop)\b|"
+    r"or choose|; it has|only '?\w+'? takes one"
+)
+
+
+def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist() -> None:
+    messages = re.findall(r"^- `(.*)`$", TEXTS["docs/errors.md"], re.MULTILINE)
+    assert len(messages) > 150
+    assert [message for message in messages if not _CURE.search(message)] == []
+    quoted = re.findall(r'^\*\*"(.*?)"\*\*', TEXTS["docs/troubleshooting.md"], re.MULTILINE)
+    assert len(quoted) > 5
+    for quote in quoted:
+        pattern = ".*".join(re.escape(part) for part in quote.split("..."))
+        assert any(re.search(pattern, message) for message in messages), quote
+
+
+_COMMANDS = ("megatron_loss_agg.explain",)  # whose __all__ is a command's main function
+_PUBLIC_PATHS = {"megatron_loss_agg.losses.policy": "megatron_loss_agg.policy"}
+
+
+def _public_names() -> list[str]:
+    """The dotted paths of all names in `__all__` of all modules, and of their public members."""
+    found = [f"{errors.__name__}.{name}" for name in vars(errors) if name.endswith("Error")]
+    modules = pkgutil.walk_packages(megatron_loss_agg.__path__, "megatron_loss_agg.")
+    for name in ("megatron_loss_agg", *(module.name for module in modules)):
+        path = ROOT / name.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if "\n__all__ = " not in source.read_text() or name in _COMMANDS:
+            continue
+        module, place = import_module(name), _PUBLIC_PATHS.get(name, name)
+        for public in module.__all__:
+            value = getattr(module, public)
+            members = _members(value, module.__all__) if inspect.isclass(value) else []
+            found += [f"{place}.{public}", *(f"{place}.{public}.{member}" for member in members)]
+    return found
+
+
+def _members(cls: type, public: list[str]) -> list[str]:
+    """Public members of a class that neither its docstring nor a base of public name describes."""
+    described = {*re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.MULTILINE)}
+    members: list[str] = []
+    for base in cls.__mro__:
+        if base is not cls and base.__name__ in public:
+            described |= {*vars(base)}
+        elif base.__module__.startswith("megatron_loss_agg"):
+            members += [x for x in vars(base) if not x.startswith("_")]
+    return [member for member in members if member not in described]
+
+
+def test_api_pages_hold_every_public_name_and_render_the_sections_of_its_docstring(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {page.name: page.read_text() for page in tmp_path.glob("api*.html")}
+    (names,) = run_ranks(_public_names, 1, preload="tests.host.preload")
+    assert len(names) > 80
+    shown = {name for page in pages.values() for name in re.findall(r'id="([\w.]+)"', page)}
+    assert [name for name in names if name not in shown] == []
+    for name, page in pages.items():
+        assert re.findall(r"<p>\s*(?:Args|Attributes|Returns|Raises)\b.*?:", page) == [], name
+        assert "::\n" not in page and "<p>::" not in page, name
+    guide = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "custom_loop.html").read_text()))
+    assert (ROOT / "examples/custom_loop.py").read_text().strip() in guide
