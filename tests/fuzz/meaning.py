@@ -62,6 +62,12 @@ def listed(x: Any) -> list[float]:
     return [value for part in x for value in listed(part)] if isinstance(x, list) else [float(x)]
 
 
+def products(values: Tensor, weights: Tensor) -> list[float]:
+    """Of values and weights, without what weighs nothing."""
+    pairs = zip(listed(values), listed(weights), strict=True)
+    return [v * w for v, w in pairs if w != 0]
+
+
 def assert_same(pairs: Iterable[tuple[Tensor, Any]], rounding: float, smallest: float = 0) -> None:
     """Each number is near rounding error, and so is their sum, which denormal numbers escape."""
     error = size = 0.0

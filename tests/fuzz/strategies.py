@@ -30,6 +30,8 @@ masks = st.one_of(
 )
 ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
 sample_weights = st.sampled_from([0.0, 0.25, 1.0, 3.5])
+ANYTHING = st.sampled_from([math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-40, 1.0])
+"""What may lie where nothing counts."""
 
 
 @st.composite
@@ -81,6 +83,21 @@ def microbatches(draw: st.DrawFn, rejected: bool = True) -> dict[str, Any]:
         flags = [draw(st.booleans()) for _ in drawn]
         given["rejected"] = torch.tensor(flags, dtype=torch.bool)
     return given
+
+
+@st.composite
+def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Values and weights of any dtypes; values of weight 0 may be anything."""
+    shape = draw(st.sampled_from([(), (0,), (1,), (7,), (2, 3), (2, 0, 2)]))
+    dtypes = draw(st.tuples(*2 * [st.sampled_from(FLOATS + INTEGERS)]))
+    w = [draw(st.sampled_from([0.0, 0.0, 1.0, 2.0, 0.3])) for _ in range(math.prod(shape))]
+    weights = torch.tensor(w, dtype=F64).to(dtypes[1])
+    v = [draw(st.floats(-9, 9) if x else ANYTHING) for x in weights.tolist()]
+    values = torch.tensor(v, dtype=F64)
+    if not dtypes[0].is_floating_point:
+        values = values.nan_to_num(0, 0, 0).clamp(0, 9)
+    form = draw(st.sampled_from([*FORMS]))
+    return FORMS[form](values.to(dtypes[0]).view(shape)), weights.view(shape)
 
 
 @st.composite

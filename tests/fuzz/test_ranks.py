@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, StepPlan
-from megatron_loss_agg.report import Max, Mean, Min, reduce_reports
 from tests.distributed import run_ranks
-from tests.fuzz.meaning import Read, assert_same, expected_weights, listed
+from tests.fuzz.meaning import Read, assert_same, expected_weights
 from tests.fuzz.strategies import F64, INPUTS, Changes, aggregations, changed, changes, microbatches
 
 PATIENCE = timedelta(seconds=30)
@@ -34,14 +33,12 @@ class Drawn:
     where: int = 0
     changes: Changes = field(default_factory=dict)  # of inputs, of "step" or of "mode"
 
-    def run(self, rank: int, group: Any) -> list[torch.Tensor] | dict[str, float]:
-        """What a loop does on one rank: its weights, or its metrics."""
+    def run(self, rank: int, group: Any) -> list[torch.Tensor]:
+        """What a loop does on one rank: its weights."""
         how, step = self.changes if rank == self.where else {}, self.given[rank]
         agg = LossAggregation(**self.options)
         if "mode" in how:
             agg = LossAggregation(mode="sum", divisor=3)
-        if self.kind == "reports":
-            return reduce_reports(replaced([metrics(x) for x in step], how), group)
         try:
             step = [{k: changed(v, how[k]) if k in how else v for k, v in x.items()} for x in step]
             made = [Microbatch(**x) for x in step]
@@ -53,26 +50,18 @@ class Drawn:
             plan = StepPlan.build_terms(terms, replaced(made, how), group)["a"]
         else:
             plan = StepPlan.build(agg, replaced(made, how), group)
-        return [plan.weights(i, F64) for i in range(len(made))]
+        return [plan.weights(i, F64) for i in range(len(plan.microbatches))]
 
 
 def replaced(given: list[Any], how: Changes) -> Any:
     return changed(None, how["step"]) if "step" in how else given
 
 
-METRICS: dict[str, Any] = {"mean": Mean, "max": Max, "min": Min}
-
-
-def metrics(given: dict[str, Any]) -> dict[str, Any]:
-    values = given["loss_mask"].double()
-    return {name: kind.of(values, torch.ones_like(values)) for name, kind in METRICS.items()}
-
-
 @st.composite
 def drawn_steps(draw: st.DrawFn, world: int) -> Drawn:
     of_rank = st.lists(microbatches(), max_size=3)
     given = [draw(of_rank) for _ in range(world)]
-    kind = draw(st.sampled_from(["build", "build", "terms", "reports"]))
+    kind = draw(st.sampled_from(["build", "terms"]))
     how = draw(changes(INPUTS, ["step", "mode"]))
     return Drawn(kind, draw(aggregations()), given, draw(st.integers(0, world - 1)), how)
 
@@ -100,13 +89,6 @@ def judged(step: Drawn, found: tuple[Any, ...]) -> str:
         assert step.changes, f"valid input was refused: {errors[0]!r}"
         assert len(errors) == len(found), f"refused by some ranks alone: {found}"
         return "refused"
-    if step.kind == "reports":
-        assert all(repr(x) == repr(found[0]) for x in found)
-        values = [x for of in step.given for y in of for x in listed(y["loss_mask"])]
-        if values and not step.changes:
-            assert (found[0]["max"], found[0]["min"]) == (max(values), min(values))
-            assert found[0]["mean"] == pytest.approx(sum(values) / len(values), rel=1e-5)
-        return "exact"
     how, given = step.changes, [[*of] for of in step.given]
     for i, x in enumerate(given[step.where]):
         given[step.where][i] = {k: changed(v, how[k]) if k in how else v for k, v in x.items()}
