@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.steps import IDS, LAYOUTS, MODES, lay
-from tests.oracle import Sample, Step
+from tests.oracle import Sample
 
 F64 = torch.float64
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
@@ -46,18 +46,6 @@ def samples(
     drawn = draw(st.lists(of_sample, min_size=min_size, max_size=max_size))
     found = [Sample(tuple(m), prompt_of[r], r, dataset) for m, r, dataset in drawn]
     return [replace(s, weight=draw(sample_weights)) for s in found] if weighted else found
-
-
-@st.composite
-def steps(draw: st.DrawFn, max_ranks: int = 3) -> Step:
-    """Samples dealt over ranks and microbatches, of which some stay empty."""
-    ranks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=max_ranks))
-    ranks[0] += not sum(ranks)
-    step: Step = [[[] for _ in range(microbatches)] for microbatches in ranks]
-    places = [microbatch for rank in step for microbatch in rank]
-    for sample in draw(samples()):
-        draw(st.sampled_from(places)).append(sample)
-    return step
 
 
 # The same numbers in another form.
