@@ -1,4 +1,4 @@
-"""Steps of the oracle: fixed, at random and drawn, and as tensors in the layouts of the package."""
+"""Steps of the oracle, fixed and at random, and as tensors in the layouts of the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 from megatron_loss_agg import CPLayout, LossAggregation
 from tests import oracle
@@ -122,43 +121,6 @@ def cp_layout(inputs: dict[str, Any], cp: int, rank: int, kind: str | None = Non
 # sentinel (-1, 0, the ends of int64) for "no group".
 IDS = (0, -1, 1, 2**24, 2**24 + 1, 2**31, 2**32, 2**53, 2**53 + 1, -(2**53) - 1)
 IDS += (2**63 - 1, -(2**63))
-
-masks = st.one_of(
-    st.lists(st.sampled_from([0.0, 1.0]), max_size=6),
-    st.lists(st.sampled_from([0.0, 0.25, 0.1, 1.0, 3.5]), max_size=6),
-    st.lists(st.floats(2.0**-20, 2.0**10), max_size=4),
-    st.lists(st.just(0.0), max_size=4),
-)
-ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
-
-
-@st.composite
-def samples(draw: st.DrawFn, max_size: int = 8, min_size: int = 0) -> list[Sample]:
-    """Samples that share a few prompts, rollouts and data sets; a rollout has one prompt."""
-    pool = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
-    rollouts = draw(st.lists(ids, min_size=1, max_size=6, unique=True))
-    prompt_of = {rollout: draw(st.sampled_from(pool)) for rollout in rollouts}
-    drawn = draw(
-        st.lists(
-            st.tuples(masks, st.sampled_from(rollouts), st.sampled_from(pool)),
-            min_size=min_size,
-            max_size=max_size,
-        )
-    )
-    return [Sample(tuple(m), prompt_of[rollout], rollout, dataset) for m, rollout, dataset in drawn]
-
-
-@st.composite
-def steps(draw: st.DrawFn, max_ranks: int = 3) -> Step:
-    """Samples dealt over ranks and microbatches, of which some stay empty."""
-    ranks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=max_ranks))
-    if not sum(ranks):
-        ranks[0] = 1
-    step: Step = [[[] for _ in range(microbatches)] for microbatches in ranks]
-    places = [microbatch for rank in step for microbatch in rank]
-    for sample in draw(samples()):
-        draw(st.sampled_from(places)).append(sample)
-    return step
 
 
 def weighted(step: Step, seed: int = 0) -> Step:

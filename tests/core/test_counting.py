@@ -7,27 +7,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_loss_agg import Microbatch, StepPlan, token_weights
 from megatron_loss_agg.errors import AggregationError, GroupError, MaskError
-from tests.core.steps import LAYOUTS, aggregation, assert_counts, lay, samples
+from tests.core.steps import aggregation, assert_counts, lay
 from tests.oracle import Sample
 
 F64 = torch.float64
-
-
-@given(st.lists(st.tuples(samples(max_size=4), st.sampled_from(LAYOUTS)), max_size=6))
-@settings(max_examples=150, deadline=None)
-def test_sums_and_counts_of_any_mixture_of_layouts_are_those_of_the_samples(step):
-    microbatches = [Microbatch(**lay(of_one, layout).inputs) for of_one, layout in step]
-    for mode in ("sample_mean", "prompt_mean", "rollout_mean"):
-        plan = StepPlan.build(aggregation(mode), microbatches)
-        assert_counts(plan.counts, [[of_one for of_one, _ in step]], mode)
-        for i, (of_one, _) in enumerate(step):
-            sums = [sum(sample.mask) for sample in of_one]
-            assert plan.group_sums("sample", i).tolist() == pytest.approx(sums, rel=1e-14)
 
 
 def test_microbatches_of_any_size_are_counted_whole():
@@ -98,13 +84,6 @@ def test_weights_are_the_fp64_ones_but_for_rounding_each_factor(dtype):
         assert torch.equal(w, default.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.int64, "float32"])
-def test_weights_in_a_dtype_where_they_would_vanish_are_refused(dtype):
-    # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
-    with pytest.raises(MaskError, match="expected a floating dtype with the range of fp32"):
-        token_weights(aggregation("token_mean"), torch.ones(1, 3), dtype=dtype)
-
-
 def test_weights_carry_no_gradient_and_leave_the_mask_alone():
     mask = torch.ones(1, 3, requires_grad=True)
     assert not token_weights(aggregation("token_mean"), mask).requires_grad
@@ -123,10 +102,19 @@ def test_a_group_that_is_none_of_the_step_sums_to_nothing():
     assert plan.weights(0).tolist() == [[0], [0.5], [0], [0.5], [0]]
 
 
-def test_a_plan_can_be_pickled():
+def test_a_plan_can_be_pickled_and_its_coefficients_are_sent_without_the_rest():
     step = [Microbatch(torch.ones(2, 3), prompt_ids=torch.arange(2))]
     plan = StepPlan.build(aggregation("prompt_mean"), step)
     assert torch.equal(pickle.loads(pickle.dumps(plan)).weights(0), plan.weights(0))
+    of_many = StepPlan.from_mask_sums(aggregation("token_mean"), [[1.0]] * 10_000)
+    assert len(pickle.dumps(of_many.coefficients(0))) < 1000
+
+
+def test_counts_are_beyond_int32():
+    mask = torch.full((1, 3), 2**30, dtype=torch.int32)
+    assert mask.sum(dtype=torch.int32).item() < 0
+    plan = StepPlan.build(aggregation("token_mean"), [Microbatch(mask)])
+    assert float(plan.counts.tokens) == 3 * 2**30
 
 
 ONE = torch.tensor([0, 2, 4])

@@ -1,31 +1,31 @@
-"""CPLayout and predicting_mask: maps by hand and by the host, inverses, gradients, errors."""
+"""CPLayout and predicting_mask: maps by hand, by loops and by the host, inverses and gradients."""
 
 from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, predicting_mask, token_weights
-from megatron_loss_agg.errors import GroupError, LayoutError
-from tests.core.steps import flatten
+from tests.fuzz.meaning import Read, called, exact_or_refused, listed
+from tests.fuzz.strategies import FORMS, INPUTS, changes, microbatches, with_changes
 from tests.host.harness import run_host_ranks
 
 F64 = torch.float64
-HALF = CPLayout.bshd(8, 2, 0)
 
 
-def offsets(*values: int) -> torch.Tensor:
+def offsets(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-MAKERS = (CPLayout.bshd, CPLayout.thd, CPLayout.contiguous)
 # What each rank holds. Of 2 * cp chunks, rank r holds chunk r and chunk 2 cp - 1 - r; in a pack
 # (thd), the same inside every sequence.
 MAPS = [
@@ -47,85 +47,59 @@ MAPS = [
 
 
 @pytest.mark.parametrize(("make", "axis", "maps"), MAPS)
-def test_maps_are_those_written_by_hand(make, axis, maps):
+def test_every_rank_holds_the_positions_written_by_hand(make, axis, maps):
     for rank, expected in enumerate(maps):
         index = make(axis, len(maps), rank).index
         assert index.dtype == torch.int64 and index.tolist() == expected
 
 
-def partitioned_indices(lengths: list[int], cp: int, rank: int) -> list[int]:
-    """TransformerEngine's order, token by token of the rank.
-
-    After thd_partition_src_index in its fused_attn/context_parallel.cu: a local token in the
-    first half of its local sequence lies `rank` half-lengths further in the whole sequence, one in
-    the second half 2 * (cp - 1) - rank half-lengths.
-    """
-    out, start = [], 0
-    for length in lengths:
-        half = length // cp // 2
-        out += [start + t + half * rank for t in range(half)]
-        out += [start + t + half * (2 * (cp - 1) - rank) for t in range(half, 2 * half)]
-        start += length
-    return out
+def held_by(kind: str, whole: Any, cp: int, rank: int) -> list[int]:
+    """The positions that a rank holds, sequence by sequence."""
+    if kind == "contiguous":
+        return [*range(rank * whole // cp, (rank + 1) * whole // cp)]
+    held: list[int] = []
+    for begin, end in pairwise([0, whole] if kind == "bshd" else whole.tolist()):
+        chunk = (end - begin) // (2 * cp)
+        starts = [begin + c * chunk for c in (rank, 2 * cp - 1 - rank)]
+        parts = [range(begin, end)] if cp == 1 else [range(a, a + chunk) for a in starts]
+        held += [t for part in parts for t in part]
+    return held
 
 
-chunks = st.lists(st.integers(0, 5), min_size=1, max_size=5)
-
-
-@given(sizes=chunks, cp=st.integers(1, 5), dim=st.sampled_from([0, 1, 2, -1, -2]))
-@pytest.mark.parametrize("make", MAKERS)
-@settings(deadline=None)
-def test_every_position_is_held_once_and_unshard_is_the_inverse_of_shard(make, sizes, cp, dim):
-    lengths = [2 * cp * size for size in sizes]
-    axis = total = sum(lengths)
-    if make == CPLayout.thd:
-        axis = offsets(*(sum(lengths[:s]) for s in range(len(lengths) + 1)))
-    ranks = [make(axis, cp, rank) for rank in range(cp)]
-    held = [layout.index.tolist() for layout in ranks]
-    assert sorted(flatten(held)) == [*range(total)]
-    if make == CPLayout.thd:
-        assert held == [partitioned_indices(lengths, cp, rank) for rank in range(cp)]
-    shape = [2, 3, 4]
-    shape[dim] = total
-    x = torch.arange(torch.Size(shape).numel(), dtype=F64).reshape(shape).requires_grad_()
-    shards = [layout.shard(x, dim=dim) for layout in ranks]
-    for layout, shard in zip(ranks, shards, strict=True):
-        assert torch.equal(shard, x.index_select(dim, layout.index))
-    whole = ranks[0].unshard(shards, dim=dim)
-    assert torch.equal(whole, x)
-    upstream = torch.randn(shape, dtype=F64)
-    whole.backward(upstream)
-    assert torch.equal(x.grad, upstream)
-
-
-REFUSED = [
-    *(
-        (lambda make=make, x=x, rank=rank: make(x, 2, rank), "cp_rank")
-        for make, x in zip(MAKERS, (8, offsets(0, 8), 8), strict=True)
-        for rank in (-1, 2)
-    ),
-    (lambda: CPLayout.bshd(8, -1, 0), "cp_size"),
-    *((lambda n=n: CPLayout.bshd(n, 2, 0), rf"{n}.*4|4.*{n}") for n in (6, 7, 2, 9)),
-    (lambda: CPLayout.contiguous(7, 2, 0), "7"),
-    # Lengths 4, 6, 6: the second is not a multiple of 2 * cp = 4, though the total is.
-    (lambda: CPLayout.thd(offsets(0, 4, 10, 16), 2, 0), "6.*4.*pad|4.*6.*pad|pad.*4.*6|pad.*6.*4"),
-    (lambda: CPLayout.thd(offsets(4, 8), 2, 0), r"cu_seqlens.* start at 0"),
-    (lambda: CPLayout.thd(offsets(0, 8, 4), 2, 0), r"cu_seqlens.* not decrease"),
-    (lambda: CPLayout.thd(torch.tensor([0.0, 4.0]), 2, 0), "cu_seqlens"),
-    (lambda: HALF.shard(torch.zeros(2, 4)), "8"),
-    (lambda: HALF.shard(torch.zeros(2, 16)), "8"),
-    (lambda: HALF.unshard([torch.zeros(4)]), "length 4; expected the layout's 8"),
-    (lambda: HALF.unshard([torch.zeros(4)] * 3), "length 12; expected the layout's 8"),
-    (lambda: HALF.unshard([torch.zeros(4), torch.zeros(3)]), "length 7; expected the layout's 8"),
-    (lambda: HALF.unshard(torch.zeros(2, 4)), "a Tensor without a group"),
-    (lambda: HALF.unshard([torch.zeros(4)] * 2, group=object()), "a list with a group"),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_what_cannot_be_split_or_joined_is_named(call, text):
-    with pytest.raises((LayoutError, GroupError), match=text):
-        call()
+@given(
+    kind=st.sampled_from(["bshd", "thd", "contiguous"]),
+    cp=st.integers(1, 4),
+    chunks=st.lists(st.integers(0, 4), max_size=4),
+    shape=st.sampled_from([(-1,), (2, -1), (-1, 3), (2, -1, 1, 2)]),
+    form=st.sampled_from([*FORMS]),
+    changes=changes(["whole"], ["cp_size", "cp_rank"]),
+)
+@example("bshd", 2, [1], (-1,), "as it is", {"cp_size": "Fraction(1, 3)"})  # once accepted
+@settings(max_examples=150, deadline=None)
+@exact_or_refused
+def test_every_position_is_held_once_and_joining_is_the_inverse(
+    kind, cp, chunks, shape, form, changes
+):
+    ends = [0, *accumulate(2 * cp * n for n in chunks)]
+    whole: Any = torch.tensor(ends) if kind == "thd" else ends[-1]
+    axes = with_changes({"whole": whole, "cp_size": cp, "cp_rank": cp - 1}, changes)
+    made = called(getattr(CPLayout, kind), *axes.values(), changes=changes)
+    if not all(isinstance(x, (int, Tensor)) for x in axes.values()):
+        return  # as annotations refuse it
+    assert made.index.tolist() == held_by(kind, *axes.values())
+    if changes:
+        return
+    dim = shape.index(-1)
+    x = FORMS[form](torch.randn([made.total_len if n == -1 else n for n in shape], dtype=F64))
+    ranks = [getattr(CPLayout, kind)(whole, cp, rank) for rank in range(cp)]
+    parts = [of_rank.shard(x, dim).detach().requires_grad_() for of_rank in ranks]
+    for part, of_rank in zip(parts, ranks, strict=True):
+        assert torch.equal(part, x.index_select(dim, of_rank.index))
+    joined, pull = made.unshard(parts, dim=dim), torch.randn(x.shape, dtype=F64)
+    (joined * pull).sum().backward()
+    assert torch.equal(joined, x)
+    for part, of_rank in zip(parts, ranks, strict=True):
+        assert torch.equal(part.grad, of_rank.shard(pull, dim))
 
 
 def test_offsets_may_be_overwritten_once_the_layout_is_made():
@@ -151,22 +125,31 @@ PREDICTED = {
 
 @pytest.mark.parametrize("name", PREDICTED)
 def test_a_mask_is_moved_to_the_position_that_predicts_the_token(name):
-    mask, *offsets, expected = PREDICTED[name]
-    real, padded = (None if x is None else torch.tensor(x) for x in offsets)
-    moved = predicting_mask(torch.tensor(mask), real, padded)
-    assert torch.equal(moved, torch.tensor(expected))
+    mask, *given_offsets, expected = PREDICTED[name]
+    real, padded = (None if x is None else torch.tensor(x) for x in given_offsets)
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        moved = predicting_mask(torch.tensor(mask).to(dtype), real, padded)
+        assert torch.equal(moved, torch.tensor(expected).to(dtype))
     if padded is not None:  # and so fits the same offsets
         token_weights(LossAggregation(mode="sample_mean"), moved, real, cu_seqlens_padded=padded)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-@pytest.mark.parametrize("shape", [(2, 4), (1, 1), (2, 0)])
-def test_a_moved_mask_keeps_its_shape_and_dtype(dtype, shape):
-    moved = predicting_mask(torch.ones(shape).to(dtype))
-    assert moved.shape == shape and moved.dtype == dtype
+@given(microbatches(rejected=False), changes(INPUTS[:3]))
+@settings(max_examples=150, deadline=None)
+@exact_or_refused
+def test_a_moved_mask_is_that_of_a_loop(given, changes):
+    given = with_changes({name: given.get(name) for name in INPUTS[:3]}, changes)
+    moved = called(predicting_mask, *given.values(), changes=changes)
+    read = Read.of(given)
+    wanted = [0.0] * len(read.values)
+    for places in read.places:
+        for t, following in pairwise(places):
+            wanted[t] = read.values[following]
+    assert (moved.dtype, moved.shape) == (given["loss_mask"].dtype, given["loss_mask"].shape)
+    assert listed(moved) == wanted
 
 
-def batch_of(seq_len: int) -> dict[str, torch.Tensor]:
+def batch_of(seq_len: int) -> dict[str, Tensor]:
     rows = torch.arange(3 * seq_len).reshape(3, seq_len)
     return {"tokens": rows, "loss_mask": rows % 5 / 4, "labels": rows + 1}
 

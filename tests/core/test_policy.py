@@ -1,10 +1,9 @@
-"""Per-token losses against plain loops: value, gradient, and anything at masked positions."""
+"""Losses of tokens against plain loops: value, gradient, and anything at masked positions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,91 +13,141 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_loss_agg import policy, weighted_sum
-from tests.fuzz.policies import Number, spec_cispo, spec_kl, spec_ppo, spec_value
+from tests.fuzz.meaning import called, exact_or_refused, listed
+from tests.fuzz.strategies import ANYTHING, changes, with_changes
 
 F64 = torch.float64
-LOW, HIGH, DUAL = 0.2, 0.28, 3.0
-CLIPS = {"clip_low": LOW, "clip_high": HIGH}
-POISON = [math.nan, math.inf, -math.inf, torch.finfo(torch.float64).max]
+BOUND = policy.LOG_RATIO_BOUND
+BEYOND = math.exp(BOUND + 1)
+POISON = [math.nan, math.inf, -math.inf, torch.finfo(F64).max]
+Number = tuple[float, float]  # value, and slope by the first input
 
 
-def clipped(loss: Callable[..., Any], *inputs: Any, **options: Any) -> Tensor:
-    return loss(*inputs, **CLIPS, **options).losses
+def ratio_of(x: float) -> float:
+    return math.exp(min(max(x, -BOUND), BOUND))
 
 
-def kl(estimator: str) -> tuple[Callable[..., Tensor], Callable[..., Number], int]:
-    options = {"estimator": estimator}
-    return partial(policy.kl_penalty, **options), partial(spec_kl, options), 2
+def loop_ppo(
+    lp: float, old: float, a: float, clip_low: float, clip_high: float, dual_clip: Any = None
+) -> Number:
+    r, inside = ratio_of(lp - old), abs(lp - old) <= BOUND
+    limit = min(max(r, 1 - clip_low), 1 + clip_high)
+    loss, slope = (-a * r, -a * r * inside) if -a * r >= -a * limit else (-a * limit, 0.0)
+    if dual_clip is not None and a < 0 and loss > -dual_clip * a:
+        return -dual_clip * a, 0.0
+    return loss, slope
 
 
-PPO = partial(spec_ppo, CLIPS)
-# A loss, its specification, and the number of its inputs.
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Number], int]] = {
-    "ppo": (partial(clipped, policy.clipped_policy_loss), PPO, 3),
-    "dual": (
-        partial(clipped, policy.clipped_policy_loss, dual_clip=DUAL),
-        partial(spec_ppo, {**CLIPS, "dual_clip": DUAL}),
-        3,
-    ),
-    # Of sequences of one token, it is PPO.
-    "gspo": (lambda *x: clipped(policy.sequence_policy_loss, *x, lambda v: v), PPO, 3),
-    "cispo": (partial(clipped, policy.cispo_loss), partial(spec_cispo, CLIPS), 3),
-    **{estimator: kl(estimator) for estimator in ("k1", "k2", "k3")},
-    "value": (
-        lambda *x: policy.clipped_value_loss(*x, clip=LOW),
-        partial(spec_value, {"clip": LOW}),
-        3,
-    ),
+def loop_cispo(lp: float, old: float, a: float, clip_low: float, clip_high: float) -> Number:
+    weight = min(max(ratio_of(lp - old), 1 - clip_low), 1 + clip_high)
+    return -weight * a * lp, -weight * a
+
+
+def loop_kl(lp: float, ref: float, estimator: str) -> Number:
+    x = lp - ref
+    if estimator == "k1":
+        return x, 1.0
+    if estimator == "k2":
+        return x * x / 2, x
+    y = min(max(x, -BOUND), BOUND)
+    return math.expm1(-y) + y, -math.expm1(-y) * (x == y)
+
+
+def loop_value(v: float, old: float, returned: float, clip: float) -> Number:
+    near = min(max(v, old - clip), old + clip)
+    if (near - returned) ** 2 > (v - returned) ** 2:
+        return (near - returned) ** 2 / 2, 0.0
+    return (v - returned) ** 2 / 2, v - returned
+
+
+def loop_weight(lp: float, rollout: float, cap: float) -> Number:
+    return min(ratio_of(lp - rollout), cap), 0.0
+
+
+def gspo(lp: Tensor, old: Tensor, a: Tensor, **clips: float) -> Any:
+    """Of sequences of one token, it is PPO."""
+    return policy.sequence_policy_loss(lp, old, a, lambda x: x, **clips)
+
+
+ppo, cispo, truncated = (
+    policy.clipped_policy_loss,
+    policy.cispo_loss,
+    policy.truncated_importance_weight,
+)
+clips = st.sampled_from([0.2, 0.28, 0.0, 1.0, 5, math.inf])
+CLIPS = {"clip_low": clips, "clip_high": clips}
+# A loss, its loop, the number of its inputs, and its options.
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Number], int, dict[str, Any]]] = {
+    "ppo": (ppo, loop_ppo, 3, {**CLIPS, "dual_clip": st.sampled_from([3.0, None, 1.5])}),
+    "gspo": (gspo, loop_ppo, 3, CLIPS),
+    "cispo": (cispo, loop_cispo, 3, CLIPS),
+    "kl": (policy.kl_penalty, loop_kl, 2, {"estimator": st.sampled_from(["k3", "k2", "k1"])}),
+    "value": (policy.clipped_value_loss, loop_value, 3, {"clip": clips}),
+    "weight": (truncated, loop_weight, 2, {"cap": st.sampled_from([0.5, 2, math.inf])}),
 }
-in_every_loss = pytest.mark.parametrize("name", LOSSES)
-
-numbers = st.floats(-3.0, 3.0)
-shapes = st.lists(st.integers(0, 4), max_size=3)
-
-
-@st.composite
-def tokens(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[float]], list[float]]:
-    """A shape, three inputs, and weights of which some are 0."""
-    shape = tuple(draw(shapes))
-    count = math.prod(shape)
-    inputs = [draw(st.lists(numbers, min_size=count, max_size=count)) for _ in range(3)]
-    weight = st.sampled_from([0.0, 0.0, 0.25, 1.0])
-    return shape, inputs, draw(st.lists(weight, min_size=count, max_size=count))
+# Each with its first options.
+FIXED = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "estimator": "k3", "clip": 0.2}
+TRAINED = [name for name in LOSSES if name != "weight"]
+in_every_loss = pytest.mark.parametrize("name", TRAINED)
 
 
-def tensor(values: Any, shape: tuple[int, ...] = (-1,)) -> Tensor:
-    return torch.tensor(values, dtype=F64).reshape(shape)
+def losses_of(name: str, *inputs: Tensor) -> Tensor:
+    function, _, arity, options = LOSSES[name]
+    out = function(*inputs[:arity], **{key: FIXED[key] for key in options})
+    return getattr(out, "losses", out)
 
 
-@in_every_loss
-@given(tokens())
-@settings(deadline=None, max_examples=60)
-def test_value_and_gradient_are_those_of_a_loop(name, drawn):
-    function, spec, arity = LOSSES[name]
-    shape, inputs, weights = drawn
-    first, *others = (tensor(x, shape) for x in inputs[:arity])
-    first.requires_grad_()
-    total = weighted_sum(tensor(weights, shape), function(first, *others))
-    total.backward()
-    expected = [spec(*x) for x in zip(*inputs[:arity], strict=True)]
-    values = [w * value for w, (value, _) in zip(weights, expected, strict=True)]
-    slopes = [w * slope for w, (_, slope) in zip(weights, expected, strict=True)]
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+@exact_or_refused
+def test_value_and_gradient_are_those_of_a_loop(name, data):
+    function, loop, arity, choices = LOSSES[name]
+    options = {key: data.draw(of, label=key) for key, of in choices.items()}
+    weights = data.draw(st.lists(st.sampled_from([1.0, 0.0, 0.5]), max_size=5))
+    inputs = [
+        [data.draw(st.floats(-3, 3) if w else ANYTHING) for w in weights] for _ in range(arity)
+    ]
+    first, *others = (tensor(*x) for x in inputs)
+    given = {"0": first.requires_grad_(), **{str(n): x for n, x in enumerate(others, 1)}}
+    how = data.draw(changes([*given], [*options]))
+    out = called(
+        function, *with_changes(given, how).values(), **with_changes(options, how), changes=how
+    )
+    if how:
+        return
+    total = weighted_sum(tensor(*weights), getattr(out, "losses", out))
+    if total.requires_grad:
+        total.backward()
+    grad = [0.0] * len(weights) if first.grad is None else listed(first.grad)
+    value = size = 0.0
+    for w, got, x in zip(weights, grad, zip(*inputs, strict=True), strict=True):
+        if not w:
+            assert got == 0
+            continue
+        of_loop, slope = loop(*x, **options)
+        value, size = value + w * of_loop, size + w * abs(of_loop)
+        # At a kink either slope is right.
+        beside = [loop(x[0] + d, *x[1:], **options)[1] for d in (-1e-9, 1e-9)]
+        near = [pytest.approx(w * s, rel=1e-7, abs=1e-8) for s in beside]
+        assert got == pytest.approx(w * slope, rel=1e-12, abs=1e-14) or got in near
     # k3 near 0 is a small difference of numbers near 1.
-    room = 1e-12 * (1 + sum(map(abs, values)))
-    assert total.item() == pytest.approx(math.fsum(values), abs=room)
-    torch.testing.assert_close(first.grad, tensor(slopes, shape), rtol=1e-12, atol=1e-14)
+    assert total.item() == pytest.approx(value, rel=0, abs=1e-12 * (1 + size))
 
 
 @pytest.mark.parametrize("poison", POISON)
 @in_every_loss
 def test_masked_positions_may_hold_anything(name, poison):
-    function, _, arity = LOSSES[name]
-    clean = [tensor([0.3, 0.1]), tensor([0.1, 0.2]), tensor([-1.0, 1.0])][:arity]
-    w = tensor([0.5, 0.0])
+    arity = LOSSES[name][2]
+    clean = [tensor(0.3, 0.1), tensor(0.1, 0.2), tensor(-1.0, 1.0)][:arity]
 
     def run(inputs: list[Tensor]) -> tuple[float, list[float]]:
         first = inputs[0].clone().requires_grad_()
-        total = weighted_sum(w, function(first, *inputs[1:]))
+        total = weighted_sum(tensor(0.5, 0.0), losses_of(name, first, *inputs[1:]))
         total.backward()
         return total.item(), first.grad.tolist()
 
@@ -113,44 +162,113 @@ def test_masked_positions_may_hold_anything(name, poison):
 
 
 @in_every_loss
-def test_nan_at_a_position_that_counts_is_shown(name):
-    function, _, arity = LOSSES[name]
+def test_nan_that_counts_is_shown_and_only_the_first_input_gets_a_gradient(name):
+    arity = LOSSES[name][2]
     for bad in range(arity):
-        inputs = [tensor([0.3, 0.1]) for _ in range(arity)]
+        inputs = [tensor(0.3, 0.1) for _ in range(arity)]
         inputs[bad][1] = math.nan
-        assert math.isnan(weighted_sum(tensor([0.5, 0.5]), function(*inputs)).item())
+        assert math.isnan(weighted_sum(tensor(0.5, 0.5), losses_of(name, *inputs)).item())
+    inputs = [tensor(0.3).requires_grad_() for _ in range(arity)]
+    grads = torch.autograd.grad(losses_of(name, *inputs).sum(), inputs, allow_unused=True)
+    assert grads[0] is not None and not any(g is not None for g in grads[1:])
 
 
-@pytest.mark.parametrize("name", ["ppo", "dual", "gspo", "cispo", "k3"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "kl"])
 @pytest.mark.parametrize("distance", [-1e4, -700.0, 700.0, 1e4, math.inf, -math.inf])
 def test_far_log_ratios_overflow_neither_value_nor_gradient(name, distance):
-    function, _, arity = LOSSES[name]
     for advantage in (-1.0, 1.0):
         # The second one lies far off, for CISPO's loss is linear in the first.
         first = torch.tensor([-1.0], requires_grad=True)
-        others = [torch.tensor([-1.0 + distance]), torch.tensor([advantage])][: arity - 1]
-        losses = function(first, *others)
+        losses = losses_of(name, first, torch.tensor([-1.0 + distance]), torch.tensor([advantage]))
         losses.backward()
         assert losses.isfinite().all() and first.grad.isfinite().all()
 
 
 @in_every_loss
-def test_only_the_first_input_gets_a_gradient(name):
-    function, _, arity = LOSSES[name]
-    inputs = [tensor([0.3]).requires_grad_() for _ in range(arity)]
-    grads = torch.autograd.grad(function(*inputs).sum(), inputs, allow_unused=True)
-    assert grads[0] is not None and not any(g is not None for g in grads[1:])
-
-
-@in_every_loss
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_fp32(name, dtype):
-    function, _, arity = LOSSES[name]
-    inputs = [torch.randn(50, generator=torch.Generator().manual_seed(k)) for k in range(arity)]
-    halves = [x.to(dtype) for x in inputs]
+    halves = [x.to(dtype) for x in torch.randn(3, 50, generator=torch.Generator().manual_seed(0))]
     halves[0].requires_grad_()
-    losses = function(*halves)
+    losses = losses_of(name, *halves)
     assert losses.dtype == torch.float32
-    assert torch.equal(losses, function(*(x.detach().float() for x in halves)))
+    assert torch.equal(losses, losses_of(name, *(x.detach().float() for x in halves)))
     losses.sum().backward()
     assert halves[0].grad.dtype == dtype
+
+
+# A loss, ratios, advantages and options; and which are clipped.
+CLIPPED = [
+    # Kept are those that move back towards 1.
+    (ppo, [0.5, 1, 2], [1, 1, 1], {"clip_high": 0.28}, [False, False, True]),
+    (ppo, [0.5, 1, 2], [-1, -1, -1], {"clip_high": 0.28}, [True, False, False]),
+    # -A r = 5 is limited to 3; with A = 1 the upper clip gives -1.2.
+    (ppo, [5, 5], [-1, 1], {"dual_clip": 3.0}, [True, True]),
+    # Without an advantage nothing is taken away.
+    (ppo, [BEYOND, BEYOND], [-1, 0], {}, [True, False]),
+    (cispo, [2, 1.1], [1, 1], {"clip_low": 1.0, "clip_high": 0.28}, [True, False]),
+]
+
+
+@pytest.mark.parametrize("loss, ratios, advantages, options, clipped", CLIPPED)
+def test_what_is_clipped_is_said_with_the_ratios(loss, ratios, advantages, options, clipped):
+    log_probs = tensor(*ratios).log().requires_grad_()
+    found = loss(log_probs, torch.zeros_like(log_probs), tensor(*advantages), **options)
+    assert found.clipped.tolist() == clipped
+    if BEYOND not in ratios:
+        torch.testing.assert_close(found.ratios, tensor(*ratios))
+    assert not found.ratios.requires_grad
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_an_importance_weight_is_truncated_and_0_under_the_mask(poison):
+    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
+    log_probs = tensor(0.5, 3.0, 0.2).requires_grad_()
+    rollout, mask = tensor(0.0, 0.0, poison), tensor(1.0, 1.0, 0.0)
+    weights = truncated(log_probs, rollout, cap=2.0, mask=mask)
+    torch.testing.assert_close(weights, tensor(math.exp(0.5), 2.0, 0.0))
+    assert not weights.requires_grad
+    unmasked = truncated(log_probs[:2], rollout[:2], cap=2.0)
+    assert torch.equal(unmasked, weights[:2])
+    total = weighted_sum(mask, weights * policy.kl_penalty(log_probs, rollout, "k2"))
+    total.backward()
+    assert total.isfinite() and log_probs.grad.isfinite().all()
+
+
+@given(
+    st.lists(st.lists(st.one_of(st.floats(-9, 9), ANYTHING), min_size=3, max_size=3), max_size=3)
+)
+@settings(max_examples=150, deadline=None)
+def test_entropy_and_gradient_are_those_of_a_loop_and_masked_rows_may_be_anything(rows):
+    logits = torch.tensor(rows, dtype=F64).view(-1, 3).requires_grad_()
+    entropy = policy.token_entropy(logits)
+    weights = [1.0 if n % 2 == 0 else 0.0 for n in range(len(rows))]
+    weighted_sum(tensor(*weights), entropy).backward()
+    for w, row, got, grad in zip(weights, rows, listed(entropy), logits.grad, strict=True):
+        assert w or not grad.any()
+        if not math.isfinite(max(row)) or any(map(math.isnan, row)):
+            assert math.isnan(got)
+            continue
+        e = [math.exp(z - max(row)) for z in row]
+        p = [x / math.fsum(e) for x in e]
+        h = -math.fsum(x * math.log(x) for x in p if x)
+        assert got == pytest.approx(h, rel=1e-12, abs=1e-14)
+        # dH / dz_j = -p_j (log p_j + H)
+        slopes = [-w * x * (math.log(x) + h) if x else 0.0 for x in p]
+        assert grad.tolist() == pytest.approx(slopes, rel=1e-10, abs=1e-13)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+def test_huge_numbers_make_no_gradient_nan(huge, weight):
+    # The ratio e^2 is over the clip, and the product of both beyond fp32.
+    log_probs = torch.tensor([2.0, 0.0], requires_grad=True)
+    losses = cispo(log_probs, torch.zeros(2), torch.tensor([huge, 1.0]), clip_low=1, clip_high=9)
+    total = weighted_sum(torch.tensor([weight, 1.0]), losses.losses)
+    total.backward()
+    assert log_probs.grad.tolist() == [0.0, -1.0]
+    assert total.isnan() == bool(weight)  # a product that overflows is shown where it counts
+    # Nor does a logit far below the largest: its log-probability is -inf in fp32.
+    logits = torch.tensor([huge, -huge], requires_grad=True)
+    entropy = policy.token_entropy(logits)
+    entropy.backward()
+    assert entropy.item() == 0 and not logits.grad.any()

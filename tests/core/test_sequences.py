@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from megatron_loss_agg import CPLayout, Microbatch, SequenceMean, policy, weighted_sum
-from megatron_loss_agg.errors import GroupError, LayoutError, MaskError
+from megatron_loss_agg import Microbatch, SequenceMean, policy, weighted_sum
 from tests.core.operations import Operations
 from tests.core.steps import cp_layout, lay
 from tests.distributed import run_ranks
+from tests.fuzz.meaning import Read, called, exact_or_refused, listed
+from tests.fuzz.strategies import ANYTHING, INPUTS, changes, microbatches, with_changes
 from tests.oracle import Sample
 
 F64 = torch.float64
@@ -37,21 +37,16 @@ LONELY = [Sample((1.0,)), Sample((0.0, 0.0, 0.0))]  # only rank 0 has a token th
 def inputs(samples: list[Sample], layout: str) -> dict[str, Any]:
     """The whole microbatch: what `Microbatch` takes, and per-token tensors of the mask's shape."""
     laid = lay(samples, layout, multiple=2 * max(CP))
-    shape = laid.inputs["loss_mask"].shape
+    mask = laid.inputs["loss_mask"]
     g = torch.Generator().manual_seed(len(samples))
-
-    def draw() -> Tensor:
-        return torch.randn(shape, generator=g, dtype=F64)
-
-    old = draw()
+    old, more, advantages, w = torch.randn((4, *mask.shape), generator=g, dtype=F64)
     return {
         "microbatch": laid.inputs,
         "index": laid.index,
-        # Sequence ratios on both sides of the clips.
-        "log_probs": old + 0.1 * draw(),
+        "log_probs": old + 0.1 * more,  # sequence ratios on both sides of the clips
         "old": old,
-        "advantages": draw(),
-        "w": draw().abs() * (laid.inputs["loss_mask"] > 0),
+        "advantages": advantages,
+        "w": w.abs() * (mask > 0),
     }
 
 
@@ -94,14 +89,8 @@ def gspo(data: dict[str, Any], poison: float | None) -> dict[str, Any]:
         out = policy.sequence_policy_loss(log_probs, old, advantages, sequence_mean, **CLIPS)
         loss = weighted_sum(w, out.losses)
         loss.backward()
-    return {
-        "loss": loss.item(),
-        "gradient": log_probs.grad,
-        "ratio": out.ratios,
-        "clipped": out.clipped,
-        "active": float(mask.sum()),
-        "calls": made.collectives,
-    }
+    found = {"loss": loss.item(), "gradient": log_probs.grad, "ratio": out.ratios}
+    return {**found, "clipped": out.clipped, "active": mask.sum(), "calls": made.collectives}
 
 
 def gspo_cases(cases: list[tuple[dict[str, Any], float | None]]) -> list[dict[str, Any]]:
@@ -118,8 +107,7 @@ def test_gspo_over_ranks_is_that_of_one_process(cp):
     ]
     answers = run_ranks(gspo_cases, cp, cases)
     for n, (data, poison) in enumerate(cases):
-        expected = reference(data)
-        ranks = [answer[n] for answer in answers]
+        expected, ranks = reference(data), [answer[n] for answer in answers]
         assert sum(r["loss"] for r in ranks) == pytest.approx(expected["loss"], rel=1e-12)
         cut = cp_layout(data["microbatch"], cp, 0)
         got = {
@@ -127,46 +115,39 @@ def test_gspo_over_ranks_is_that_of_one_process(cp):
             for name in ("gradient", "ratio", "clipped")
         }
         assert got["gradient"] == pytest.approx(expected["gradient"], rel=1e-12, abs=1e-15)
-        active = [t for positions in data["index"] for t in positions if expected["ratio"][t] != 1]
-        for t in active:
-            assert got["ratio"][t] == pytest.approx(expected["ratio"][t], rel=1e-12)
-            assert poison is not None or got["clipped"][t] == expected["clipped"][t]
+        for t, ratio in enumerate(expected["ratio"]):
+            if ratio != 1:
+                assert got["ratio"][t] == pytest.approx(ratio, rel=1e-12)
+                assert poison is not None or got["clipped"][t] == expected["clipped"][t]
         # One collective forward and its adjoint backward, also on ranks without a token.
         assert all(len(r["calls"]) == (2 if cp > 1 else 0) for r in ranks)
     if cp > 1:
         assert min(answers[1][n]["active"] for n in range(len(cases))) == 0
 
 
-values = st.one_of(st.floats(-10, 10), st.sampled_from([math.nan, math.inf, -math.inf]))
-masks = st.lists(st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.0]), values), max_size=5)
-
-
-@pytest.mark.parametrize("layout", ["thd", "thd_row", "thd_padded", "bshd"])
-@given(st.lists(masks, max_size=4))
-@settings(deadline=None, max_examples=60)
-def test_mean_and_gradient_are_those_of_a_loop(layout, drawn):
-    laid = lay([Sample(tuple(m for m, _ in pairs)) for pairs in drawn], layout)
-    mask = laid.inputs["loss_mask"]
-    x = torch.zeros_like(mask)
-    for pairs, positions in zip(drawn, laid.index, strict=True):
-        # What is masked may be anything; what counts is a number.
-        kept = [v if m == 0 or math.isfinite(v) else 1.0 for m, v in pairs]
-        x.view(-1)[positions] = torch.tensor(kept, dtype=F64)
-    x.requires_grad_()
-    mean = SequenceMean(Microbatch(**laid.inputs))(x)
-    pull = torch.arange(1.0, mean.numel() + 1, dtype=F64).view(mean.shape)
-    (mean * pull).sum().backward()
-    expected, gradient = torch.zeros(mask.numel(), dtype=F64), torch.zeros_like(mask).view(-1)
-    for s, positions in enumerate(laid.index):
-        if layout == "bshd":  # a row is a sequence as a whole, its padding included
-            positions = list(range(s * mask.shape[1], (s + 1) * mask.shape[1]))
-        m, v, g = (t.detach().view(-1)[positions].tolist() for t in (mask, x, pull))
-        total = math.fsum(m)
-        if total:
-            expected[positions] = math.fsum(a * b for a, b in zip(m, v, strict=True) if a) / total
-            gradient[positions] = torch.tensor([a / total * math.fsum(g) for a in m], dtype=F64)
-    torch.testing.assert_close(mean.detach().view(-1), expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(x.grad.view(-1), gradient, rtol=1e-12, atol=1e-14)
+@given(microbatches(), st.sampled_from([F64, torch.float32]), st.data(), changes(INPUTS))
+@settings(max_examples=200, deadline=None)
+@exact_or_refused
+def test_the_mean_of_a_sequence_and_its_gradient_are_those_of_a_loop(given, dtype, data, changes):
+    given = with_changes(given, changes)
+    mean = called(lambda: SequenceMean(Microbatch(**given)), changes=changes)
+    read = Read.of(given)
+    numbers = [data.draw(st.floats(-3, 3) if m else ANYTHING) for m in read.values]
+    x = torch.tensor(numbers, dtype=dtype).view(given["loss_mask"].shape).requires_grad_()
+    out = called(mean, x, changes=changes)
+    pull = torch.linspace(-1, 2, x.numel(), dtype=dtype).view(x.shape)
+    (out * pull).sum().backward()
+    wanted, slope = [0.0] * x.numel(), [0.0] * x.numel()
+    values, pulls = listed(x), listed(pull)
+    for places in read.places:
+        if total := math.fsum(read.values[t] for t in places):
+            parts = (read.values[t] * values[t] for t in places if read.values[t])
+            value, back = math.fsum(parts) / total, math.fsum(pulls[t] for t in places)
+            for t in places:
+                wanted[t], slope[t] = value, read.values[t] * back / total
+    room = 1e-12 if dtype == F64 else 2e-5
+    assert listed(out) == pytest.approx(wanted, rel=0, abs=room)
+    assert listed(x.grad) == pytest.approx(slope, rel=0, abs=room)
 
 
 def test_nan_that_counts_stays_in_its_sequence():
@@ -184,31 +165,8 @@ def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
     assert x.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_values_of_the_mask_are_checked(bad):
-    with pytest.raises(MaskError, match="negative, infinite or NaN"):
-        SequenceMean(Microbatch(torch.tensor([[1.0, bad]])))
-    for offsets in ([1, 4], [0, 3, 2], [0, 5]):
-        with pytest.raises(GroupError, match="expected"):
-            SequenceMean(Microbatch(torch.ones(4), torch.tensor(offsets)))
-    with pytest.raises(MaskError, match="not 0 on tokens outside"):
-        SequenceMean(Microbatch(torch.ones(4), torch.tensor([0, 3])))
-
-
 def test_the_mask_may_be_overwritten_once_the_mean_is_made():
     mask = torch.tensor([[1.0, 1.0, 0.0]], dtype=F64)
     mean = SequenceMean(Microbatch(mask))
     mask.zero_()
     assert mean(torch.tensor([[1.0, 3.0, 8.0]])).tolist() == [[2.0] * 3]
-
-
-def test_refusals_say_what_to_change():
-    microbatch = Microbatch(torch.ones(2, 8))
-    with pytest.raises(LayoutError, match=r"layout of 2 .* a group of 1; .* both, or neither"):
-        SequenceMean(microbatch, CPLayout.bshd(8, 2, 0))
-    with pytest.raises(LayoutError, match="axis -1 has length 8; expected the layout's 16"):
-        SequenceMean(microbatch, CPLayout.bshd(16, 1, 0))
-    with pytest.raises(MaskError, match=r"values has shape \(8, 2\) and local_loss_mask \(2, 8\)"):
-        SequenceMean(microbatch)(torch.zeros(8, 2))
-    with pytest.raises(MaskError, match=r"values is a torch\.int64 .*; expected a floating-point"):
-        SequenceMean(microbatch)(torch.zeros(2, 8, dtype=torch.int64))

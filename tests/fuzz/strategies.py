@@ -1,0 +1,176 @@
+"""What is drawn: valid inputs, and by name what is done to them so that they may be refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.core.steps import IDS, LAYOUTS, MODES, lay
+from tests.oracle import Sample
+
+F64 = torch.float64
+FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+UNITS = ("prompt", "rollout", "dataset")
+Changes = dict[str, str]  # what is changed, and the name of how
+
+masks = st.one_of(
+    st.lists(st.sampled_from([0.0, 1.0]), max_size=6),
+    st.lists(st.sampled_from([0.0, 0.25, 0.1, 1.0, 3.5]), max_size=6),
+    st.lists(st.floats(2.0**-20, 2.0**10), max_size=4),
+    st.lists(st.just(0.0), max_size=4),
+)
+ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
+sample_weights = st.sampled_from([0.0, 0.25, 1.0, 3.5])
+ANYTHING = st.sampled_from([math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-40, 1.0])
+"""What may lie where nothing counts."""
+
+
+@st.composite
+def samples(
+    draw: st.DrawFn, max_size: int = 8, min_size: int = 0, weighted: bool = False
+) -> list[Sample]:
+    """Samples that share a few prompts, rollouts and data sets; a rollout has one prompt."""
+    pool = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
+    rollouts = draw(st.lists(ids, min_size=1, max_size=6, unique=True))
+    prompt_of = {rollout: draw(st.sampled_from(pool)) for rollout in rollouts}
+    of_sample = st.tuples(masks, st.sampled_from(rollouts), st.sampled_from(pool))
+    drawn = draw(st.lists(of_sample, min_size=min_size, max_size=max_size))
+    found = [Sample(tuple(m), prompt_of[r], r, dataset) for m, r, dataset in drawn]
+    return [replace(s, weight=draw(sample_weights)) for s in found] if weighted else found
+
+
+# The same numbers in another form.
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x,
+    "of other strides": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "a view": lambda x: torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0],
+    "of a graph": lambda x: x.clone().requires_grad_(x.is_floating_point()),
+    "a lazy negation": lambda x: (-x)._neg_view() if x.is_floating_point() else x,
+}
+
+
+@st.composite
+def microbatches(draw: st.DrawFn, rejected: bool = True) -> dict[str, Any]:
+    """Keyword arguments of a `Microbatch`."""
+    drawn = draw(samples(max_size=4, weighted=draw(st.booleans())))
+    given = dict(lay(drawn, draw(st.sampled_from(LAYOUTS))).inputs)
+    mask = given["loss_mask"].clamp(max=100).to(draw(st.sampled_from(FLOATS + INTEGERS)))
+    given["loss_mask"] = FORMS[draw(st.sampled_from([*FORMS]))](mask)
+    if draw(st.booleans()):
+        given |= {f"{unit}_ids": [f"p{x}" for x in given[f"{unit}_ids"]] for unit in UNITS}
+    if rejected and draw(st.booleans()):
+        flags = [draw(st.booleans()) for _ in drawn]
+        given["rejected"] = torch.tensor(flags, dtype=torch.bool)
+    return given
+
+
+@st.composite
+def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Values and weights of any dtypes; values of weight 0 may be anything."""
+    shape = draw(st.sampled_from([(), (0,), (1,), (7,), (2, 3), (2, 0, 2)]))
+    dtypes = draw(st.tuples(*2 * [st.sampled_from(FLOATS + INTEGERS)]))
+    w = [draw(st.sampled_from([0.0, 0.0, 1.0, 2.0, 0.3])) for _ in range(math.prod(shape))]
+    weights = torch.tensor(w, dtype=F64).to(dtypes[1])
+    v = [draw(st.floats(-9, 9) if x else ANYTHING) for x in weights.tolist()]
+    values = torch.tensor(v, dtype=F64)
+    if not dtypes[0].is_floating_point:
+        values = values.nan_to_num(0, 0, 0).clamp(0, 9)
+    form = draw(st.sampled_from([*FORMS]))
+    return FORMS[form](values.to(dtypes[0]).view(shape)), weights.view(shape)
+
+
+@st.composite
+def aggregations(draw: st.DrawFn) -> dict[str, Any]:
+    """Keyword arguments of a `LossAggregation` of any mode but `custom`."""
+    mode = draw(st.sampled_from(MODES))
+    choices = ("empty", "rejected", "sample_weights")
+    chosen = {name: draw(st.sampled_from(["count", "skip"])) for name in choices}
+    if mode == "constant" or (mode == "sum" and draw(st.booleans())):
+        chosen["divisor"] = draw(st.sampled_from([1, 4, 0.5, 1e-30, 3e30, Fraction(1, 3)]))
+    if mode not in ("token_mean", "sum", "microbatch_mean"):
+        chosen["count"] = draw(st.sampled_from([None, "sample", *UNITS]))
+    return {"mode": mode, **chosen}
+
+
+def _with_one(number: float) -> Callable[[Tensor], Tensor]:
+    """With one element replaced, as far as the dtype holds the number."""
+
+    def change(x: Tensor) -> Tensor:
+        x = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        if not x.is_floating_point():
+            largest = 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+            value = int(min(max(number, -largest), largest)) if number == number else 7
+            x.view(-1)[:1] = bool(value) if x.dtype == torch.bool else value
+            return x
+        x.view(-1)[:1] = torch.tensor(number, dtype=F64).to(x.dtype)
+        return x
+
+    return change
+
+
+NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 1e-320, 1e-39, 1e-30, 3e38, 1e300, 2.0**31)
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    **{f"one {number}": _with_one(number) for number in NUMBERS},
+    **{f"as {dtype}": lambda x, d=dtype: x.detach().to(d) for dtype in FLOATS + INTEGERS},
+    "all times 1e37": lambda x: x * 1e37,
+    "all times 1e-39": lambda x: x.double() * 1e-39,
+    "in one more dimension": lambda x: x.unsqueeze(0),
+    "flattened": lambda x: x.reshape(-1),
+    "summed": lambda x: x.sum(),
+    "emptied": lambda x: x[..., :0],
+    "one less": lambda x: x[:-1],
+    "doubled": lambda x: torch.cat([x, x]),
+    "transposed": lambda x: x.transpose(0, -1),
+    "expanded": lambda x: x.reshape(-1)[:1].expand(3, 3),
+    "flipped": lambda x: x.flip(0),
+    "a list": lambda x: x.tolist(),
+    "an array": lambda x: x.detach().double().numpy(),
+    "sparse": lambda x: x.detach().to_sparse(),
+    "sparse by rows": lambda x: x.detach().float().reshape(1, -1).to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([x.detach(), x.detach()]),
+    "of another library": lambda x: x.detach().float().to_mkldnn(),
+    "complex": lambda x: x.detach().to(torch.complex64),
+}
+_OBJECTS = (None, True, 0, -1, 2.5, math.nan, "token_mean", b"x", 10**400, Fraction(1, 3), (), [])
+_OBJECTS += ({}, object, np.float32(0.5), np.ones((2, 3)), ["a", "b"], [[1.0], [2.0, 3.0]], [None])
+OBJECTS = {repr(x)[:20]: x for x in _OBJECTS}
+
+
+def changed(x: Any, name: str) -> Any:
+    """``x`` with a change, or an object in its place; None where torch cannot make it."""
+    if name in OBJECTS or not isinstance(x, Tensor):
+        return OBJECTS.get(name)
+    try:
+        return CHANGES[name](x)
+    except (RuntimeError, IndexError, NotImplementedError):  # a scalar has no [:-1]
+        return None
+
+
+def with_changes(given: dict[str, Any], changes: Changes) -> dict[str, Any]:
+    return {name: changed(x, changes[name]) if name in changes else x for name, x in given.items()}
+
+
+def changes(tensors: Sequence[str] = (), options: Sequence[str] = ()) -> st.SearchStrategy[Changes]:
+    """None in half of the cases, and at most two."""
+    kinds = []
+    if tensors:
+        how = st.sampled_from([*CHANGES, *OBJECTS])
+        kinds += 2 * [st.dictionaries(st.sampled_from(tensors), how, min_size=1, max_size=2)]
+    if options:
+        how = st.sampled_from([*OBJECTS])
+        kinds += [st.dictionaries(st.sampled_from(options), how, min_size=1, max_size=1)]
+    return st.one_of(*(len(kinds) * [st.just({})]), *kinds)
+
+
+INPUTS = ("loss_mask", "cu_seqlens", "cu_seqlens_padded", "rejected", "sample_weights")
+INPUTS += tuple(f"{unit}_ids" for unit in UNITS)
+OPTIONS = ("mode", "divisor", "empty", "rejected", "sample_weights", "count")
