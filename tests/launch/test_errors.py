@@ -38,53 +38,45 @@ def refusal(
     return said.getvalue(), time.monotonic() - began
 
 
-def said(
-    errors: list[AggregationError | None],
-    delays: tuple[float, ...] = (0, 0, 0),
-    **environment: str,
-) -> list[str]:
-    """Of each rank. They are started as by torchrun, and have no process group."""
+# The error of each rank, after how many seconds, with which environment; and which error how often.
+Case = tuple[
+    list[AggregationError | None], list[float], dict[str, str], dict[AggregationError, int]
+]
+ENDS: dict[str, Case] = {
+    "of all ranks": ([A, A, A], [0.3, 0, 0], {}, {A: 1}),
+    "of one rank": ([None, A], [0, 0], {}, {A: 1}),
+    "different ones": ([A, B], [0, 0], {}, {A: 1, B: 1}),
+    "one that comes later than the others' word of it": (
+        [PEER, A, PEER],
+        [0, 1, 0.3],
+        {},
+        {PEER: 1, A: 1},
+    ),
+    "of a rank that comes too late": ([A, A], [4, 0], {}, {A: 1}),
+    # Nobody listens; or there is no process group yet, and no store.
+    "of ranks without a store": ([A, A], [0, 0], {"MASTER_PORT": "1"}, {A: 2}),
+    "of ranks without torchrun": (
+        [A, A],
+        [0, 0],
+        {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        {A: 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_error_is_printed_once_if_the_ranks_can_reach_each_other(name: str) -> None:
+    errors, delays, environment, expected = ENDS[name]
     found = run_ranks(
-        refusal, len(errors), errors, [*delays], environment, timeout=60, initialized=False
+        refusal, len(errors), errors, delays, environment, timeout=60, initialized=False
     )
+    printed = [text for text, _ in found]
+    for text, error in zip(printed, errors, strict=True):
+        line = f"megatron_loss_agg: {type(error).__name__}: {error}"
+        assert not text or re.fullmatch(re.escape(line) + r"( \(.+ rank.*\))?\n", text)
+    numbers = {e: sum(f": {e}" in text for text in printed) for e in expected}
+    assert numbers == expected
     assert all(seconds < LONGEST for _, seconds in found)
-    return [text for text, _ in found]
-
-
-def line(error: AggregationError, where: str = "") -> str:
-    return f"megatron_loss_agg: {type(error).__name__}: {error}{where}\n"
-
-
-def test_an_error_of_all_ranks_is_printed_by_the_first() -> None:
-    assert said([A, A, A], (0.3, 0, 0)) == [line(A, " (on all 3 ranks)"), "", ""]
-
-
-def test_an_error_of_one_rank_is_printed_by_that_rank() -> None:
-    assert said([None, A]) == ["", line(A, " (on 1 of 2 ranks, here rank 1)")]
-
-
-def test_each_of_different_errors_is_printed() -> None:
-    one = [f" (on 1 of 2 ranks, here rank {rank})" for rank in range(2)]
-    assert said([A, B]) == [line(A, one[0]), line(B, one[1])]
-    # Also where one rank's comes later than the others' word of it.
-    first, second, third = said([PEER, A, PEER], (0, 1.0, 0))
-    assert second == line(A, " (on 1 of 3 ranks, here rank 1)")
-    assert (first, third) == (line(PEER, " (on 2 of 3 ranks, here rank 0)"), "")
-
-
-def test_a_rank_that_comes_too_late_repeats_nothing() -> None:
-    assert said([A, A], (4, 0)) == ["", line(A, " (on 1 of 2 ranks, here rank 1)")]
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"MASTER_PORT": "1"},  # nobody listens
-        {"TORCHELASTIC_USE_AGENT_STORE": "False"},  # and there is no process group yet
-    ],
-)
-def test_ranks_that_cannot_reach_each_other_print_their_own(environment: dict[str, str]) -> None:
-    assert said([A, A], **environment) == [line(A), line(A)]
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -109,32 +101,38 @@ def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
     assert code == 1  # torchrun's own
     (found,) = refusals(text)
     assert found.startswith("megatron_loss_agg: ModeError: unknown mode 'bogus'")
-    assert found.endswith(" (on all 2 ranks)")
     # It stops the other rank as soon as it sees that the first one has ended.
     assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", text)} <= {"2", "-15"}
 
 
 # A script in which each rank fails in a way of its own, with a process group.
 FAILS = """
-import os
+import os, sys, torch
 import torch.distributed as dist
 from megatron_loss_agg.errors import MaskError, PeerError
 
+print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
+print(torch.cuda.current_stream.__module__, sys.argv[1:])
 dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 dist.barrier()
-raise ERRORS
+def train():
+    raise ERRORS
+train()
 """
 
 
 @pytest.mark.host
-def test_tracebacks_of_an_error_in_training_are_printed_once(tmp_path: Path) -> None:
+def test_an_error_in_training_keeps_its_traceback_which_is_printed_once(tmp_path: Path) -> None:
     """Without torchrun: rank 0 holds the store of the process group."""
-    script = FAILS.replace("ERRORS", "MaskError('bad mask')")
-    codes, text = run(tmp_path, script, ranks=3, starter=("-m", "megatron_loss_agg"), forked=False)
+    script, flags = FAILS.replace("ERRORS", "MaskError('bad mask')"), ("--flag", *MODE)
+    starter = ("-m", "megatron_loss_agg")
+    codes, text = run(tmp_path, script, *flags, ranks=3, starter=starter, forked=False)
     assert codes == [1, 1, 1]
     assert text.count("Traceback") == text.count("MaskError: bad mask\n") == 1
-    assert text.count("megatron_loss_agg: MaskError (on all 3 ranks): see above\n") == 1
+    assert re.search(rf'File "{tmp_path / "script.py"}", line \d+, in train', text)
+    # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
+    assert text.count("[]\ntorch.cuda ['--flag']\n") == 3
 
 
 @pytest.mark.host
@@ -144,9 +142,9 @@ def test_the_error_that_others_only_hear_of_is_printed(tmp_path: Path) -> None:
     code, text = torchrun("-m", "megatron_loss_agg", str(tmp_path / "script.py"))
     assert code == 1
     assert text.count("MaskError: bad mask\n") == text.count("PeerError: see 1\n") == 1
-    assert "megatron_loss_agg: MaskError (on 1 of 2 ranks, here rank 1): see above\n" in text
 
 
+# What Megatron's `pretrain` does first.
 BUILDS = """
 import torch.distributed as dist
 from megatron.training import arguments, training
@@ -164,5 +162,5 @@ def test_a_flag_of_the_host_that_does_not_fit_is_one_line_for_all_ranks(tmp_path
     codes, text = run(tmp_path, BUILDS, *flags, ranks=2, forked=False)
     assert codes == [2, 2]
     (found,) = refusals(text)
-    assert found.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration ")
-    assert found.endswith(" (on all 2 ranks)")
+    assert found.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration")
+    assert "Traceback" not in text
