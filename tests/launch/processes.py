@@ -19,6 +19,14 @@ from pathlib import Path
 from tests.host.harness import run_host_ranks
 
 ROOT = Path(__file__).parents[2]
+SETS_SCRIPT = Path(__file__).with_name("sets_script.py")
+LENGTH = 32
+SETS_FLAGS = f"""
+    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+    --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
+"""
 MODE = ("--loss-aggregation", "sample_mean")
 LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
 NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
@@ -106,6 +114,17 @@ def _free_port() -> str:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
             return str(listener.getsockname()[1])
+
+
+def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """What is logged, by name and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {  # the first of a step: the last step is evaluated again after the training
+        tag: {event.step: event.value for event in reversed(events.Scalars(tag))}
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def refusals(said: str) -> list[str]:

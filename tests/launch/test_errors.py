@@ -38,7 +38,7 @@ def refusal(
     return said.getvalue(), time.monotonic() - began
 
 
-# The error of each rank, after how many seconds, with which environment; and which error how often.
+# The error of each rank, after how many seconds, with which environment; which error how often.
 Case = tuple[
     list[AggregationError | None], list[float], dict[str, str], dict[AggregationError, int]
 ]
