@@ -125,7 +125,7 @@ class _Rank(multiprocessing.get_context("fork").Process):  # type: ignore[name-d
     _Popen = staticmethod(_Forked)
 
     def __init__(self, rank: int, job: _Job) -> None:
-        self.log: IO[bytes] = tempfile.TemporaryFile()
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as this)
         self.receiver, sender = multiprocessing.Pipe(duplex=False)
         super().__init__(target=_rank_main, args=(rank, job, sender, self.log))
         self.start()

@@ -32,7 +32,7 @@ def fail(how: str) -> None:
 
 
 FAILED = {
-    "killed": r"^rank 1 died of signal SIGKILL, with at most \d\d+ MiB\n  its last lines on stderr:",
+    "killed": r"^rank 1 died of signal SIGKILL, with at most \d\d+ MiB\n  its last lines on stderr",
     # With a traceback of what it was doing.
     "aborts": r"^rank 1 died of signal SIGABRT, with at most \d\d+ MiB(?s:.*)in fail",
     "exits": r"^rank 1 died of exit code 3, with at most \d\d+ MiB",
