@@ -9,6 +9,8 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -48,28 +50,6 @@ def built(per_token: bool = False, config: dict[str, Any] | None = None, **ddp: 
     from tests.host import gpt
 
     return gpt.data_parallel(gpt.build(torch.float32, per_token, **config or {}), **ddp)
-
-
-def measure(cp: int) -> tuple[list[Found], str]:
-    """On every rank, with and without the distributed optimizer and the per-token flag."""
-    from tests.host import gpt
-
-    gpt.initialize(cp)
-    flags = [(shards, per_token) for shards in (False, True) for per_token in (False, True)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found = [
-            audited(built(per_token, use_distributed_optimizer=shards), Audit(repeat=True))
-            for shards, per_token in flags
-        ]
-    return found, printed.getvalue()
-
-
-@pytest.mark.parametrize("dp, cp", [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_this_host_does_what_the_plan_says(dp: int, cp: int) -> None:
-    for rank, (found, printed) in enumerate(run_host_ranks(measure, dp * cp, cp)):
-        assert found == [(ONE, None)] * 4
-        said = re.findall(r"audit: gradients are ([\d.]+) times the planned ones", printed)
-        assert said == ([] if rank else ["1.000000"] * 4)
 
 
 # Hosts that reduce or scale gradients in another way. Each is a patch of the installed host.
@@ -113,21 +93,14 @@ def changed_buffers(change: Callable[[Any, list[Any]], None], over_dp: bool = Fa
     return mock.patch.object(buffer, "__init__", moved)
 
 
-def scaled_gradients(dense: float, experts: float) -> Any:
+def scaled_gradients(dense: float, experts: float, over_dp: bool = False) -> Any:
     """As if DDP averaged over other groups than it should."""
 
     def change(bucket: Any, params: list[Any]) -> None:
         of_experts = not getattr(params[0], "allreduce", True)
         bucket.gradient_scaling_factor *= experts if of_experts else dense
 
-    return changed_buffers(change)
-
-
-def reduced_without_cp() -> Any:
-    def change(bucket: Any, params: list[Any]) -> None:
-        bucket.gradient_scaling_factor *= 2
-
-    return changed_buffers(change, over_dp=True)
+    return changed_buffers(change, over_dp)
 
 
 def no_finalization(model: Any, num_tokens: Any = None, **options: Any) -> None:
@@ -152,44 +125,54 @@ def without_experts(model: Any, num_tokens: Any = None, **options: Any) -> None:
     gpt.SETTINGS["finalize_model_grads_func"](model, num_tokens)
 
 
-STOCK = object()
-Host = tuple[Callable[[], Any], Any, dict[bool, str | None]]
+@dataclass(frozen=True)
+class Host:
+    """A changed host, and what is said of it without and with the per-token flag."""
+
+    said: tuple[str | None, str | None]
+    patch: Callable[[], Any] = contextlib.nullcontext
+    finalize: Any = "stock"  # the function, under this or another name
 
 
-def host(patch: Any, finalize: Any, *said: str | None) -> Host:
-    """A host, and what is said of it without and with the per-token flag."""
-    return patch, finalize, dict(zip((False, True), said * (3 - len(said)), strict=True))
+def host(said: str | None, patch: Any = contextlib.nullcontext, *args: Any, **more: Any) -> Host:
+    return Host((said, said), functools.partial(patch, *args), **more)
 
 
 def called(name: str) -> str:
     return f"config.finalize_model_grads_func={name}"
 
 
-as_it_is = contextlib.nullcontext
+SOUND = {"sound": Host((None, None))}
+# By topology: its number of ranks, its groups, and hosts.
 HOSTS: dict[str, tuple[int, dict[str, int], dict[str, Host]]] = {
+    "dp1": (1, {}, SOUND),
+    "dp2": (2, {}, SOUND),
     "cp2": (
         2,
         CP2,
         {
+            **SOUND,
             # 0.11 lacks the factor of the context-parallel size for a pair that later releases
             # have; 0.12 has it for a triple, too.
-            "0.11": host(functools.partial(moved_factor, 2, -1), STOCK, "would be 0.5 times", None),
-            "0.12": host(functools.partial(moved_factor, 3, 1), STOCK, None, "would be 2 times"),
+            "0.11": Host(("would be 0.5 times", None), functools.partial(moved_factor, 2, -1)),
+            "0.12": Host((None, "would be 2 times"), functools.partial(moved_factor, 3, 1)),
         },
     ),
     "dp2-cp2": (
         4,
         CP2,
         {
-            "no-op": host(as_it_is, no_finalization, called("no_finalization (")),
-            "no sum": host(as_it_is, scaling_alone, called("scaling_alone (")),
-            "no CP": host(reduced_without_cp, STOCK, "with DistributedDataParallel and"),
+            **SOUND,
+            "no-op": host(called("no_finalization ("), finalize=no_finalization),
+            "no sum": host(called("scaling_alone ("), finalize=scaling_alone),
+            "none": host(called("None"), finalize=None),
+            "no CP": host("with DistributedDataParallel and", scaled_gradients, 2, 1, True),
             "twice": host(
-                functools.partial(scaled_gradients, 0.25, 1.0),
-                STOCK,
                 "gradients would be 0.25 times the planned ones, at least on some rank",
+                scaled_gradients,
+                0.25,
+                1.0,
             ),
-            "none": host(as_it_is, None, called("None")),
         },
     ),
     # Factors of dense and of experts' gradients: NaN is farther off than any number.
@@ -197,47 +180,50 @@ HOSTS: dict[str, tuple[int, dict[str, int], dict[str, Host]]] = {
         4,
         {**TP2, **EP2, "expert_tensor_parallel_size": 1},
         {
-            "sound": host(as_it_is, STOCK, None),
-            **{
-                f"{dense}, {experts}": host(
-                    functools.partial(scaled_gradients, dense, experts), STOCK, f"be {said} times"
-                )
-                for dense, experts, said in ((1, 2, 2), (1, math.nan, "nan"), (math.nan, 3, "nan"))
-            },
-            "unsummed experts": host(as_it_is, without_experts, called("without_experts")),
+            **SOUND,
+            "other experts": host("would be 2 times", scaled_gradients, 1, 2),
+            "NaN": host("would be nan times", scaled_gradients, math.nan, 3),
+            "NaN of experts": host("would be nan times", scaled_gradients, 1, math.nan),
+            "unsummed experts": host(called("without_experts"), finalize=without_experts),
         },
     ),
 }
 
 
-def measure_hosts(name: str) -> dict[tuple[str, bool, bool], Found]:
-    """On every rank: by host, per-token flag, and whether the optimizer is distributed."""
+def measure_hosts(name: str) -> tuple[dict[tuple[str, bool, bool], Found], str]:
+    """On every rank: by host, per-token flag and whether the optimizer is distributed; and what
+    is printed.
+    """
     from tests.host import gpt
 
     _, sizes, hosts = HOSTS[name]
     gpt.initialize(**sizes)
-    moe = "num_moe_experts" if "ep2" in name else None
-    config = {**MODELS["moe"], "sequence_parallel": True} if moe else {}
+    config = {**MODELS["moe"], "sequence_parallel": True} if "ep2" in name else {}
     found = {}
-    for case, (patch, finalize, said) in hosts.items():
-        for per_token in said:
-            for shards in (False, True) if finalize is STOCK and case != "no CP" else (False,):
-                with patch():
-                    ddp = built(per_token, config, use_distributed_optimizer=shards)
-                    if finalize is not STOCK:
-                        ddp.config.finalize_model_grads_func = finalize
-                    found[case, per_token, shards] = audited(ddp)
-    return found
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for case, per_token, shards in product(hosts, (False, True), (False, True)):
+            changed = hosts[case]
+            if shards and (changed.finalize != "stock" or case == "no CP"):
+                continue  # these cannot do with shards of gradients
+            with changed.patch():
+                ddp = built(per_token, config, use_distributed_optimizer=shards)
+                if changed.finalize != "stock":
+                    ddp.config.finalize_model_grads_func = changed.finalize
+                found[case, per_token, shards] = audited(ddp, Audit(repeat=True))
+    return found, printed.getvalue()
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_a_host_that_scales_or_reduces_otherwise_stops_every_rank(name: str) -> None:
+def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
     world_size, _, hosts = HOSTS[name]
-    for rank in run_host_ranks(measure_hosts, world_size, name):
-        for (case, per_token, _), (measured, error) in rank.items():
-            said = hosts[case][2][per_token]
+    for rank, (found, printed) in enumerate(run_host_ranks(measure_hosts, world_size, name)):
+        for (case, per_token, _), (measured, error) in found.items():
+            said = hosts[case].said[per_token]
             assert measured == (ONE if said is None else None), case
             assert error is None if said is None else said in str(error), (case, error)
+        factors = re.findall(r"audit: gradients are ([\d.]+) times the planned ones", printed)
+        sound = [measured for measured, _ in found.values() if measured is not None]
+        assert factors == ([] if rank else ["1.000000"] * len(sound))
 
 
 def measure_unequal_numbers() -> tuple[list[Found], list[bool]]:

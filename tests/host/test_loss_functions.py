@@ -81,6 +81,10 @@ def finite(loss_mask: Tensor, output: Tensor) -> Any:
     return plain(loss_mask, output.nan_to_num(posinf=0.0))
 
 
+def of_first(loss_mask: Tensor, output: tuple[Tensor, Tensor]) -> Any:
+    return plain(loss_mask, output[0])
+
+
 Make = Callable[[Tensor], Any]
 # The loss function of a mask; how losses are changed before; the samples and their masks; and what
 # is said of it.
@@ -135,6 +139,12 @@ CASES: dict[str, Case] = {
     ),
     "infinite losses left out": case(
         lambda mask: functools.partial(finite, mask), NO_SUM, infinite_at_first
+    ),
+    # As of a model with a second output for another loss.
+    "two outputs": case(
+        lambda mask: functools.partial(of_first, mask),
+        "MaskError: losses are a tuple for a loss mask of |return a TokenLoss",
+        lambda losses, mask: (losses, losses),
     ),
     **{
         f"{got}, stock": case(
