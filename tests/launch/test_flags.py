@@ -144,61 +144,55 @@ def test_a_teacher_of_the_host_is_a_second_term() -> None:
         hook("@ token_mean @-mask model", **teacher)
 
 
-# Arguments after the script, with @ for --loss-aggregation; and what is said of them: the error's
-# name, what was got, and what to change.
-NO_MODE, NOT_FINITE = "without @;|give a mode, or drop", "a finite number > 0"
-CHOICE = "expected 'count' or 'skip'"
+# Arguments after the script, with @ for --loss-aggregation, after those of the environment and a
+# bar, if it has any; and what is said of them: the error's name, what was got, what to change.
+ALONE = ("-divisor 3", "-empty skip", "-rejected skip", "-sample-weights skip", "-audit")
+ALONE += ("-function json:dumps", "-batch json:dumps", "-report-datasets", "-unmeasured trust")
+ALONE += ("-mask model", "-empty-step skip", "-mtp same", "-moe step")
+CHOICES = {
+    "-empty": "'count' or 'skip'",
+    "-rejected": "'count' or 'skip'",
+    "-sample-weights": "'count' or 'skip'",
+    "-empty-step": "one of step, error, skip",
+    "-unmeasured": "one of refuse, trust",
+    "-mask": "one of batch, model",
+    "-mtp": "one of host, same",
+    "-moe": "one of host, step",
+}
+# What needs the tokens of the whole step has them too late from a model.
+LATE = {
+    "@ prompt_mean": "'prompt_mean'",
+    "@ rollout_mean": "'rollout_mean'",
+    "@ slime/constant @-divisor 3": "'slime/constant'",
+    "@ custom @-function json:dumps": "'custom'",
+    "@ sample_sum @-empty skip": "empty='skip'",
+    "@ prompt_mean @-empty-step skip": "'prompt_mean' and empty_step='skip'",
+    "@ sum @-empty-step error": "empty_step='error'",
+    "@ sum @-report-datasets": "an extension that needs 'dataset'",
+    "@ sum @-mtp same": "an extension that needs 'masks'",
+}
 BAD_FLAGS = {
     "@ bogus": "ModeError|unknown mode 'bogus'|expected one of token_mean, ",
     "@=": "ModeError|unknown mode ''",
     "@ verl/bogus": "ModeError|unknown preset 'verl/bogus'|verl/token-mean",
-    "@ sample_mean @-empty maybe": f"ModeError|empty='maybe'|{CHOICE}",
-    "@ sample_mean @-rejected maybe": f"ModeError|rejected='maybe'|{CHOICE}",
-    "@ sum @-sample-weights maybe": f"ModeError|sample_weights='maybe'|{CHOICE}",
-    "@-sample-weights skip": "ModeError|@-sample-weights without @|give a mode",
-    "@ sum @-empty-step=": "ModeError|expected one of step, error, skip",
-    "@ sum @-unmeasured maybe": "ModeError|@-unmeasured maybe|expected one of refuse, trust",
-    "@ sum @-mask maybe": "ModeError|@-mask maybe|expected one of batch, model",
-    # What needs the tokens of the whole step has them too late from a model.
+    **{f"@{x}": f"ModeError|@{x.split()[0]} without @; |give a mode, or drop it" for x in ALONE},
+    **{f"@ sample_mean @{x} maybe": f"ModeError|maybe|expected {y}" for x, y in CHOICES.items()},
     **{
         f"{flags} @-mask model": f"ModeError|{got} with a mask that the model makes|mode sum, "
-        for flags, got in {
-            "@ prompt_mean": "'prompt_mean'",
-            "@ rollout_mean": "'rollout_mean'",
-            "@ slime/constant @-divisor 3": "'slime/constant'",
-            "@ custom @-function json:dumps": "'custom'",
-            "@ sample_sum @-empty skip": "empty='skip'",
-            "@ prompt_mean @-empty-step skip": "'prompt_mean' and empty_step='skip'",
-            "@ sum @-empty-step error": "empty_step='error'",
-            "@ sum @-report-datasets": "an extension that needs 'dataset'",
-            "@ sum @-mtp same": "an extension that needs 'masks'",
-        }.items()
+        for flags, got in LATE.items()
     },
+    "@ sum @-empty-step=": "ModeError|expected one of step, error, skip",
     "@": "InputError|argument @: expected one argument",
     "@-emtpy skip": "ModeError|unknown flag @-emtpy; expected @-empty, ",
     "--loss-agregation sum": "ModeError|unknown flag --loss-agregation; expected @, or another of",
     "--loss_aggregation=sum": "ModeError|unknown flag --loss_aggregation; expected @, or another",
-    # The environment holds what stands before the bar.
     "@ sum | @ sum": f"ModeError|{VARIABLE} is set, and @ is on the command line|one of the two",
     "@ sum token_mean |": f"ModeError|{VARIABLE} holds token_mean; expected",
-    "@ sum @-mtp all": "ModeError|@-mtp all|expected one of host, same",
-    "@-mtp same": "ModeError|@-mtp without @|give a mode",
-    "@ sum @-moe maybe": "ModeError|@-moe maybe|expected one of host, step",
-    "@-moe step": "ModeError|@-moe without @|give a mode",
-    "@-unmeasured trust": "ModeError|@-unmeasured without @|give a mode",
-    "@-rejected skip": "ModeError|@-rejected without @|give a mode",
     "@-divisor=": "InputError|argument @-divisor: invalid float value: ''",
-    "@-divisor 3": f"ModeError|-divisor {NO_MODE}",
-    "@-empty skip": f"ModeError|-empty {NO_MODE}",
-    "@-function json:dumps": f"ModeError|{NO_MODE}",
-    "@-batch json:dumps": f"ModeError|-batch {NO_MODE}",
-    "@-audit": f"ModeError|@-audit {NO_MODE}",
-    "@-report-datasets": f"ModeError|@-report-datasets {NO_MODE}",
+    "@ constant @-divisor many": "InputError|argument @-divisor: invalid float value: 'many'",
     "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
     "@ trl/dr_grpo": "DivisorError|divisor=None with preset 'trl/dr_grpo'|a number > 0",
-    "@ constant @-divisor many": "InputError|argument @-divisor: invalid float value: 'many'",
-    "@ constant @-divisor nan": f"DivisorError|nan|{NOT_FINITE}",
-    "@ sum @-divisor 0": "DivisorError|divisor=0.0|> 0",
+    "@ constant @-divisor nan": "DivisorError|nan|a finite number > 0",
     "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
     "@ verl/token-mean @-divisor 3": "DivisorError|with preset 'verl/token-mean'|expected none",
     "@ custom": "FunctionError|function=None with mode 'custom'; expected a function",
