@@ -55,28 +55,24 @@ def built(per_token: bool = False, config: dict[str, Any] | None = None, **ddp: 
 # Hosts that reduce or scale gradients in another way. Each is a patch of the installed host.
 
 
-def moved_factor(length: int, power: int) -> Any:
-    """A schedule that multiplies a loss returned in a tuple of ``length`` by ``c ** power``."""
+def moved_factor(length: int, factor: float) -> Any:
+    """A schedule that multiplies a loss returned in a tuple of ``length``."""
     from megatron.core.pipeline_parallel import schedules
 
     stock = schedules.forward_step_calc_loss
 
     def broken(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
-        names = ("config", "vp_stage", "collect", "number", "store", "cp_group_size", "last")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-
         def scaled(output: Any) -> Any:
             loss, *rest = loss_func(output)
-            factor = given["cp_group_size"] ** power if len(rest) == length - 1 else 1
-            return (loss * factor, *rest)
+            return (loss * factor if len(rest) == length - 1 else loss, *rest)
 
         return stock(model, output, scaled, *args, **kwargs)
 
     return mock.patch.object(schedules, "forward_step_calc_loss", broken)
 
 
-def changed_buffers(change: Callable[[Any, list[Any]], None], over_dp: bool = False) -> Any:
-    """A DDP whose buckets are changed; ``over_dp``: which sums over data-parallel ranks alone."""
+def scaled_gradients(dense: float, experts: float, over_dp: bool = False) -> Any:
+    """A DDP that averages over other groups than it should; ``over_dp``: and sums over these."""
     from megatron.core import parallel_state
     from megatron.core.distributed import distributed_data_parallel
 
@@ -87,20 +83,11 @@ def changed_buffers(change: Callable[[Any, list[Any]], None], over_dp: bool = Fa
         if over_dp:
             args = (*args[:4], parallel_state.get_data_parallel_group(), *args[5:])
         stock(self, *args, **kwargs)
+        of_experts = not getattr(self.params[0], "allreduce", True)
         for bucket in self.buckets:
-            change(bucket, self.params)
+            bucket.gradient_scaling_factor *= experts if of_experts else dense
 
     return mock.patch.object(buffer, "__init__", moved)
-
-
-def scaled_gradients(dense: float, experts: float, over_dp: bool = False) -> Any:
-    """As if DDP averaged over other groups than it should."""
-
-    def change(bucket: Any, params: list[Any]) -> None:
-        of_experts = not getattr(params[0], "allreduce", True)
-        bucket.gradient_scaling_factor *= experts if of_experts else dense
-
-    return changed_buffers(change, over_dp)
 
 
 def no_finalization(model: Any, num_tokens: Any = None, **options: Any) -> None:
@@ -154,8 +141,8 @@ HOSTS: dict[str, tuple[int, dict[str, int], dict[str, Host]]] = {
             **SOUND,
             # 0.11 lacks the factor of the context-parallel size for a pair that later releases
             # have; 0.12 has it for a triple, too.
-            "0.11": Host(("would be 0.5 times", None), functools.partial(moved_factor, 2, -1)),
-            "0.12": Host((None, "would be 2 times"), functools.partial(moved_factor, 3, 1)),
+            "0.11": Host(("would be 0.5 times", None), functools.partial(moved_factor, 2, 0.5)),
+            "0.12": Host((None, "would be 2 times"), functools.partial(moved_factor, 3, 2)),
         },
     ),
     "dp2-cp2": (

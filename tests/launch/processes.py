@@ -53,7 +53,7 @@ def run(
     if isinstance(script, str):
         (folder / "script.py").write_text(script)
         script = folder / "script.py"
-    start = run_forked if forked else _run_afresh
+    start = run_forked if forked else run_afresh
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]  # pipes could fill up
     codes = start([*starter, str(script), *flags], logs)
     return codes, "".join(log.read_text() for log in logs)
@@ -86,7 +86,8 @@ def _main(argv: list[str], logs: list[Path]) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def _run_afresh(argv: list[str], logs: list[Path]) -> list[int]:
+def run_afresh(argv: list[str], logs: list[Path]) -> list[int]:
+    """As `run_forked`, in new processes."""
     # What torchrun sets for every rank; torchrun itself does not tell the ranks' exit codes.
     shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}

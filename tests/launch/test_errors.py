@@ -79,12 +79,12 @@ def test_an_error_is_printed_once_if_the_ranks_can_reach_each_other(name: str) -
     assert all(seconds < LONGEST for _, seconds in found)
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def torchrun(*command: str) -> tuple[int, str]:
+def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    launcher = ("--nproc-per-node", "2", "-m", "megatron_loss_agg", "examples/pretrain_gpt.py")
     done = subprocess.run(
-        [*TORCHRUN, *command],
+        [*torchrun, *launcher, "--loss-aggregation", "bogus"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -92,20 +92,14 @@ def torchrun(*command: str) -> tuple[int, str]:
         text=True,
         timeout=300,
     )
-    return done.returncode, done.stdout
-
-
-def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
-    flags = ("--loss-aggregation", "bogus")
-    code, text = torchrun("-m", "megatron_loss_agg", "examples/pretrain_gpt.py", *flags)
-    assert code == 1  # torchrun's own
-    (found,) = refusals(text)
+    assert done.returncode == 1  # torchrun's own
+    (found,) = refusals(done.stdout)
     assert found.startswith("megatron_loss_agg: ModeError: unknown mode 'bogus'")
     # It stops the other rank as soon as it sees that the first one has ended.
-    assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", text)} <= {"2", "-15"}
+    assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", done.stdout)} <= {"2", "-15"}
 
 
-# A script in which each rank fails in a way of its own, with a process group.
+# A script in which some ranks fail with an error, and the others hear of it.
 FAILS = """
 import os, sys, torch
 import torch.distributed as dist
@@ -117,31 +111,23 @@ dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 dist.barrier()
 def train():
-    raise ERRORS
+    raise MaskError("bad mask") if rank else PeerError("see the others")
 train()
 """
 
 
 @pytest.mark.host
-def test_an_error_in_training_keeps_its_traceback_which_is_printed_once(tmp_path: Path) -> None:
+def test_each_error_in_training_is_printed_once_with_its_traceback(tmp_path: Path) -> None:
     """Without torchrun: rank 0 holds the store of the process group."""
-    script, flags = FAILS.replace("ERRORS", "MaskError('bad mask')"), ("--flag", *MODE)
-    starter = ("-m", "megatron_loss_agg")
-    codes, text = run(tmp_path, script, *flags, ranks=3, starter=starter, forked=False)
+    flags, starter = ("--flag", *MODE), ("-m", "megatron_loss_agg")
+    codes, text = run(tmp_path, FAILS, *flags, ranks=3, starter=starter, forked=False)
     assert codes == [1, 1, 1]
-    assert text.count("Traceback") == text.count("MaskError: bad mask\n") == 1
-    assert re.search(rf'File "{tmp_path / "script.py"}", line \d+, in train', text)
+    for error in ("MaskError: bad mask\n", "PeerError: see the others\n"):
+        assert text.count(error) == 1
+    assert text.count("Traceback") == 2
+    assert len(re.findall(rf'File "{tmp_path / "script.py"}", line \d+, in train', text)) == 2
     # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
     assert text.count("[]\ntorch.cuda ['--flag']\n") == 3
-
-
-@pytest.mark.host
-def test_the_error_that_others_only_hear_of_is_printed(tmp_path: Path) -> None:
-    script = FAILS.replace("ERRORS", "MaskError('bad mask') if rank == 1 else PeerError('see 1')")
-    (tmp_path / "script.py").write_text(script)
-    code, text = torchrun("-m", "megatron_loss_agg", str(tmp_path / "script.py"))
-    assert code == 1
-    assert text.count("MaskError: bad mask\n") == text.count("PeerError: see 1\n") == 1
 
 
 # What Megatron's `pretrain` does first.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore.cpu import CPU_FLAGS
-from tests.launch.processes import LAUNCHER, MODE, ROOT, refusals, run, run_forked
+from tests.launch.processes import LAUNCHER, MODE, ROOT, refusals, run, run_afresh, run_forked
 
 pytestmark = pytest.mark.host
 
@@ -63,24 +60,8 @@ def runs(folder: Path) -> dict[str, Run]:
         "empty steps": start(LAUNCHER, [*mode, *empty], folder / "empty"),
         "without the plugin": start([str(starter)], [], folder / "without"),
         "without the flag": start(LAUNCHER, [], folder / "launched"),
-        "with the flag": start(LAUNCHER, mode, folder / "aggregated", torchrun),
+        "with the flag": start(LAUNCHER, mode, folder / "aggregated", run_afresh),
     }
-
-
-def torchrun(command: list[str], logs: list[Path]) -> list[int]:
-    """As `run_forked`, in new processes."""
-    folder = logs[0].with_suffix(".folder")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*torchrun, str(len(logs)), "--redirects", "3", "--log-dir", str(folder), *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-    for rank, log in enumerate(logs):
-        (said,) = folder.glob(f"*/*/{rank}/stdout.log")
-        said.rename(log)
-    return [done.returncode] * len(logs)
 
 
 def start(
