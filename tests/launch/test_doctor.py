@@ -19,7 +19,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("megatron", "transformer_engine"):
+        if name.partition(".")[0] == "megatron":
             raise ModuleNotFoundError(f"{name} is not to be imported here", name=name)
 
 sys.meta_path.insert(0, Refuse())
@@ -52,7 +52,6 @@ def test_this_environment_is_fit() -> None:
     checks = [line.split()[1] for line in lines]
     assert checks[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "seams"]
     assert lines[4].endswith("wrap Megatron's schedules, optimizers, megatron.training")
-    assert "transformer-engine" in checks
 
 
 MODE, LATE = "@ prompt_mean", "@-mask model @ token_mean"
@@ -98,16 +97,9 @@ def test_without_megatron_it_says_what_to_install() -> None:
     assert found["ok"] is False
     by_check = {finding["check"]: finding for finding in found["findings"]}
     assert "seams" not in by_check
-    levels = {"megatron-core": "FAIL", "transformer-engine": "WARN", "flags": "WARN"}
+    levels = {"megatron-core": "FAIL", "flags": "WARN"}
     assert {name: by_check[name]["level"] for name in levels} == levels
-    mend = "pip install megatron-core, or name a checkout: --megatron PATH"
-    assert by_check["megatron-core"]["text"].endswith(mend)
-
-
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    done = doctor("--megatron", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"InputError: --megatron {tmp_path}: no megatron/core" in done.stderr
+    assert "pip install megatron-core, or " in by_check["megatron-core"]["text"]
 
 
 RELEASES = {"0.12.3": "FAIL", "0.13.1": "WARN", "0.14.0": "OK", "0.19.2": "OK"}
@@ -133,4 +125,4 @@ def test_the_checkout_of_a_script_is_examined(tmp_path: Path) -> None:
     assert done.returncode == 1
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
-    assert "No module named 'nowhere_to_be_found'); install" in lines["megatron.training"]
+    assert "No module named 'nowhere_to_be_found'" in lines["megatron.training"]
