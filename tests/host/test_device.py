@@ -21,13 +21,11 @@ from torch import Tensor
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, Term
 from tests import device
 from tests.distributed import run_ranks
+from tests.host.steps import batches
 
 pytestmark = pytest.mark.host
 
-LENGTHS = ((3, 5, 4), (6, 2, 4))  # of the samples of each microbatch
-N_MB = len(LENGTHS)
-MULTIPLE = 4  # samples of packs are padded to twice the number of context-parallel ranks
-ROW = 8
+N_MB = 2
 BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
 Place = Callable[[Tensor], Tensor]
 
@@ -60,22 +58,13 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def whole_batch(i: int, layout: str) -> dict[str, Tensor]:
-    """With tokens that tell splits apart, and masks of 0 and 1 in an irregular order."""
-    lengths = LENGTHS[i]
-    widths = [ROW if layout == "rows" else -(-n // MULTIPLE) * MULTIPLE for n in lengths]
-    join = torch.stack if layout == "rows" else lambda x: torch.cat(x).unsqueeze(0)
-    generator = torch.Generator().manual_seed(i)
-    tokens = [torch.randint(2, 90, (w,), generator=generator) for w in widths]
-    masks = [
-        (torch.arange(w) < n) & (x % 3 > 0) for w, n, x in zip(widths, lengths, tokens, strict=True)
+def data(layout: str, rank: int = 0) -> list[dict[str, Tensor]]:
+    """Batches of a step, of other samples on another rank; with masks that have irregular gaps."""
+    places = ((0, 1), (2, 3, 4)) if rank == 0 else ((3, 6), (7, 8, 9))
+    return [
+        {**batch, "loss_mask": batch["loss_mask"].float()}
+        for batch in batches(places, "thd" if layout == "packs" else "bshd")
     ]
-    batch = {"tokens": join(tokens), "loss_mask": join(masks).float()}
-    batch["prompt_ids"] = torch.tensor([7, 7, i])
-    if layout == "packs":
-        batch["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).int()
-        batch["cu_seqlens_padded"] = torch.tensor([0, *widths]).cumsum(0).int()
-    return batch
 
 
 class Model(torch.nn.Module):
@@ -182,10 +171,10 @@ def one_call(
     hook: Any, script: Script, model: Any, groups: Any, evaluates: bool, place: Place = as_it_is
 ) -> list[Any]:
     """What the loss functions returned; ``place``: where the data iterator's tensors lie."""
-    batches = [whole_batch(i, script.layout) for i in range(N_MB)]
+    step = [{key: place(x) for key, x in batch.items()} for batch in data(script.layout)]
     returned: list[Any] = hook.wrap(script.schedule)(
         forward_step_func=script.forward_step,
-        data_iterator=iter([{key: place(x) for key, x in batch.items()} for batch in batches]),
+        data_iterator=iter(step),
         model=model,
         num_microbatches=N_MB,
         forward_only=evaluates,
@@ -270,11 +259,11 @@ def over_groups(backend: str, places_on_device: bool) -> dict[str, Any]:
     from megatron_loss_agg.report import Sum, reduce_reports
 
     rank = dist.get_rank()
-    batches = [whole_batch((i + rank) % N_MB, "rows") for i in range(N_MB)]
 
     def exchanged(group: Any, place: Place) -> tuple[Any, ...]:
         step = [
-            Microbatch(place(x["loss_mask"]), prompt_ids=place(x["prompt_ids"])) for x in batches
+            Microbatch(place(x["loss_mask"]), prompt_ids=place(x["prompt_ids"]))
+            for x in data("rows", rank)
         ]
         plans = [StepPlan.build(agg, step, group) for agg in AGG.values()]
         counted = [(p.counts, *(p.coefficients(i).tolist() for i in range(N_MB))) for p in plans]

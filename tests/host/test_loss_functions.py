@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -86,83 +87,73 @@ def of_first(loss_mask: Tensor, output: tuple[Tensor, Tensor]) -> Any:
 
 
 Make = Callable[[Tensor], Any]
-# The loss function of a mask; how losses are changed before; the samples and their masks; and what
-# is said of it.
-Case = tuple[Make, Callable[[Tensor, Tensor], Tensor] | None, tuple[int, ...], str, str | None]
+"""The loss function of a mask."""
+Change = Callable[[Tensor, Tensor], Any]
+"""What becomes of losses and mask before."""
 
 
-def case(
-    make: Make,
-    error: str | None = None,
-    change: Any = None,
-    samples: tuple[int, ...] = (2, 3),
-    masks: str = "01",
-) -> Case:
-    return make, change, samples, masks, error
+def bound(function: Any, *arguments: Any) -> Make:
+    """In the form of Megatron's scripts."""
+    return lambda mask: functools.partial(function, *arguments, mask)
+
+
+def returning(x: Any) -> Any:
+    def loss_func(loss_mask: Tensor, output: Tensor) -> Any:
+        return x
+
+    return loss_func
 
 
 ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
 NO_SUM = "HostError: the loss function returned| expected a masked sum"
+STOCK_FORM = "(loss, report) or (loss, number of tokens, report)"
 RESULTS = {
     "a torch.float64 tensor of shape ()": torch.tensor(1.0, dtype=torch.float64),
     "a torch.float32 tensor of shape (2, 3)": torch.ones(2, 3),
     "1 results": (torch.tensor(1.0),),
     "4 results": (torch.ones(3), torch.ones(3), torch.ones(3), {}),
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, and what is said of it: how the error starts, and parts of its text."""
+
+    make: Make
+    error: str | None = None
+    change: Change | None = None
+    samples: tuple[int, ...] = (2, 3)
+    masks: str = "01"
+
+
 CASES: dict[str, Case] = {
-    "first argument": case(lambda mask: functools.partial(plain, mask)),
-    "second argument": case(lambda mask: functools.partial(second, 1.0, mask)),
-    "keyword": case(lambda mask: functools.partial(keyword, loss_mask=mask)),
-    "position": case(lambda mask: functools.partial(by_position, mask, loss_mask=1 - mask)),
-    "wrapped": case(lambda mask: functools.partial(wrapped, mask)),
-    "method": case(lambda mask: functools.partial(Script().method, mask)),
-    "object": case(lambda mask: functools.partial(Script(), mask)),
-    "mask with a gradient": case(lambda mask: functools.partial(plain, mask.requires_grad_())),
-    "function of torch": case(
-        lambda mask: functools.partial(torch.add, mask), "HostError: |has no mask"
-    ),
-    **{
-        f"losses that cancel, {name}": case(
-            lambda mask, x=function: functools.partial(x, mask), None, centred, ALL
-        )
-        for name, function in SUMS.items()
-    },
-    **{
-        f"a term beside losses that cancel, {name}": case(
-            lambda mask, x=function: functools.partial(with_a_term, x, mask),
-            NO_SUM,
-            centred,
-            ALL,
-        )
-        for name, function in SUMS.items()
-    },
-    "mean over less than a token": case(
-        lambda mask: functools.partial(mean, mask), samples=(3,), masks="fractional"
-    ),
-    "infinite losses left out": case(
-        lambda mask: functools.partial(finite, mask), NO_SUM, infinite_at_first
-    ),
+    "first argument": Case(bound(plain)),
+    "second argument": Case(bound(second, 1.0)),
+    "keyword": Case(lambda mask: functools.partial(keyword, loss_mask=mask)),
+    "position": Case(lambda mask: functools.partial(by_position, mask, loss_mask=1 - mask)),
+    "wrapped": Case(bound(wrapped)),
+    "method": Case(bound(Script().method)),
+    "object": Case(bound(Script())),
+    "mask with a gradient": Case(lambda mask: bound(plain)(mask.requires_grad_())),
+    "function of torch": Case(bound(torch.add), "HostError: |has no mask"),
+    "mean over less than a token": Case(bound(mean), samples=(3,), masks="fractional"),
+    "infinite losses left out": Case(bound(finite), NO_SUM, infinite_at_first),
     # As of a model with a second output for another loss.
-    "two outputs": case(
-        lambda mask: functools.partial(of_first, mask),
+    "two outputs": Case(
+        bound(of_first),
         "MaskError: losses are a tuple for a loss mask of |return a TokenLoss",
         lambda losses, mask: (losses, losses),
     ),
-    **{
-        f"{got}, stock": case(
-            lambda mask, x=x: functools.partial(lambda loss_mask, output: x, mask),
-            f"HostError: |returned {got}; expected (loss, report) or (loss, number of tokens, rep",
-        )
-        for got, x in RESULTS.items()
-    },
-    **{
-        f"{got}, of a TokenLoss": case(
-            lambda mask, x=x: TokenLoss(lambda output: x, mask),
-            f"HostError: |returned {got}; expected (losses, report)",
-        )
-        for got, x in RESULTS.items()
-    },
 }
+for name, function in SUMS.items():
+    CASES[f"{name}, losses that cancel"] = Case(bound(function), None, centred, ALL)
+    beside = bound(with_a_term, function)
+    CASES[f"{name}, a term beside losses that cancel"] = Case(beside, NO_SUM, centred, ALL)
+for got, x in RESULTS.items():
+    said = f"HostError: |returned {got}; expected "
+    CASES[f"{got}, stock"] = Case(bound(returning(x)), said + STOCK_FORM)
+    own = functools.partial(TokenLoss, lambda _, x=x: x)
+    CASES[f"{got}, of a TokenLoss"] = Case(own, said + "(losses, report)")
 
 
 def steps_on_host() -> dict[str, tuple[str | None, float]]:
@@ -172,20 +163,20 @@ def steps_on_host() -> dict[str, tuple[str | None, float]]:
     gpt.initialize()
     model = gpt.ddp_model(dtype=torch.float32)
 
-    def step(make: Make, change: Any, samples: tuple[int, ...], masks: str) -> Any:
+    def step(case: Case) -> Any:
         def forward_step(iterator: Any, chunk: Any) -> Any:
             losses, loss_func = gpt.forward_step(iterator, chunk)
             (mask,) = loss_func.args
-            return losses if change is None else change(losses, mask), make(mask)
+            return case.change(losses, mask) if case.change else losses, case.make(mask)
 
-        hook, data = LossHook(aggregation("sum")), batches((samples,), "bshd", masks)
+        hook, data = LossHook(aggregation("sum")), batches((case.samples,), "bshd", case.masks)
         error = error_of(gpt.run_step, hook, model, data, 1, forward_step_func=forward_step)
         return error, gradients.of(model)
 
     found = {}
-    for name, (make, change, samples, masks, _) in CASES.items():
-        error, got = step(make, change, samples, masks)
-        _, stock = step(lambda mask: functools.partial(counted, mask), None, samples, masks)
+    for name, case in CASES.items():
+        error, got = step(case)
+        _, stock = step(replace(case, make=bound(counted), change=None))
         found[name] = error, relative_error(got, stock)
     return found
 
@@ -197,7 +188,7 @@ def found() -> dict[str, tuple[str | None, float]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_function_in_any_form_is_exact_or_refused(name: str) -> None:
-    (error, difference), expected = found()[name], CASES[name][-1]
+    (error, difference), expected = found()[name], CASES[name].error
     if expected is None:
         assert (error, difference) == (None, pytest.approx(0, abs=1e-6))
         return
