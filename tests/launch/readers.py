@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LateMicrobatch
-from megatron_loss_agg.mcore.reading.keys import read_batch
+from megatron_loss_agg.mcore import LateMicrobatch, read_batch
 
 _calls = itertools.count()
 
