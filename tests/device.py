@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -21,15 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 BACKEND = "device_only"
 """Of process groups: takes tensors on the device alone."""
 
-_CAN_TAKE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 DEVICE = torch.device("privateuseone", 0)
 # Results whose size or value the host must know.
 _WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
-
-
-def is_available() -> bool:
-    """Whether this torch can have devices that are written in Python."""
-    return _CAN_TAKE
 
 
 class OnDevice(Tensor):
@@ -88,19 +81,6 @@ class Watched(TorchDispatchMode):
 
     def result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _run(func, args, kwargs)
-
-
-class WatchedFakes(Watched):
-    """Inside `FakeTensorMode`: what is on the CPU is real, and may be read."""
-
-    def result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        device = kwargs.get("device") or torch.device("cpu")
-        if device.type != "cpu" or any(
-            isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))
-        ):
-            return func(*args, **kwargs)
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
 
 
 def take() -> None:

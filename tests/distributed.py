@@ -12,13 +12,17 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import popen_fork
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +60,8 @@ def run_ranks(
     ``initialized``, ``fn`` is to initialise it, by ``init_process_group(backend)``.
 
     Raises:
-        RankFailed: with the traceback of the rank that failed first.
+        RankFailed: with the traceback of the rank that failed first; or how it died, how much
+            memory it had, and the last lines of its stderr.
     """
     # Held here, on a port that the system picks, so that nobody can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -101,70 +106,102 @@ def _serve(line: Connection, preload: str) -> None:
         line.send_bytes(pickle.dumps(answer))
 
 
+class _Forked(popen_fork.Popen):
+    """Notes how much memory the process had at most."""
+
+    peak = 0  # in KiB
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            pid, status, used = os.wait4(self.pid, flag)
+            if pid == self.pid:
+                self.returncode, self.peak = os.waitstatus_to_exitcode(status), used.ru_maxrss
+        return self.returncode
+
+
+class _Rank(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]
+    """A rank, and what it says on stderr."""
+
+    _Popen = staticmethod(_Forked)
+
+    def __init__(self, rank: int, job: _Job) -> None:
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as this)
+        self.receiver, sender = multiprocessing.Pipe(duplex=False)
+        super().__init__(target=_rank_main, args=(rank, job, sender, self.log))
+        self.start()
+        sender.close()
+
+    def last_lines(self, number: int = 40) -> str:
+        size = os.fstat(self.log.fileno()).st_size
+        said = os.pread(self.log.fileno(), 16_384, max(size - 16_384, 0)).decode(errors="replace")
+        lines = said.splitlines()[-number:]
+        return "".join(f"\n  {line}" for line in ["its last lines on stderr:", *lines] if lines)
+
+    def death(self) -> str:
+        """Of a process that ends, or has ended, without a result."""
+        self.join()
+        code = self.exitcode
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"died of {how}, with at most {self._popen.peak >> 10} MiB{self.last_lines()}"
+
+
 def _run(job: _Job) -> list[bytes]:
     deadline = time.monotonic() + job.timeout
-    context = multiprocessing.get_context("fork")
-    receivers: dict[Any, int] = {}
-    processes = []
+    ranks: list[_Rank] = []
     try:
         for rank in range(job.world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, job, sender))
-            process.start()
-            sender.close()
-            receivers[receiver] = rank
-            processes.append(process)
-        results = _collect(receivers, processes, deadline, job.timeout)
+            ranks.append(_Rank(rank, job))
+        return _collect(ranks, deadline, job.timeout)
     except BaseException:
-        for process in processes:
+        for process in ranks:
             process.kill()
         raise
     finally:
-        for process in processes:
+        for process in ranks:
             process.join()
-    return results
 
 
-def _collect(
-    receivers: dict[Any, int], processes: list[Any], deadline: float, timeout: float
-) -> list[bytes]:
+def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[bytes]:
     results: dict[int, bytes] = {}
-    while len(results) < len(receivers):
-        pending = [receiver for receiver, rank in receivers.items() if rank not in results]
-        ready = wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
+    while len(results) < len(ranks):
+        pending = {x.receiver: i for i, x in enumerate(ranks) if i not in results}
+        ready = wait([*pending], timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
-            late = sorted(receivers[receiver] for receiver in pending)
-            raise RankFailed(f"ranks {late} were still running after {timeout:g} s")
-        for receiver in ready:
-            rank = receivers[receiver]
+            where = "".join(f"\nrank {i}:{ranks[i].last_lines()}" for i in pending.values())
+            late = [*pending.values()]
+            raise RankFailed(f"ranks {late} were still running after {timeout:g} s{where}")
+        for rank in (pending[receiver] for receiver in ready):
             try:
-                succeeded, payload = pickle.loads(receiver.recv_bytes())
+                succeeded, payload = pickle.loads(ranks[rank].receiver.recv_bytes())
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankFailed(f"rank {rank} {ranks[rank].death()}") from None
             if not succeeded:
-                dead = _died(processes) if "/gloo/" in payload else None
+                dead = _died(ranks) if "/gloo/" in payload else None
                 if dead is not None:
-                    raise RankFailed(f"rank {dead} died without a word")
-                raise RankFailed(f"rank {rank} failed:\n{payload}")
+                    raise RankFailed(f"rank {dead} {ranks[dead].death()}")
+                raise RankFailed(f"rank {rank} failed:\n{payload}{ranks[rank].last_lines()}")
             results[rank] = payload
-    return [results[rank] for rank in range(len(receivers))]
+    return [results[rank] for rank in range(len(ranks))]
 
 
-def _died(processes: list[Any]) -> int | None:
+def _died(ranks: list[_Rank]) -> int | None:
     """A rank whose death may have closed another's connections, shortly before it is known here."""
     for _ in range(100):
-        for rank, process in enumerate(processes):
+        for rank, process in enumerate(ranks):
             if process.exitcode not in (None, 0):
                 return rank
         time.sleep(0.01)
     return None
 
 
-def _rank_main(rank: int, job: _Job, sender: Connection) -> None:
+def _rank_main(rank: int, job: _Job, sender: Connection, log: IO[bytes]) -> None:
+    os.dup2(log.fileno(), sys.__stderr__.fileno())
     os.environ.clear()
     os.environ.update(job.environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
-    faulthandler.dump_traceback_later(0.95 * job.timeout)  # where it hangs, before it is killed
+    faulthandler.enable(sys.__stderr__)
+    # Where it hangs, before it is killed.
+    faulthandler.dump_traceback_later(0.95 * job.timeout, file=sys.__stderr__)
     try:
         if job.initialized:
             limit = timedelta(seconds=job.timeout)

@@ -1,38 +1,48 @@
-"""The ranks that the tests run."""
+"""The ranks that the tests run: what is said of one that fails."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import signal
+import sys
 import time
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailed, _collect, run_ranks
+from tests.distributed import RankFailed, run_ranks
 
 
-def receive_from_a_dead_rank() -> None:
+def fail(how: str) -> None:
+    """Rank 1 ends in some way, while rank 0 waits for it."""
     dist.barrier()
-    if dist.get_rank() == 1:
-        os.abort()
-    dist.recv(torch.zeros(1), src=1)
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), src=1)
+    print("a last word", file=sys.stderr)
+    ways: dict[str, Callable[[], object]] = {
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "aborts": os.abort,
+        "exits": lambda: os._exit(3),
+        "raises": lambda: 1 / 0,
+        "hangs": lambda: time.sleep(60),
+    }
+    ways[how]()
 
 
-def test_a_rank_that_dies_is_named():
-    with pytest.raises(RankFailed, match="rank 1 died without a word"):
-        run_ranks(receive_from_a_dead_rank, 2)
+FAILED = {
+    "killed": r"^rank 1 died of signal SIGKILL, with at most \d\d+ MiB\n  its last lines on stderr",
+    # With a traceback of what it was doing.
+    "aborts": r"^rank 1 died of signal SIGABRT, with at most \d\d+ MiB(?s:.*)in fail",
+    "exits": r"^rank 1 died of exit code 3, with at most \d\d+ MiB",
+    "raises": r"^rank 1 failed:\n(?s:.*)ZeroDivisionError",
+    "hangs": r"^ranks \[0, 1\] were still running after 5 s\nrank 0:(?s:.*)rank 1:(?s:.*)in fail",
+}
 
 
-def test_its_death_is_told_and_not_what_it_does_to_others():
-    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-    pipes[0][1].send_bytes(pickle.dumps((False, "[/gloo/transport/tcp/pair.cc] Read error")))
-    pipes[1][1].close()
-    processes = [SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=-signal.SIGABRT)]
-    receivers = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
-    with pytest.raises(RankFailed, match="rank 1 died without a word"):
-        _collect(receivers, processes, time.monotonic() + 10, 10)
+@pytest.mark.parametrize("how", FAILED)
+def test_a_failed_rank_says_how_it_ended_and_what_it_said_last(how: str) -> None:
+    with pytest.raises(RankFailed, match=FAILED[how]) as raised:
+        run_ranks(fail, 2, how, timeout=5 if how == "hangs" else 60)
+    assert "\n  a last word" in str(raised.value)

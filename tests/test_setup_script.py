@@ -95,9 +95,12 @@ def used_again(done: subprocess.CompletedProcess[str], venv: Path) -> bool:
 
 
 # What changes nothing: variables, in which a pair of braces stands for the test's folder.
+SYSTEM = f"{BASE.parent}:{os.defpath}"
 NO_MATTER: dict[str, dict[str, str | None]] = {
     "the environment stands for the interpreter behind it": {"PYTHON": "{}/venv/bin/python"},
     "by any of its names": {"PYTHON": "{}/venv/bin/python3"},
+    "activated, it is no other interpreter": {"PYTHON": None, "PATH": "{}/venv/bin:" + SYSTEM},
+    "nor is another one": {"PYTHON": None, "PATH": "{}/another/bin:" + SYSTEM},
     "no home is needed": {"HOME": None, "PYENV_ROOT": None},
     "packages of the shell alone do not count": {"PYTHONPATH": "{}"},
 }
@@ -107,16 +110,10 @@ NO_MATTER: dict[str, dict[str, str | None]] = {
 def test_an_environment_is_used_again(venv: Path, tmp_path: Path, claim: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
+    if "another" in str(NO_MATTER[claim]):
+        subprocess.run([BASE, "-m", "venv", "--without-pip", tmp_path / "another"], check=True)
     changed = {k: v and v.format(tmp_path) for k, v in NO_MATTER[claim].items()}
     assert used_again(run(venv, **changed), venv)
-
-
-def test_an_activated_environment_is_no_other_interpreter(venv: Path, tmp_path: Path) -> None:
-    system = f"{BASE.parent}:{os.defpath}"
-    subprocess.run([BASE, "-m", "venv", "--without-pip", tmp_path / "another"], check=True)
-    for activated in (venv, tmp_path / "another"):
-        path = f"{activated}/bin:{system}"
-        assert used_again(run(venv, PYTHON=None, PATH=path), venv)
 
 
 def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv: Path) -> None:
@@ -127,41 +124,37 @@ def test_an_outdated_environment_is_made_again_even_by_its_own_interpreter(venv:
     assert not list(venv.glob("stamp-*"))
 
 
-def _checkout(folder: Path) -> Path:
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
     """Another checkout, as far as the script looks at it."""
     for name in ("setup.py", "pyproject.toml", "ci/python.sh", "ci/constraints.txt"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    return folder
+        file = tmp_path / "other" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, file)
+    return tmp_path / "other"
 
 
-def test_sets_of_extras_live_side_by_side(venv: Path) -> None:
+def test_sets_of_extras_live_side_by_side_and_checkouts_apart(venv: Path, other: Path) -> None:
     # Also where pip would install for the user.
     assert run(venv, "mcore,plot", PIP_USER="1").returncode == 0
     assert asked(venv) == ["setuptools>=77", f"{ROOT}[mcore,plot]"]
     assert used_again(run(venv, "mcore"), venv)
     assert used_again(run(venv, "mcore,plot"), venv)
+    for checkout in (other, ROOT):
+        assert run(venv, "mcore", checkout=checkout).returncode == 0
+        assert asked(venv)[-1] == f"{checkout}[mcore]"
 
 
-def test_checkouts_never_use_each_others_package(venv: Path, tmp_path: Path) -> None:
-    other = _checkout(tmp_path / "other")
-    assert run(venv, "mcore,plot", checkout=other).returncode == 0
-    assert asked(venv)[-1] == f"{other}[mcore,plot]"
-    assert run(venv, "mcore").returncode == 0
-    assert asked(venv)[-1] == f"{ROOT}[mcore]"
-
-
-def test_an_install_cut_short_leaves_no_stamp_of_before(venv: Path, tmp_path: Path) -> None:
-    checkout = _checkout(tmp_path / "checkout")
-    setup = checkout / "setup.py"
+def test_an_install_cut_short_leaves_no_stamp_of_before(venv: Path, other: Path) -> None:
+    setup = other / "setup.py"
     before = setup.read_text()
-    assert run(venv, checkout=checkout).returncode == 0
+    assert run(venv, checkout=other).returncode == 0
     setup.write_text(before + "# a later commit\n")
-    assert run(venv, checkout=checkout, FAILS=f"{checkout}[mcore]").returncode == 1
+    assert run(venv, checkout=other, FAILS=f"{other}[mcore]").returncode == 1
     setup.write_text(before)
     asked(venv)
-    assert run(venv, checkout=checkout).returncode == 0
-    assert asked(venv)[-1] == f"{checkout}[mcore]"
+    assert run(venv, checkout=other).returncode == 0
+    assert asked(venv)[-1] == f"{other}[mcore]"
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
@@ -176,14 +169,13 @@ def test_waiting_for_another_run_is_said(venv: Path) -> None:
     assert out == f"{venv}/bin/python\n"
 
 
-def test_an_unfit_interpreter_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unfit_interpreter_is_refused_and_a_folder_of_the_users_is_never_cleared(
+    tmp_path: Path,
+) -> None:
     refused = run(tmp_path / "venv", PYTHON="/bin/false")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "PYTHON=/bin/false is not a Python 3.12 or 3.13" in refused.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_of_the_users_is_never_cleared(tmp_path: Path) -> None:
     precious = tmp_path / "venv" / "precious"
     precious.parent.mkdir()
     precious.touch()

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch import processes
-from tests.launch.test_blend import tensorboard
-from tests.launch.test_validation_sets import SHARED
 
 pytestmark = pytest.mark.host
 
@@ -19,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PRESET = "verl/seq-mean-token-mean"
 DATASETS = ("", " of dataset 0", " of dataset 1", " of dataset 2")
 FLAGS = f"""
-    {SHARED} --global-batch-size 2 --train-iters 2 --lr 0.1 --lr-decay-style constant
+    {processes.SETS_FLAGS} --global-batch-size 2 --train-iters 2 --lr 0.1 --lr-decay-style constant
     --eval-interval 1 --eval-iters 2 --log-interval 1 --tensorboard-log-interval 1 --blend
     --loss-aggregation {PRESET} --loss-aggregation-report-datasets
     --wandb-project p --wandb-exp-name e
@@ -77,7 +75,7 @@ def test_the_losses_have_the_names_that_the_guide_gives_in_wandb_as_in_tensorboa
     names = {f"{name}{rest}" for name in ("lm loss", f"{PRESET} loss") for rest in DATASETS}
     names |= {f"{name} validation" for name in names}
     assert {key for step in steps.values() for key in step if " loss" in key} == names
-    board = tensorboard(tmp_path / "board")
+    board = processes.tensorboard(tmp_path / "board")
     assert {f"{name} vs samples" for name in names} <= board.keys()
     first = {key: board[key][1] for key in names if 1 in board[key]}
     assert len(first) > 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +93,42 @@ def test_a_term_more_costs_its_weights_its_sum_and_its_report(counted, layout, m
     sums = [made.count("aten::hardshrink_backward") for made in (one, five)]
     assert sums[1] == sums[0] + 4
     assert len(five) <= len(one) + most * 4
+
+
+def bytes_before_the_schedule(samples: int) -> int:
+    """Every rank, TP 2, of which the first alone reads: what is broadcast of the step's plan."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from torch.distributed import distributed_c10d
+
+    from tests.host import gpt
+
+    gpt.initialize(tensor_model_parallel_size=2)
+    hook = LossHook({name: aggregation("prompt_mean") for name in ("policy", "kl")})
+    step = gpt.forward_step_with(
+        lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(hook.terms, x), {}), mask)
+    )
+    ddp, sent, before = gpt.ddp_model(), [0], [0]
+    stock = distributed_c10d.broadcast
+
+    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[0] += x.numel() * x.element_size()
+        return stock(x, *args, **kwargs)
+
+    def schedule(**arguments: Any) -> Any:
+        before[0] = sent[0]
+        return get_forward_backward_func()(**arguments)
+
+    data = iter([batch(samples, "thd")]) if gpt.reads_data() else None
+    with mock.patch.object(distributed_c10d, "broadcast", counting):
+        gpt.run_step(hook, ddp, data, 1, samples, forward_step_func=step, schedule=schedule)
+    return before[0]
+
+
+def test_ranks_that_read_no_data_get_a_few_numbers_a_sample() -> None:
+    few, many = (run_host_ranks(bytes_before_the_schedule, 2, n)[0] for n in (FEW, MANY))
+    assert few > 0
+    # In fp32 its weights would take 4 * 2 * 36 = 288 bytes a sample, and its mask 144 or 288.
+    assert many - few <= 100 * (MANY - FEW)
 
 
 def peaks(dtype: torch.dtype) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""What the hook makes of loss functions, iterators and losses, and what it leaves alone."""
+"""Steps that are out of the ordinary and mean the same: masks, losses, iterators, empty ranks."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -18,182 +19,143 @@ from tests.host.steps import EMPTY, Counted, aggregation, batches
 pytestmark = pytest.mark.host
 
 N_MB = Counted.N_MB
-POISON = (float("nan"), float("inf"))
-# What weighs tokens in different ways: (per-token flag, mode).
-POISONED = ((False, "prompt_mean"), (True, "prompt_mean"), (True, "token_mean"))
+ROWS, LENGTH = 2, 250
+# 475 active tokens: bf16 counts to 256 one by one, uint8 to 255.
+MASK = torch.ones(ROWS, LENGTH, dtype=torch.float64)
+MASK[:, :25] = torch.tensor([[0.0], [1.0]])
+DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64, torch.float32)
+
+
+def with_mask(change: Callable[[Tensor], Tensor], losses: Tensor, mask: Tensor) -> Any:
+    from tests.host import gpt
+
+    return losses, functools.partial(gpt.stock_loss_func, change(mask))
+
+
+def poisoned(value: float, losses: Tensor, mask: Tensor) -> Any:
+    return with_mask(lambda x: x, losses + torch.where(mask == 0, value, 0.0), mask)
+
+
+def flat(losses: Tensor, mask: Tensor) -> Any:
+    """In another shape than the mask, and without a reduction."""
+    return losses, TokenLoss(lambda output: (output.flatten(), {}), mask)
+
+
+# What a forward step makes of losses and mask; all mean the same.
+CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "stock": functools.partial(with_mask, lambda x: x),
+    "transposed in memory": functools.partial(with_mask, lambda x: x.t().contiguous().t()),
+    **{f"{x}": functools.partial(with_mask, lambda mask, x=x: mask.to(x)) for x in DTYPES},
+    **{f"{x} where the mask is 0": functools.partial(poisoned, x) for x in (torch.nan, torch.inf)},
+    "flat losses": flat,
+}
+# What weighs tokens in different ways: the per-token flag, and the mode.
+WEIGHED = [(False, "prompt_mean"), (True, "prompt_mean"), (True, "token_mean")]
+
+
+def changed_steps() -> dict[Any, float]:
+    """One rank: the worst error of two steps' gradients and reports, beside stock ones."""
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, 32, (ROWS, LENGTH + 1), generator=generator)
+    batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": MASK}
+    batch["prompt_ids"] = torch.arange(ROWS)
+    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
+
+    def steps(per_token: bool, mode: str, change: Any) -> Any:
+        def forward_step(iterator: Any, model: Any) -> Any:
+            losses, loss_func = gpt.forward_step(iterator, model)
+            return change(losses, loss_func.args[0])
+
+        hook = LossHook(aggregation(mode), loop=Loop(of_megatron=True))
+        for _ in range(2):
+            data, model = iter([batch] * N_MB), models[per_token]
+            made = gpt.run_step(hook, model, data, N_MB, ROWS, forward_step_func=forward_step)
+            yield gradients.of(model), {key: torch.stack([x[key] for x in made]) for key in made[0]}
+
+    def error(weighed: Any, change: Any) -> float:
+        both = zip(steps(*weighed, change), steps(*weighed, CHANGES["stock"]), strict=True)
+        pairs = [pair for step in both for pair in zip(*step, strict=True)]
+        # A `TokenLoss` has no report of the stock loss function's.
+        return max(relative_error(got, {key: stock[key] for key in got}) for got, stock in pairs)
+
+    return {(name, *w): error(w, change) for w, (name, change) in product(WEIGHED, CHANGES.items())}
+
+
+def test_a_mask_of_any_dtype_and_masked_nan_or_infinity_change_nothing() -> None:
+    (errors,) = run_host_ranks(changed_steps, 1)
+    assert len(errors) == len(CHANGES) * len(WEIGHED)
+    assert {case: error for case, error in errors.items() if not error <= EXACT} == {}
+
+
 EMPTIED = ((False, "sample_sum"), (True, "sample_sum"), (True, "token_mean"))
 ACTIVE = ((0, 1), (0,), (1,), ())  # data-parallel ranks with active tokens
 
 
-class Rank:
-    """A rank of two data-parallel ones: its models, and steps of the hook on these."""
-
-    def __init__(self) -> None:
-        from tests.host import gpt
-
-        gpt.initialize()
-        self.number = gpt.data_rank()
-        self.models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
-
-    def step(self, mode: str, data: Any = None, per_token: bool = False, **options: Any) -> Any:
-        """The gradient of one step, and its reports."""
-        from tests.host import gpt, gradients
-
-        ddp, data = self.models[per_token], data or Counted(self.number)
-        hook = LossHook(aggregation(mode))
-        reports = gpt.run_step(hook, ddp, data, N_MB, Counted.ROWS, **options)
-        return gradients.of(ddp), reports
-
-
-def unusual(rank: Rank) -> dict[str, Any]:
-    """Losses in another shape than the mask and without a reduction, the iterators of a virtual
-    pipeline, of whose chunks the last computes the loss, and a step that collects other data.
+def unusual_steps() -> dict[Any, Any]:
+    """Every rank, DP 2: iterators of a virtual pipeline, whose last chunk computes the loss; a step
+    that collects other data; and ranks without active tokens.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from tests.host import gpt
+    from tests.host import gpt, gradients
 
-    report = {"own": torch.tensor([1.0, 2.0])}
-    own_losses = gpt.forward_step_with(
-        lambda _, mask: TokenLoss(lambda output: (output.flatten(), report), mask)
-    )
-    chunks = [Counted(rank.number), Counted(rank.number)]
-    passed: list[Any] = []
+    gpt.initialize()
+    number = gpt.data_rank()
+    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
+
+    def step(mode: str, data: Any, per_token: bool = False, **options: Any) -> Any:
+        hook, ddp = LossHook(aggregation(mode)), models[per_token]
+        reports = gpt.run_step(hook, ddp, data, N_MB, Counted.ROWS, **options)
+        return gradients.flat(ddp), reports
+
+    chunks, passed = [Counted(number), Counted(number)], []
 
     def last_chunk(**kwargs: Any) -> Any:
         passed.extend(kwargs["data_iterator"])
         return get_forward_backward_func()(**{**kwargs, "data_iterator": passed[-1]})
 
-    data = Counted(rank.number)
+    expected, _ = step("prompt_mean", Counted(number))
+    of_last, _ = step("prompt_mean", chunks, schedule=last_chunk)
+    data = Counted(number)
     collect = gpt.forward_step_with(
         lambda stock, mask: lambda output, non_loss_data: (data.given, non_loss_data)
     )
     options = {"forward_step_func": collect, "forward_only": True, "collect_non_loss_data": True}
-    expected, _ = rank.step("prompt_mean")
-    own, reports = rank.step("prompt_mean", forward_step_func=own_losses)
-    of_last, _ = rank.step("prompt_mean", chunks, schedule=last_chunk)
-    return {
-        "errors": [relative_error(own, expected), relative_error(of_last, expected)],
-        "report": sorted(reports[0]),
+    found: dict[Any, Any] = {
         "chunks": (passed[0] is chunks[0], chunks[0].given, chunks[1].given),
-        "other data": rank.step("prompt_mean", data, **options)[1],
+        "error": float((of_last - expected).norm() / expected.norm()),
+        "other data": step("prompt_mean", data, **options)[1],
+        "tokens": sum(float(next(data)["loss_mask"].sum()) for _ in range(N_MB)),
     }
-
-
-def poisoned(rank: Rank) -> dict[Any, tuple[float, bool]]:
-    """Gradient error with NaN and infinity where the mask is 0, and are the reports the same?"""
-    from tests.host import gpt
-
-    def poisoned_step(poison: float, iterator: Any, model: Any) -> Any:
-        losses, loss_func = gpt.forward_step(iterator, model)
-        (mask,) = loss_func.args
-        return losses + torch.where(mask == 0, poison, 0.0), loss_func
-
-    def logged(reports: Any, mode: str) -> list[Any]:
-        return [[r[key].tolist() for r in reports] for key in ("lm loss", f"{mode} loss")]
-
-    found = {}
-    for (per_token, mode), poison in product(POISONED, POISON):
-        clean, clean_reports = rank.step(mode, per_token=per_token)
-        step = functools.partial(poisoned_step, poison)
-        got, reports = rank.step(mode, per_token=per_token, forward_step_func=step)
-        same = logged(reports, mode) == logged(clean_reports, mode)
-        found[per_token, mode, poison] = relative_error(got, clean), same
+    for (per_token, mode), active in product(EMPTIED, ACTIVE):
+        found[per_token, mode, active], _ = step(mode, Counted(number, active=active), per_token)
     return found
 
 
-def partly_empty(rank: Rank) -> dict[Any, Any]:
-    """The gradients when these ranks alone have active tokens; and this rank's number of them."""
-    found: dict[Any, Any] = {}
-    for (per_token, mode), active in product(EMPTIED, ACTIVE):
-        got, _ = rank.step(mode, Counted(rank.number, active=active), per_token)
-        found[per_token, mode, active] = torch.cat([g.view(-1) for g in got.values()])
-    data = Counted(rank.number)
-    return {"tokens": sum(float(next(data)["loss_mask"].sum()) for _ in range(N_MB)), **found}
-
-
-def steps_on_host() -> tuple[dict[Any, Any], ...]:
-    rank = Rank()
-    return unusual(rank), poisoned(rank), partly_empty(rank)
-
-
 @functools.cache
-def ranks() -> list[tuple[dict[Any, Any], ...]]:
-    return run_host_ranks(steps_on_host, 2)
+def unusual() -> list[dict[Any, Any]]:
+    return run_host_ranks(unusual_steps, 2)
 
 
-def test_own_losses_lists_of_iterators_and_other_data_are_understood() -> None:
-    for found, _, _ in ranks():
-        assert max(found["errors"]) <= EXACT
-        assert found["report"] == ["own", "prompt_mean loss"]
+def test_lists_of_iterators_and_other_data_are_understood() -> None:
+    for found in unusual():
+        assert found["error"] <= EXACT
         assert found["chunks"] == (True, 0, N_MB)
         assert found["other data"] == [(k + 1, True) for k in range(N_MB)]  # untouched
 
 
-def test_masked_nan_and_infinity_reach_neither_gradients_nor_reports() -> None:
-    for _, found, _ in ranks():
-        assert len(found) == 3 * len(POISON)
-        for error, same_reports in found.values():
-            assert error <= EXACT
-            assert same_reports
-
-
 def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
-    m, n = (found["tokens"] for _, _, found in ranks())
-    for (_, _, found), (per_token, mode) in product(ranks(), EMPTIED):
+    m, n = (found["tokens"] for found in unusual())
+    for found, (per_token, mode) in product(unusual(), EMPTIED):
         both, one, other, none = (found[per_token, mode, active] for active in ACTIVE)
         # Samples count whether empty or not, so the parts add up; tokens do not.
         parts = (m * one + n * other) / (m + n) if mode == "token_mean" else one + other
         assert float((both - parts).norm() / both.norm()) <= EXACT
         assert one.norm() > 0 < other.norm()
         assert not none.any()  # nor NaN
-
-
-# The loss mask may be of any dtype, and in any memory layout.
-ROWS, LENGTH, STEPS = 2, 250, 3
-# 475 active tokens: bf16 counts to 256 one by one, uint8 to 255.
-MASK = torch.ones(ROWS, LENGTH, dtype=torch.float64)
-MASK[:, :25] = torch.tensor([[0.0], [1.0]])
-DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64, torch.float32)
-MASKS = {
-    "transposed in memory": lambda: MASK.t().contiguous().t(),
-    **{str(dtype): functools.partial(MASK.to, dtype) for dtype in DTYPES},
-}
-
-
-def errors_of_masks() -> dict[Any, float]:
-    """One rank: the worst gradient error over some steps, for each mode, flag and mask."""
-    from tests.host import gpt, gradients
-
-    gpt.initialize()
-    generator = torch.Generator().manual_seed(3)
-    text = torch.randint(0, 32, (ROWS, LENGTH + 1), generator=generator)
-    models = {per_token: gpt.ddp_model(per_token) for per_token in (False, True)}
-
-    def train(mode: str, per_token: bool, mask: Tensor) -> list[Any]:
-        batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask}
-        forward_step = gpt.forward_step_with(lambda stock, _: functools.partial(stock, mask))
-        hook = LossHook(aggregation(mode), loop=Loop(of_megatron=True))
-        model, found = models[per_token], []
-        for _ in range(STEPS):
-            options = {"forward_step_func": forward_step}
-            gpt.run_step(hook, model, iter([batch] * N_MB), N_MB, ROWS, **options)
-            found.append(gradients.of(model))
-        return found
-
-    errors = {}
-    for mode, per_token in product(("token_mean", "sample_mean"), (False, True)):
-        exact = train(mode, per_token, MASK)
-        for name, mask in MASKS.items():
-            pairs = zip(train(mode, per_token, mask()), exact, strict=True)
-            errors[name, mode, per_token] = max(relative_error(*pair) for pair in pairs)
-    return errors
-
-
-def test_the_gradient_is_that_of_a_contiguous_fp64_mask() -> None:
-    (errors,) = run_host_ranks(errors_of_masks, 1)
-    assert len(errors) == len(MASKS) * 2 * 2
-    assert {case: error for case, error in errors.items() if not error <= EXACT} == {}
 
 
 def twofold(loss_mask: Tensor, output: Tensor) -> Any:

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.extensions.audit import Audit
+from megatron_loss_agg.mcore import Audit, LossHook
 from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, data_for, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference, relative_error
 from tests.host.steps import N_MB, PLACES, Places, aggregation, weights_of

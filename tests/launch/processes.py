@@ -19,6 +19,14 @@ from pathlib import Path
 from tests.host.harness import run_host_ranks
 
 ROOT = Path(__file__).parents[2]
+SETS_SCRIPT = Path(__file__).with_name("sets_script.py")
+LENGTH = 32
+SETS_FLAGS = f"""
+    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+    --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
+"""
 MODE = ("--loss-aggregation", "sample_mean")
 LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
 NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
@@ -45,7 +53,7 @@ def run(
     if isinstance(script, str):
         (folder / "script.py").write_text(script)
         script = folder / "script.py"
-    start = run_forked if forked else _run_afresh
+    start = run_forked if forked else run_afresh
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]  # pipes could fill up
     codes = start([*starter, str(script), *flags], logs)
     return codes, "".join(log.read_text() for log in logs)
@@ -78,7 +86,8 @@ def _main(argv: list[str], logs: list[Path]) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def _run_afresh(argv: list[str], logs: list[Path]) -> list[int]:
+def run_afresh(argv: list[str], logs: list[Path]) -> list[int]:
+    """As `run_forked`, in new processes."""
     # What torchrun sets for every rank; torchrun itself does not tell the ranks' exit codes.
     shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
@@ -106,6 +115,17 @@ def _free_port() -> str:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
             return str(listener.getsockname()[1])
+
+
+def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """What is logged, by name and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {  # the first of a step: the last step is evaluated again after the training
+        tag: {event.step: event.value for event in reversed(events.Scalars(tag))}
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def refusals(said: str) -> list[str]:

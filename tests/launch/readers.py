@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore.reading.keys import read_batch
+from megatron_loss_agg.mcore import LateMicrobatch, read_batch
 
 _calls = itertools.count()
 
@@ -24,3 +24,7 @@ def reject_all_after_two(batch: Any) -> Microbatch:
 def after_image(batch: Any) -> Microbatch:
     """The mask of a model that puts three positions of an image before the text."""
     return Microbatch(torch.nn.functional.pad(batch["loss_mask"], (3, 0)))
+
+
+def number_of_rows(batch: Any) -> LateMicrobatch:
+    return LateMicrobatch(len(batch["tokens"]))

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.T5 import T5Model
@@ -44,11 +42,10 @@ class Script(NamedTuple):
 
     model: Callable[[TransformerConfig], Any]
     forward: Callable[[Any, Batch], tuple[Any, Tensor]]  # the model's output, and the loss mask
-    loss: Callable[..., Any] = gpt.stock_loss_func  # of the mask and the output
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
         output, mask = self.forward(model, next(data_iterator))
-        return output, partial(self.loss, mask)
+        return output, partial(gpt.stock_loss_func, mask)
 
 
 def config() -> TransformerConfig:
@@ -110,17 +107,6 @@ def hybrid_stack() -> ModuleSpec:
     )
 
 
-def _hybrid(config: TransformerConfig) -> Any:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return HybridModel(config, hybrid_stack(), VOCAB, LENGTH, hybrid_layer_pattern="*-")
-
-
-def _decoded(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    positions = gpt.positions_like(batch["tokens"])
-    return model(batch["tokens"], positions, None, labels=batch["labels"]), batch["loss_mask"]
-
-
 def _t5(config: TransformerConfig) -> Any:
     encoder = get_t5_encoder_with_local_block_spec(config.num_layers)
     decoder = get_t5_decoder_with_local_block_spec(config.num_layers)
@@ -155,27 +141,7 @@ def _with_image(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return model(batch["tokens"], batch["labels"], batch["loss_mask"])
 
 
-def _bert(config: TransformerConfig) -> Any:
-    return BertModel(config, 2, bert_layer_local_spec, VOCAB, LENGTH)
-
-
-def _masked_words(model: Any, batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Two outputs: losses of masked words, and the logits of whether sentences are in order."""
-    types, padding = torch.zeros_like(batch["tokens"]), torch.ones_like(batch["tokens"])
-    output = model(batch["tokens"], padding, tokentype_ids=types, lm_labels=batch["labels"])
-    return output, batch["loss_mask"]
-
-
-def _two_losses(loss_mask: Tensor, output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    losses, order = output
-    words = (losses.view(-1) * loss_mask.view(-1)).sum() / loss_mask.sum()
-    sentences = F.cross_entropy(order.view(-1, 2).float(), torch.zeros(2, dtype=torch.long))
-    return words + sentences, {"lm loss": words.detach(), "sop loss": sentences.detach()}
-
-
 SCRIPTS = {
-    "pretrain_hybrid.py": Script(_hybrid, _decoded),
     "pretrain_t5.py": Script(_t5, _encoded_and_decoded),
     "pretrain_vlm.py": Script(WithImage, _with_image),
-    "pretrain_bert.py": Script(_bert, _masked_words, _two_losses),
 }

@@ -1,14 +1,18 @@
-"""Loops on Megatron-Core's schedules, with parsers of their own: the flags reach each of them."""
+"""Any loop on Megatron-Core's schedules: the flags reach it, or end the run.
+
+Real scripts, one process a rank, by the launcher or with the lines that the patches add.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from megatron_loss_agg.mcore.flags import VARIABLE
-from tests.launch.processes import MODE, NO_EFFECT, PATCHED, run
+from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, PATCHED, run
 
 pytestmark = pytest.mark.host
 
@@ -34,30 +38,6 @@ reports = forward_backward(
 optimizer.step()
 print("stepped with", *sorted(reports[0]))
 """
-STOCK = "get_forward_backward_func()"
-STEPPED = "stepped with lm loss sample_mean loss\n"
-EARLY = "from megatron.core.pipeline_parallel import get_forward_backward_func as early\n"
-
-
-def test_any_loop_on_the_hosts_schedule_is_hooked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = OWN_LOOP.replace("SCHEDULE", STOCK)
-    codes, said = run(tmp_path, loop, *MODE, ranks=2)
-    assert (codes, said.count(STEPPED)) == ([0, 0], 2), said[-3000:]
-    # The script's own parser has not seen our flags.
-    assert said.count("Namespace()\n") == 2
-    # As with the lines that the patches add, even where the loop has imported the function before.
-    late = EARLY + PATCHED + OWN_LOOP.replace("SCHEDULE", "early()")
-    codes, said = run(tmp_path, late, *MODE, starter=(), forked=False)
-    assert (codes, said.count(STEPPED)) == ([0], 1), said[-3000:]
-    # Without flags nothing changes; the environment may hold them.
-    codes, said = run(tmp_path, loop)
-    assert (codes, said.count("stepped with lm loss\n")) == ([0], 1), said[-3000:]
-    monkeypatch.setenv(VARIABLE, " ".join(MODE))
-    codes, said = run(tmp_path, loop, forked=False)
-    assert (codes, said.count(STEPPED)) == ([0], 1), said[-3000:]
-
 
 # A step of Megatron's optimizer without any token, in a loop of its own.
 EMPTY_STEP = """
@@ -75,53 +55,134 @@ config = OptimizerConfig(optimizer="adam", lr=0.1, min_lr=0.1, weight_decay=0.5,
 optimizer = get_megatron_optimizer(config, [model])
 for empty in (False, True, False):
     model.zero_grad_buffer()
-    counted = Counted(0)
-    data = [next(counted), next(counted)]
-    for batch in data:
-        batch["loss_mask"] = batch["loss_mask"] * (not empty)
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     get_forward_backward_func()(
-        forward_step_func=gpt.forward_step, data_iterator=iter(data), model=[model],
-        num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
+        forward_step_func=gpt.forward_step, data_iterator=Counted(0, active=() if empty else (0,)),
+        model=[model], num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
     )
     stepped = optimizer.step()[0]
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     print("empty", empty, "stepped", stepped, "moved", not torch.equal(before, after))
 """
 
+# Neither Megatron's parser nor its schedule; OPTIMIZER is a class, or None.
+NO_PARSER = """
+import torch
 
-def test_an_empty_step_is_skipped_in_any_loop(tmp_path: Path) -> None:
-    moves = "empty False stepped True moved True\n"
-    codes, said = run(tmp_path, EMPTY_STEP, *MODE, "--loss-aggregation-empty-step", "skip")
-    assert codes == [0], said[-3000:]
-    assert (
-        "".join(re.findall("^empty.*\\n", said, re.MULTILINE))
-        == f"{moves}empty True stepped False moved False\n{moves}"
-    )
-    codes, said = run(tmp_path, EMPTY_STEP, *MODE)
-    assert "empty True stepped True moved True\n" in said, said[-3000:]
+weight = torch.ones(3, requires_grad=True)
+optimizer = OPTIMIZER and OPTIMIZER([weight], lr=0.1)
+weight.square().sum().backward()
+if optimizer:
+    optimizer.step()
+print("stepped")
+"""
 
 
-def test_a_schedule_that_was_taken_before_ends_the_run_before_the_first_step(
-    tmp_path: Path,
+def loop(schedule: str = "get_forward_backward_func()", before: str = "") -> str:
+    return before + OWN_LOOP.replace("SCHEDULE", schedule)
+
+
+def without_parser(optimizer: str) -> str:
+    return NO_PARSER.replace("OPTIMIZER", optimizer)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A script, how it is started, the exit code of every rank, and how often it says what."""
+
+    script: str
+    code: int
+    said: dict[str, int]
+    flags: tuple[str, ...] = MODE
+    ranks: int = 1
+    starter: tuple[str, ...] = LAUNCHER
+    forked: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+EARLY = "from megatron.core.pipeline_parallel import get_forward_backward_func as early\n"
+TAKEN = """
+from megatron.core.pipeline_parallel import schedules
+early = schedules.forward_backward_no_pipelining
+"""
+OWN_HOOK = "LossHook(LossAggregation(mode='sum')).wrap(get_forward_backward_func())"
+IMPORTS = """
+from megatron_loss_agg import LossAggregation
+from megatron_loss_agg.mcore import LossHook
+"""
+STEPPED = "^stepped with lm loss sample_mean loss$"
+STOCK = "^stepped with lm loss$"
+REFUSAL, BEFORE_SGD = "^megatron_loss_agg: ", NO_EFFECT + "SGD is about to step"
+RUNS = {
+    # The script's own parser does not see our flags.
+    "a loop of its own": Run(loop(), 0, {STEPPED: 2, r"^Namespace\(\)$": 2}, ranks=2),
+    "a loop that has imported the function before it is patched": Run(
+        loop("early()", EARLY + PATCHED), 0, {STEPPED: 1}, starter=(), forked=False
+    ),
+    "without flags": Run(loop(), 0, {STOCK: 1}, flags=()),
+    "flags in the environment": Run(
+        loop(), 0, {STEPPED: 1}, flags=(), forked=False, environment={VARIABLE: " ".join(MODE)}
+    ),
+    "a schedule that was taken before": Run(
+        loop("early", TAKEN + PATCHED), 1, {BEFORE_SGD: 2, "stepped": 0}, ranks=2, starter=()
+    ),
+    "a hook of the loop's own": Run(
+        loop(OWN_HOOK, IMPORTS), 0, {"^stepped with lm loss sum loss$": 1}, flags=()
+    ),
+    "flags that a hook of the loop's own makes useless": Run(
+        loop(OWN_HOOK, IMPORTS), 1, {BEFORE_SGD: 1}
+    ),
+    "an optimizer, and nobody asked for the hook": Run(
+        without_parser("torch.optim.SGD"),
+        1,
+        {
+            BEFORE_SGD + ", and no forward-backward call": 1,
+            r"expected a loop that calls what Megatron-Core's get_forward_backward_func\(\)": 1,
+            "stepped": 0,
+        },
+    ),
+    "a script that has nothing to do with us": Run(
+        without_parser("torch.optim.SGD"), 0, {"stepped": 1, REFUSAL: 0}, flags=()
+    ),
+    "no optimizer, and nobody asked for the hook": Run(
+        without_parser("None"),
+        2,
+        {
+            "^stepped$": 2,
+            REFUSAL: 1,
+            NO_EFFECT + "the script made no step through the plugin; expected": 1,
+            "Traceback": 0,
+        },
+        ranks=2,
+    ),
+    "the same in a patched script": Run(
+        PATCHED + without_parser("None"), 2, {REFUSAL: 1}, starter=(), forked=False
+    ),
+    # An exit is a failure only if flags were to be used.
+    "an exit": Run("raise SystemExit", 2, {REFUSAL: 1}),
+    "an exit with 0": Run("raise SystemExit(0)", 2, {REFUSAL: 1}),
+    "an exit with 3": Run("raise SystemExit(3)", 3, {REFUSAL: 0}),
+    "a cry for help": Run("raise SystemExit(0)", 0, {REFUSAL: 0}, flags=("--help", *MODE)),
+    "an exit without flags": Run("raise SystemExit(0)", 0, {REFUSAL: 0}, flags=()),
+    "an empty step, to be skipped": Run(
+        EMPTY_STEP,
+        0,
+        {"empty False stepped True moved True": 2, "empty True stepped False moved False": 1},
+        flags=(*MODE, "--loss-aggregation-empty-step", "skip"),
+    ),
+    "an empty step": Run(EMPTY_STEP, 0, {"empty True stepped True moved True": 1}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_flags_take_effect_in_any_loop_or_end_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = "from megatron.core.pipeline_parallel import schedules\n"
-    taken += "early = schedules.forward_backward_no_pipelining\n"
-    taken += PATCHED + OWN_LOOP.replace("SCHEDULE", "early")
-    codes, said = run(tmp_path, taken, *MODE, starter=(), ranks=2)
-    assert codes == [1, 1]
-    assert len(re.findall("^.*" + NO_EFFECT + "SGD is about to step", said, re.MULTILINE)) == 2
-    assert "stepped" not in said
-
-
-def test_a_hook_of_the_loops_own_is_not_hooked_again(tmp_path: Path) -> None:
-    own = "LossHook(LossAggregation(mode='sum')).wrap(get_forward_backward_func())"
-    imports = "from megatron_loss_agg import LossAggregation\n"
-    imports += "from megatron_loss_agg.mcore import LossHook\n"
-    loop = imports + OWN_LOOP.replace("SCHEDULE", own)
-    codes, said = run(tmp_path, loop)
-    assert (codes, said.count("stepped with lm loss sum loss\n")) == ([0], 1), said[-3000:]
-    # Flags that it makes useless are refused.
-    codes, said = run(tmp_path, loop, *MODE)
-    assert codes == [1]
-    assert re.search(NO_EFFECT + "SGD is about to step", said)
+    case = RUNS[name]
+    for variable, value in case.environment.items():
+        monkeypatch.setenv(variable, value)
+    how = {"ranks": case.ranks, "starter": case.starter, "forked": case.forked}
+    codes, said = run(tmp_path, case.script, *case.flags, **how)
+    assert codes == [case.code] * case.ranks, said[-3000:]
+    found = {text: len(re.findall(text, said, re.MULTILINE)) for text in case.said}
+    assert found == case.said, said[-3000:]

@@ -1,32 +1,21 @@
-"""What the plugin wraps of the installed Megatron, what it restores, and what it refuses."""
+"""The plugin in a process: what it wraps and restores of Megatron, and whose hook trains what."""
 
 from __future__ import annotations
 
 import argparse
 import enum
 import functools
-import re
 import sys
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore.extensions.inexact import check_exact
-from tests.host.harness import run_host_ranks
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.install import hook_from_args
+from tests.host.harness import error_of, run_host_ranks
 
 pytestmark = pytest.mark.host
-
-Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"])
-
-REFUSED: dict[str, Any] = {
-    "hybrid_context_parallel": True,
-    "dynamic_context_parallel": True,
-    "overlap_moe_expert_parallel_comm": True,
-    "gtp_weight_remat_size": 2,
-    "expert_gtp_weight_remat_size": 2,
-    "cuda_graph_impl": "full_iteration",
-}
 
 
 def _functions() -> dict[tuple[str, str], Any]:
@@ -38,16 +27,8 @@ def _functions() -> dict[tuple[str, str], Any]:
     return {(n, key): value for n, holder in holders for key, value in vars(holder).items()}
 
 
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
-def what_is_wrapped() -> dict[str, Any]:
-    from megatron.training import arguments
+def seams_on_host() -> dict[str, Any]:
+    from megatron.training import arguments, training
 
     from megatron_loss_agg.mcore.install import install
 
@@ -56,7 +37,8 @@ def what_is_wrapped() -> dict[str, Any]:
         now = _functions()
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
         has_flags = hasattr(parser.parse_known_args([])[0], "loss_aggregation")
-        return sorted(key for key in before if now.get(key) is not before[key]), has_flags
+        changed = {key for key in before if now.get(key) is not before[key]}
+        return sorted(x for x in changed if x[1] != "print_rank_last"), has_flags
 
     facts: dict[str, Any] = {}
     before = _functions()
@@ -71,57 +53,19 @@ def what_is_wrapped() -> dict[str, Any]:
     uninstall_again()
     facts["left by the second"] = found()
     uninstall()
-    return facts
-
-
-def what_is_refused() -> dict[str, Any]:
-    from megatron.training import arguments, training
-    from megatron.training.global_vars import set_args
-
-    from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.install import install
-
-    facts: dict[str, Any] = {}
-    for name, value in REFUSED.items():
-        parser = flags.add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser()))
-        args, _ = parser.parse_known_args(["--loss-aggregation", "token_mean"])
-        setattr(args, name, value)
-        set_args(args)
-        uninstall = install()
-        facts[name] = error_of(training.get_forward_backward_func)
-        facts[f"{name} at the start"] = error_of(training.setup_model_and_optimizer)
-        uninstall()
-    return facts
-
-
-def seams_on_host() -> dict[str, Any]:
-    """One rank: facts by the names that the tests below ask for."""
-    from megatron.core import parallel_state
-    from megatron.training import arguments, training
-    from megatron.training.global_vars import set_args
-
-    from megatron_loss_agg.mcore.install import install
-
-    parallel_state.initialize_model_parallel()
-    set_args(argparse.Namespace())
-    facts = what_is_wrapped() | what_is_refused()
-    # At last, a host with other seams.
-    add_arguments = arguments.add_megatron_arguments
+    # A host with other seams.
+    before = _functions()
     get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
     facts["missing"] = error_of(install)
-    facts["untouched"] = arguments.add_megatron_arguments is add_arguments
     training.get_forward_backward_func = get_schedule
+    facts["untouched"] = found()
     return facts
 
 
-@functools.cache
-def seams() -> dict[str, Any]:
-    return run_host_ranks(seams_on_host, 1)[0]
-
-
-def test_what_is_wrapped_is_restored() -> None:
-    schedules = "megatron.core.pipeline_parallel.schedules"
+def test_what_is_wrapped_is_restored_and_a_host_with_other_seams_is_refused() -> None:
+    (facts,) = run_host_ranks(seams_on_host, 1)
+    schedules, training = "megatron.core.pipeline_parallel.schedules", "megatron.training.training"
     wrapped = [
         ("ChainedOptimizer", "step"),
         ("FP32Optimizer", "step"),
@@ -131,61 +75,177 @@ def test_what_is_wrapped_is_restored() -> None:
         (schedules, "forward_backward_pipelining_with_interleaving"),
         (schedules, "forward_backward_pipelining_without_interleaving"),
         ("megatron.training.arguments", "add_megatron_arguments"),
-        ("megatron.training.training", "get_forward_backward_func"),
-        ("megatron.training.training", "setup_model_and_optimizer"),
+        (training, "get_forward_backward_func"),
+        (training, "setup_model_and_optimizer"),
     ]
-    assert (seams()["wrapped"], seams()["left"]) == ((wrapped, True), ([], False))
+    assert (facts["wrapped"], facts["left"]) == ((wrapped, True), ([], False))
     # A second install, as by the launcher before a script that has the patch, changes nothing.
-    assert seams()["wrapped again"] == seams()["left by the second"] == ([], True)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_flags_of_the_host_that_cannot_be_exact_are_refused(name: str) -> None:
-    assert seams()[name].startswith("HostError: ")
-    assert "--" + name.replace("_", "-") in seams()[name]
-    assert re.search("drop|choose", seams()[name])
-    # Before the model is built, which takes long.
-    assert seams()[f"{name} at the start"] == seams()[name]
-
-
-def test_a_host_with_other_seams_is_refused_by_name_and_version() -> None:
-    error = seams()["missing"]
+    assert facts["wrapped again"] == facts["left by the second"] == ([], True)
+    assert facts["untouched"] == ([], False)
     # The host adds the commit of the checkout that it runs in to its version.
-    assert error.startswith(f"HostError: megatron-core {version('megatron-core')}")
-    assert ": megatron.training.training has no get_forward_backward_func; expected" in error
-    assert seams()["untouched"]
+    assert facts["missing"].startswith(f"HostError: megatron-core {version('megatron-core')}")
+    assert f": {training} has no get_forward_backward_func; expected" in facts["missing"]
 
 
-@pytest.mark.parametrize(
-    "flags, refused",
-    [
-        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration,"),
-        # 0.14, and 0.15 to 0.17, where a scope is an enumeration in the end.
-        (
-            {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"},
-            "--cuda-graph-scope full_iteration,",
-        ),
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn, Scope.full_iteration]},
-            "--cuda-graph-scope full_iteration,",
-        ),
-        # Later ones, before their flags are validated.
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
-            "--cuda-graph-modules full_iteration,",
-        ),
-        (
-            {"cuda_graph_impl": "local", "cuda_graph_scope_deprecated": ["full_iteration"]},
-            "--cuda-graph-scope full_iteration,",
-        ),
-        ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, None),
-        ({"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration_inference]}, None),
-        ({"enable_cuda_graph": True, "cuda_graph_scope": "full"}, None),
-    ],
-)
-def test_a_graph_of_the_whole_iteration_is_refused_however_it_is_spelled(
+Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"])
+GRAPHS = "--cuda-graph-scope full_iteration"
+# Megatron's parsed flags, and what is said of them.
+FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
+    ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+    ({"dynamic_context_parallel": True}, "--dynamic-context-parallel"),
+    ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+    ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
+    ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
+    # A graph of the whole iteration, however it is spelled: today, in 0.14, and in 0.15 to 0.17,
+    # where a scope is an enumeration in the end; and in later ones, before flags are validated.
+    ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration"),
+    ({"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"}, GRAPHS),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn, Scope.full_iteration]}, GRAPHS),
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
+        "--cuda-graph-modules full_iteration",
+    ),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope_deprecated": ["full_iteration"]}, GRAPHS),
+    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, None),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration_inference]}, None),
+    ({"enable_cuda_graph": True, "cuda_graph_scope": "full"}, None),
+]
+
+
+@pytest.mark.parametrize("flags, refused", FLAGS_OF_HOST)
+def test_flags_of_the_host_that_cannot_be_exact_are_refused(
     flags: dict[str, Any], refused: str | None
 ) -> None:
-    args = argparse.Namespace(**flags)
-    error = error_of(lambda: check_exact(args, args))
-    assert error == "none" if refused is None else error.startswith(f"HostError: {refused}")
+    args = argparse.Namespace(loss_aggregation="token_mean", **flags)
+    if refused is None:
+        assert hook_from_args(args) is not None
+        return
+    with pytest.raises(HostError, match=f"^{refused}.*(drop|change|choose)"):
+        hook_from_args(args)
+
+
+# A process with several models, losses or loops: what was checked for one is not taken for all.
+
+
+def squared(loss_mask: Any, output: Any) -> tuple[Any, Any, Any]:
+    """A loss that is no sum of the model's output, in the form of a stock one."""
+    loss = (output.reshape(-1).square() * loss_mask.reshape(-1)).sum()
+    return loss, loss_mask.sum().to(int), {}
+
+
+def call(model: Any, schedule: Any = None, **options: Any) -> Any:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.host import gpt
+    from tests.host.steps import Counted
+
+    if options.pop("zero", True):
+        model.zero_grad_buffer()
+    return (schedule or get_forward_backward_func())(
+        forward_step_func=options.pop("step", gpt.forward_step),
+        data_iterator=options.pop("data", None) or Counted(0),
+        model=[model],
+        num_microbatches=2,
+        seq_length=1,
+        micro_batch_size=1,
+        **{"forward_only": False, **options},
+    )
+
+
+def facts_of_models() -> dict[str, Any]:
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+    from megatron_loss_agg import LossAggregation
+    from megatron_loss_agg.mcore import LossHook
+    from megatron_loss_agg.mcore.install import install
+    from tests.host import gpt
+    from tests.host.steps import Counted
+
+    gpt.initialize()
+    first, second = gpt.ddp_model(), gpt.ddp_model()
+    squares = gpt.forward_step_with(lambda _, mask: functools.partial(squared, mask))
+
+    def installed(*flags: str) -> Any:
+        sys.argv = ["script", "--loss-aggregation", "sum", *flags]
+        return install(watch_exit=False)
+
+    facts: dict[str, Any] = {}
+    hooked = LossHook(LossAggregation(mode="sample_mean")).wrap(get_forward_backward_func())
+    facts["first model"] = error_of(call, first, hooked)
+    facts["first model, other loss"] = error_of(call, first, hooked, step=squares)
+    facts["second model, same hook"] = error_of(call, second, hooked)
+    facts["second model, forward only"] = error_of(call, second, hooked, forward_only=True)
+
+    uninstall = installed()
+    sgd = torch.optim.SGD(first.parameters(), lr=0.0)
+    call(first, forward_only=True)
+    facts["only evaluated"] = error_of(sgd.step)
+    facts["reports"] = sorted(call(first)[0])
+    facts["two calls"] = error_of(call, first, zero=False)
+    facts["trained"] = error_of(sgd.step)
+    facts["zeroed"] = error_of(call, first)
+    facts["second model, other loss"] = error_of(call, second, step=squares)
+    kept = get_forward_backward_func()
+
+    @functools.wraps(kept)
+    def counting(**arguments: Any) -> Any:
+        facts["calls of the loop's wrapper"] = 1
+        return kept(**arguments)
+
+    own = LossHook(LossAggregation(mode="token_mean")).wrap(counting)
+    facts["through a wrapper"] = error_of(call, first, own)
+    uninstall()
+    facts["restored"] = get_forward_backward_func() is schedules.forward_backward_no_pipelining
+    facts["flags left"] = sys.argv[1:]
+
+    uninstall = installed("--loss-aggregation-empty-step", "skip")
+    call(first, data=Counted(0, active=()))
+    facts["skip by torch"] = error_of(sgd.step)
+    facts["skip of two models"] = error_of(call, second)
+    uninstall()
+    return facts
+
+
+OTHER_LOSS = "HostError: the loss function returned|expected a masked sum"
+FACTS: dict[str, str | None] = {
+    "first model": None,
+    "second model, forward only": None,
+    "second model, same hook": (
+        "HostError: a LossHook trains a second model; expected a hook for each"
+    ),
+    "first model, other loss": OTHER_LOSS,
+    "second model, other loss": OTHER_LOSS,
+    # An evaluation is no training.
+    "only evaluated": "HostError: --loss-aggregation sum has no effect: SGD",
+    "trained": None,
+    "two calls": "StepError: a forward-backward call on the gradients that the last one left",
+    "zeroed": None,
+    # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
+    "through a wrapper": "HostError: |has no mask; expected",
+    "skip by torch": "HostError: SGD is about to step without any token",
+    "skip of two models": "HostError: |skip, and several models train in this process",
+}
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    return run_host_ranks(facts_of_models, 1)[0]
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_every_model_and_every_loss_is_checked_for_itself(name: str) -> None:
+    error, expected = facts()[name], FACTS[name]
+    if expected is None:
+        assert error is None
+        return
+    start, *others = expected.split("|")
+    assert error.startswith(start)
+    assert [text for text in others if text not in error] == []
+
+
+def test_an_uninstall_restores_the_schedule_and_the_flags() -> None:
+    assert facts()["restored"]
+    assert facts()["flags left"] == ["--loss-aggregation", "sum"]
+    assert facts()["reports"] == ["lm loss", "sum loss"]
+    assert facts()["calls of the loop's wrapper"] == 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +11,22 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore.cpu import CPU_FLAGS
-from tests.launch.processes import LAUNCHER, MODE, ROOT, run, run_forked
+from tests.launch.processes import LAUNCHER, MODE, ROOT, refusals, run, run_afresh, run_forked
 
 pytestmark = pytest.mark.host
 
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
 ITERATIONS = 3
-FLAGS = f"""
+SHORT = f"""
     --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
     --seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 4
     --train-iters {ITERATIONS} --lr 5e-3 --lr-decay-style constant
-    --eval-interval {ITERATIONS} --eval-iters 1 --log-interval 1 --logging-level 40
-    --save-interval {ITERATIONS} --ckpt-format torch
+    --eval-interval {ITERATIONS} --eval-iters 1 --log-interval 1 --ckpt-format torch
 """.split()
 # As --cpu sets them: here the script also starts without the plugin.
-FLAGS += [part for pair in CPU_FLAGS.items() for part in pair if part is not None]
+SHORT += [part for pair in CPU_FLAGS.items() for part in pair if part is not None]
+FLAGS = [*SHORT, "--logging-level", "40", "--save-interval", str(ITERATIONS)]
 # The same stand-ins for a GPU, and nothing else of the plugin.
 WITHOUT_PLUGIN = """
 import runpy, sys
@@ -63,24 +60,8 @@ def runs(folder: Path) -> dict[str, Run]:
         "empty steps": start(LAUNCHER, [*mode, *empty], folder / "empty"),
         "without the plugin": start([str(starter)], [], folder / "without"),
         "without the flag": start(LAUNCHER, [], folder / "launched"),
-        "with the flag": start(LAUNCHER, mode, folder / "aggregated", torchrun),
+        "with the flag": start(LAUNCHER, mode, folder / "aggregated", run_afresh),
     }
-
-
-def torchrun(command: list[str], logs: list[Path]) -> list[int]:
-    """As `run_forked`, in new processes."""
-    folder = logs[0].with_suffix(".folder")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*torchrun, str(len(logs)), "--redirects", "3", "--log-dir", str(folder), *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-    for rank, log in enumerate(logs):
-        (said,) = folder.glob(f"*/*/{rank}/stdout.log")
-        said.rename(log)
-    return [done.returncode] * len(logs)
 
 
 def start(
@@ -117,62 +98,6 @@ def tensors(x: Any, name: str = "") -> dict[str, torch.Tensor]:
     return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
 
 
-def launched(folder: Path, text: str, *arguments: str) -> tuple[int, str, str]:
-    """The launcher in front of a script of this text, on one rank: exit code, stdout, stderr."""
-    (folder / "script.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_loss_agg", str(folder / "script.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-FAILS = """
-import sys, torch
-print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
-print(torch.cuda.current_stream.__module__, sys.argv[1:])
-from megatron_loss_agg.errors import MaskError
-def train():
-    raise MaskError('step 1000')
-train()
-"""
-
-
-def test_the_script_runs_as_itself_and_its_errors_keep_their_traceback(tmp_path: Path) -> None:
-    flags = ("--flag", "--loss-aggregation", "token_mean")
-    code, said, complained = launched(tmp_path, FAILS, *flags)
-    # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
-    assert said.splitlines() == ["[]", "torch.cuda ['--flag']"], complained[-2000:]
-    assert code == 1
-    assert "Traceback" in complained
-    assert f'File "{tmp_path / "script.py"}", line 7, in train' in complained
-    assert complained.endswith("MaskError: step 1000\n")
-
-
-# What Megatron's `pretrain` does first.
-PARSES_AND_BUILDS = """
-import argparse
-from megatron.training import arguments, training
-from megatron.training.global_vars import set_args
-
-parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-set_args(parser.parse_known_args()[0])
-training.setup_model_and_optimizer(None, None)
-"""
-
-
-def test_a_flag_of_the_host_that_does_not_fit_ends_the_script_with_one_line(tmp_path: Path) -> None:
-    flags = ("--loss-aggregation", "token_mean", "--cuda-graph-impl", "full_iteration")
-    code, _, complained = launched(tmp_path, PARSES_AND_BUILDS, *flags)
-    assert code == 2
-    assert "Traceback" not in complained
-    (line,) = (line for line in complained.splitlines() if line.startswith("megatron_loss_agg: "))
-    assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration,")
-
-
 def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
     logged, saved = runs["without the plugin"]
     launched_logged, launched_saved = runs["without the flag"]
@@ -202,14 +127,6 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
     assert any(not torch.equal(t, aggregated[name]) for name, t in weights.items())
 
 
-def test_random_numbers_of_the_cpu_are_no_warning(tmp_path: Path) -> None:
-    keep = FLAGS[: FLAGS.index("--logging-level")] + FLAGS[FLAGS.index("--ckpt-format") :]
-    codes, said = run(tmp_path, SCRIPT, *keep, *MODE, "--exit-interval", "1", ranks=2)
-    assert codes == [0, 0], said[-3000:]
-    assert "loss aggregation: sample_mean" in said
-    assert "RNG state" not in said
-
-
 def test_a_skipped_step_changes_nothing(runs: dict[str, Run], folder: Path) -> None:
     logged, saved = runs["empty steps"]
     steps = [line for line in logged if re.search(r"iteration +\d+/", line)]
@@ -221,3 +138,49 @@ def test_a_skipped_step_changes_nothing(runs: dict[str, Run], folder: Path) -> N
         assert parts
         assert [n for n, t in parts.items() if not torch.equal(t, last[n])] == []
     assert any("exp_avg" in name and bool(t.any()) for name, t in first.items())
+
+
+def test_random_numbers_of_the_cpu_are_no_warning(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, SCRIPT, *SHORT, *MODE, "--exit-interval", "1", ranks=2)
+    assert codes == [0, 0], said[-3000:]
+    assert "loss aggregation: sample_mean" in said
+    assert "RNG state" not in said
+
+
+# Flags, the number of logged steps, and whether there is an evaluation.
+NOTHING_TO_DO = {
+    "evaluation alone": (("--skip-train",), 0, True),
+    "an early end": (("--exit-interval", "1"), 1, False),
+    # As after the last iteration of a job that is started again.
+    "no step at all": (("--skip-train", "--eval-iters", "0"), 0, False),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_DO)
+def test_runs_of_the_host_that_are_short_are_not_refused(tmp_path: Path, case: str) -> None:
+    flags, steps, evaluates = NOTHING_TO_DO[case]
+    codes, said = run(tmp_path, SCRIPT, *SHORT, "--logging-level", "40", *MODE, *flags)
+    assert (codes, refusals(said)) == ([0], []), said[-3000:]
+    assert len(re.findall(r"iteration +\d+/ +\d+ .*sample_mean loss: ", said)) == steps
+    assert ("sample_mean loss value: " in said) == evaluates
+
+
+# What Megatron's `pretrain` does first, and fails at.
+ASKS = """
+from megatron.training import arguments, training
+from megatron.training.global_vars import set_args
+
+set_args(arguments.parse_args())
+try:
+    training.setup_model_and_optimizer(None, None)
+finally:
+    print("found", training.get_args().loss_aggregation)
+"""
+
+
+def test_a_yaml_file_in_place_of_all_flags_keeps_ours(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for of_file in ("", ", loss_aggregation: sum"):
+        file.write_text(f"{{enable_msc: false, disable_msc_deprecated: false{of_file}}}")
+        _, said = run(tmp_path, ASKS, "--yaml-cfg", str(file), *MODE)
+        assert "found sample_mean\n" in said, said[-3000:]
