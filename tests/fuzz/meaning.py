@@ -137,6 +137,8 @@ def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
 def _by_sample(given: Any, number: int, default: Any) -> list[Any]:
     if given is None:
         return [default] * number
+    if isinstance(given, str):  # the id of a lone sample
+        given = [given]
     found = given.tolist() if isinstance(given, Tensor) else list(given)
     assert len(found) == number, "not one for each sample"
     return found
