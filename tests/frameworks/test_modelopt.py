@@ -145,7 +145,7 @@ def test_the_loss_on_logits_is_exact(name: str, layout: str, settings: Any) -> N
 FINAL = "decoder.final_layernorm"
 REFUSED: dict[str, list[tuple[str, bool, dict[str, Any]]]] = {
     "dp1": [
-        ("skip_lm_loss on, without which losses' values", False, {"skip_lm_loss": False}),
+        ("of ModelOpt a sum, not a mean, with skip_lm_loss on", False, {"skip_lm_loss": False}),
         (
             "computed 2 distillation losses; expected one",
             False,
@@ -153,7 +153,7 @@ REFUSED: dict[str, list[tuple[str, bool, dict[str, Any]]]] = {
         ),
         ("a sum, not a mean (Megatron-LM 0.15 or later)", True, {}),
     ],
-    "tp2": [("adds up the equal gradients of all ranks", False, TOP_K)],
+    "tp2": [("whose gather adds up their equal gradients", False, TOP_K)],
 }
 """By topology: words of the error, whether the loss function returns means, and settings."""
 
