@@ -151,7 +151,7 @@ REFUSED: dict[str, list[tuple[str, bool, dict[str, Any]]]] = {
             False,
             {"intermediate_layer_pairs": [(FINAL, FINAL)]},
         ),
-        ("a sum, not a mean (Megatron-LM 0.15 or later)", True, {}),
+        ("a sum, not a mean, with skip_lm_loss on (Megatron-LM 0.15", True, {}),
     ],
     "tp2": [("whose gather adds up their equal gradients", False, TOP_K)],
 }
