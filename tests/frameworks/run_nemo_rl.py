@@ -133,11 +133,8 @@ def _loss(flags: str, name: str = "ClippedPGLossFn", **options: Any) -> tuple[An
     if name == NLL and not hasattr(losses, "NLLLossConfig"):  # without the patch
         return losses.NLLLossFn(), None
     if name == NLL:
-        from nemo_rl.algorithms.loss.aggregation import build_loss_aggregation
-
         config = losses.NLLLossConfig(**options)
-        aggregation = build_loss_aggregation(config.loss_aggregation)
-        return losses.NLLLossFn(loss_aggregation=aggregation), config
+        return losses.NLLLossFn(loss_aggregation=config.loss_aggregation), config
     clip = {"ratio_clip_min": CLIP, "ratio_clip_max": CLIP}
     config = losses.ClippedPGLossConfig(reference_policy_kl_penalty=KL, **clip, **options)
     return losses.ClippedPGLossFn(config), config
