@@ -3,8 +3,8 @@
     python patches/check.py path/to/Megatron-LM
     python patches/check.py path/to/verl-checkout     # or the site-packages folder that holds verl
 
-A patch is NAME-VERSION.patch or NAME/VERSION.patch. What it is for is recognised by the files that
-it changes. Exit code 0 if everything that was recognised has a patch that is applied or fits; 1
+A framework's patch is NAME/VERSION.patch. What a patch is for is recognised by the files that it
+changes. Exit code 0 if everything that was recognised has a patch that is applied or fits; 1
 otherwise.
 """
 
@@ -39,7 +39,7 @@ def touched(patch: Path) -> list[str]:
 
 def name_of(patch: Path) -> str:
     """What ``patch`` is for."""
-    return patch.stem.rpartition("-")[0] if patch.parent == HERE else patch.parent.name
+    return patch.parent.name
 
 
 def command(patch: Path, folder: Path, *options: str) -> str:

@@ -35,7 +35,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-LANGUAGES = ("python", "bash", "text", "json")  # the last two: what a command prints or reads
+LANGUAGES = ("python", "bash", "text", "json", "yaml")  # the last: what one prints or reads
 _FENCE = re.compile(r"^( *)```(?:\{ \.)?(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 # What a page claims about the names that its Python leaves behind.

@@ -17,9 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "patches"
 MEGATRON = sorted(FOLDER.glob("core_v*.patch"))
-FLAT = sorted({*FOLDER.glob("*.patch")} - {*MEGATRON})
-"""Of frameworks, NAME-VERSION.patch."""
-FRAMEWORKS = FLAT + sorted(FOLDER.glob("*/*.patch"))
+FRAMEWORKS = sorted(FOLDER.glob("*/*.patch"))
 
 
 def name_of(patch: Path) -> str:
@@ -65,7 +63,7 @@ def about(patch: Path, path: Path) -> str:
     """What is said of this patch, and not of others that change the same files."""
     code, text = check(path)
     assert code == ("do not fit" in text or "does not fit" in text)
-    framework = patch.stem.rpartition("-")[0] if patch in FLAT else patch.parent.name
+    framework = patch.parent.name
     found = re.findall(rf"^{framework}: (.*\n.*\n?)", text, re.MULTILINE)
     (said,) = found
     return str(said)
@@ -132,13 +130,6 @@ def test_another_version_of_a_framework_is_said(patch: Path, tmp_path: Path) -> 
     code, text = check(path)
     assert code == 1
     assert f"{name_of(patch)} does not fit the version in {path}" in text
-
-
-@pytest.mark.parametrize("patch", FLAT, ids=name_of)
-def test_a_patch_of_a_framework_is_small(patch: Path) -> None:
-    lines = patch.read_text().splitlines()
-    changed = [x for x in lines if x[:1] in ("+", "-") and x[:4] not in ("+++ ", "--- ")]
-    assert len(changed) <= 25
 
 
 def test_what_no_patch_fits_is_said_and_help_says_what_is_given(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ which keeps the gradient that it is given.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from functools import partial
@@ -34,7 +35,7 @@ from tests.frameworks.checkout_report import (
     stock,
     with_score,
 )
-from tests.frameworks.harness import CLIP, KL, KeepGradients
+from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms
 from tests.peers.standins import use_peers
 
 STANDINS = (
@@ -71,6 +72,7 @@ WITHOUT = (  # of the worker
     "_first_train_step_forward_pre_hook_disabled",
 )
 NLL = "NLLLossFn"
+POSITIVES = 0.1  # weight of the loss of positive examples
 
 
 def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
@@ -88,22 +90,25 @@ def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> lis
         fsdp.FullyShardedDataParallel
     )
     gpt.initialize(cp)
-    return [attempt(partial(_train, root, run, log_probs)) for run in runs]
+    return [attempt(partial(_train, run, log_probs)) for run in runs]
 
 
-def _train(root: str, run: Run, log_probs: list[LogProbs]) -> Steps:
+def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from megatron.core import mpu
 
     from tests.host import gpt
 
-    os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     options = dict(run.options)
+    by_environment = options.pop("environment", False)
+    os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags if by_environment else ""
     batching, begin = options.pop("batching"), options.pop("begin", False)
-    loss = _loss(**options)
+    loss, config = _loss("" if by_environment else run.flags, **options)
+    data = _batch(log_probs)
+    if run.flags:
+        _set_up(loss, config, data)
     worker = _worker(gpt.ddp_model(True, torch.float32), batching)
     if begin:
         worker.begin_train_step(loss)
-    data = _batch(root, log_probs)
     shards = data.shard_by_batch_size(
         mpu.get_data_parallel_world_size(), batch_size=len(STEPS[0]), **BATCHING[batching]
     )
@@ -114,16 +119,35 @@ def _train(root: str, run: Run, log_probs: list[LogProbs]) -> Steps:
     return list(zip(worker.optimizer.gradients, losses, strict=True))
 
 
-def _loss(loss: str = "ClippedPGLossFn", **options: Any) -> Any:
+def _loss(flags: str, name: str = "ClippedPGLossFn", **options: Any) -> tuple[Any, Any]:
+    """The loss and its configuration, with ``flags`` as the key `loss_aggregation`."""
     from nemo_rl.algorithms import loss as losses
 
-    if loss == NLL:
-        return losses.NLLLossFn()
-    if loss == "DPOLossFn":
-        return losses.DPOLossFn(losses.DPOLossConfig())
+    words = flags.split()
+    names = [word.removeprefix("--loss-aggregation").strip("-") or "mode" for word in words[::2]]
+    values = dict(zip(names, words[1::2], strict=True))
+    options |= {"loss_aggregation": values} if values else {}
+    if name == "DPOLossFn":
+        config = losses.DPOLossConfig(**options)
+        return losses.DPOLossFn(config), config
+    if name == NLL and not hasattr(losses, "NLLLossConfig"):  # without the patch
+        return losses.NLLLossFn(), None
+    if name == NLL:
+        config = losses.NLLLossConfig(**options)
+        return losses.NLLLossFn(loss_aggregation=config.loss_aggregation), config
     clip = {"ratio_clip_min": CLIP, "ratio_clip_max": CLIP}
     config = losses.ClippedPGLossConfig(reference_policy_kl_penalty=KL, **clip, **options)
-    return losses.ClippedPGLossFn(config)
+    return losses.ClippedPGLossFn(config), config
+
+
+def _set_up(loss: Any, config: Any, data: Any) -> None:
+    """As the driver: checks what was asked for, and ships prompt ids."""
+    from nemo_rl.algorithms.loss.aggregation import add_prompt_ids, validate_loss_aggregation
+
+    megatron = {"megatron_cfg": {"enabled": True}}
+    validate_loss_aggregation(loss, megatron, config, has_prompt_ids=True)
+    prompts = [answer.tokens()[: answer.prompt_length] for step in STEPS for answer in step]
+    add_prompt_ids(data, pad_sequence(prompts, batch_first=True), loss)
 
 
 def _worker(ddp: Any, batching: str) -> Any:
@@ -174,7 +198,7 @@ def _config(batching: str, cp: int) -> dict[str, Any]:
     }
 
 
-def _batch(root: str, log_probs: list[LogProbs]) -> Any:
+def _batch(log_probs: list[LogProbs]) -> Any:
     """What the driver sends: two global batches, padded to one width."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -192,7 +216,7 @@ def _batch(root: str, log_probs: list[LogProbs]) -> Any:
     old = placed([x for step in log_probs for x in step.old])
     masks = [torch.tensor(answer.mask) for answer in answers]
     rewards = torch.tensor([answer.reward for answer in answers])
-    data = BatchedDataDict(
+    return BatchedDataDict(
         {
             "input_ids": torch.nn.functional.pad(
                 pad_sequence(tokens, batch_first=True), (0, width - max(map(len, tokens)))
@@ -203,26 +227,25 @@ def _batch(root: str, log_probs: list[LogProbs]) -> Any:
             "reference_policy_logprobs": placed([x for step in log_probs for x in step.ref]),
             "token_mask": placed(masks),
             "sample_mask": torch.tensor([float(not answer.removed) for answer in answers]),
+            "rewards": rewards,
             "advantages": rewards.unsqueeze(-1).expand(-1, width).contiguous(),
         }
     )
-    prompts = [answer.tokens()[: answer.prompt_length] for answer in answers]
-    _ship_prompt_ids(root, data, pad_sequence(prompts, batch_first=True))
-    return data
 
 
-def _ship_prompt_ids(root: str, train_data: Any, prompt_ids_for_adv: Tensor) -> None:
-    """Run the patch's line of the driver's steps, which are parts of two long training loops."""
-    source = Path(root, "nemo_rl", "algorithms", "grpo.py").read_text()
-    lines = [x.strip() for x in source.splitlines() if 'train_data["prompt_ids"]' in x]
-    assert len(lines) in (0, 2), f"{len(lines)} of 2 loops send prompt ids"  # 0: without the patch
-    names = {"torch": torch, "train_data": train_data, "prompt_ids_for_adv": prompt_ids_for_adv}
-    for line in set(lines):
-        exec(line, names)
+def with_positives(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    """In a mean over tokens: `with_score`, and a mean over the correct samples' tokens alone."""
+    terms = with_score(lp, entropy, old, ref, reward)
+    step = next(step for step in STEPS if any(a.reward == reward for a in step))
+    tokens, correct = (
+        sum(sum(a.kept()) for a in step if a.reward > least) for least in (-math.inf, 0)
+    )
+    return {"loss": terms["loss"] - POSITIVES * (reward > 0) * tokens / correct * lp}
 
 
 def main(without: str, patched: str, table: str) -> None:
-    by_sequences, other = {"token_level_loss": False}, {"positive_example_nll_weight": 0.1}
+    by_sequences = {"token_level_loss": False}
+    positives = {"positive_example_nll_weight": POSITIVES}
     report = Report(
         "NeMo-RL",
         train,
@@ -230,7 +253,8 @@ def main(without: str, patched: str, table: str) -> None:
         own={
             "token_mean": stock(with_score, "token_mean", "skip"),
             "sample_mean": stock(with_score, "sample_mean", "skip", **by_sequences),
-            NLL: stock(nll, "token_mean", "skip", loss=NLL),
+            NLL: stock(nll, "token_mean", "skip", name=NLL),
+            "positive examples": (Run("", positives), None),
         },
         runs={
             **{mode: exact(with_score, mode, "skip") for mode in MODES if "rollout" not in mode},
@@ -239,16 +263,22 @@ def main(without: str, patched: str, table: str) -> None:
                 f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **by_sequences)
                 for mode in ("token_mean", "prompt_mean")
             },
-            f"prompt_mean, {NLL}": exact(nll, "prompt_mean", "skip", loss=NLL),
-            "removed samples, not said what becomes of them": refused("token_mean"),
+            f"sample_mean, {NLL}": exact(nll, "sample_mean", "skip", name=NLL),
+            "token_mean, positive examples": exact(
+                with_positives, "token_mean", "skip", **positives
+            ),
+            "rollout_mean": refused("rollout_mean"),
             "microbatch_mean": refused("microbatch_mean", "skip"),
-            "token_mean with a weight of positives": refused("token_mean", "skip", **other),
             "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
-            "token_mean with DPO": refused("token_mean", "skip", loss="DPOLossFn"),
+            "token_mean with DPO": refused("token_mean", "skip", name="DPOLossFn"),
         },
     )
+    for module in ("grpo", "ppo"):  # two training loops each, which are too long to run
+        source = Path(patched, "nemo_rl", "algorithms", f"{module}.py").read_text()
+        calls = source.count("add_prompt_ids(train_data, prompt_ids_for_adv, loss_fn)")
+        report.check(calls == 2, f"{calls} of 2 loops of {module} send prompt ids")
     report.compare("DP 2", 1, batching="rows")
-    report.compare("DP 2, dynamic batches", 1, batching="dynamic")
+    report.compare("DP 2, dynamic batches", 1, batching="dynamic", environment=True)
     report.compare("DP 2, packed", 1, batching="packed")
     report.compare("CP 2, packed", 2, batching="packed")
     report.compare("CP 2, packed, fused loss", 2, batching="fused")
