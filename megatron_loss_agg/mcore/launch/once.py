@@ -28,7 +28,7 @@ def refuse(error: AggregationError) -> int:
     store, text = _store(), f"megatron_loss_agg: {type(error).__name__}: {error}"
     if store is None:
         print(text, file=sys.stderr, flush=True)
-    elif store.add(text, 1) == 1:
+    elif _is_first(store, text):
         print(f"{text} (first on rank {os.environ['RANK']})", file=sys.stderr, flush=True)
     _meet(store)
     return 2
@@ -43,13 +43,21 @@ def print_uncaught_once() -> Callable[[], None]:
             stock(kind, error, trace)
             return
         store = _store()
-        if store is None or store.add(f"{kind.__name__}: {error}", 1) == 1:
+        if store is None or _is_first(store, f"{kind.__name__}: {error}"):
             stock(kind, error, trace)
         # Torch prints what this function says, with the rank before each line, after it.
         atexit.register(_meet, store)
 
     sys.excepthook = excepthook
     return lambda: setattr(sys, "excepthook", stock)
+
+
+def _is_first(store: Store, text: str) -> bool:
+    """Whether no rank has said it before; also where the store has ended with another rank."""
+    try:
+        return bool(store.add(text, 1) == 1)
+    except RuntimeError:
+        return True
 
 
 def _meet(store: Store | None) -> None:
