@@ -70,11 +70,6 @@ class Hook:
         self._evaluation: defaultdict[str, RunningMean] = defaultdict(RunningMean)
 
     @property
-    def reported(self) -> list[str]:
-        """Names under which the aggregated losses are reported, and their total if there is one."""
-        return [*(f"{name} loss" for name in self.terms), *([self._total] if self._total else [])]
-
-    @property
     def _needs(self) -> frozenset[str]:
         return frozenset[str]().union(*(x.needs for x in self._extensions))  # they may change
 
