@@ -215,6 +215,8 @@ class Run(NamedTuple):
 Train = Callable[[str, int, list[Run], list[LogProbs]], list[Steps | str]]
 """(checkout, cp, runs, log-probabilities) -> of each run its steps, or what refused it."""
 
+REFUSALS = (ValueError, NotImplementedError)
+"""By what a framework refuses a run, ours among them."""
 BOUND = 1e-6  # of a gradient in fp32
 METRICS = 1e-5  # of a metric in fp32, in which terms cancel
 WRONG = 1e-3  # what stock code must be off at least, where the page says that it is
@@ -346,11 +348,3 @@ class Report:
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         Path(path).write_text(text)
         sys.exit("\n".join(self.failures) or None)
-
-
-def attempt(step: Callable[[], Steps]) -> Steps | str:
-    """What ``step`` returns, or the error that refused it."""
-    try:
-        return step()
-    except (ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"

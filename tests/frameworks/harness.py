@@ -99,11 +99,15 @@ class KeepGradients:
         return True, 0.0, 0
 
 
-def attempt(call: Callable[..., Any], *args: Any) -> Any:
-    """What ``call`` returns; or "Name: text" of what it raised."""
+def attempt(
+    call: Callable[..., Any],
+    *args: Any,
+    errors: type[Exception] | tuple[type[Exception], ...] = Exception,
+) -> Any:
+    """What ``call`` returns; or "Name: text" of what it raised, if that is one of ``errors``."""
     try:
         return call(*args)
-    except Exception as error:
+    except errors as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,19 +22,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.frameworks.checkout_report import (
     MODES,
+    REFUSALS,
     STEPS,
     LogProbs,
     Report,
     Run,
     Steps,
-    attempt,
     exact,
     nll,
     refused,
     stock,
     with_score,
 )
-from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms
+from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, attempt
 from tests.peers.standins import use_peers
 
 STANDINS = (
@@ -90,7 +89,7 @@ def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> lis
         fsdp.FullyShardedDataParallel
     )
     gpt.initialize(cp)
-    return [attempt(partial(_train, run, log_probs)) for run in runs]
+    return [attempt(_train, run, log_probs, errors=REFUSALS) for run in runs]
 
 
 def _train(run: Run, log_probs: list[LogProbs]) -> Steps:

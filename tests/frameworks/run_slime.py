@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from tests.frameworks.checkout_report import (
     MODES,
+    REFUSALS,
     ROLLOUTS,
     STEPS,
     Held,
@@ -27,13 +27,12 @@ from tests.frameworks.checkout_report import (
     Report,
     Run,
     Steps,
-    attempt,
     exact,
     refused,
     stock,
     with_entropy,
 )
-from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients
+from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients, attempt
 from tests.peers.standins import use_peers
 
 STANDINS = (
@@ -113,7 +112,7 @@ def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> lis
 
     ray.put = ray.get = lambda x, **_: x
     gpt.initialize(cp)
-    return [attempt(partial(_train, run, log_probs)) for run in runs]
+    return [attempt(_train, run, log_probs, errors=REFUSALS) for run in runs]
 
 
 def _train(run: Run, log_probs: list[LogProbs]) -> Steps:

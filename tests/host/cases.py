@@ -19,7 +19,7 @@ from covertable import make
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
-from tests.host.harness import Topology, build_chunks, run_host_ranks
+from tests.host.harness import Topology, build_chunks, one_or_all, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import (
     PLACES,
@@ -173,8 +173,7 @@ def take(case: Case, topology: Topology, chunks: list[Any]) -> list[Any]:
     step = functools.partial(gpt.run_step, hook, chunks, **options)
 
     def data() -> Any:
-        of_chunks = [case.data(rank) if reads else None for _ in range(topology.chunks)]
-        return of_chunks if len(of_chunks) > 1 else of_chunks[0]
+        return one_or_all([case.data(rank) if reads else None for _ in range(topology.chunks)])
 
     if case.calls:
         return _in_calls(case, hook, data(), step)

@@ -116,9 +116,9 @@ def build_chunks(
     chunks = [gpt.data_parallel(model, **topology.ddp) for model in models]
     if topology.ddp.get("overlap_grad_reduce"):
         for model in models:
-            model.config.no_sync_func = _one_or_all([ddp.no_sync for ddp in chunks])
+            model.config.no_sync_func = one_or_all([ddp.no_sync for ddp in chunks])
             if topology.aligned:
-                model.config.grad_sync_func = _one_or_all([ddp.start_grad_sync for ddp in chunks])
+                model.config.grad_sync_func = one_or_all([ddp.start_grad_sync for ddp in chunks])
     return chunks
 
 
@@ -127,7 +127,7 @@ def data_for(topology: Topology, places: Places, layout: str, masks: str = "01")
     from tests.host import gpt
 
     place, reads = places[gpt.data_rank()], gpt.reads_data()
-    return _one_or_all(
+    return one_or_all(
         [batches(place, layout, masks) if reads else None for _ in range(topology.chunks)]
     )
 
@@ -141,5 +141,6 @@ def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-def _one_or_all(values: list[Any]) -> Any:
+def one_or_all(values: list[Any]) -> Any:
+    """What the host takes of several model chunks: a list; of one, itself."""
     return values if len(values) > 1 else values[0]
