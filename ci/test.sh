@@ -18,9 +18,10 @@ if [[ $# -eq 0 ]]; then
         echo "ci/test.sh: ruff, mypy or mkdocs failed, see above; this run will fail after the tests" >&2
     fi
     rm -f build/verified/newest.xml # of a run before this one
-    # Of one file, every test in the same process: they share ranks that take long to start.
+    # Of one file, every test in the same process: they share ranks that take long to start. Drawn
+    # cases are the same in every run; pytest alone draws others each time.
     set -- --junitxml build/verified/newest.xml -n logical --maxprocesses 8 --dist loadfile \
-        --no-loadscope-reorder
+        --no-loadscope-reorder --hypothesis-profile ci
 fi
 # A hang in a collective ends in a traceback instead of a silent job.
 "$python" -m pytest --timeout 600 "$@" </dev/null || status=$?
