@@ -126,9 +126,10 @@ class Microbatch:
         return self.changed(lambda x: detached(x).clone())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """With each tensor changed, but the `token_ids`."""
-        own = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **own)  # type: ignore[arg-type]
+        """With each tensor changed, but the `token_ids`; itself if none is."""
+        given = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        own = {name: y for name, x in given.items() if (y := change(x)) is not x}
+        return replace(self, **own) if own else self  # type: ignore[arg-type]
 
     def _check_layout(self) -> None:
         """Raise unless the shapes of mask and offsets are those of rows, or of a pack."""

@@ -163,12 +163,12 @@ def weighted_sum_of_fitting(w: Tensor, token_loss: Tensor) -> Tensor:
     summed = torch.promote_types(w.dtype, token_loss.dtype)
     if not summed.is_floating_point:
         summed = torch.float32
-    w, token_loss = (in_dtype(x, at_least_fp32(summed)) for x in (w, token_loss))
-    total = (token_loss * w).sum()
+    w, token_loss = (in_dtype(x, at_least_fp32(summed)).reshape(-1) for x in (w, token_loss))
+    total = torch.dot(token_loss, w)
     # The gradient is w even where losses are not finite: only the value needs a repair.
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_((where_weighted(w, token_loss) * w).sum())
+            total.detach().copy_(torch.dot(where_weighted(w, token_loss), w))
     return in_dtype(total, summed)
 
 
