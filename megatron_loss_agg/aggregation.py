@@ -1,14 +1,18 @@
 """Aggregation modes: what each divides a token's weight by.
 
-Token ``t`` of sample ``s``, with loss mask ``m``, gets the weight
+A mode is a path of units from outside to inside: a mean over the groups of the first, in each of
+these over those of the next, and so on; the last one pools its tokens. So token ``t`` of sample
+``s``, with loss mask ``m``, gets the weight
 
-    w_t = m_t / (D * M_within(s) * N_across)
+    w_t = m_t / (D * M_within(s) * C(s) * N_across)
 
-``M_within`` is the mask sum of the group that contains ``s``, ``N_across`` the number of groups in
-the whole optimizer step, and ``D`` the divisor. A sample's own weight ``v_s`` multiplies it; if
-such weights count, ``V_across`` takes the place of ``N_across``:
+``N_across`` is the number of the outermost groups in the whole optimizer step, ``C`` the product of
+the numbers of groups that share a parent with one of those around ``s`` (1 on a path of one unit),
+``M_within`` the mask sum of the innermost one, and ``D`` the divisor. A sample's own weight ``v_s``
+multiplies it; if such weights count, ``V_across`` takes the place of ``N_across``:
 
-    w_t = v_s m_t / (D * M_within(s) * V_across)      V_across = sum over groups g of V_g
+    w_t = v_s m_t / (D * M_within(s) * C(s) * V_across)
+    V_across = sum over innermost groups g of V_g / C(g)
     V_g = (sum over samples s of g of v_s M_s) / M_g, the mean weight of the group's tokens
 
 ``V_g`` of a group without tokens is the mean of ``v_s`` over its samples. ``token_mean`` has no
@@ -18,7 +22,7 @@ outer mean: its ``V_across`` is the mean weight of the step's tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
@@ -36,22 +40,23 @@ BY_ID: tuple[Unit, ...] = ("prompt", "rollout", "dataset")
 class Mode(NamedTuple):
     """One row of the table of modes."""
 
-    within: Unit | None  # divide by this group's mask sum; None: by 1
-    across: Unit | None  # divide by the number of these groups; None: by 1
+    path: tuple[Unit, ...]  # units from outside to inside, see above
+    pools: bool = True  # divide by the mask sum of the innermost group, without a path the step's
     divisor: Literal["refused", "optional", "required"] = "refused"
 
 
 MODES: dict[str, Mode] = {
-    "token_mean": Mode("step", None),
-    "sample_mean": Mode("sample", "sample"),
-    "rollout_mean": Mode("rollout", "rollout"),
-    "prompt_mean": Mode("prompt", "prompt"),
-    "dataset_mean": Mode("dataset", "dataset"),
-    "sample_sum": Mode(None, "sample"),
-    "constant": Mode(None, "sample", "required"),
-    "sum": Mode(None, None, "optional"),
-    "microbatch_mean": Mode("microbatch", "microbatch"),
-    "custom": Mode(None, None),
+    "token_mean": Mode(()),
+    "sample_mean": Mode(("sample",)),
+    "rollout_mean": Mode(("rollout",)),
+    "prompt_mean": Mode(("prompt",)),
+    "dataset_mean": Mode(("dataset",)),
+    "nested_mean": Mode(()),  # its path is `LossAggregation.levels`
+    "sample_sum": Mode(("sample",), pools=False),
+    "constant": Mode(("sample",), pools=False, divisor="required"),
+    "sum": Mode((), pools=False, divisor="optional"),
+    "microbatch_mean": Mode(("microbatch",)),
+    "custom": Mode((), pools=False),
 }
 
 _COUNTABLE = ("sample", "rollout", "prompt", "dataset")
@@ -62,12 +67,12 @@ class LossAggregation:
     """How the token losses of one whole optimizer step are reduced to one number.
 
     ``L = sum_t w_t * loss_t`` over all microbatches and data-parallel ranks of the step, with
-    ``w_t = m_t / (divisor * M_within * N_across)``; see `MODES`. A group without active tokens
+    ``w_t = m_t / (divisor * M_within * C * N_across)``; see `MODES`. A group without active tokens
     contributes 0.
 
     Raises:
-        ModeError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or a ``count``
-            that the mode does not support.
+        ModeError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or ``levels`` or
+            a ``count`` that the mode does not support.
         DivisorError: ``divisor`` is missing, not supported by the mode, or not a finite positive
             number.
         FunctionError: ``function`` is missing for ``custom``, or given for another mode.
@@ -82,6 +87,10 @@ class LossAggregation:
     """Whether groups without active tokens are included in N_across: `count` or `skip`."""
     count: str | None = None
     """Unit of N_across, if not the mode's own."""
+    levels: Sequence[str] | None = None
+    """For `nested_mean`: units from outside to inside, such as ("prompt", "rollout", "sample"): the
+    mean over prompts of the mean over their rollouts of the mean over these ones' samples.
+    """
     rejected: str | None = None
     """Whether rejected samples (weight 0) are included in M_within and N_across: `count` or
     `skip`. Must be set if the step has any.
@@ -103,10 +112,11 @@ class LossAggregation:
             given = getattr(self, name)
             if given not in ("count", "skip") and (given is not None or name == "empty"):
                 raise ModeError(f"{name}={given!r}; expected 'count' or 'skip'")
-        countable = MODES[self.mode].across in _COUNTABLE
+        countable = {*MODES[self.mode].path} & {*_COUNTABLE}
         if self.count is not None and not (countable and self.count in _COUNTABLE):
             expected = f"one of {', '.join(_COUNTABLE)}" if countable else "none"
             raise ModeError(f"count={self.count!r} with mode {self.mode!r}; expected {expected}")
+        self._check_levels()
         self._check_divisor()
         is_custom = self.mode == "custom"
         if not (callable(self.function) if is_custom else self.function is None):
@@ -154,24 +164,54 @@ class LossAggregation:
         return self.name or self.mode
 
     @property
+    def path(self) -> tuple[Unit, ...]:
+        """The units of its means, from outside to inside."""
+        return MODES[self.mode].path if self.levels is None else self.levels  # type: ignore[return-value]
+
+    @property
     def within(self) -> Unit | None:
-        """The group whose mask sum divides a token's weight."""
-        return MODES[self.mode].within
+        """The unit whose mask sum divides a token's weight."""
+        if not MODES[self.mode].pools:
+            return None
+        return self.path[-1] if self.path else "step"
 
     @property
     def across(self) -> Unit | None:
         """The unit whose number of groups divides a token's weight."""
-        return self.count or MODES[self.mode].across  # type: ignore[return-value]
+        return self.count or next(iter(self.path), None)  # type: ignore[return-value]
+
+    @property
+    def units(self) -> set[Unit]:
+        """All units by which it groups tokens."""
+        return {unit for unit in (self.within, self.across, *self.path) if unit is not None}
 
     @property
     def weighted(self) -> Unit | None:
-        """The unit of ``V_across``; None where `sample_weights` are in no denominator."""
-        return self.across or self.within if self.sample_weights == "count" else None
+        """The unit of ``V_g``; None where `sample_weights` are in no denominator."""
+        if self.sample_weights != "count":
+            return None
+        innermost = self.path[-1] if self.path else self.within
+        return self.count or innermost  # type: ignore[return-value]
 
     @property
     def scale(self) -> float:
         """``1 / D``."""
         return 1.0 if self.divisor is None else 1.0 / float(self.divisor)
+
+    def _check_levels(self) -> None:
+        levels: Any = self.levels
+        if self.mode != "nested_mean":
+            if levels is not None:
+                raise ModeError(f"levels={levels!r} with mode {self.mode!r}; expected none")
+            return
+        is_path = isinstance(levels, (list, tuple)) and all(x in _COUNTABLE for x in levels)
+        if not is_path or not 0 < len({*levels}) == len(levels) or "sample" in levels[:-1]:
+            raise ModeError(
+                f"levels={levels!r} with mode 'nested_mean'; expected units from outside to "
+                f"inside, each once, of {', '.join(_COUNTABLE)}, with sample last: such as "
+                "('prompt', 'rollout', 'sample')"
+            )
+        object.__setattr__(self, "levels", (*levels,))
 
     def _check_divisor(self) -> None:
         divisor: Any = self.divisor  # callers may pass any type
@@ -247,4 +287,6 @@ def _shown(value: Any) -> str:
     """A word, a number, or the name of a function, since its address differs between processes."""
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, tuple):
+        return " > ".join(value)
     return value if isinstance(value, str) else f"{float(value):.15g}"

@@ -63,7 +63,7 @@ class LocalTerm:
         self.owner, self._rank = -1, dist.get_rank() if dist.is_initialized() else 0
         if sharded_over is not None:
             self.owner = min(dist.get_process_group_ranks(sharded_over))
-        used = {agg.within, agg.across, *group_by}
+        used = {*agg.units, *group_by}
         self.units = [unit for unit in BY_ID if unit in used or agg.mode == "custom"]
         for unit in used.intersection(self.units):
             if unit not in samples.ids:
@@ -151,7 +151,8 @@ def _counted(
     known = [u for k, u in enumerate(term.units) if all(x.has_ids >> k & 1 for x in records)]
     groups = {unit: table.counted_groups(unit) for unit in known}
     numbers = {unit: ids.numel() for unit, (ids, _) in groups.items()}
-    knows_masks, across = samples.positions is not None, table.across()
+    knows_masks, siblings_S = samples.positions is not None, table.siblings()
+    across = table.across(siblings_S)
     counts = StepCounts(
         tokens=table.tokens,
         kept_tokens=table.kept_tokens,
@@ -172,7 +173,7 @@ def _counted(
         counts=counts,
         sizes=samples.sizes,
         # Copies, since these are parts of all ranks' samples.
-        coefficient_S=table.coefficients(across)[own].clone(),
+        coefficient_S=table.coefficients(siblings_S, across)[own].clone(),
         mask_sum_S=samples.sums_S,
         sums_by_unit={unit: table.group_sums(unit)[own].clone() for unit in by_unit},
         groups_by_unit=groups,
@@ -184,7 +185,7 @@ def _defining(term: LocalTerm) -> tuple[object, ...]:
     agg, samples = term.agg, term.samples
     options = agg.empty, agg.rejected, agg.sample_weights, term.group_by
     kinds = term.owner >= 0, samples.positions is None
-    return agg.mode, agg.within, agg.across, agg.scale, *options, *kinds
+    return agg.mode, agg.path, agg.across, agg.scale, *options, *kinds
 
 
 def _check_sharded_samples(of_ranks: Sequence[Record]) -> None:

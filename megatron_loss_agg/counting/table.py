@@ -6,13 +6,14 @@ Suffix: ``_S`` samples, the rows of the table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
-from megatron_loss_agg.errors import MaskError
+from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.weights import LARGEST_FP32, sample_coefficients
 
 _SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
@@ -91,43 +92,69 @@ class Table:
         groups = self.groups(unit)
         return groups.summed(self._mask_S)[groups.place]
 
+    def siblings(self) -> Tensor:
+        """``C``: over the path, the product of the numbers of groups of one parent, fp64 [rows].
+
+        Raises GroupError, on all ranks alike, for a group with two parents.
+        """
+        siblings_S = torch.ones_like(self._mask_S)
+        for outer, inner in pairwise(self._agg.path):
+            parents, children = self.groups(outer), self.groups(inner)
+            parent = torch.zeros_like(children.ids).index_copy_(0, children.place, parents.place)
+            strays = (parent[children.place] != parents.place).nonzero()
+            if strays.numel():
+                one, other = children.place[strays[0]], parents.place[strays[0]]
+                raise GroupError(
+                    f"the {inner} {int(children.ids[one])} is in the {outer}s "
+                    f"{int(parents.ids[parent[one]])} and {int(parents.ids[other])}; expected each "
+                    f"{inner} in one {outer}, for the levels {' > '.join(self._agg.path)}"
+                )
+            counted = self._counts(children).double()
+            number = torch.zeros_like(parents.ids).double().index_add_(0, parent, counted)
+            siblings_S *= number[parents.place]
+        return siblings_S
+
+    def _counts(self, groups: Groups) -> Tensor:
+        """Whether each of them counts in a mean over such groups: bool [groups]."""
+        what_S = self._mask_S if self._agg.empty == "skip" else self._counted_S
+        return groups.summed(what_S) > 0
+
     def counted_groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """Groups with samples that count: ids, int64 [groups], and mask sums, fp64 [groups]."""
         groups = self.groups(unit)
         counted = groups.summed(self._counted_S) > 0
         return groups.ids[counted], groups.summed(self._mask_S)[counted]
 
-    def across(self) -> float:
+    def across(self, siblings_S: Tensor) -> float:
         """``N_across``, or ``V_across`` where weights of samples count; 1 without an outer mean."""
         agg = self._agg
         if agg.weighted == "step":
             weighted = float((self._weight_S * self._mask_S).sum())
             return weighted / self.tokens if self.tokens else 0.0
-        if agg.across is None and agg.weighted is None:
-            return 1.0
         unit = agg.weighted or agg.across
-        assert unit is not None
+        if unit is None:
+            return 1.0
         groups = self.groups(unit)
-        number, mask = groups.summed(self._counted_S), groups.summed(self._mask_S)
-        value = torch.ones_like(mask)
+        value, counted = torch.ones_like(groups.ids).double(), self._counts(groups)
         if agg.weighted is not None:
+            mask, number = groups.summed(self._mask_S), groups.summed(self._counted_S)
             weighted_tokens = groups.summed(self._weight_S * self._mask_S)
             mean_weight = groups.summed(self._weight_S * self._counted_S) / number
-            value = (weighted_tokens / mask).where(mask > 0, mean_weight)
-        if agg.empty == "skip":
-            return float(value[mask > 0].sum())
-        across = float(value[number > 0].sum())
-        if unit == "microbatch":
-            across += self._microbatches - int((number > 0).sum())  # those without samples
+            value.index_copy_(0, groups.place, siblings_S)
+            value = (weighted_tokens / mask).where(mask > 0, mean_weight) / value
+        across = float(value[counted].sum())
+        if unit == "microbatch" and agg.empty == "count":
+            across += self._microbatches - int(counted.sum())  # those without samples
         return across
 
-    def coefficients(self, across: float) -> Tensor:
+    def coefficients(self, siblings_S: Tensor, across: float) -> Tensor:
         """``c_s``, fp64 [rows]; 0 for rejected samples, and for those without a mask here.
 
         Raises MaskError, on all ranks alike, where fp32 overflows or has less than 24 bits.
         """
         agg, zero_S = self._agg, self._rejected_S | (self._mask_S == 0)
-        coefficient_S = sample_coefficients(self.group_sums(agg.within), across, agg.scale)
+        within_S = self.group_sums(agg.within) * siblings_S
+        coefficient_S = sample_coefficients(within_S, across, agg.scale)
         coefficient_S = coefficient_S.mul_(self._weight_S).masked_fill_(zero_S, 0.0)
         size_S = coefficient_S[~zero_S & (self._weight_S != 0)]
         if agg.mode == "custom" or not across or not size_S.numel():

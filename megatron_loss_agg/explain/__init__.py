@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             raise InputError(f"{given[0]} with --jsonl; expected its values on the file's lines")
         samples = from_jsonl(args.jsonl)
     modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
-    shown, left_out = explain(samples, modes, args.divisor, args.empty)
+    shown, left_out = explain(samples, modes, args.divisor, args.levels, args.empty)
     if args.plot is not None:
         from megatron_loss_agg.explain.picture import draw
 
@@ -67,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{unit} of each sample; equal ones are one, on any rank",
         )
     parser.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
+    parser.add_argument(
+        "--levels",
+        metavar="UNIT,UNIT,...",
+        help="the path of 'nested_mean', from outside to inside, such as prompt,sample",
+    )
     parser.add_argument(
         "--empty",
         choices=("count", "skip"),

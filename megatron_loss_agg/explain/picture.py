@@ -20,6 +20,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "sample_mean": {"color": "#D55E00"},
     "rollout_mean": {"color": "#56B4E9", "marker": "s", "markersize": 10.0, **_POINTS},
     "prompt_mean": {"color": "#0072B2", "marker": "D", "markersize": 7.0, **_POINTS},
+    "nested_mean": {"color": "#000000", "marker": "v", "markersize": 8.5, **_POINTS},
     "dataset_mean": {"color": "#F0E442", "marker": "^", "markersize": 5.5, **_POINTS},
     "sample_sum": {"color": "#009E73"},
     "constant": {"color": "#CC79A7"},

@@ -46,7 +46,11 @@ class Shares:
 
 
 def explain(
-    samples: Sequence[Sample], modes: Iterable[str], divisor: float | None, empty: str
+    samples: Sequence[Sample],
+    modes: Iterable[str],
+    divisor: float | None,
+    levels: str | None,
+    empty: str,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -60,13 +64,16 @@ def explain(
     left_out: dict[str, str] = {}
     for name in modes:
         try:
-            agg = _aggregation(name, divisor, empty)
+            if name == "nested_mean" and levels is None:
+                left_out[name] = "needs --levels"
+                continue
+            agg = _aggregation(name, divisor, levels, empty)
         except DivisorError:
             if divisor is not None:
                 raise
             left_out[name] = "needs --divisor"
             continue
-        units = {flag: u for flag, u in LISTS.items() if u in (agg.within, agg.across)}
+        units = {flag: u for flag, u in LISTS.items() if u in agg.units}
         missing = {flag: u for flag, u in units.items() if getattr(samples[0], u) is None}
         for flag, unit in missing.items():
             left_out[name] = f"needs --{flag}, or {unit!r} on every line"
@@ -78,13 +85,16 @@ def explain(
     return shown, left_out
 
 
-def _aggregation(name: str, divisor: float | None, empty: str) -> LossAggregation:
-    """The mode or preset ``name``, with the divisor if it takes one."""
+def _aggregation(
+    name: str, divisor: float | None, levels: str | None, empty: str
+) -> LossAggregation:
+    """The mode or preset ``name``, with the divisor and the levels if it takes them."""
     if "/" in name:
         takes = name in PRESETS and PRESETS[name].needs_divisor
         return LossAggregation.preset(name, divisor=divisor if takes else None, empty=empty)
     takes = name in MODES and MODES[name].divisor != "refused"
-    return LossAggregation(mode=name, divisor=divisor if takes else None, empty=empty)
+    path = levels.split(",") if levels is not None and name == "nested_mean" else None
+    return LossAggregation(mode=name, divisor=divisor if takes else None, levels=path, empty=empty)
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:

@@ -91,8 +91,8 @@ class Weigher:
     def of_term(self, name: str, mask: Tensor) -> LocalWeights:
         """For the ``mask`` of the loss function."""
         term, aggregation = self.plan.terms[name], self.call.terms[name].aggregation
-        units = {aggregation.within, aggregation.across}
-        by_sample = aggregation.function is not None or not units <= {"step", "microbatch", None}
+        is_whole = aggregation.units <= {"step", "microbatch"}
+        by_sample = aggregation.function is not None or not is_whole
         shape, size = term.shapes[self.i], self.call.groups.cp_size
         if self.model_call is None and (by_sample or size > 1):
             raise HostError(

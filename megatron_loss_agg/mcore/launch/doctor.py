@@ -151,7 +151,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     if unknown:
         text = f"{mode}; Megatron has no {unknown}: valid only if the script adds them"
         return Finding("WARN", "flags", text)
-    units = {u for t in hook.terms.values() for u in (t.aggregation.within, t.aggregation.across)}
+    units = {unit for term in hook.terms.values() for unit in term.aggregation.units}
     needs = " and ".join(f"{unit}_ids" for unit in BY_ID if unit in units)
     read = f"; the batches must have {needs}" if needs else ""
     return Finding("OK", "flags", f"{mode}, and no other flag conflicts with it{read}")

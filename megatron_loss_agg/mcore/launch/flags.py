@@ -21,6 +21,7 @@ _ALIKE = 0.85
 
 _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number above 0"),
+    "levels": ("UNIT,UNIT,...", "for 'nested_mean': from outside to inside: prompt,rollout,sample"),
     "empty": ("{count,skip}", "whether groups without active tokens count (default: count)"),
     "rejected": (
         "{count,skip}",
@@ -62,7 +63,7 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     ),
 }
 """Value and help of each further flag. None: it takes no value; a tuple: one of these words."""
-_OF_AGGREGATION = ("divisor", "empty", "rejected", "sample_weights", "function")
+_OF_AGGREGATION = ("divisor", "levels", "empty", "rejected", "sample_weights", "function")
 """Those that say what is computed; the others are the hook's."""
 
 
@@ -135,6 +136,10 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
         if "/" in mode:
             raise FunctionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
         options["function"] = load(f"{FLAG}-function", options["function"])
+    if "levels" in options:
+        if "/" in mode:
+            raise ModeError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
+        options["levels"] = options["levels"].split(",")
     if "/" in mode:
         return LossAggregation.preset(mode, **options)
     return LossAggregation(mode=mode, **options)

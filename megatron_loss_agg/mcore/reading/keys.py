@@ -83,8 +83,8 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
     """``read``; if it is `read_batch` and data sets matter, with Megatron's key ``dataset_id``."""
-    units = {x for t in terms.values() for x in (t.aggregation.within, t.aggregation.across)}
-    if read is read_batch and (dataset_id or "dataset" in units):
+    by_dataset = any("dataset" in term.aggregation.units for term in terms.values())
+    if read is read_batch and (dataset_id or by_dataset):
         return functools.partial(read_batch, dataset_id=True)
     return read
 
@@ -140,8 +140,8 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
             f"the function that reads batches returned a {type(microbatch).__name__}; expected "
             "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
         )
-    for unit in (aggregation.within, aggregation.across):
-        if unit in BY_ID and getattr(microbatch, f"{unit}_ids") is None:
+    for unit in BY_ID:
+        if unit in aggregation.units and getattr(microbatch, f"{unit}_ids") is None:
             raise GroupError(
                 f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "

@@ -91,12 +91,8 @@ def check_possible(
     """Raise ModeError for what needs the tokens of the whole step before the first forward pass."""
     aggregations = [term.aggregation for term in terms.values()]
     # `token_mean` is divided by the host, which has one divisor.
-    known = {None, "sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
-    refused = [
-        repr(x.label)
-        for x in aggregations
-        if x.function is not None or not {x.within, x.across} <= known
-    ]
+    known = {"sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
+    refused = [repr(x.label) for x in aggregations if x.function or not x.units <= known]
     if any(x.empty == "skip" and x.across is not None for x in aggregations):
         refused.append("empty='skip'")
     if empty_step != "step":
