@@ -3,7 +3,7 @@
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.losses.sequences import SequenceMean
+from megatron_loss_agg.losses.sequences import SequenceMean, SequenceSum
 from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, StepTerms
@@ -16,6 +16,7 @@ __all__ = [
     "LossAggregation",
     "Microbatch",
     "SequenceMean",
+    "SequenceSum",
     "StepPlan",
     "StepTerms",
     "Term",

@@ -107,8 +107,9 @@ class Weigher:
             rows = shape.samples if sequences is None else 1
             coefficient_S = self._late(aggregation, term.counts.across, mask, rows)
             return LocalWeights(coefficient_S, None, self.copies, {}, None)
-        is_one_sequence = sequences == shape.samples == 1
-        if by_sample and shape.starts is None and sequences is not None and not is_one_sequence:
+        # Of one sequence, or one number for each sample, the offsets are known.
+        needs_starts = shape.mask[-1] > 1 and not sequences == shape.samples == 1
+        if by_sample and shape.starts is None and sequences is not None and needs_starts:
             raise GroupError(
                 "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
                 f"expected that key: add it, or {HOW_TO_READ}"

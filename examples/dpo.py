@@ -1,0 +1,135 @@
+"""Direct preference optimization on Megatron-Core: a loss by pair, exact over the whole step.
+
+    torchrun --nproc-per-node 2 examples/dpo.py --cpu      # or without --cpu, on GPUs
+
+A preference loss has one number for each pair of answers, not one for each token:
+
+    loss = -log sigmoid(beta * ((log p_c - log q_c) - (log p_r - log q_r)))
+
+with the log-probabilities of a chosen and a rejected answer under the model, ``p``, and under a
+reference model, ``q``. For the hook a pair is a sample of one token, see (1) and (2):
+``sample_mean`` is the mean over pairs, ``prompt_mean`` that over prompts. The gradient of every
+step is proved to be that of the whole step in one process. The model is custom_loop.py's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from custom_loop import LENGTH, VOCAB, Batch, build, logits_of  # enables --cpu
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_loss_agg import LossAggregation, Microbatch, SequenceSum, predicting_mask
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+
+PROMPTS, PAIRS, BETA = 4, 10, 0.5
+
+
+def preferences(step: int) -> Batch:
+    """The whole step: pairs [pairs, 2, ...], the chosen answer first."""
+    generator = torch.Generator().manual_seed(step)
+    length = torch.randint(3, LENGTH + 1, (PAIRS, 2, 1), generator=generator)
+    position = torch.arange(LENGTH)
+    response = ((position >= 2) & (position < length)).double()  # after a prompt of two tokens
+    return {
+        "tokens": torch.randint(0, VOCAB, (PAIRS, 2, LENGTH), generator=generator),
+        "loss_mask": predicting_mask(response.flatten(0, 1)).view_as(response),
+        "reference": -3 * response.sum(-1),  # log-probabilities, [pairs, 2]
+        "prompt_ids": torch.arange(PAIRS) % PROMPTS,
+    }
+
+
+def log_probs_of(model_output: Tensor, batch: Batch) -> Tensor:
+    """Of the next tokens, [2 * pairs, seq]."""
+    following = batch["tokens"].flatten(0, 1).roll(-1, dims=1).unsqueeze(-1)
+    return model_output.log_softmax(-1).gather(-1, following).squeeze(-1)
+
+
+def pair_losses(of_answers: Tensor, batch: Batch) -> Tensor:
+    """[pairs], from the log-probabilities of whole answers, [2 * pairs]."""
+    chosen, rejected = (of_answers.view(-1, 2) - batch["reference"]).unbind(dim=1)
+    return -logsigmoid(BETA * (chosen - rejected))
+
+
+def read(batch: Batch) -> Microbatch:
+    return Microbatch(torch.ones(len(batch["tokens"]), 1), prompt_ids=batch["prompt_ids"])  # (1)
+
+
+def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
+    batch = {key: value.cuda() for key, value in next(data_iterator).items()}
+    output = logits_of(model, {"tokens": batch["tokens"].flatten(0, 1)})
+    sums = SequenceSum(Microbatch(batch["loss_mask"].flatten(0, 1)))
+
+    def losses(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return pair_losses(sums(log_probs_of(logits, batch)), batch), {}
+
+    return output, TokenLoss(losses, torch.ones_like(batch["prompt_ids"]))  # (2)
+
+
+def my_microbatches(whole: Batch) -> list[Batch]:
+    """This rank's: every data-parallel rank has other pairs, in microbatches of unequal size."""
+    pairs = torch.arange(PAIRS)[dist.get_rank() :: dist.get_world_size()]
+    cuts = [0, 1, len(pairs)]
+    return [{k: v[pairs[a:b]] for k, v in whole.items()} for a, b in pairwise(cuts)]
+
+
+def prompt_mean_gradient(model: Any, whole: Batch) -> list[Tensor]:
+    """What the step's gradient must be, written out: one process, no microbatches."""
+    whole = {key: value.cuda() for key, value in whole.items()}
+    logits = logits_of(model, {"tokens": whole["tokens"].flatten(0, 1)})
+    masked = log_probs_of(logits, whole) * whole["loss_mask"].flatten(0, 1)
+    losses, prompt = pair_losses(masked.sum(dim=1), whole), whole["prompt_ids"]
+    means = [losses[prompt == p].mean() for p in range(PROMPTS)]
+    return list(torch.autograd.grad(torch.stack(means).mean(), list(model.parameters())))
+
+
+def main() -> None:
+    if "--cpu" not in sys.argv:
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("gloo" if "--cpu" in sys.argv else "nccl")
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    ddp = build()
+    optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.5)
+    hook = LossHook(LossAggregation(mode="prompt_mean"), read_batch=read)
+    forward_backward = hook.wrap(get_forward_backward_func())
+
+    for step in range(5):
+        whole = preferences(step)
+        batches = my_microbatches(whole)
+        ddp.zero_grad_buffer()
+        reports = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+        )
+        expected = prompt_mean_gradient(ddp.module, whole)
+        got = [parameter.main_grad for parameter in ddp.module.parameters()]
+        difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
+        error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
+        if not error < 1e-14:  # NaN neither
+            raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-14")
+        for parameter in ddp.module.parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = sum(report["prompt_mean loss"] for report in reports)
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")
+
+
+if __name__ == "__main__":
+    main()
