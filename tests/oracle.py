@@ -8,7 +8,7 @@ weights returned here say everything there is to know about a mode.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -99,27 +99,69 @@ def weight_of(step: Step, unit: str, empty: str = "count") -> float:
     return fsum(means)
 
 
+def nested_shares(
+    step: Step, levels: Sequence[str], empty: str, weighted: bool
+) -> tuple[dict[Place, float], float]:
+    """A mean over the outermost groups of the mean over the groups in each of them, and so on.
+
+    Of every sample, what a unit of its mask weighs beside the outermost mean; and what that one
+    divides by: the number of its groups, or their weight if samples are ``weighted``.
+    """
+    shares: dict[Place, float] = {}
+    Group = list[tuple[Place, Sample]]
+
+    def groups_in(group: Group, unit: str) -> list[Group]:
+        found: dict[Hashable, Group] = defaultdict(list)
+        for place, sample in group:
+            found[key_of(unit, place, sample)].append((place, sample))
+        return [g for g in found.values() if empty == "count" or any(any(s.mask) for _, s in g)]
+
+    def weight(group: Group, inner: Sequence[str], share: float) -> float:
+        """Notes the shares in a group with this share of the loss; returns its mean weight."""
+        if inner:
+            parts = groups_in(group, inner[0])
+            return fsum(weight(g, inner[1:], share / len(parts)) for g in parts) / len(parts)
+        tokens = fsum(m for _, s in group for m in s.mask)
+        shares.update((place, share / tokens if tokens else 0.0) for place, _ in group)
+        if not weighted:
+            return 1.0
+        if tokens:
+            return fsum(s.weight * m for _, s in group for m in s.mask) / tokens
+        return fsum(s.weight for _, s in group) / len(group)
+
+    outermost = groups_in([*samples_of(step)], levels[0])
+    return shares, fsum(weight(group, levels[1:], 1.0) for group in outermost)
+
+
 def step_weights(
     mode: str,
     step: Step,
     *,
+    levels: Sequence[str] = (),
     divisor: float | None = None,
     empty: str = "count",
     count: str | None = None,
     sample_weights: str | None = None,
 ) -> list[list[list[list[float]]]]:
     """Weight of every token: nested as the step (rank, microbatch, sample, token)."""
-    inner, outer = INNER[mode], count or OUTER[mode]
-    sums = mask_sums(step, inner) if inner else {}
-    units: float = number_of(step, outer, empty) if outer else 1
-    if sample_weights == "count" and (outer or inner):
-        units = weight_of(step, outer or inner, empty)
+    weighted = sample_weights == "count"
+    if mode == "nested_mean":
+        shares, units = nested_shares(step, levels, empty, weighted)
+    else:
+        inner, outer = INNER[mode], count or OUTER[mode]
+        sums = mask_sums(step, inner) if inner else {}
+        shares = {
+            place: 1 / (sums[key_of(inner, place, s)] or 1.0) if inner else 1.0
+            for place, s in samples_of(step)
+        }
+        units = number_of(step, outer, empty) if outer else 1
+        if weighted and (outer or inner):
+            units = weight_of(step, outer or inner, empty)
 
     def weight(place: Place, sample: Sample, m: float) -> float:
         if m == 0 or sample.weight == 0:
             return 0.0
-        denominator = sums[key_of(inner, place, sample)] if inner else 1.0
-        return sample.weight * m / denominator / units / (divisor or 1.0)
+        return sample.weight * m * shares[place] / units / (divisor or 1.0)
 
     return [
         [

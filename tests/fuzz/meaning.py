@@ -149,6 +149,7 @@ def expected_weights(agg: LossAggregation, ranks: Sequence[Sequence[Read]]) -> l
     found = oracle.step_weights(
         agg.mode,
         [[counted(m, agg) for m in rank] for rank in ranks],
+        levels=agg.levels or (),
         divisor=None if agg.divisor is None else float(agg.divisor),
         empty=agg.empty,
         count=agg.count,

@@ -20,6 +20,8 @@ F64 = torch.float64
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 UNITS = ("prompt", "rollout", "dataset")
+PATHS = [("prompt", "rollout", "sample"), ("prompt", "rollout"), ("rollout", "sample")]
+PATHS += [("prompt", "sample"), ("dataset", "sample"), ("prompt",)]
 Changes = dict[str, str]  # what is changed, and the name of how
 
 masks = st.one_of(
@@ -91,13 +93,15 @@ def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @st.composite
 def aggregations(draw: st.DrawFn) -> dict[str, Any]:
     """Keyword arguments of a `LossAggregation` of any mode but `custom`."""
-    mode = draw(st.sampled_from(MODES))
+    mode = draw(st.sampled_from([*MODES, "nested_mean"]))
     choices = ("empty", "rejected", "sample_weights")
     chosen = {name: draw(st.sampled_from(["count", "skip"])) for name in choices}
     if mode == "constant" or (mode == "sum" and draw(st.booleans())):
         chosen["divisor"] = draw(st.sampled_from([1, 4, 0.5, 1e-30, 3e30, Fraction(1, 3)]))
-    if mode not in ("token_mean", "sum", "microbatch_mean"):
+    if mode not in ("token_mean", "nested_mean", "sum", "microbatch_mean"):
         chosen["count"] = draw(st.sampled_from([None, "sample", *UNITS]))
+    if mode == "nested_mean":  # a rollout has one prompt
+        chosen["levels"] = draw(st.sampled_from(PATHS))
     return {"mode": mode, **chosen}
 
 
@@ -173,4 +177,4 @@ def changes(tensors: Sequence[str] = (), options: Sequence[str] = ()) -> st.Sear
 
 INPUTS = ("loss_mask", "cu_seqlens", "cu_seqlens_padded", "rejected", "sample_weights")
 INPUTS += tuple(f"{unit}_ids" for unit in UNITS)
-OPTIONS = ("mode", "divisor", "empty", "rejected", "sample_weights", "count")
+OPTIONS = ("mode", "divisor", "levels", "empty", "rejected", "sample_weights", "count")

@@ -29,6 +29,8 @@ LOSSES = [
     Case("rollout_mean"),
     Case("prompt_mean"),
     Case("prompt_mean", {"count": "sample"}),
+    Case("nested_mean", {"levels": ("prompt", "sample")}),
+    Case("nested_mean", {"levels": ("prompt", "rollout", "sample"), "empty": "skip"}),
     Case("sample_sum"),
     Case("constant", {"divisor": 7.0}),
     Case("sum"),
