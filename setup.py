@@ -68,7 +68,12 @@ setup(
             "ruff>=0.9",
             "zstandard>=0.23",
         ],
-        "docs": ["mkdocs>=1.6", "mkdocstrings[python]>=1.0", "pymdown-extensions>=10.16"],
+        "docs": [
+            "mkdocs>=1.6",
+            "mkdocstrings[python]>=1.0",
+            "pymdown-extensions>=10.16",
+            "ruff>=0.9",  # formats signatures
+        ],
     },
     entry_points={"console_scripts": ["megatron-loss-agg = megatron_loss_agg.__main__:main"]},
     classifiers=[
