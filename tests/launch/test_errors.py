@@ -94,37 +94,6 @@ def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
     assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", done.stdout)} <= {"2", "-15"}
 
 
-# A script in which some ranks fail with an error, and the others hear of it.
-FAILS = """
-import os, sys, torch
-import torch.distributed as dist
-from megatron_loss_agg.errors import MaskError, PeerError
-
-print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
-print(torch.cuda.current_stream.__module__, sys.argv[1:])
-dist.init_process_group("gloo")
-rank = int(os.environ["RANK"])
-dist.barrier()
-def train():
-    raise MaskError("bad mask") if rank else PeerError("see the others")
-train()
-"""
-
-
-@pytest.mark.host
-def test_each_error_in_training_is_printed_once_with_its_traceback(tmp_path: Path) -> None:
-    """Without torchrun: rank 0 holds the store of the process group."""
-    flags, starter = ("--flag", *MODE), ("-m", "megatron_loss_agg")
-    codes, text = run(tmp_path, FAILS, *flags, ranks=3, starter=starter, forked=False)
-    assert codes == [1, 1, 1]
-    for error in ("MaskError: bad mask\n", "PeerError: see the others\n"):
-        assert text.count(error) == 1
-    assert text.count("Traceback") == 2
-    assert len(re.findall(rf'File "{tmp_path / "script.py"}", line \d+, in train', text)) == 2
-    # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
-    assert text.count("[]\ntorch.cuda ['--flag']\n") == 3
-
-
 # What Megatron's `pretrain` does first.
 BUILDS = """
 import torch.distributed as dist

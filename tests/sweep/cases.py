@@ -29,6 +29,7 @@ from tests.sweep.factors import (
 
 Case = dict[str, str]  # factor -> value
 ARRAY = Path(__file__).with_name("array.csv")
+LEFT_OUT = Path(__file__).with_name("left_out.txt")
 
 # Powers of two: the change of a parameter is then its gradient, rounded once. What fp16 can hold
 # after a step is less, and the gradients of sums are larger.
@@ -224,6 +225,22 @@ def everything() -> list[Case]:
     """Both, each case once."""
     rows = {key_of(case): case for case in [*alone(), *covering()]}
     return list(rows.values())
+
+
+def swept() -> set[str]:
+    """Flags that some launch of the sweep is given."""
+    texts = [topology.flags for topology in TOPOLOGIES.values()]
+    texts += [f"--loss-aggregation {mode.flags}" for mode in MODES.values()]
+    texts += [*MODEL.values(), *DATA.values(), *MASKS.values(), *BASE, *TRAINING]
+    texts += [flags for values in WAYS.values() for flags in values.values()]
+    found = {word for text in texts for word in text.split() if word.startswith("--")}
+    return {flag for flag in found | ALWAYS if not flag.startswith("--sweep-")}
+
+
+def left_out() -> dict[str, list[str]]:
+    """Every other flag of the host, under the reason why it is not swept."""
+    sections = (section.partition("\n") for section in LEFT_OUT.read_text().split("\n\n"))
+    return {reason: flags.split() for reason, _, flags in sections}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -28,18 +27,18 @@ BOUNDS = {"fp32": 1e-5, "half": 4e-2, "half, experts": 1e-1}  # a token may chan
 
 
 def on_ranks(ranks: int, function: str, *args: Any) -> list[Any]:
-    """What ``module:name`` of this folder returns on each of so many ranks."""
+    """What this function of the script returns on each of so many ranks."""
     return run_host_ranks(_call, ranks, function, *args, timeout=TIMEOUT)
 
 
 def _call(function: str, *args: Any) -> Any:
-    """On a rank, where alone the host may be imported."""
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(f"tests.sweep.{module}"), name)(*args)
+    from tests.sweep import script  # it imports the host, as only a rank may
+
+    return getattr(script, function)(*args)
 
 
 def host_flags() -> list[str]:
-    (found,) = on_ranks(1, "script:host_flags")
+    (found,) = on_ranks(1, "host_flags")
     return list(found)
 
 
@@ -76,7 +75,7 @@ def _launch(case: Case, folder: Path, plugin: bool) -> list[Any]:
     saved = folder / f"saved-{plugin}"
     for number, launch in enumerate(cases.launches(case, str(saved), plugin)):
         log = str(folder / f"{'with' if plugin else 'without'}-{number}")
-        results = on_ranks(launch.ranks, "script:rank_main", launch.argv, log, plugin)
+        results = on_ranks(launch.ranks, "rank_main", launch.argv, log, plugin)
     return results
 
 
@@ -130,7 +129,7 @@ def _compared(case: Case, folder: Path, results: list[Any]) -> dict[str, Any]:
     empty = "skip" if case["aggregation"] == "empty-skip" else "count"
     told = {"mode": mode.mode, "divisor": mode.divisor, "empty": empty}
     given = cases.reference_argv(case), str(folder / "log"), step, told
-    (reference,) = on_ranks(1, "reference:reference_main", *given)
+    (reference,) = on_ranks(1, "reference_main", *given)
     errors = [_error(result.parts, cases.rate_of(case), *reference) for result in results]
     error = max(errors, default=math.nan)
     names = {part.name for result in results for part in result.parts}
