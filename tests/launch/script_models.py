@@ -1,20 +1,16 @@
-"""Models and forward steps in the form of Megatron-LM's further training scripts, in fp64.
+"""Models of Megatron-LM's further training scripts, and the forward step of pretrain_t5.py.
 
 For the ranks alone: the import needs the stand-ins for a GPU that `tests.host.preload` enables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
@@ -37,33 +33,37 @@ LENGTH = 12
 Batch = dict[str, Tensor]
 
 
-class Script(NamedTuple):
-    """What a training script is made of."""
-
-    model: Callable[[TransformerConfig], Any]
-    forward: Callable[[Any, Batch], tuple[Any, Tensor]]  # the model's output, and the loss mask
-
-    def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
-        output, mask = self.forward(model, next(data_iterator))
-        return output, partial(gpt.stock_loss_func, mask)
-
-
-def config() -> TransformerConfig:
+def t5() -> T5Model:
+    """In fp64; the same weights on every rank."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     double = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
-    return TransformerConfig(**{**gpt.SETTINGS, **double})
+    config = TransformerConfig(**{**gpt.SETTINGS, **double})
+    encoder = get_t5_encoder_with_local_block_spec(config.num_layers)
+    decoder = get_t5_decoder_with_local_block_spec(config.num_layers)
+    return T5Model(config, config, encoder, decoder, VOCAB, LENGTH)
 
 
-def batch(number: int) -> Batch:
+def t5_batch(number: int) -> Batch:
     """Two rows, with masks of unequal sums; the second row of batch 1 has no active token."""
     generator = torch.Generator().manual_seed(number)
     tokens, labels, decoder = torch.randint(0, VOCAB, (3, 2, LENGTH), generator=generator)
-    active = torch.rand(2, LENGTH, generator=generator) < torch.tensor([[0.8], [0.3]])
+    mask = (torch.rand(2, LENGTH, generator=generator) < torch.tensor([[0.8], [0.3]])).double()
     if number == 1:
-        active[1] = False
-    mask = active.double()
+        mask[1] = 0
     return {"tokens": tokens, "labels": labels, "decoder_tokens": decoder, "loss_mask": mask}
+
+
+def t5_losses(model: Any, batch: Batch) -> Tensor:
+    none = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
+    later = none | torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    tokens = batch["tokens"], batch["decoder_tokens"]
+    return model(*tokens, none, later, none, lm_labels=batch["labels"])
+
+
+def t5_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    return t5_losses(model, batch), partial(gpt.stock_loss_func, batch["loss_mask"])
 
 
 def hybrid_stack() -> ModuleSpec:
@@ -105,43 +105,3 @@ def hybrid_stack() -> ModuleSpec:
             ),
         ),
     )
-
-
-def _t5(config: TransformerConfig) -> Any:
-    encoder = get_t5_encoder_with_local_block_spec(config.num_layers)
-    decoder = get_t5_decoder_with_local_block_spec(config.num_layers)
-    return T5Model(config, config, encoder, decoder, VOCAB, LENGTH)
-
-
-def _encoded_and_decoded(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    none = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
-    later = none | torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    tokens = batch["tokens"], batch["decoder_tokens"]
-    return model(*tokens, none, later, none, lm_labels=batch["labels"]), batch["loss_mask"]
-
-
-class WithImage(GPTModel):
-    """Puts three positions of an image before the text, and returns the mask of the whole."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        layer = get_gpt_layer_local_spec()
-        super().__init__(config, layer, VOCAB, LENGTH + 3, position_embedding_type="rope")
-        self.image = torch.nn.Parameter(torch.randn(3, 1, config.hidden_size))
-
-    def forward(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        text = self.embedding(tokens, gpt.positions_like(tokens))
-        labels, loss_mask = F.pad(labels, (3, 0)), F.pad(loss_mask, (3, 0))
-        whole = torch.cat([self.image.expand(-1, len(tokens), -1), text])
-        positions = gpt.positions_like(labels)
-        losses = super().forward(labels, positions, None, decoder_input=whole, labels=labels)
-        return losses, loss_mask
-
-
-def _with_image(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    return model(batch["tokens"], batch["labels"], batch["loss_mask"])
-
-
-SCRIPTS = {
-    "pretrain_t5.py": Script(_t5, _encoded_and_decoded),
-    "pretrain_vlm.py": Script(WithImage, _with_image),
-}
