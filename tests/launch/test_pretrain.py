@@ -290,17 +290,6 @@ def by_dataset(rows: Iterable[Row]) -> dict[str, float]:
     return values
 
 
-def expected_steps(steps: list[list[Row]]) -> list[dict[str, float]]:
-    """Of every step; NaN where a data set is missing, or new after the first step."""
-    seen: set[str] = set()
-    values = []
-    for step in map(by_dataset, steps):
-        new = step.keys() - seen if seen else set()
-        values.append({k: math.nan if k in new else step.get(k, math.nan) for k in seen | {*step}})
-        seen |= step.keys()
-    return values
-
-
 def printed(line: str, suffix: str) -> dict[str, float]:
     found = re.findall(rf"(\w+ loss of dataset \d+){suffix}: (\S+)", line)
     return {key: float(value) for key, value in found}
@@ -318,25 +307,24 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
 ) -> None:
     board_flags = ("--tensorboard-dir", str(tmp_path / "board"))
     ranks, said = launched_on_sets(tmp_path, 2, *BLEND, *board_flags, patch=monkeypatch)
-    trained = [[row for row in rank if row[0]] for rank in ranks]
+    trained, evaluated = ([[x for x in r if x[0] == trains] for r in ranks] for trains in (1, 0))
     assert len(trained[0]) == STEPS * N_MB
-    starts = range(0, STEPS * N_MB, N_MB)
-    wanted = expected_steps([[x for rank in trained for x in rank[i : i + N_MB]] for i in starts])
-    names = {key for step in wanted for key in step}
-    missing = sum(math.isnan(value) for step in wanted for value in step.values())
-    assert len(names) == 6 and missing > 4  # some sets are not in every step
-    close: Any = {"rel": 2e-6, "nan_ok": True}
     board = processes.tensorboard(tmp_path / "board")
-    for number, step in enumerate(wanted, start=1):
-        got = {key: board[key][number] for key in names if number in board.get(key, {})}
-        assert got == pytest.approx(step, **close)
+    names = [name for name in board if re.fullmatch(r"\w+ loss of dataset \d", name)]
+    steps = [{x: board[x].get(n, math.nan) for x in names} for n in range(1, STEPS + 1)]
+    missing = sum(math.isnan(value) for step in steps for value in step.values())
+    assert len(names) == 6 and missing > 4  # some sets are not in every step, or are new in it
+    for i, step in enumerate(steps):
+        of_rows = by_dataset(x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
+        known = {key: value for key, value in step.items() if not math.isnan(value)}
+        assert known == pytest.approx({key: of_rows[key] for key in known}, rel=2e-6)
     lines = re.findall(r"iteration +\d*[02468]/.*", said)  # the first step is logged, too
-    for line, first, second in zip(lines, wanted[::2], wanted[1::2], strict=True):
-        both = {k: (first.get(k, math.nan) + second[k]) / 2 for k in second}
-        both = {k: mean for k, mean in both.items() if not math.isnan(mean)}
+    for line, first, second in zip(lines, steps[::2], steps[1::2], strict=True):
+        means_of_both = {x: (first[x] + second[x]) / 2 for x in names}
+        both = {x: mean for x, mean in means_of_both.items() if not math.isnan(mean)}
         assert printed(line, "") == pytest.approx(both, rel=2e-6)
     # The first evaluation, of two iterations.
-    of_rows = by_dataset(x for rank in ranks for x in [y for y in rank if not y[0]][: 2 * N_MB])
+    of_rows = by_dataset(x for rank in evaluated for x in rank[: 2 * N_MB])
     (line, *_) = re.findall(r"validation loss at .*", said)
     assert printed(line, " value") == pytest.approx(of_rows, rel=2e-6)
     logged = {key: board[f"{key} validation"][STEPS] for key in of_rows}

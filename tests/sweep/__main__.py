@@ -65,13 +65,6 @@ def in_parallel(jobs: int) -> None:
         worker.wait()
 
 
-def chosen_by(args: argparse.Namespace) -> list[cases.Case]:
-    rows = {"pairs": cases.covering, "alone": cases.alone, "all": cases.everything}[args.cases]()
-    if args.part is not None:
-        rows = random.Random(args.seed).sample(rows, args.part)
-    return rows
-
-
 def written(results: Iterable[dict[str, Any]]) -> str:
     """The section of these results."""
     rows = list(results)
@@ -150,12 +143,13 @@ def main() -> int:
     parser.add_argument("--part", type=int, help="so many cases, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="launches at once")
-    parser.add_argument("--cases", default="all", choices=("all", "pairs", "alone"))
     parser.add_argument("--again", nargs="+", default=[], help="outcomes that count for nothing")
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    rows = chosen_by(args)
+    rows = cases.everything()
+    if args.part is not None:
+        rows = random.Random(args.seed).sample(rows, args.part)
     if args.job is None and args.jobs > 1:
         in_parallel(args.jobs)
     else:
@@ -167,7 +161,7 @@ def main() -> int:
         return 0
     found = known()
     results = [found[cases.key_of(case)] for case in rows if cases.key_of(case) in found]
-    if args.part is None and args.cases == "all":
+    if args.part is None:
         SECTION.write_text(written(results))
     counts = Counter(line["outcome"] for line in results)
     real = sum(counts[outcome] for outcome in REAL)
