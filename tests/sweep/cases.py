@@ -47,14 +47,6 @@ TRAINING = [
     *("--distributed-timeout-minutes", "2"),
 ]
 
-# Given to a launch by the functions below.
-ALWAYS = {
-    *("--num-layers", "--micro-batch-size", "--global-batch-size", "--step-batch-size-schedule"),
-    *("--train-iters", "--train-samples", "--lr", "--min-lr", "--lr-warmup-iters"),
-    *("--lr-warmup-samples", "--optimizer", "--adam-eps", "--clip-grad", "--save"),
-    *("--save-interval", "--exit-interval", "--load", "--position-embedding-type"),
-}
-
 
 class Launch(NamedTuple):
     """One start of the host: its ranks, and what each is told."""
@@ -228,13 +220,9 @@ def everything() -> list[Case]:
 
 
 def swept() -> set[str]:
-    """Flags that some launch of the sweep is given."""
-    texts = [topology.flags for topology in TOPOLOGIES.values()]
-    texts += [f"--loss-aggregation {mode.flags}" for mode in MODES.values()]
-    texts += [*MODEL.values(), *DATA.values(), *MASKS.values(), *BASE, *TRAINING]
-    texts += [flags for values in WAYS.values() for flags in values.values()]
-    found = {word for text in texts for word in text.split() if word.startswith("--")}
-    return {flag for flag in found | ALWAYS if not flag.startswith("--sweep-")}
+    """Flags that some launch of the sweep is given, apart from the sweep's own."""
+    told = [word for case in everything() for launch in launches(case, "") for word in launch.argv]
+    return {word for word in told if word.startswith("--") and not word.startswith("--sweep-")}
 
 
 def left_out() -> dict[str, list[str]]:
