@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.install import hook_from_args
 from tests import oracle
 from tests.host.harness import EXACT, error_of, run_host_ranks
 from tests.host.reference import relative_error
+from tests.host.steps import VOCAB
 
 pytestmark = pytest.mark.host
 
@@ -237,7 +239,51 @@ def test_an_uninstall_restores_the_schedule_and_the_flags() -> None:
     assert facts()["calls of the loop's wrapper"] == 1
 
 
-# Scripts of other forms than pretrain_gpt.py.
+# Models of other scripts than pretrain_gpt.py: a T5's loss is over the decoder's tokens.
+
+LENGTH = 12
+Batch = dict[str, Tensor]
+
+
+def t5() -> Any:
+    """In fp64; the same weights on every rank."""
+    from megatron.core.models.T5 import T5Model, t5_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from tests.host import gpt
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    double = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+    config = TransformerConfig(**{**gpt.SETTINGS, **double})
+    encoder = t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers)
+    decoder = t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers)
+    return T5Model(config, config, encoder, decoder, VOCAB, LENGTH)
+
+
+def t5_batch(number: int) -> Batch:
+    """Two rows, with masks of unequal sums; the second row of batch 1 has no active token."""
+    generator = torch.Generator().manual_seed(number)
+    tokens, labels, decoder = torch.randint(0, VOCAB, (3, 2, LENGTH), generator=generator)
+    mask = (torch.rand(2, LENGTH, generator=generator) < torch.tensor([[0.8], [0.3]])).double()
+    if number == 1:
+        mask[1] = 0
+    return {"tokens": tokens, "labels": labels, "decoder_tokens": decoder, "loss_mask": mask}
+
+
+def t5_losses(model: Any, batch: Batch) -> Tensor:
+    none = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
+    later = none | torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    tokens = batch["tokens"], batch["decoder_tokens"]
+    losses: Tensor = model(*tokens, none, later, none, lm_labels=batch["labels"])
+    return losses
+
+
+def t5_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    from tests.host import gpt
+
+    batch = next(data_iterator)
+    return t5_losses(model, batch), functools.partial(gpt.stock_loss_func, batch["loss_mask"])
 
 
 def t5_errors() -> dict[str, float]:
@@ -248,7 +294,6 @@ def t5_errors() -> dict[str, float]:
 
     from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
-    from tests.launch.script_models import t5, t5_batch, t5_losses, t5_step
 
     gpt.initialize()
     whole = [[t5_batch(0), t5_batch(1)], [t5_batch(2), t5_batch(3)]]
