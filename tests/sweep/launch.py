@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ def host_flags() -> list[str]:
 
 def run_case(case: Case, folder: Path, plugin: bool = True) -> dict[str, Any]:
     """Its outcome: ``exact``, ``refused``, ``host refused``, ``WRONG``, ``HANG`` or ``CRASH``."""
-    began = time.monotonic()
     folder = folder / cases.key_of(case)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -55,7 +53,7 @@ def run_case(case: Case, folder: Path, plugin: bool = True) -> dict[str, Any]:
             shutil.rmtree(saved)
     if found["outcome"] in ("exact", "refused", "host refused"):
         shutil.rmtree(folder)
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
+    return found
 
 
 def _outcome(case: Case, folder: Path, plugin: bool) -> dict[str, Any]:
@@ -66,7 +64,8 @@ def _outcome(case: Case, folder: Path, plugin: bool) -> dict[str, Any]:
     try:
         return _compared(case, folder, results)
     except RankFailed as failure:
-        return {"outcome": "CRASH", "text": f"reference: {_last(failure)}"}
+        *_, last = str(failure).strip().splitlines()
+        return {"outcome": "CRASH", "text": f"reference: {last[:500]}"}
 
 
 def _launch(case: Case, folder: Path, plugin: bool) -> list[Any]:
@@ -81,9 +80,8 @@ def _launch(case: Case, folder: Path, plugin: bool) -> list[Any]:
 
 def _failed(case: Case, folder: Path, text: str) -> dict[str, Any]:
     ended = _ended(text)
-    if ended.get("named"):
-        text = f"{ended['error']}: {ended['text']}"
-        return {"outcome": "refused", "text": text, "cpu": ended["cpu"]}
+    if ended["named"]:
+        return {"outcome": "refused", "text": f"{ended['error']}: {ended['text']}"}
     # The host's own doing, if it does the same without the plugin.
     try:
         _launch(case, folder, plugin=False)
@@ -112,11 +110,7 @@ def _ended(text: str) -> dict[str, Any]:
     first = text.partition("\n")[0]
     kind = "hang" if "were still running" in first else "died"
     said = text[-500:] if first.endswith("failed:") else first
-    return {"error": kind, "text": said, "where": "", "cpu": False}
-
-
-def _last(failure: RankFailed) -> str:
-    return str(failure).strip().splitlines()[-1][:500]
+    return {"error": kind, "text": said, "named": False, "where": ""}
 
 
 def _compared(case: Case, folder: Path, results: list[Any]) -> dict[str, Any]:

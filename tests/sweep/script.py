@@ -41,6 +41,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_loss_agg import AggregationError
 from megatron_loss_agg.mcore.cpu import set_default_flags
 from tests.host.gradients import group_of, is_split, parts
 from tests.oracle import Sample, step_weights
@@ -305,20 +306,15 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def _ended(error: BaseException) -> str:
-    from megatron_loss_agg import AggregationError
-
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
     places = [re.sub(r".*/(megatron|tests)", r"\1", frame.filename) for frame in frames]
-    ours = [place for place in places if place.startswith("megatron_loss_agg/")]
-    return json.dumps(
-        {
-            "error": type(error).__name__,
-            "text": str(error),
-            "named": isinstance(error, AggregationError),
-            "cpu": bool(ours) and ours[-1].startswith("megatron_loss_agg/mcore/cpu/"),
-            "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)][-6:],
-        }
-    )
+    told = {
+        "error": type(error).__name__,
+        "text": str(error),
+        "named": isinstance(error, AggregationError),
+        "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)],
+    }
+    return json.dumps(told)
 
 
 # What the step should have done: one process, the whole step, no plugin.
