@@ -96,9 +96,6 @@ Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"
 GRAPHS = "--cuda-graph-scope full_iteration"
 # Megatron's parsed flags, and what is said of them.
 FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
-    ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
-    ({"dynamic_context_parallel": True}, "--dynamic-context-parallel"),
-    ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
     ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
     # A graph of the whole iteration, however it is spelled: today, in 0.14, and in 0.15 to 0.17,
