@@ -19,7 +19,7 @@ import sys
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import pytest
 from markdown.extensions.toc import slugify
@@ -64,7 +64,7 @@ ELSEWHERE = {
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
         "tests/frameworks/test_bridge.py"
     ),
-    "python patches/check.py": "tests/test_patches.py",
+    "python patches/check.py": "tests/test_tools.py",
     "patch -p1": "tests/frameworks",
     "SKYRL=": "tests/frameworks",
     "SITE=": "tests/frameworks",
@@ -182,17 +182,8 @@ def test_python_of_a_page_runs_in_order(page: str) -> None:
     run_ranks(_run_page, 1, own, CLAIMS[page], preload="tests.host.preload")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def _check(command: str) -> None:
-    """Run a command of the package; parse the flags of one that trains.
-
-    Raises:
-        ValueError: a flag or value that its parser does not know.
-    """
+    """Run a command of the package; parse the flags of one that trains."""
     words = [word for word in shlex.split(command) if word != "..."]
     if words[:3] == ["python", "-m", "megatron_loss_agg"]:
         from megatron_loss_agg.__main__ import main
@@ -209,6 +200,8 @@ def _parse_run(words: list[str]) -> None:
     from megatron.training.arguments import add_megatron_arguments
     from torch.distributed.run import get_args_parser
 
+    from megatron_loss_agg.mcore.launch.flags import Parser
+
     launched = get_args_parser().parse_args(words)
     script, flags = launched.training_script, launched.training_script_args
     if launched.module:
@@ -216,7 +209,7 @@ def _parse_run(words: list[str]) -> None:
         script, *flags = [word for word in flags if word != "--cpu"]
         flags = _parse_ours(flags)
     if os.path.basename(script).startswith(("pretrain_", "train_")):
-        _, unknown = add_megatron_arguments(_Parser(allow_abbrev=False)).parse_known_args(flags)
+        _, unknown = add_megatron_arguments(Parser(allow_abbrev=False)).parse_known_args(flags)
         if unknown:
             raise ValueError(f"unknown to Megatron: {unknown}")
 
@@ -252,6 +245,14 @@ def test_commands_run_or_parse(tmp_path: Path) -> None:
     every = [*here, *WRONG]
     (failed,) = run_ranks(_check_all, 1, every, str(tmp_path), preload="tests.host.preload")
     assert [line.partition(": ")[0] for line in failed] == WRONG, failed
+
+
+def test_files_that_commands_name_exist() -> None:
+    ours = re.compile(r"(?<![\w/.-])(?:ci|\.ci|examples|tests|docs)/[\w./-]+")
+    named = {
+        path for block in BLOCKS if block.language == "bash" for path in ours.findall(block.text)
+    }
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -290,6 +291,12 @@ def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist
     for quote in quoted:
         pattern = ".*".join(re.escape(part) for part in quote.split("..."))
         assert any(re.search(pattern, message) for message in messages), quote
+
+
+def test_the_page_of_errors_is_that_of_the_source() -> None:
+    command = [sys.executable, str(ROOT / "ci/errors.py")]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert TEXTS["docs/errors.md"] == printed, "run python ci/errors.py >docs/errors.md"
 
 
 _COMMANDS = ("megatron_loss_agg.explain",)  # whose __all__ is a command's main function

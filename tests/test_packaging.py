@@ -1,4 +1,4 @@
-"""What is built, installed and documented: the wheel, its metadata, the pins, the commands."""
+"""What is built and installed: the wheel, its metadata, the pins, the scripts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ import megatron_loss_agg
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_loss_agg"
 SCRIPTS = [ROOT / ".ci/run", *ROOT.glob("ci/*.sh"), *ROOT.glob("examples/*.sh")]
-GUIDES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
-
-
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 OUTSIDE = Path(os.sep)
 BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
@@ -192,18 +189,3 @@ def test_scripts_parse_and_may_be_executed() -> None:
         assert script.stat().st_mode & 0o100, script
         assert script.read_text().startswith("#!/usr/bin/env bash\n"), script
         subprocess.run(["bash", "-n", script], check=True)
-
-
-def test_files_that_a_guides_commands_name_exist() -> None:
-    for guide in GUIDES:
-        blocks = re.findall(r"```(?:bash|sh|console|shell)\n(.*?)```", guide.read_text(), re.DOTALL)
-        ours = r"(?<![\w/.-])(?:ci|\.ci|examples|tests|docs)/[\w./-]+"
-        named = re.findall(ours, "".join(blocks))
-        assert [path for path in named if not (ROOT / path).exists()] == [], guide
-
-
-def test_the_page_of_errors_is_that_of_the_source() -> None:
-    command = [sys.executable, str(ROOT / "ci/errors.py")]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    page = (ROOT / "docs/errors.md").read_text()
-    assert page == printed, "run python ci/errors.py >docs/errors.md"

@@ -160,16 +160,13 @@ def test_megatrons_llava_is_exact() -> None:
 
 def hybrid_error() -> float:
     """Every rank: the gradient's error of Megatron's hybrid model."""
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     from tests.host import gpt, gradients
-    from tests.launch.script_models import (
-        ColumnParallelLinear,
-        LocalSpecProvider,
-        ModuleSpec,
-        hybrid_stack,
-    )
 
     gpt.initialize()
     norm, stack = LocalSpecProvider().layer_norm(), hybrid_stack()
@@ -190,6 +187,32 @@ def hybrid_error() -> float:
     chunks = [gpt.data_parallel(model)]
     take(CASES["dp2"]["rows"], TOPOLOGIES["dp2"], chunks)
     return relative_error(gradients.of(chunks), expected)
+
+
+def hybrid_stack() -> Any:
+    """Layers of attention and MLP, each a part of a GPT's: the host's own spec needs a GPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    whole = vars(get_gpt_layer_local_spec().submodules)
+    attention, mlp = (
+        TransformerLayerSubmodules(**{name: whole[name] for name in names})
+        for names in (
+            ("input_layernorm", "self_attention", "self_attn_bda"),
+            ("pre_mlp_layernorm", "mlp", "mlp_bda"),
+        )
+    )
+    layers = HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    return ModuleSpec(module=HybridStack, submodules=layers)
 
 
 def test_multi_token_prediction_of_the_hybrid_model_is_exact() -> None:

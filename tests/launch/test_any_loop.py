@@ -16,31 +16,9 @@ from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, PATCHED, run
 
 pytestmark = pytest.mark.host
 
-# A loop with a parser and a schedule of its own. SCHEDULE is how it takes it.
-OWN_LOOP = """
+# Of loops of their own on Megatron-Core: a model, and a step by some schedule.
+HOST = """
 import argparse
-import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from tests.host import gpt
-from tests.host.steps import Counted
-
-print(argparse.ArgumentParser().parse_args())
-dist.init_process_group("gloo")
-gpt.initialize()
-model = gpt.ddp_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-forward_backward = SCHEDULE
-reports = forward_backward(
-    forward_step_func=gpt.forward_step, data_iterator=Counted(dist.get_rank()), model=[model],
-    num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
-)
-optimizer.step()
-print("stepped with", *sorted(reports[0]))
-"""
-
-# A step of Megatron's optimizer without any token, in a loop of its own.
-EMPTY_STEP = """
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -51,15 +29,24 @@ from tests.host.steps import Counted
 dist.init_process_group("gloo")
 gpt.initialize()
 model = gpt.ddp_model()
+"""
+
+# With a parser and an optimizer of its own. SCHEDULE is how it takes Megatron's schedule.
+OWN_LOOP = """
+print(argparse.ArgumentParser().parse_args())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+reports = gpt.run_step(None, model, Counted(dist.get_rank()), 2, schedule=SCHEDULE)
+optimizer.step()
+print("stepped with", *sorted(reports[0]))
+"""
+
+# A step of Megatron's optimizer without any token.
+EMPTY_STEP = f"""{HOST}
 config = OptimizerConfig(optimizer="adam", lr=0.1, min_lr=0.1, weight_decay=0.5, clip_grad=0.0)
 optimizer = get_megatron_optimizer(config, [model])
 for empty in (False, True, False):
-    model.zero_grad_buffer()
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-    get_forward_backward_func()(
-        forward_step_func=gpt.forward_step, data_iterator=Counted(0, active=() if empty else (0,)),
-        model=[model], num_microbatches=2, seq_length=1, micro_batch_size=1, forward_only=False,
-    )
+    gpt.run_step(None, model, Counted(0, active=() if empty else (0,)), 2)
     stepped = optimizer.step()[0]
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     print("empty", empty, "stepped", stepped, "moved", not torch.equal(before, after))
@@ -78,8 +65,24 @@ print("stepped")
 """
 
 
+# Some ranks fail with an error, and the others hear of it.
+FAILS = """
+import os, sys, torch
+import torch.distributed as dist
+from megatron_loss_agg.errors import MaskError, PeerError
+
+print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
+print(torch.cuda.current_stream.__module__, sys.argv[1:])
+dist.init_process_group("gloo")
+dist.barrier()
+def train():
+    raise MaskError("bad mask") if dist.get_rank() else PeerError("see the others")
+train()
+"""
+
+
 def loop(schedule: str = "get_forward_backward_func()", before: str = "") -> str:
-    return before + OWN_LOOP.replace("SCHEDULE", schedule)
+    return before + HOST + OWN_LOOP.replace("SCHEDULE", schedule)
 
 
 def without_parser(optimizer: str) -> str:
@@ -171,6 +174,23 @@ RUNS = {
         flags=(*MODE, "--loss-aggregation-empty-step", "skip"),
     ),
     "an empty step": Run(EMPTY_STEP, 0, {"empty True stepped True moved True": 1}),
+    # Each error once, with its traceback. Without torchrun: rank 0 holds the processes' store.
+    "errors in training": Run(
+        FAILS,
+        1,
+        {
+            "MaskError: bad mask$": 1,
+            "PeerError: see the others$": 1,
+            "Traceback": 2,
+            r'script\.py", line \d+, in train$': 2,
+            # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
+            r"^\[\]\ntorch\.cuda \['--flag'\]$": 3,
+        },
+        flags=("--flag", *MODE),
+        ranks=3,
+        starter=("-m", "megatron_loss_agg"),
+        forked=False,
+    ),
 }
 
 

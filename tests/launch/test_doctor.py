@@ -65,10 +65,8 @@ FLAGS = {
     f"--my-own-flag {MODE}": "WARN: prompt_mean; Megatron has no --my-own-flag",
     f"--num-layers two {MODE}": "FAIL: InputError: argument --num-layers: invalid int",
     "@ constant": "FAIL: DivisorError: mode 'constant' needs a div",
-    f"@-batch nosuch:fn {MODE}": "FAIL: FunctionError: --loss-aggregation-b",
-    f"@-empty-step foo {MODE}": "FAIL: ModeError: --loss-aggregation-empty-s",
     # A module that lies beside the script.
-    f"tests/launch/test_doctor.py @-batch readers:read_batch {MODE}": "OK: prompt_mean, and no",
+    f"tests/launch/test_doctor.py @-batch processes:run {MODE}": "OK: prompt_mean, and no",
     f"--cuda-graph-impl full_iteration {MODE}": "FAIL: HostError: --cuda-graph-impl full_iter",
     f"@-mod x {MODE}": "FAIL: ModeError: unknown flag --loss-aggregation-mod",
     LATE: "OK: token_mean",

@@ -1,27 +1,33 @@
-"""The flags: which there are, what they make, and what a start with a bad one says."""
+"""The flags: which there are, what they make, and how a run ends with a bad one."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import io
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.aggregation import MODES
-from megatron_loss_agg.errors import ModeError
+from megatron_loss_agg.errors import MaskError, ModeError
 from megatron_loss_agg.mcore import LossHook
 from megatron_loss_agg.mcore.flags import VARIABLE, add_arguments, aggregation_from_environment
 from megatron_loss_agg.mcore.install import hook_from_args
+from megatron_loss_agg.mcore.launch.once import refuse
 from megatron_loss_agg.presets import PRESETS
+from tests.distributed import run_ranks
+from tests.launch.processes import ROOT, refusals
 
-ROOT = Path(__file__).parents[2]
 FLAG = "--loss-aggregation"
 
 
@@ -116,7 +122,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("@-audit @-unmeasured trust", {"audit": True, "unmeasured": "trust"}),
     ("@-report-datasets", {"report_datasets": 1}),
     # A reader of the user's own, if there is one.
-    ("@-mask model @-batch tests.launch.readers:number_of_rows", {}),
+    ("@-mask model @-batch json:dumps", {}),
 ]
 
 
@@ -160,15 +166,11 @@ CHOICES = {
 }
 # What needs the tokens of the whole step has them too late from a model.
 LATE = {
-    "@ prompt_mean": "'prompt_mean'",
-    "@ rollout_mean": "'rollout_mean'",
     "@ slime/constant @-divisor 3": "'slime/constant'",
     "@ custom @-function json:dumps": "'custom'",
     "@ sample_sum @-empty skip": "empty='skip'",
     "@ prompt_mean @-empty-step skip": "'prompt_mean' and empty_step='skip'",
-    "@ sum @-empty-step error": "empty_step='error'",
     "@ sum @-report-datasets": "an extension that needs 'dataset'",
-    "@ sum @-mtp same": "an extension that needs 'masks'",
 }
 BAD_FLAGS = {
     "@ bogus": "ModeError|unknown mode 'bogus'|expected one of token_mean, ",
@@ -190,17 +192,11 @@ BAD_FLAGS = {
     "@-divisor=": "InputError|argument @-divisor: invalid float value: ''",
     "@ constant @-divisor many": "InputError|argument @-divisor: invalid float value: 'many'",
     "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
-    "@ trl/dr_grpo": "DivisorError|divisor=None with preset 'trl/dr_grpo'|a number > 0",
-    "@ constant @-divisor nan": "DivisorError|nan|a finite number > 0",
-    "@ token_mean @-divisor 3": "DivisorError|divisor=3.0 with mode 'token_mean'|drop it",
     "@ verl/token-mean @-divisor 3": "DivisorError|with preset 'verl/token-mean'|expected none",
-    "@ custom": "FunctionError|function=None with mode 'custom'; expected a function",
     "@ custom @-function json": "FunctionError|'json'|module:name",
     "@ custom @-function :dumps": "FunctionError|':dumps'|module:name",
     "@ custom @-function no_module:f": "FunctionError|No module named 'no_module'|PYTHONPATH",
     "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
-    "@ custom @-function json:__name__": "FunctionError|function='json' with mode 'custom'",
-    "@ sum @-function json:dumps": "FunctionError|with mode 'sum'|expected none",
     "@ trl/dapo @-function json:dumps": "FunctionError|@-function with the preset 'trl/dapo'",
     "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
     "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
@@ -273,3 +269,74 @@ def test_a_loop_without_a_hook_reads_the_aggregation_from_the_environment(
         monkeypatch.setenv(VARIABLE, f"{FLAG} token_mean {useless}")
         with pytest.raises(ModeError, match=f"{VARIABLE} holds {useless}.*expected {FLAG}"):
             aggregation_from_environment()
+
+
+# An error that several ranks end with, and how long they wait for one another.
+
+PATIENCE = 30.0  # seconds until a rank that still waits for another fails the test
+
+
+class End(NamedTuple):
+    """The error of each rank, and how many lines are printed."""
+
+    errors: tuple[str | None, ...]
+    lines: int
+    delays: tuple[float, ...] = (0, 0, 0)  # seconds
+    environment: dict[str, str] | None = None
+
+
+ENDS = {
+    "of all ranks": End(("a", "a", "a"), 1, (0.3, 0, 0)),
+    "of one rank": End((None, "a"), 1),
+    "different ones": End(("a", "b"), 2),
+    "one that comes later than the others' word of it": End(("b", "a", "b"), 2, (0, 1, 0.3)),
+    "of a rank that comes too late": End(("a", "a"), 1, (4, 0)),
+    # Nobody listens; or there is no process group yet, and no store.
+    "of ranks without a store": End(("a", "a"), 2, environment={"MASTER_PORT": "1"}),
+    "of ranks without torchrun": End(
+        ("a", "a"), 2, environment={"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    ),
+}
+
+
+def refusal(end: End) -> str:
+    """What this rank says of its error."""
+    os.environ.update(end.environment or {})
+    rank = int(os.environ["RANK"])
+    time.sleep(end.delays[rank])
+    error = end.errors[rank]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert error is None or refuse(MaskError(error)) == 2
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_error_is_printed_once_if_the_ranks_can_reach_each_other(name: str) -> None:
+    end = ENDS[name]
+    found = run_ranks(refusal, len(end.errors), end, timeout=PATIENCE, initialized=False)
+    printed = {rank: text for rank, text in enumerate(found) if text}
+    assert len(printed) == end.lines
+    assert {end.errors[rank] for rank in printed} == {*end.errors} - {None}
+    for rank, text in printed.items():
+        line = rf"megatron_loss_agg: MaskError: {end.errors[rank]}( \(.+ rank.*\))?\n"
+        assert re.fullmatch(line, text)
+
+
+def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    launcher = ("--nproc-per-node", "2", "-m", "megatron_loss_agg", "examples/pretrain_gpt.py")
+    done = subprocess.run(
+        [*torchrun, *launcher, "--loss-aggregation", "bogus"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1  # torchrun's own
+    (found,) = refusals(done.stdout)
+    assert found.startswith("megatron_loss_agg: ModeError: unknown mode 'bogus'")
+    # It stops the other rank as soon as it sees that the first one has ended.
+    assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", done.stdout)} <= {"2", "-15"}

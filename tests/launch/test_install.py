@@ -10,10 +10,15 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.install import hook_from_args
-from tests.host.harness import error_of, run_host_ranks
+from tests import oracle
+from tests.host.harness import EXACT, error_of, run_host_ranks
+from tests.host.reference import relative_error
+from tests.host.steps import VOCAB
 
 pytestmark = pytest.mark.host
 
@@ -91,9 +96,6 @@ Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"
 GRAPHS = "--cuda-graph-scope full_iteration"
 # Megatron's parsed flags, and what is said of them.
 FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
-    ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
-    ({"dynamic_context_parallel": True}, "--dynamic-context-parallel"),
-    ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
     ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
     # A graph of the whole iteration, however it is spelled: today, in 0.14, and in 0.15 to 0.17,
@@ -133,27 +135,7 @@ def squared(loss_mask: Any, output: Any) -> tuple[Any, Any, Any]:
     return loss, loss_mask.sum().to(int), {}
 
 
-def call(model: Any, schedule: Any = None, **options: Any) -> Any:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from tests.host import gpt
-    from tests.host.steps import Counted
-
-    if options.pop("zero", True):
-        model.zero_grad_buffer()
-    return (schedule or get_forward_backward_func())(
-        forward_step_func=options.pop("step", gpt.forward_step),
-        data_iterator=options.pop("data", None) or Counted(0),
-        model=[model],
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
-        **{"forward_only": False, **options},
-    )
-
-
 def facts_of_models() -> dict[str, Any]:
-    import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
     from megatron_loss_agg import LossAggregation
@@ -166,6 +148,9 @@ def facts_of_models() -> dict[str, Any]:
     first, second = gpt.ddp_model(), gpt.ddp_model()
     squares = gpt.forward_step_with(lambda _, mask: functools.partial(squared, mask))
 
+    def call(model: Any, schedule: Any = None, data: Any = None, **options: Any) -> Any:
+        return gpt.run_step(None, model, data or Counted(0), 2, schedule=schedule, **options)
+
     def installed(*flags: str) -> Any:
         sys.argv = ["script", "--loss-aggregation", "sum", *flags]
         return install(watch_exit=False)
@@ -173,7 +158,7 @@ def facts_of_models() -> dict[str, Any]:
     facts: dict[str, Any] = {}
     hooked = LossHook(LossAggregation(mode="sample_mean")).wrap(get_forward_backward_func())
     facts["first model"] = error_of(call, first, hooked)
-    facts["first model, other loss"] = error_of(call, first, hooked, step=squares)
+    facts["first model, other loss"] = error_of(call, first, hooked, forward_step_func=squares)
     facts["second model, same hook"] = error_of(call, second, hooked)
     facts["second model, forward only"] = error_of(call, second, hooked, forward_only=True)
 
@@ -182,10 +167,10 @@ def facts_of_models() -> dict[str, Any]:
     call(first, forward_only=True)
     facts["only evaluated"] = error_of(sgd.step)
     facts["reports"] = sorted(call(first)[0])
-    facts["two calls"] = error_of(call, first, zero=False)
+    facts["two calls"] = error_of(call, first, zero_grad=False)
     facts["trained"] = error_of(sgd.step)
     facts["zeroed"] = error_of(call, first)
-    facts["second model, other loss"] = error_of(call, second, step=squares)
+    facts["second model, other loss"] = error_of(call, second, forward_step_func=squares)
     kept = get_forward_backward_func()
 
     @functools.wraps(kept)
@@ -249,3 +234,92 @@ def test_an_uninstall_restores_the_schedule_and_the_flags() -> None:
     assert facts()["flags left"] == ["--loss-aggregation", "sum"]
     assert facts()["reports"] == ["lm loss", "sum loss"]
     assert facts()["calls of the loop's wrapper"] == 1
+
+
+# Models of other scripts than pretrain_gpt.py: a T5's loss is over the decoder's tokens.
+
+LENGTH = 12
+Batch = dict[str, Tensor]
+
+
+def t5() -> Any:
+    """In fp64; the same weights on every rank."""
+    from megatron.core.models.T5 import T5Model, t5_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from tests.host import gpt
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    double = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+    config = TransformerConfig(**{**gpt.SETTINGS, **double})
+    encoder = t5_spec.get_t5_encoder_with_local_block_spec(config.num_layers)
+    decoder = t5_spec.get_t5_decoder_with_local_block_spec(config.num_layers)
+    return T5Model(config, config, encoder, decoder, VOCAB, LENGTH)
+
+
+def t5_batch(number: int) -> Batch:
+    """Two rows, with masks of unequal sums; the second row of batch 1 has no active token."""
+    generator = torch.Generator().manual_seed(number)
+    tokens, labels, decoder = torch.randint(0, VOCAB, (3, 2, LENGTH), generator=generator)
+    mask = (torch.rand(2, LENGTH, generator=generator) < torch.tensor([[0.8], [0.3]])).double()
+    if number == 1:
+        mask[1] = 0
+    return {"tokens": tokens, "labels": labels, "decoder_tokens": decoder, "loss_mask": mask}
+
+
+def t5_losses(model: Any, batch: Batch) -> Tensor:
+    none = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
+    later = none | torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    tokens = batch["tokens"], batch["decoder_tokens"]
+    losses: Tensor = model(*tokens, none, later, none, lm_labels=batch["labels"])
+    return losses
+
+
+def t5_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    from tests.host import gpt
+
+    batch = next(data_iterator)
+    return t5_losses(model, batch), functools.partial(gpt.stock_loss_func, batch["loss_mask"])
+
+
+def t5_errors() -> dict[str, float]:
+    """One rank of two: by mode, the gradient's error of a step of Megatron's training loop."""
+    import torch.distributed as dist
+    from megatron.training import arguments, training
+    from megatron.training.global_vars import set_args
+
+    from megatron_loss_agg.mcore.install import install
+    from tests.host import gpt
+
+    gpt.initialize()
+    whole = [[t5_batch(0), t5_batch(1)], [t5_batch(2), t5_batch(3)]]
+    errors = {}
+    for mode in ("token_mean", "sample_mean"):
+        model = t5()
+        uninstall = install(watch_exit=False)
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        set_args(parser.parse_known_args(["--loss-aggregation", mode])[0])
+        schedule = training.get_forward_backward_func()
+        data = iter(whole[dist.get_rank()])
+        with gpt.KeepDouble():
+            options = {"schedule": schedule, "forward_step_func": t5_step}
+            gpt.run_step(None, gpt.data_parallel(model), data, 2, **options)
+            losses = [t5_losses(model, batch) for rank in whole for batch in rank]
+        uninstall()
+        samples = [
+            [[oracle.Sample(tuple(row.tolist())) for row in batch["loss_mask"]] for batch in rank]
+            for rank in whole
+        ]
+        weights = torch.tensor(oracle.step_weights(mode, samples)).flatten(end_dim=1)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        loss = (torch.stack(losses) * weights).sum()
+        wanted = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        found = {name: p.main_grad for name, p in model.named_parameters()}
+        errors[mode] = relative_error(found, dict(zip(names, wanted, strict=True)))
+    return errors
+
+
+def test_gradients_of_megatrons_t5_are_exact() -> None:
+    for errors in run_host_ranks(t5_errors, 2):
+        assert max(errors.values()) <= EXACT

@@ -29,6 +29,7 @@ from tests.sweep.factors import (
 
 Case = dict[str, str]  # factor -> value
 ARRAY = Path(__file__).with_name("array.csv")
+LEFT_OUT = Path(__file__).with_name("left_out.txt")
 
 # Powers of two: the change of a parameter is then its gradient, rounded once. What fp16 can hold
 # after a step is less, and the gradients of sums are larger.
@@ -45,14 +46,6 @@ TRAINING = [
     *("--adam-beta1", "0", "--adam-beta2", "0", "--log-interval", "1", "--num-workers", "0"),
     *("--distributed-timeout-minutes", "2"),
 ]
-
-# Given to a launch by the functions below.
-ALWAYS = {
-    *("--num-layers", "--micro-batch-size", "--global-batch-size", "--step-batch-size-schedule"),
-    *("--train-iters", "--train-samples", "--lr", "--min-lr", "--lr-warmup-iters"),
-    *("--lr-warmup-samples", "--optimizer", "--adam-eps", "--clip-grad", "--save"),
-    *("--save-interval", "--exit-interval", "--load", "--position-embedding-type"),
-}
 
 
 class Launch(NamedTuple):
@@ -224,6 +217,18 @@ def everything() -> list[Case]:
     """Both, each case once."""
     rows = {key_of(case): case for case in [*alone(), *covering()]}
     return list(rows.values())
+
+
+def swept() -> set[str]:
+    """Flags that some launch of the sweep is given, apart from the sweep's own."""
+    told = [word for case in everything() for launch in launches(case, "") for word in launch.argv]
+    return {word for word in told if word.startswith("--") and not word.startswith("--sweep-")}
+
+
+def left_out() -> dict[str, list[str]]:
+    """Every other flag of the host, under the reason why it is not swept."""
+    sections = (section.partition("\n") for section in LEFT_OUT.read_text().split("\n\n"))
+    return {reason: flags.split() for reason, _, flags in sections}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import re
 import shutil
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -28,24 +26,23 @@ BOUNDS = {"fp32": 1e-5, "half": 4e-2, "half, experts": 1e-1}  # a token may chan
 
 
 def on_ranks(ranks: int, function: str, *args: Any) -> list[Any]:
-    """What ``module:name`` of this folder returns on each of so many ranks."""
+    """What this function of the script returns on each of so many ranks."""
     return run_host_ranks(_call, ranks, function, *args, timeout=TIMEOUT)
 
 
 def _call(function: str, *args: Any) -> Any:
-    """On a rank, where alone the host may be imported."""
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(f"tests.sweep.{module}"), name)(*args)
+    from tests.sweep import script  # it imports the host, as only a rank may
+
+    return getattr(script, function)(*args)
 
 
 def host_flags() -> list[str]:
-    (found,) = on_ranks(1, "script:host_flags")
+    (found,) = on_ranks(1, "host_flags")
     return list(found)
 
 
 def run_case(case: Case, folder: Path, plugin: bool = True) -> dict[str, Any]:
     """Its outcome: ``exact``, ``refused``, ``host refused``, ``WRONG``, ``HANG`` or ``CRASH``."""
-    began = time.monotonic()
     folder = folder / cases.key_of(case)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -56,7 +53,7 @@ def run_case(case: Case, folder: Path, plugin: bool = True) -> dict[str, Any]:
             shutil.rmtree(saved)
     if found["outcome"] in ("exact", "refused", "host refused"):
         shutil.rmtree(folder)
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
+    return found
 
 
 def _outcome(case: Case, folder: Path, plugin: bool) -> dict[str, Any]:
@@ -67,7 +64,8 @@ def _outcome(case: Case, folder: Path, plugin: bool) -> dict[str, Any]:
     try:
         return _compared(case, folder, results)
     except RankFailed as failure:
-        return {"outcome": "CRASH", "text": f"reference: {_last(failure)}"}
+        *_, last = str(failure).strip().splitlines()
+        return {"outcome": "CRASH", "text": f"reference: {last[:500]}"}
 
 
 def _launch(case: Case, folder: Path, plugin: bool) -> list[Any]:
@@ -76,15 +74,14 @@ def _launch(case: Case, folder: Path, plugin: bool) -> list[Any]:
     saved = folder / f"saved-{plugin}"
     for number, launch in enumerate(cases.launches(case, str(saved), plugin)):
         log = str(folder / f"{'with' if plugin else 'without'}-{number}")
-        results = on_ranks(launch.ranks, "script:rank_main", launch.argv, log, plugin)
+        results = on_ranks(launch.ranks, "rank_main", launch.argv, log, plugin)
     return results
 
 
 def _failed(case: Case, folder: Path, text: str) -> dict[str, Any]:
     ended = _ended(text)
-    if ended.get("named"):
-        text = f"{ended['error']}: {ended['text']}"
-        return {"outcome": "refused", "text": text, "cpu": ended["cpu"]}
+    if ended["named"]:
+        return {"outcome": "refused", "text": f"{ended['error']}: {ended['text']}"}
     # The host's own doing, if it does the same without the plugin.
     try:
         _launch(case, folder, plugin=False)
@@ -113,11 +110,7 @@ def _ended(text: str) -> dict[str, Any]:
     first = text.partition("\n")[0]
     kind = "hang" if "were still running" in first else "died"
     said = text[-500:] if first.endswith("failed:") else first
-    return {"error": kind, "text": said, "where": "", "cpu": False}
-
-
-def _last(failure: RankFailed) -> str:
-    return str(failure).strip().splitlines()[-1][:500]
+    return {"error": kind, "text": said, "named": False, "where": ""}
 
 
 def _compared(case: Case, folder: Path, results: list[Any]) -> dict[str, Any]:
@@ -130,7 +123,7 @@ def _compared(case: Case, folder: Path, results: list[Any]) -> dict[str, Any]:
     empty = "skip" if case["aggregation"] == "empty-skip" else "count"
     told = {"mode": mode.mode, "divisor": mode.divisor, "empty": empty}
     given = cases.reference_argv(case), str(folder / "log"), step, told
-    (reference,) = on_ranks(1, "reference:reference_main", *given)
+    (reference,) = on_ranks(1, "reference_main", *given)
     errors = [_error(result.parts, cases.rate_of(case), *reference) for result in results]
     error = max(errors, default=math.nan)
     names = {part.name for result in results for part in result.parts}

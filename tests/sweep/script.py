@@ -1,4 +1,4 @@
-"""One rank of a launch: the host's own `pretrain` with the plugin, on the sweep's data.
+"""What runs on ranks: the host's own `pretrain` with the plugin; and what it should have done.
 
 The forward step asks the host's functions for its part of a batch, as Megatron-LM's own script for
 a GPT does, with and without packs.
@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 import zlib
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
@@ -31,28 +33,24 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, pretrain
+from megatron.training import arguments, get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.initialize import initialize_megatron
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_loss_agg import AggregationError
+from megatron_loss_agg.mcore.cpu import set_default_flags
 from tests.host.gradients import group_of, is_split, parts
+from tests.oracle import Sample, step_weights
 from tests.sweep import data
 
-KEYS = [
-    "attention_mask",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "hybrid_cp_group",
-    "labels",
-    "local_cp_size",
-    "loss_mask",
-    "max_seqlen",
-    "position_ids",
-    "tokens",
-]
+KEYS = (
+    *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
+    *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "hybrid_cp_group", "local_cp_size"),
+)
 
 
 class Part(NamedTuple):
@@ -113,21 +111,14 @@ class Ended(Exception):
     """How a rank ended without a result, as JSON."""
 
 
-class Result(NamedTuple):
+@dataclass
+class Result:
     """What one rank knows after a launch."""
 
-    parts: list[Part]  # its parameters as they are now
-    drawn: list[tuple[int, int, list[int]]]  # iteration, data-parallel rank, items; in this order
-    microbatches: int  # of the last step
-
-
-class Launch:
-    """What the forward step leaves to be looked at."""
-
-    def __init__(self) -> None:
-        self.models: list[GPTModel] = []
-        self.drawn: list[tuple[int, int, list[int]]] = []
-        self.microbatches = 0
+    parts: list[Part] = field(default_factory=list)  # its parameters as they are now
+    # Iteration, data-parallel rank, items; in the order in which they were drawn.
+    drawn: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    microbatches: int = 0  # of the last step
 
     def note(self, batch: dict[str, Tensor], model: Any) -> None:
         chunk = get_attr_wrapped_model(model, "post_process", return_model_obj=True)
@@ -155,7 +146,7 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
-def get_batch(launch: Launch, iterator: Any, model: Any, vp_stage: int | None) -> dict[str, Any]:
+def get_batch(result: Result, iterator: Any, model: Any, vp_stage: int | None) -> dict[str, Any]:
     args = get_args()
     config = core_transformer_config_from_args(args)
     packed = args.sft or args.dataloader_inter_document_masking
@@ -172,7 +163,7 @@ def get_batch(launch: Launch, iterator: Any, model: Any, vp_stage: int | None) -
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         whole = next(iterator)
-        launch.note(whole, model)
+        result.note(whole, model)
         batch = {key: whole.get(key) for key in KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -212,8 +203,8 @@ def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     return PackedSeqParams("thd", padded, padded, padded, padded, longest, longest)
 
 
-def forward_step(launch: Launch, iterator: Any, model: Any) -> tuple[Any, Any]:
-    batch = get_batch(launch, iterator, model, get_attr_wrapped_model(model, "vp_stage"))
+def forward_step(result: Result, iterator: Any, model: Any) -> tuple[Any, Any]:
+    batch = get_batch(result, iterator, model, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -268,28 +259,28 @@ def begin(path: str, argv: list[str]) -> None:
 def rank_main(argv: list[str], log: str, with_plugin: bool = True) -> Result:
     """Run `pretrain` with the flags ``argv`` on this rank of an initialised world."""
     begin(f"{log}.{os.environ['RANK']}", argv)
-    launch = Launch()
+    result = Result()
+    models: list[GPTModel] = []
     try:
-        _train(argv, launch, with_plugin)
+        _train(argv, result, models, with_plugin)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise Ended(_ended(end)) from None
     except BaseException as error:
         raise Ended(_ended(error)) from None
-    parts = [part for model in launch.models for part in parts_of(model)]
-    return Result(parts, launch.drawn, launch.microbatches)
+    result.parts = [part for model in models for part in parts_of(model)]
+    return result
 
 
-def _train(argv: list[str], launch: Launch, with_plugin: bool) -> None:
+def _train(argv: list[str], result: Result, models: list[GPTModel], with_plugin: bool) -> None:
     from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.cpu import set_default_flags
     from megatron_loss_agg.mcore.install import hook_from_args, install
 
     if with_plugin:
         install(lambda parser: flags.add_arguments(set_default_flags(parser)), hook_from_args)
     else:
         install(set_default_flags, lambda *_: None)
-    keep_models(launch.models)
+    keep_models(models)
     args = parsed(argv)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 
@@ -301,7 +292,7 @@ def _train(argv: list[str], launch: Launch, with_plugin: bool) -> None:
         config,
         provider,
         ModelType.encoder_or_decoder,
-        partial(forward_step, launch),
+        partial(forward_step, result),
         get_embedding_ranks=embedding_ranks,
     )
 
@@ -315,25 +306,91 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def _ended(error: BaseException) -> str:
-    from megatron_loss_agg import AggregationError
-
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
     places = [re.sub(r".*/(megatron|tests)", r"\1", frame.filename) for frame in frames]
-    ours = [place for place in places if place.startswith("megatron_loss_agg/")]
-    return json.dumps(
-        {
-            "error": type(error).__name__,
-            "text": str(error),
-            "named": isinstance(error, AggregationError),
-            "cpu": bool(ours) and ours[-1].startswith("megatron_loss_agg/mcore/cpu/"),
-            "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)][-6:],
-        }
+    told = {
+        "error": type(error).__name__,
+        "text": str(error),
+        "named": isinstance(error, AggregationError),
+        "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)],
+    }
+    return json.dumps(told)
+
+
+# What the step should have done: one process, the whole step, no plugin.
+
+Items = list[list[list[int]]]  # of a step, by data-parallel rank and microbatch
+
+
+class Reference(NamedTuple):
+    """Of every parameter: its value before the step, and the gradient of the step's loss."""
+
+    start: dict[str, Tensor]
+    gradient: dict[str, Tensor]  # fp64
+
+
+def reference_main(argv: list[str], log: str, items: Items, mode: dict[str, Any]) -> Reference:
+    """Run every sample of the step alone, so that packs and their attention play no part.
+
+    ``mode`` holds the arguments of `step_weights` apart from the step.
+    """
+    begin(f"{log}.reference", argv)
+    add = arguments.add_megatron_arguments
+    arguments.add_megatron_arguments = lambda parser: set_default_flags(add(parser))
+    keep_models([])
+    args = parsed(argv)
+    initialize_megatron()
+    config = gpt_config_from_args(args)
+    model = config.get_builder_cls()(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups()
     )
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    # A sum over many samples loses more digits than one of them has.
+    gradient = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in start.items()}
+    train = data.datasets(args, [data.VALIDATION, 0, 0])[0]
+    for sample, weights in _weighted(train, items, mode):
+        model.zero_grad()
+        (_losses(model, sample) * torch.tensor(weights)).sum().backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                gradient[name] += p.grad
+    return Reference(start, gradient)
+
+
+def _losses(model: GPTModel, sample: dict[str, Tensor]) -> Tensor:
+    """[tokens], of the sample alone."""
+    row = {key: x[None] for key, x in sample.items()}
+    losses = model(
+        row["tokens"],
+        row["position_ids"],
+        row.get("attention_mask"),
+        labels=row["labels"],
+        loss_mask=row["loss_mask"],
+    )
+    return losses.view(-1)
+
+
+def _weighted(
+    train: Any, items: Items, mode: dict[str, Any]
+) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """The samples of the step that have tokens, with the weights of their tokens."""
+    numbers = [item for rank in items for microbatch in rank for item in microbatch]
+    samples = {item: data.samples_of(train[item]) for item in numbers}
+    told = {
+        item: [
+            Sample(tuple(sample["loss_mask"].tolist()), *data.ids_of(item, place))
+            for place, sample in enumerate(of_item)
+        ]
+        for item, of_item in samples.items()
+    }
+    step = [[[x for item in mb for x in told[item]] for mb in rank] for rank in items]
+    nested = step_weights(step=step, **mode)
+    flat = [weights for rank in nested for microbatch in rank for weights in microbatch]
+    whole = [sample for item in numbers for sample in samples[item]]
+    return [(s, w) for s, w in zip(whole, flat, strict=True) if any(w)]
 
 
 def host_flags() -> list[str]:
     """All flags of Megatron's own parser, long forms."""
-    from megatron.training import arguments
-
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return sorted(flag for flag in parser._option_string_actions if flag.startswith("--"))
