@@ -53,14 +53,17 @@ def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
-    values += ["-mask", "-unmeasured", "-mtp", "-moe", "-sample-weights"]
+    values += ["-mask", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("audit", "report_datasets"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
     assert found == expected
 
 
-@pytest.mark.parametrize("name", [*sorted(MODES.keys() - {"constant", "custom"}), *PRESETS])
+WITHOUT_OPTIONS = sorted(MODES.keys() - {"constant", "nested_mean", "custom"})
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_OPTIONS, *PRESETS])
 def test_every_mode_and_every_preset_is_a_value(name: str) -> None:
     if name in MODES:
         assert given(f"@ {name}") == LossAggregation(mode=name)
@@ -75,6 +78,9 @@ SKIPS = LossAggregation(mode="sample_mean", rejected="skip")
 AGGREGATIONS = {
     "@ constant @-divisor 7.5 @-empty skip": LossAggregation(
         mode="constant", divisor=7.5, empty="skip"
+    ),
+    "@ nested_mean @-levels prompt,sample": LossAggregation(
+        mode="nested_mean", levels=("prompt", "sample")
     ),
     "@ custom @-function json:dumps": LossAggregation(mode="custom", function=json.dumps),
     "@ token_mean @-sample-weights skip": LossAggregation(mode="token_mean", sample_weights="skip"),
@@ -198,6 +204,8 @@ BAD_FLAGS = {
     "@ custom @-function no_module:f": "FunctionError|No module named 'no_module'|PYTHONPATH",
     "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
     "@ trl/dapo @-function json:dumps": "FunctionError|@-function with the preset 'trl/dapo'",
+    "@ trl/dapo @-levels prompt": "ModeError|@-levels with the preset 'trl/dapo'",
+    "@ nested_mean @-levels prompt,turn": "ModeError|'turn'|sample, rollout, prompt, dataset",
     "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
     "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
 }
