@@ -20,7 +20,7 @@ from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Loop, TokenLoss, read_batch
 from tests.host import scripts
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of
-from tests.host.steps import Counted, aggregation, batch_of, batches, sequences
+from tests.host.steps import Counted, aggregation, batches
 
 pytestmark = pytest.mark.host
 
@@ -43,23 +43,25 @@ def masks_with(value: float, rank: int) -> Iterator[Batch]:
         yield {**batch, "loss_mask": scripts.first_token(number)(batch["loss_mask"])}
 
 
+def empty_at_first(rank: int) -> Iterator[Batch]:
+    """A step without active tokens, and a usual one."""
+    for active in ((), (0, 1)):
+        data = Counted(rank, active=active)
+        yield from (next(data) for _ in range(Counted.N_MB))
+
+
 def later(mask: Callable[[Tensor], Tensor], data: Any = Counted, before: Any = STEP) -> Row:
     hook = hook_of("prompt_mean", loop=Loop(of_megatron=True))
     return Row(CHANGED, data=data, loss=scripts.with_mask(mask), before=before, hook=hook)
 
 
 LOSS_FUNCTIONS = {
-    "legacy": Row(loss=scripts.mean_and_no_count),
     "no mask": Row(
         "HostError: function without_mask.<locals>.<lambda>, ... TokenLoss",
         loss=scripts.without_mask,
     ),
     "a mask of another name": Row(
         "HostError: own_loss) ... a parameter named loss_mask", loss=scripts.with_another_name
-    ),
-    "a term of its own": Row(
-        "HostError: expected a masked sum ... drop its own factors ... return a TokenLoss",
-        loss=scripts.with_a_term,
     ),
     "losses [seq, samples]": Row(
         "MaskError: a mask [samples, seq] ... not transposed", step=scripts.transposed
@@ -74,6 +76,13 @@ LOSS_FUNCTIONS = {
     "detached losses": Row(
         "HostError: losses without a gradient ... not detached",
         loss=scripts.with_losses(Tensor.detach),
+    ),
+    # A step without tokens verifies nothing.
+    "factors of its own after an empty step": Row(
+        "HostError: the loss function returned",
+        data=empty_at_first,
+        loss=scripts.divided,
+        before=[{"loss": scripts.divided}],
     ),
 }
 MASKS = {
@@ -262,13 +271,6 @@ ORDERS = {
 }
 
 
-def new() -> Iterator[Batch]:
-    """New tensors for every batch, with full masks alike."""
-    for sample in sequences() * 2:
-        batch = batch_of([sample], "bshd")
-        yield {**batch, "loss_mask": torch.ones_like(batch["loss_mask"])}
-
-
 def by_torch(kept: Batch, batch: Batch) -> Batch:
     for name, x in batch.items():
         kept[name].copy_(x)
@@ -280,18 +282,17 @@ def by_mapping(kept: Batch, batch: Batch) -> Batch:
     return kept
 
 
-def refilled(write: Callable[[Batch, Batch], Batch], buffers: int = 1) -> Iterator[Batch]:
-    """The batches of `new`, by turns in the memory of as many as there are ``buffers``."""
-    kept: list[Batch] = []
-    for i, batch in enumerate(new()):
-        if len(kept) < buffers:
-            kept.append(batch)
-        yield kept[i] if i < buffers else write(kept[i % buffers], batch)
+def refilled(write: Callable[[Batch, Batch], Batch]) -> Iterator[Batch]:
+    """The batches of `windows`, all in one memory."""
+    kept: Batch = {}
+    for batch in windows():
+        kept = write(kept, batch) if kept else {name: x.clone() for name, x in batch.items()}
+        yield kept
 
 
 def one_for_all(rank: int) -> Iterator[Batch]:
     """One mapping in every microbatch, whose mask the reader is to write."""
-    batch = next(new())
+    batch = windows()[0]
     return itertools.repeat({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
 
 
@@ -309,14 +310,13 @@ def from_memory(data: Callable[[int], Any], says: str = "", **options: Any) -> R
 # Stock Megatron draws each batch before its own forward pass; the hook draws all before the first.
 MEMORY = {
     "batches in one memory": from_memory(lambda rank: refilled(by_torch), ORDER),
-    "batches in two memories": from_memory(lambda rank: refilled(by_torch, 2), ORDER),
     "batches in one mapping": from_memory(lambda rank: refilled(by_mapping), ORDER),
     "an evaluation in one memory": from_memory(
         lambda rank: refilled(by_torch), ORDER, call=EVALUATION
     ),
     "batches in one memory on one rank": Row(
         on_rank={1: ORDER},
-        data=lambda rank: refilled(by_torch) if rank else new(),
+        data=lambda rank: refilled(by_torch) if rank else stream(rank),
         number=4,
         hook=hook_of("token_mean"),
     ),
