@@ -18,17 +18,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import Audit, LossHook
-from tests.host.harness import CP2, EP2, MODELS, TP2, error_of, run_host_ranks
+from tests.host.harness import (
+    CP2,
+    EP2,
+    MODELS,
+    TP2,
+    error_of,
+    run_host_ranks,
+)
 from tests.host.steps import aggregation, batches
 
 pytestmark = pytest.mark.host
 
-PLACES = ((0, 1), (2,), (3, 4))
+STEP = ((0, 1), (2,), (3, 4))
 ONE = pytest.approx(1.0, rel=1e-6)
 Found = tuple[float | None, str | None]
 
 
-def audited(model: Any, auditor: Audit | None = None, places: Any = PLACES) -> Found:
+def audited(model: Any, auditor: Audit | None = None, places: Any = STEP) -> Found:
     """What the audit measures before a step of ``model``, and how the step ends."""
     from tests.host import gpt
 
@@ -212,34 +219,28 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
         assert factors == ([] if rank else ["1.000000"] * len(sound))
 
 
-def measure_unequal_numbers() -> tuple[list[Found], list[bool]]:
-    """On every rank of DP 2: with other numbers of microbatches on each; and which calls of one
-    audit are measured.
-    """
+def measure_unequal_numbers() -> list[Found]:
+    """On every rank of DP 2: by the per-token flag, and by numbers of microbatches on the ranks."""
     from tests.host import gpt
 
     gpt.initialize()
-    rank = gpt.data_rank()
+    found = []
+    for per_token in (False, True):
+        auditor = Audit(repeat=True)
+        for numbers in NUMBERS:
+            auditor.measured = None
+            places = ((0,),) * numbers[gpt.data_rank()]
+            found.append(audited(built(per_token), auditor, places))
+    return found
 
-    def step(number: int, per_token: bool = False, auditor: Audit | None = None) -> Found:
-        return audited(built(per_token), auditor, ((0,),) * number)
 
-    found = [
-        step(numbers[rank], per_token)
-        for per_token in (False, True)
-        for numbers in ((1, 3), (2, 1), (4, 4))
-    ]
-    auditor, measured = Audit(repeat=True), []
-    for number in ((2, 2, 2, 3, 2), (2, 5, 5, 5, 2))[rank]:
-        auditor.measured = None
-        measured.append(step(number, auditor=auditor)[0] is not None)
-    return found, measured
+NUMBERS = [(1, 3), (2, 2), (2, 5), (2, 5), (3, 5), (2, 2)]
+NEW = [True, True, True, False, True, False]  # whether some rank has not had this number
 
 
 def test_ranks_may_have_different_numbers_of_microbatches() -> None:
-    for found, measured in run_host_ranks(measure_unequal_numbers, 2):
-        assert found == [(ONE, None)] * 6
-        assert measured == [True, True, False, True, False]
+    for found in run_host_ranks(measure_unequal_numbers, 2):
+        assert found == [(ONE if new else None, None) for new in NEW * 2]
 
 
 def measure_wrappers() -> dict[str, Found]:

@@ -1,18 +1,25 @@
-"""The next step's batches are drawn behind the compute of this one: all of them, once, in order."""
+"""A step's batches are read before its first forward pass, behind the compute of the step before.
+
+None is lost or read twice.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_loss_agg.mcore import Loop, LossHook, Prefetch
+from tests.host.cases import Batch
 from tests.host.harness import EXACT, run_host_ranks
-from tests.host.reference import reference
-from tests.host.steps import aggregation, batch_of, sequences, weights_of
+from tests.host.reference import Gradient, reference
+from tests.host.steps import Counted, aggregation, batch_of, sequences, weights_of
+from tests.host.steps import batches as batches_of
 
 pytestmark = pytest.mark.host
 
@@ -29,17 +36,16 @@ def test_the_same_batches_in_the_same_order_to_their_end() -> None:
     assert got + list(prefetch) == list(range(10))
 
 
-def failing_twice() -> Iterator[int]:
-    class Failing:
-        asked = 0
+class Failing:
+    """Fails after two batches, each time it is asked."""
 
-        def __next__(self) -> int:
-            self.asked += 1
-            if self.asked > 2:
-                raise OSError(f"attempt {self.asked}")
-            return self.asked
+    asked = 0
 
-    return Failing()  # type: ignore[return-value]
+    def __next__(self) -> int:
+        self.asked += 1
+        if self.asked > 2:
+            raise OSError(f"attempt {self.asked}")
+        return self.asked
 
 
 def failed_generator() -> Iterator[int]:
@@ -47,16 +53,15 @@ def failed_generator() -> Iterator[int]:
     raise OSError("attempt 3")  # a generator that is drawn from again just ends
 
 
-@pytest.mark.parametrize("source", [failing_twice, failed_generator])
-def test_an_exception_surfaces_at_its_batch(source: Callable[[], Iterator[int]]) -> None:
+@pytest.mark.parametrize("source, then", [(Failing, OSError), (failed_generator, StopIteration)])
+def test_an_exception_surfaces_at_its_batch(source: Any, then: type[Exception]) -> None:
     prefetch = Prefetch(source())
     for _ in range(3):
         prefetch.fetch(4)
     assert [next(prefetch), next(prefetch)] == [1, 2]
     with pytest.raises(OSError, match="attempt 3"):
         next(prefetch)
-    # What the source itself says from then on.
-    with pytest.raises(OSError if source is failing_twice else StopIteration):
+    with pytest.raises(then):  # what the source itself says from then on
         next(prefetch)
 
 
@@ -90,6 +95,11 @@ class Saving:
         return self.state
 
 
+class Unsaved(Saving):
+    def state_dict(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("fetched", [0, 1, 3, 5])
 def test_a_run_resumed_at_the_saved_position_reads_on_where_the_reader_was(fetched: int) -> None:
     prefetch = Prefetch(Saving())
@@ -97,20 +107,14 @@ def test_a_run_resumed_at_the_saved_position_reads_on_where_the_reader_was(fetch
     for taken in (2, 0, 4, 2):
         prefetch.fetch(fetched)
         got += [next(prefetch) for _ in range(taken)]
-        resumed = Saving(**prefetch.state_dict())
-        assert next(resumed) == len(got) + 1
+        assert next(Saving(**prefetch.state_dict())) == len(got) + 1
     prefetch.fetch(fetched)
-    assert next(prefetch) == 9
+    assert [*got, next(prefetch)] == list(range(1, 10))
     prefetch.fetch(0)
     assert prefetch.state_dict() == {"position": 9}  # before the end of data, which is unread
-    assert got == list(range(1, 9))
 
 
 def test_a_position_has_the_name_of_the_source_and_matters_only_if_it_is_asked_for() -> None:
-    class Unsaved(Saving):
-        def state_dict(self) -> dict[str, int]:
-            raise NotImplementedError
-
     names = ("state_dict", "save_state", "load_state_dict")  # the last would drop what was drawn
     assert [hasattr(Prefetch(Saving()), name) for name in names] == [True, False, False]
     assert not hasattr(Prefetch(iter([])), "state_dict")
@@ -121,7 +125,7 @@ def test_a_position_has_the_name_of_the_source_and_matters_only_if_it_is_asked_f
     assert next(prefetch) == 1
 
 
-class Loader:
+class Loader(torch.utils.data.IterableDataset[Batch]):
     """Batches of samples 0, 1, 2, ... one each; tells what was drawn."""
 
     def __init__(self) -> None:
@@ -131,24 +135,15 @@ class Loader:
     def __iter__(self) -> Loader:
         return self
 
-    def __next__(self) -> dict[str, Any]:
-        sample = sequences()[self.drawn % len(sequences())]
+    def __next__(self) -> Batch:
         with self.drew:
             self.drawn += 1
             self.drew.notify_all()
-        return batch_of([sample], "thd")
+        return batch_of([sequences()[self.drawn - 1]], "thd")
 
     def wait_for(self, number: int) -> None:
         with self.drew:
             assert self.drew.wait_for(lambda: self.drawn >= number, PATIENCE)
-
-
-class Items(torch.utils.data.IterableDataset[dict[str, Any]]):
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self.loader
 
 
 def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
@@ -157,15 +152,12 @@ def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
     Only Megatron's own iterators on torch's loaders get a prefetch by themselves.
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
-    from torch.utils.data import DataLoader
 
     def cyclic_iter(loader: Any) -> Iterator[Any]:
         while True:
             yield from loader
 
-    def torchs(loader: Loader) -> Any:
-        return DataLoader(Items(loader), batch_size=None)
-
+    torchs = functools.partial(torch.utils.data.DataLoader, batch_size=None)
     return {
         "plain": (iter, False, False),
         "own": (Prefetch, True, True),
@@ -178,10 +170,14 @@ def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
     }
 
 
-def steps_on_host() -> dict[tuple[str, bool], tuple[bool, list[Any], int, int]]:
-    """One rank, for each iterator in each loop: steps of 2, 3 and 1 microbatches around an
-    evaluation; whether to draw ahead, gradients, and batches drawn for training and evaluation.
-    """
+# By step: its samples, and how many batches are drawn when it computes, without a prefetch and
+# with one. The next step is taken to be of the same size: 2 + 2 ahead; 5 + 3; and for the 6th that
+# the last step takes, 8 are there already.
+RUN = [((0, 1), 2, 4), ((2, 3, 4), 5, 8), ((5,), 6, 8)]
+
+
+def errors_of_run(wanted: list[Gradient]) -> dict[tuple[str, bool], list[float]]:
+    """One rank, for each iterator in each loop: each step's gradient error."""
     from megatron.core import rerun_state_machine
 
     from tests.host import gpt, gradients
@@ -190,70 +186,65 @@ def steps_on_host() -> dict[tuple[str, bool], tuple[bool, list[Any], int, int]]:
     rerun_state_machine.initialize_rerun_state_machine()
     model = gpt.ddp_model()
 
-    def steps(wrap: Any, of_megatron: bool, fetches: bool) -> tuple[bool, list[Any], int, int]:
+    def errors(wrap: Any, of_megatron: bool, fetches: bool) -> Iterator[float]:
         hook = LossHook(aggregation("prompt_mean"), loop=Loop(of_megatron=of_megatron))
-        train, evaluation = Loader(), Loader()
-        iterator, found = wrap(train), []
+        train = Loader()
+        iterator = wrap(train)
+        for (samples, read, ahead), gradient in zip(RUN, wanted, strict=True):
 
-        # The next step is taken to be of the same size. Batches drawn in all: 2 + 2 ahead; 5 + 3;
-        # and for the 6th that the last step takes, 8 are there already.
-        for number, ahead in ((2, 4), (3, 8), (1, 8)):
-
-            def forward_step(data: Any, model: Any, ahead: int = ahead) -> Any:
+            def forward_step(data: Any, model: Any, read: int = read, ahead: int = ahead) -> Any:
                 train.wait_for(ahead if fetches else 0)  # without a thread the wait would fail
+                assert train.drawn == (ahead if fetches else read)
                 return gpt.forward_step(data, model)
 
-            gpt.run_step(hook, model, iterator, number, forward_step_func=forward_step)
-            found.append(gradients.flat(model))
-            if number == 3:
-                gpt.run_step(hook, model, iter(evaluation), 2, forward_only=True)
-        return fetches, found, train.drawn, evaluation.drawn
+            gpt.run_step(hook, model, iterator, len(samples), forward_step_func=forward_step)
+            yield gradients.error(model, gradient)
+            evaluation = Loader()
+            gpt.run_step(hook, model, evaluation, 2, forward_only=True)
+            assert evaluation.drawn == 2
 
     return {
-        (name, of_megatron): steps(wrap, of_megatron, fetches)
+        (name, of_megatron): list(errors(wrap, of_megatron, fetches))
         for name, (wrap, *ahead) in iterators().items()
         for of_megatron, fetches in zip((True, False), ahead, strict=True)
     }
 
 
-def test_the_next_step_is_drawn_while_this_one_computes() -> None:
-    (found,) = run_host_ranks(steps_on_host, 1)
-    _, expected, *_ = found["plain", False]
-    for name, (fetches, gradients, *drawn) in found.items():
-        assert drawn == [8 if fetches else 6, 2], name
-        assert all(torch.equal(g, w) for g, w in zip(gradients, expected, strict=True))
+def test_a_step_is_read_at_once_and_the_next_one_while_it_computes() -> None:
+    places = [((tuple((i,) for i in samples)),) for samples, *_ in RUN]
+    wanted = [reference().gradient(weights_of("prompt_mean", p)) for p in places]
+    (found,) = run_host_ranks(errors_of_run, 1, wanted)
+    for name, errors in found.items():
+        assert len(errors) == len(RUN) and max(errors) <= EXACT, name
 
 
 HELD = ((0, 1), (3,), (2,))  # samples of batches that a source returns in every step
 
 
-def held_on_host(expected: torch.Tensor) -> list[float]:
+def held_on_host(expected: Gradient) -> list[float]:
     """One rank: the error of the gradient of each of three steps, whose script edits batches."""
     from tests.host import gpt, gradients
 
     gpt.initialize()
     model, hook = gpt.ddp_model(), LossHook(aggregation("sample_mean"))
-    batches = [batch_of([sequences()[i] for i in rows], "bshd") for rows in HELD]
-    edited = threading.Event()
+    held, edited = list(batches_of(HELD, "bshd")), threading.Event()
 
-    def again() -> Iterator[dict[str, Any]]:
-        yield from batches
+    def again() -> Iterator[Batch]:
+        yield from held
         while True:
             assert edited.wait(PATIENCE)  # in the thread, while the step before computes
             edited.clear()
-            yield from batches
-
-    data = Prefetch(again())
+            yield from held
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         batch = next(iterator)
         for x in batch.values():
             x.clamp_(min=0)  # as of labels that are no tokens: a write, also where nothing changes
-        if batch is batches[0]:
+        if batch is held[0]:
             edited.set()
         return gpt.forward_step(iter([batch]), chunk)
 
-    errors = []
+    data, errors = Prefetch(again()), []
     for _ in range(3):
         gpt.run_step(hook, model, data, len(HELD), forward_step_func=forward_step)
         errors.append(gradients.error(model, expected))
@@ -264,3 +255,60 @@ def test_batches_that_come_again_may_be_edited_in_place() -> None:
     expected = reference().gradient(weights_of("sample_mean", (HELD,)))
     (errors,) = run_host_ranks(held_on_host, 1, expected)
     assert len(errors) == 3 and max(errors) <= EXACT
+
+
+def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
+    """As in pretrain_gpt.py under ``--check-for-spiky-loss``."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    from tests.host import gpt
+
+    machine = get_rerun_state_machine()
+    loss, *others = gpt.stock_loss_func(loss_mask, output)
+    machine.validate_result(
+        result=loss,
+        rejection_func=functools.partial(
+            machine.is_unexpectedly_large, threshold=100, context="loss", num_samples=1
+        ),
+        message="Spiky loss",
+        tolerance=0.0,
+        fatal=False,
+    )
+    return loss, *others
+
+
+def reruns_on_host() -> dict[str, list[Tensor]]:
+    """Every rank, DP 2: the gradients of each run of two usual steps and of a spiky one."""
+    from megatron.core import rerun_state_machine
+
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    ddp, hook = gpt.ddp_model(), LossHook(aggregation("prompt_mean"))
+    validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.initialize_rerun_state_machine(mode=validates)
+    machine = rerun_state_machine.get_rerun_state_machine()
+    data = rerun_state_machine.RerunDataIterator(Counted(gpt.data_rank()))
+
+    def step(scale: float) -> list[Tensor]:
+        def forward_step(iterator: Any, model: Any) -> Any:
+            losses, stock = gpt.forward_step(iterator, model)
+            return losses * scale, functools.partial(judged_loss, *stock.args)
+
+        found = []
+        while machine.should_run_forward_backward(data):
+            gpt.run_step(hook, ddp, data, Counted.N_MB, forward_step_func=forward_step)
+            found.append(gradients.flat(ddp))
+        machine.should_checkpoint_and_exit()
+        return found
+
+    # Megatron does not judge the first step, and the second tells what is usual.
+    return {name: step(scale) for name, scale in (("first", 1), ("usual", 1), ("spiky", 1e4))}
+
+
+def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches() -> None:
+    for rank in run_host_ranks(reruns_on_host, 2):
+        assert len(rank["first"]) == len(rank["usual"]) == 1
+        first, again = rank["spiky"]
+        assert torch.equal(first, again)
+        torch.testing.assert_close(first, 1e4 * rank["usual"][0], rtol=1e-10, atol=1e-12)

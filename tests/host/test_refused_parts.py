@@ -82,7 +82,6 @@ def mtp(step: Any, says: str = "", cp: bool = False, terms: Any = "token_mean", 
     return Row(says, **{**one, "step": step, **more})
 
 
-LABELLED = [{"forward_step_func": scripts.with_labels}]
 UNMASKED = partial(scripts.with_labels, loss_mask=None)
 NOT_MOVED = "HostError: are not the loss mask moved by the depth ... (MultiTokenPrediction())"
 OF_MTP = {
@@ -97,7 +96,6 @@ OF_MTP = {
         config={"mtp_loss_scaling_factor": None},
     ),
     "MTP without a mask": mtp(UNMASKED, NOT_MOVED),
-    "MTP without a mask later": mtp(UNMASKED, NOT_MOVED, before=LABELLED),
     "MTP without labels": mtp(partial(scripts.with_labels, labels=None), NOT_MOVED),
     "MTP of two calls": mtp(
         partial(once_more, True),
