@@ -19,7 +19,6 @@ from tests.host.cases import Batch
 from tests.host.harness import EXACT, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import Counted, aggregation, batch_of, sequences, weights_of
-from tests.host.steps import batches as batches_of
 
 pytestmark = pytest.mark.host
 
@@ -216,45 +215,6 @@ def test_a_step_is_read_at_once_and_the_next_one_while_it_computes() -> None:
     (found,) = run_host_ranks(errors_of_run, 1, wanted)
     for name, errors in found.items():
         assert len(errors) == len(RUN) and max(errors) <= EXACT, name
-
-
-HELD = ((0, 1), (3,), (2,))  # samples of batches that a source returns in every step
-
-
-def held_on_host(expected: Gradient) -> list[float]:
-    """One rank: the error of the gradient of each of three steps, whose script edits batches."""
-    from tests.host import gpt, gradients
-
-    gpt.initialize()
-    model, hook = gpt.ddp_model(), LossHook(aggregation("sample_mean"))
-    held, edited = list(batches_of(HELD, "bshd")), threading.Event()
-
-    def again() -> Iterator[Batch]:
-        yield from held
-        while True:
-            assert edited.wait(PATIENCE)  # in the thread, while the step before computes
-            edited.clear()
-            yield from held
-
-    def forward_step(iterator: Any, chunk: Any) -> Any:
-        batch = next(iterator)
-        for x in batch.values():
-            x.clamp_(min=0)  # as of labels that are no tokens: a write, also where nothing changes
-        if batch is held[0]:
-            edited.set()
-        return gpt.forward_step(iter([batch]), chunk)
-
-    data, errors = Prefetch(again()), []
-    for _ in range(3):
-        gpt.run_step(hook, model, data, len(HELD), forward_step_func=forward_step)
-        errors.append(gradients.error(model, expected))
-    return errors
-
-
-def test_batches_that_come_again_may_be_edited_in_place() -> None:
-    expected = reference().gradient(weights_of("sample_mean", (HELD,)))
-    (errors,) = run_host_ranks(held_on_host, 1, expected)
-    assert len(errors) == 3 and max(errors) <= EXACT
 
 
 def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
