@@ -25,16 +25,6 @@ pytestmark = pytest.mark.host
 PATIENCE = 30.0  # seconds until a test that would hang fails
 
 
-def test_the_same_batches_in_the_same_order_to_their_end() -> None:
-    prefetch = Prefetch(iter(range(10)))
-    got = [next(prefetch)]
-    for fetched, taken in ((3, 2), (2, 4), (4, 1)):  # as a ramp-up, an evaluation
-        prefetch.fetch(fetched)
-        got += [next(prefetch) for _ in range(taken)]
-    prefetch.fetch(9)
-    assert got + list(prefetch) == list(range(10))
-
-
 class Failing:
     """Fails after two batches, each time it is asked."""
 
@@ -111,6 +101,8 @@ def test_a_run_resumed_at_the_saved_position_reads_on_where_the_reader_was(fetch
     assert [*got, next(prefetch)] == list(range(1, 10))
     prefetch.fetch(0)
     assert prefetch.state_dict() == {"position": 9}  # before the end of data, which is unread
+    with pytest.raises(StopIteration):
+        next(prefetch)
 
 
 def test_a_position_has_the_name_of_the_source_and_matters_only_if_it_is_asked_for() -> None:
