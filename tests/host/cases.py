@@ -133,12 +133,13 @@ def run(
 
 
 def assert_exact(topology: Topology, cases: Sequence[Case]) -> None:
-    """Of fp64 cases with stock forward steps: every rank's gradient, and the reported losses."""
+    """Every rank's gradient and the reported losses, of fp64 cases with the stock loss function."""
     of_model = reference(topology.model)
     for case, ranks in run(topology, cases).items():
         tokens = weights_of("token_mean", case.places, case.masks)
         losses = {"lm": tokens, case.mode: case.weights}
         wanted = {f"{name} loss": of_model.loss(weights) for name, weights in losses.items()}
+        assert any(found.reports for found in ranks), case.name
         for found in ranks:
             assert case.call.get("forward_only") or found.error <= EXACT, case.name
             assert found.reports in ({}, pytest.approx(wanted, rel=EXACT)), case.name
@@ -153,7 +154,7 @@ def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) ->
     found = []
     for case, gradient in zip(cases, expected, strict=True):
         chunks = models(case)
-        hooks[case] = hooks[case.after] if case.after else hook_of(case)
+        hooks[case] = hooks[case.after] if case.after else _hook_of(case)
         reports = take(case, topology, chunks, hooks[case])
         loop = case.hook.get("loop", Loop())
         found.append(
@@ -178,7 +179,7 @@ def models_of(topology: Topology) -> Callable[[Case], list[Any]]:
     return chunks_of
 
 
-def hook_of(case: Case) -> Any:
+def _hook_of(case: Case) -> Any:
     from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.mcore.hook import Hook
 
@@ -193,7 +194,7 @@ def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) ->
 
     torch.set_default_dtype(case.dtype)
     rank, reads = gpt.data_rank(), gpt.reads_data()
-    hook = hook or hook_of(case)
+    hook = hook or _hook_of(case)
     options = {"forward_step_func": case.step or gpt.forward_step, **case.call}
     with torch.set_grad_enabled(not case.call.get("forward_only")):
         for _ in range(case.times):

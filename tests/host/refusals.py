@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,13 @@ def hook_of(terms: Any = "prompt_mean", **options: Any) -> Callable[[int], LossH
 def thd(*places: tuple[tuple[int, ...], ...]) -> Callable[[int], Any]:
     """Packs of the samples ``places``, by data-parallel rank and microbatch."""
     return lambda rank: batches(places[rank], "thd")
+
+
+def in_turn(*steps: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
+    """Steps of `Counted.N_MB` microbatches, each of other data."""
+    return lambda rank: itertools.chain.from_iterable(
+        itertools.islice(iter(step(rank).__next__, None), Counted.N_MB) for step in steps
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Loop, read_batch
 from tests.host import scripts
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn
 from tests.host.steps import Counted, batches
 
 pytestmark = pytest.mark.host
@@ -31,13 +31,6 @@ CHANGED = "MaskError: the loss function's mask is not this rank's part ... read_
 
 def another_samples(mask: Tensor) -> Tensor:
     return mask.roll(1, dims=0)
-
-
-def empty_at_first(rank: int) -> Iterator[Batch]:
-    """A step without active tokens, and a usual one."""
-    for active in ((), (0, 1)):
-        data = Counted(rank, active=active)
-        yield from (next(data) for _ in range(Counted.N_MB))
 
 
 def later(mask: Callable[[Tensor], Tensor], data: Any = Counted, before: Any = STEP) -> Row:
@@ -70,7 +63,7 @@ LOSS_FUNCTIONS = {
     # A step without tokens verifies nothing.
     "factors of its own after an empty step": Row(
         "HostError: the loss function returned",
-        data=empty_at_first,
+        data=in_turn(partial(Counted, active=()), Counted),
         loss=scripts.divided,
         before=[{"loss": scripts.divided}],
     ),

@@ -33,23 +33,13 @@ from megatron_loss_agg.mcore.extensions import with_checks
 from megatron_loss_agg.mcore.hook import Hook
 from tests.host import scripts
 from tests.host.harness import TOPOLOGIES
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn, thd
 from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
 
 FLAT = partial(Counted, layout="thd")
 EMPTY = partial(Counted, active=())
-
-
-def then(first: Any, second: Any) -> Callable[[int], Iterator[Any]]:
-    """A step of ``first``'s batches and one of ``second``'s, both made for a data-parallel rank."""
-
-    def data(rank: int) -> Iterator[Any]:
-        for made in (first(rank), second(rank)):
-            yield from (next(made) for _ in range(Counted.N_MB))
-
-    return data
 
 
 def some_rejected(rank: int) -> Iterator[Any]:
@@ -91,9 +81,8 @@ BATCHES = {
     ),
     "rejected samples without a choice": Row(
         "GroupError: expected LossAggregation(rejected='count')",
-        data=then(Counted, some_rejected),
+        data=some_rejected,
         hook=hook_of("sum"),
-        before=[{}],
     ),
     "packs without offsets": packed(NO_OFFSETS),
     "packs without offsets, by position": packed(
@@ -161,7 +150,7 @@ FAILED = {
         {1: "MaskError: every token of the step is masked or rejected"},
         "pp2",
         hook_of("token_mean", empty_step="error"),
-        then(Counted, EMPTY),
+        in_turn(Counted, EMPTY),
         before=[{}],
     ),
 }
@@ -219,11 +208,11 @@ CALLS = {
 }
 
 
-def over(number: int, **arguments: Any) -> Any:
-    """Megatron's schedule, for more microbatches than it is told, or fewer."""
+def one_less(**arguments: Any) -> Any:
+    """Megatron's schedule, for fewer microbatches than it is told."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    arguments["num_microbatches"] += number
+    arguments["num_microbatches"] -= 1
     return get_forward_backward_func()(**arguments)
 
 
@@ -261,7 +250,7 @@ GRAPHS = "HostError: it replays one step's weights for all ... graphs of layers"
 ITERATION, INFERENCE = ["full_iteration"], ["full_iteration_inference"]
 SETTINGS = {
     "fewer losses than microbatches": Row(
-        "HostError: computed 1 losses for 2 microbatches", call={"schedule": partial(over, -1)}
+        "HostError: computed 1 losses for 2 microbatches", call={"schedule": one_less}
     ),
     "no number of microbatches": Row(
         "HostError: called without num_microbatches=; expected", run=without_a_number
