@@ -38,7 +38,7 @@ from tests.host.steps import Counted, aggregation
 
 pytestmark = pytest.mark.host
 
-FLAT = partial(Counted, layout="thd")
+PACKS = {"topology": "cp2", "data": partial(Counted, layout="thd")}
 EMPTY = partial(Counted, active=())
 
 
@@ -216,13 +216,19 @@ def one_less(**arguments: Any) -> Any:
     return get_forward_backward_func()(**arguments)
 
 
-def without_a_number(hook: LossHook) -> None:
+def without_a_number(hook: LossHook, **bound: int) -> None:
+    """A call without ``num_microbatches``, which a schedule may have already."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.host import gpt
 
-    hook.wrap(get_forward_backward_func())(
-        forward_step_func=gpt.forward_step, data_iterator=Counted(0), model=[gpt.ddp_model()]
+    hook.wrap(partial(get_forward_backward_func(), **bound))(
+        forward_step_func=gpt.forward_step,
+        data_iterator=Counted(0),
+        model=[gpt.ddp_model()],
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
     )
 
 
@@ -255,6 +261,7 @@ SETTINGS = {
     "no number of microbatches": Row(
         "HostError: called without num_microbatches=; expected", run=without_a_number
     ),
+    "a number that the schedule has": Row(run=partial(without_a_number, num_microbatches=2)),
     "a model that is not called": Row(
         "HostError: a loss without a call of the model ... --overlap-moe",
         step=scripts.past_the_model,
@@ -263,11 +270,10 @@ SETTINGS = {
     "a model that is not called, of no sample": Row(
         step=scripts.past_the_model, hook=hook_of("sum")
     ),
-    "context groups of all ranks": Row(topology="cp2", data=FLAT, step=partial(in_group, 2)),
+    "context groups of all ranks": Row(**PACKS, step=partial(in_group, 2)),
     "context groups of a sample's own": Row(
         "HostError: local_cp_size=1 ... one group of 2 ... --hybrid-context-parallel",
-        topology="cp2",
-        data=FLAT,
+        **PACKS,
         step=partial(in_group, 1),
     ),
     "hybrid context groups": with_config(f"{OWN_GROUPS} ... hybrid", hybrid_context_parallel=True),
