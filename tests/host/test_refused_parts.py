@@ -39,12 +39,6 @@ def once_more(labels: bool, iterator: Any, model: Any) -> Any:
     return losses, loss_func
 
 
-def shorter(iterator: Any, model: Any) -> Any:
-    """As reinforcement learning's scripts: no loss of the last position."""
-    losses, loss_func = scripts.with_labels(iterator, model)
-    return losses, TokenLoss(lambda x: (x[:, :-1], {}), loss_func.args[0][:, :-1])
-
-
 def contiguous(iterator: Any, model: Any) -> Any:
     """Splits rows over context-parallel ranks in another way than the host moves labels."""
     from tests.host import gpt
@@ -69,11 +63,10 @@ def alike(rank: int) -> Iterator[Any]:
 
 
 def mtp(step: Any, says: str = "", cp: bool = False, terms: Any = "token_mean", **more: Any) -> Row:
-    places, reads = ((0, 2),) if cp else ((0,), (0,)), more.pop("reads", read_batch)
     one = {
         "topology": "cp2" if cp else "dp1",
-        "hook": hook_of(terms, extensions=[MultiTokenPrediction()], read_batch=reads),
-        "data": lambda rank: batches(places, "bshd"),
+        "hook": hook_of(terms, extensions=[MultiTokenPrediction()]),
+        "data": lambda rank: batches(((0, 2),) if cp else ((0,),), "bshd"),
         "number": 1,
         "model": MTP,
     }
@@ -100,11 +93,6 @@ OF_MTP = {
         "HostError: losses of [24, 24, 24, 24, 24, 24] tokens ... (MultiTokenPrediction())",
     ),
     "MTP besides a call without losses": mtp(partial(once_more, False)),
-    "MTP of fewer losses": mtp(
-        shorter,
-        "HostError: losses of [24, 24, 24] tokens ... with a loss mask of 23; expected 2 of MTP",
-        reads=scripts.without_the_last,
-    ),
     "MTP of contiguous parts": mtp(contiguous, NOT_MOVED, cp=True),
     "MTP of unknown parts": mtp(
         scripts.with_labels,
@@ -136,16 +124,6 @@ def one_more_token(batch: Batch) -> Microbatch:
     return dataclasses.replace(read_batch(batch), routed_tokens=batch["tokens"].numel() + more)
 
 
-def with_padding_mask(iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
-    tokens, _, mask, packed = gpt.local_batch(iterator)
-    padding = torch.zeros_like(tokens, dtype=torch.bool)
-    arguments = {"packed_seq_params": packed, "padding_mask": padding}
-    logits = model(tokens, gpt.positions_like(tokens), None, **arguments)
-    return logits.sum(dim=-1), partial(gpt.stock_loss_func, mask)
-
-
 def without_the_function(**arguments: Any) -> Any:
     """A schedule that does not ask for the weights."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -154,16 +132,17 @@ def without_the_function(**arguments: Any) -> Any:
     return get_forward_backward_func()(**arguments)
 
 
-def telling_padding(iterator: Iterator[Any], model: Any) -> Any:
-    """As scripts that tell the routers which tokens are padding."""
+def telling_padding(iterator: Any, model: Any) -> Any:
+    """As scripts that tell the routers which tokens are padding: those beyond a ``length``."""
     from tests.host import gpt
 
-    batch = next(iterator)
-    tokens = batch["tokens"]
-    padding = torch.arange(tokens.shape[1]).unsqueeze(0) >= batch["length"]
-    logits = model(tokens, gpt.positions_like(tokens), None, padding_mask=padding)
-    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    return losses.view_as(tokens), partial(gpt.stock_loss_func, batch["loss_mask"])
+    batch = gpt.received(iterator)
+    tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
+    places = gpt.positions_like(tokens)
+    padding = places >= batch.get("length", tokens.shape[1])
+    logits = model(tokens, places, None, packed_seq_params=packed, padding_mask=padding)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view_as(tokens), partial(gpt.stock_loss_func, mask)
 
 
 def without_padding(batch: Batch) -> Microbatch:
@@ -226,7 +205,7 @@ OF_EXPERTS = {
     "router losses of padding on parts": experts(
         "HostError: saw microbatches of [-1] tokens ... needs one tensor- and context-parallel",
         topology="cp2",
-        step=with_padding_mask,
+        step=telling_padding,
     ),
     "router losses of padding that counts": experts(
         "HostError: routers saw microbatches of [3, 17] tokens ... planned are [24]; expected ..."
