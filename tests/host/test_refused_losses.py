@@ -76,8 +76,6 @@ REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
     "(Megatron's --sft) with": {"loop": Loop(averages_quotients=True)},
 }
 OF_LATE_MASKS = {
-    "late masks": late("sample_sum"),
-    "late masks per token": late("sample_sum", per_token=True),
     "late masks, a mean of the step": late("token_mean", NO_TOTAL),
     "late masks, a mean of prompts": late("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
     "late fractions that the host divides by": late(
