@@ -42,10 +42,6 @@ PACKS = {"topology": "cp2", "data": partial(Counted, layout="thd")}
 EMPTY = partial(Counted, active=())
 
 
-def some_rejected(rank: int) -> Iterator[Any]:
-    return ({**next(Counted(rank)), "rejected": torch.tensor([True, False])} for _ in range(2))
-
-
 def read_too_many(iterator: Any, number: int) -> list[Any]:
     return [next(iterator)] * (number + 1)
 
@@ -78,11 +74,6 @@ BATCHES = {
     "another number of microbatches": Row(
         "FunctionError: 3 microbatches for a call of the schedule with num_microbatches=2",
         hook=hook_of("sum", read_step=read_too_many),
-    ),
-    "rejected samples without a choice": Row(
-        "GroupError: expected LossAggregation(rejected='count')",
-        data=some_rejected,
-        hook=hook_of("sum"),
     ),
     "packs without offsets": packed(NO_OFFSETS),
     "packs without offsets, by position": packed(
