@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from covertable import make
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
-from tests.host.harness import Topology, build_chunks, one_or_all, run_host_ranks
+from tests.host.harness import EXACT, Topology, build_chunks, one_or_all, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import (
     PLACES,
@@ -71,7 +72,9 @@ class Case:
     call: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
     calls: tuple[int, ...] = ()  # microbatches of each call, where the step has several
     times: int = 1  # that the step is taken: the first one measures
+    after: Case | None = None  # the step before this one, whose hook takes both
     hooked: bool = True  # or else the host alone computes its loss
+    checked: bool = True  # or else by a hook without any check
 
     @property
     def aggregation(self) -> LossAggregation:
@@ -129,15 +132,30 @@ def run(
     return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
 
 
+def assert_exact(topology: Topology, cases: Sequence[Case]) -> None:
+    """Every rank's gradient and the reported losses, of fp64 cases with the stock loss function."""
+    of_model = reference(topology.model)
+    for case, ranks in run(topology, cases).items():
+        tokens = weights_of("token_mean", case.places, case.masks)
+        losses = {"lm": tokens, case.mode: case.weights}
+        wanted = {f"{name} loss": of_model.loss(weights) for name, weights in losses.items()}
+        assert any(found.reports for found in ranks), case.name
+        for found in ranks:
+            assert case.call.get("forward_only") or found.error <= EXACT, case.name
+            assert found.reports in ({}, pytest.approx(wanted, rel=EXACT)), case.name
+
+
 def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) -> list[Found]:
     from megatron_loss_agg.mcore import Loop
     from tests.host import gradients
 
     models = models_of(topology)
+    hooks: dict[Case, Any] = {}
     found = []
     for case, gradient in zip(cases, expected, strict=True):
         chunks = models(case)
-        reports = take(case, topology, chunks)
+        hooks[case] = hooks[case.after] if case.after else _hook_of(case)
+        reports = take(case, topology, chunks, hooks[case])
         loop = case.hook.get("loop", Loop())
         found.append(
             Found(gradients.error(chunks, gradient), reduced(reports, loop.averages_quotients))
@@ -161,37 +179,43 @@ def models_of(topology: Topology) -> Callable[[Case], list[Any]]:
     return chunks_of
 
 
-def take(case: Case, topology: Topology, chunks: list[Any]) -> list[Any]:
-    """Take the step, which leaves its gradient in ``chunks``; return its reports."""
+def _hook_of(case: Case) -> Any:
     from megatron_loss_agg.mcore import LossHook
+    from megatron_loss_agg.mcore.hook import Hook
+
+    kind = LossHook if case.checked else Hook
+    return kind(case.terms or case.aggregation, **case.hook) if case.hooked else None
+
+
+def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) -> list[Any]:
+    """Take the step, which leaves its gradient in ``chunks``; return its reports."""
+    from megatron_loss_agg.mcore import read_batch
     from tests.host import gpt
 
     torch.set_default_dtype(case.dtype)
     rank, reads = gpt.data_rank(), gpt.reads_data()
-    hook = LossHook(case.terms or case.aggregation, **case.hook) if case.hooked else None
+    hook = hook or _hook_of(case)
     options = {"forward_step_func": case.step or gpt.forward_step, **case.call}
-    step = functools.partial(gpt.run_step, hook, chunks, **options)
-
-    def data() -> Any:
-        return one_or_all([case.data(rank) if reads else None for _ in range(topology.chunks)])
-
-    if case.calls:
-        return _in_calls(case, hook, data(), step)
     with torch.set_grad_enabled(not case.call.get("forward_only")):
         for _ in range(case.times):
-            reports = step(data(), len(case.places[rank]))
+            data = [case.data(rank) if reads else None for _ in range(topology.chunks)]
+            step = functools.partial(gpt.run_step, hook, chunks, one_or_all(data), **options)
+            if case.calls:
+                read = map(case.hook.get("read_batch", read_batch), case.data(rank))
+                reports = in_calls(step, hook, list(read), case.calls)
+            else:
+                reports = step(len(case.places[rank]))
     return reports
 
 
-def _in_calls(case: Case, hook: Any, data: Any, step: Callable[..., Any]) -> list[Any]:
-    from megatron_loss_agg.mcore import read_batch
-    from tests.host import gpt
-
-    read = case.hook.get("read_batch", read_batch)
+def in_calls(
+    step: Callable[..., Any], hook: Any, microbatches: list[Any], calls: Sequence[int]
+) -> list[Any]:
+    """One optimizer step by a ``step(number of microbatches)`` for each of ``calls``."""
     reports = []
-    with hook.step([read(batch) for batch in case.data(gpt.data_rank())]):
-        for i, number in enumerate(case.calls):
-            reports += step(data, number, zero_grad=i == 0)
+    with hook.step(microbatches):
+        for i, number in enumerate(calls):
+            reports += step(number, zero_grad=i == 0) or []
     return reports
 
 

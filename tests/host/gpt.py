@@ -6,7 +6,6 @@ For the ranks alone: the import needs the stand-ins for a GPU that `tests.host.p
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -171,17 +170,15 @@ def fully_sharded(model: GPTModel, strategy: str) -> Any:
     if strategy == "torch":
         settings = TorchFullyShardedDataParallelConfig()
         return TorchFullyShardedDataParallel(model.config, settings, model)
-    wanted = {
-        "use_megatron_fsdp": True,
-        "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": strategy,
-        "overlap_grad_reduce": True,
-        "grad_reduce_in_fp32": True,
-        "megatron_fsdp_main_grads_dtype": torch.float32,
-        "gradient_reduce_div_fusion": False,  # gloo has no scaled sums
-    }
-    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
-    settings = DistributedDataParallelConfig(**{n: v for n, v in wanted.items() if n in known})
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=True,
+        grad_reduce_in_fp32=True,
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        gradient_reduce_div_fusion=False,  # gloo has no scaled sums
+    )
     ddp = FullyShardedDataParallel(model.config, settings, model)
     model.config.no_sync_func = ddp.no_sync  # as `megatron.training` does with this overlap
     return ddp

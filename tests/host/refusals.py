@@ -15,14 +15,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import LossHook
-from tests.host.harness import TOPOLOGIES, build_chunks, error_of, run_host_ranks
+from tests.host.cases import Case, in_calls, models_of
+from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
 
 EVALUATION = {"forward_only": True}
@@ -37,6 +40,13 @@ def hook_of(terms: Any = "prompt_mean", **options: Any) -> Callable[[int], LossH
 def thd(*places: tuple[tuple[int, ...], ...]) -> Callable[[int], Any]:
     """Packs of the samples ``places``, by data-parallel rank and microbatch."""
     return lambda rank: batches(places[rank], "thd")
+
+
+def in_turn(*steps: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
+    """Steps of `Counted.N_MB` microbatches, each of other data."""
+    return lambda rank: itertools.chain.from_iterable(
+        itertools.islice(iter(step(rank).__next__, None), Counted.N_MB) for step in steps
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class Row:
     calls: Sequence[int] = ()
     run: Callable[[LossHook], Any] | None = None
     per_token: bool = False
+    dtype: torch.dtype = torch.float64
     model: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     ddp_config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,26 +114,22 @@ def _told(module: str, topology: str) -> list[dict[str, str | None]]:
 
 
 def _errors(module: str, topology: str) -> dict[str, str | None]:
-    from tests.host import gpt
-
-    gpt.initialize(**TOPOLOGIES[topology].sizes)
-    models: dict[Any, Any] = {}
+    models = models_of(TOPOLOGIES[topology])
     rows = {name: row for name, row in _rows(module).items() if row.topology == topology}
     return {name: error_of(_run, row, models) for name, row in rows.items()}
 
 
-def _run(row: Row, models: dict[Any, Any]) -> None:
+def _run(row: Row, models: Callable[[Case], Any]) -> None:
     """``row`` on this rank."""
     from tests.host import gpt
 
+    torch.set_default_dtype(row.dtype)
     hook = row.hook(dist.get_rank())
     if row.run is not None:
         row.run(hook)
         return
-    key = row.per_token, *row.model.items()
-    if key not in models:
-        models[key] = build_chunks(TOPOLOGIES[row.topology], row.per_token, **row.model)
-    (ddp,) = models[key]
+    of_row = Case("sum", per_token=row.per_token, dtype=row.dtype, config=dict(row.model))
+    (ddp,) = models(of_row)
     data = row.data(gpt.data_rank()) if gpt.reads_data() else None
 
     def step(number: int, *, loss: Any = None, **options: Any) -> None:
@@ -131,16 +138,15 @@ def _run(row: Row, models: dict[Any, Any]) -> None:
         gpt.run_step(hook, ddp, data, number, **options)
 
     call = {"forward_step_func": row.step or gpt.forward_step, "loss": row.loss, **row.call}
+    last = functools.partial(step, **call)
     with _changed(ddp.config, row.config), _changed(ddp.ddp_config, row.ddp_config):
         if row.planned is not None:
-            with hook.step(row.planned(gpt.data_rank())):
-                for i, number in enumerate(row.calls):
-                    step(number, zero_grad=i == 0, **call)
+            in_calls(last, hook, row.planned(gpt.data_rank()), row.calls)
             return
         for options in row.before:
             told = error_of(step, row.number, **options)
             assert told is None, told
-        step(row.number, **call)
+        last(row.number)
 
 
 @contextlib.contextmanager

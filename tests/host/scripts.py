@@ -27,30 +27,12 @@ def with_another_name(stock: Any, mask: Tensor) -> Any:
     return functools.partial(own_loss, mask)
 
 
-def with_a_term(stock: Any, mask: Tensor) -> Any:
-    def loss_and_term(loss_mask: Tensor, output: Tensor) -> Any:
-        loss, num_tokens, report = stock(loss_mask, output)
-        return loss + 0.1 * output.square().sum(), num_tokens, report
-
-    return functools.partial(loss_and_term, mask)
-
-
 def divided(stock: Any, mask: Tensor) -> Any:
     def own(loss_mask: Tensor, output: Tensor) -> Any:
         loss, *others = stock(loss_mask, output)
         return (loss / 7, *others)
 
     return functools.partial(own, mask)
-
-
-def mean_and_no_count(stock: Any, mask: Tensor) -> Any:
-    """A 2-tuple with the mean, as legacy loss functions return it."""
-
-    def mean(loss_mask: Tensor, output: Tensor) -> Any:
-        loss, _, report = stock(loss_mask, output)
-        return loss / loss_mask.sum().clamp(min=1), report
-
-    return functools.partial(mean, mask)
 
 
 def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:

@@ -186,13 +186,12 @@ class Counted:
         data_rank: int,
         layout: str = "bshd",
         *,
-        masks: str = "01",
         active: tuple[int, ...] = (0, 1),
         without: tuple[str, ...] = (),
     ) -> None:
         self.given = 0
         first = range(data_rank * self.N_MB * self.ROWS, (data_rank + 1) * self.N_MB * self.ROWS, 2)
-        self._batches = list(batches(tuple((i, i + 1) for i in first), layout, masks))
+        self._batches = list(batches(tuple((i, i + 1) for i in first), layout))
         for batch in self._batches:
             if data_rank not in active:
                 batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])

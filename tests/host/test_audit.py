@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import Audit, LossHook
-from tests.host.harness import CP2, EP2, MODELS, TP2, error_of, run_host_ranks
+from tests.host.harness import MODELS, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
 
 pytestmark = pytest.mark.host
 
-PLACES = ((0, 1), (2,), (3, 4))
+STEP = ((0, 1), (2,), (3, 4))
 ONE = pytest.approx(1.0, rel=1e-6)
 Found = tuple[float | None, str | None]
 
 
-def audited(model: Any, auditor: Audit | None = None, places: Any = PLACES) -> Found:
+def audited(model: Any, auditor: Audit | None = None, places: Any = STEP) -> Found:
     """What the audit measures before a step of ``model``, and how the step ends."""
     from tests.host import gpt
 
@@ -52,8 +52,6 @@ def built(per_token: bool = False, config: dict[str, Any] | None = None, **ddp: 
 
 
 # Hosts that reduce or scale gradients in another way. Each is a patch of the installed host.
-
-
 def moved_factor(length: int, factor: float) -> Any:
     """A schedule that multiplies a loss returned in a tuple of ``length``."""
     from megatron.core.pipeline_parallel import schedules
@@ -115,64 +113,50 @@ def without_experts(model: Any, num_tokens: Any = None, **options: Any) -> None:
 class Host:
     """A changed host, and what is said of it without and with the per-token flag."""
 
-    said: tuple[str | None, str | None]
+    said: tuple[str | None, str | None] = (None, None)
     patch: Callable[[], Any] = contextlib.nullcontext
     finalize: Any = "stock"  # the function, under this or another name
 
+    @classmethod
+    def patched(cls, said: str, patch: Any, *args: Any) -> Host:
+        return cls((said, said), functools.partial(patch, *args))
 
-def host(said: str | None, patch: Any = contextlib.nullcontext, *args: Any, **more: Any) -> Host:
-    return Host((said, said), functools.partial(patch, *args), **more)
+    @classmethod
+    def finalized(cls, finalize: Any) -> Host:
+        said = called(getattr(finalize, "__name__", "None"))
+        return cls((said, said), finalize=finalize)
 
 
 def called(name: str) -> str:
-    return f"config.finalize_model_grads_func={name}"
+    return f"config.finalize_model_grads_func={name} ("
 
 
-SOUND = {"sound": Host((None, None))}
-# By topology: its number of ranks, its groups, and hosts.
-HOSTS: dict[str, tuple[int, dict[str, int], dict[str, Host]]] = {
-    "dp1": (1, {}, SOUND),
-    "dp2": (2, {}, SOUND),
-    "cp2": (
-        2,
-        CP2,
-        {
-            **SOUND,
-            # 0.11 lacks the factor of the context-parallel size for a pair that later releases
-            # have; 0.12 has it for a triple, too.
-            "0.11": Host(("would be 0.5 times", None), functools.partial(moved_factor, 2, 0.5)),
-            "0.12": Host((None, "would be 2 times"), functools.partial(moved_factor, 3, 2)),
-        },
-    ),
-    "dp2-cp2": (
-        4,
-        CP2,
-        {
-            **SOUND,
-            "no-op": host(called("no_finalization ("), finalize=no_finalization),
-            "no sum": host(called("scaling_alone ("), finalize=scaling_alone),
-            "none": host(called("None"), finalize=None),
-            "no CP": host("with DistributedDataParallel and", scaled_gradients, 2, 1, True),
-            "twice": host(
-                "gradients would be 0.25 times the planned ones",
-                scaled_gradients,
-                0.25,
-                1.0,
-            ),
-        },
-    ),
+# By topology.
+HOSTS: dict[str, dict[str, Host]] = {
+    "dp1": {},
+    "dp2": {},
+    "cp2": {
+        # 0.11 lacks the factor of the context-parallel size for a pair that later releases have;
+        # 0.12 has it for a triple, too.
+        "0.11": Host(("would be 0.5 times", None), functools.partial(moved_factor, 2, 0.5)),
+        "0.12": Host((None, "would be 2 times"), functools.partial(moved_factor, 3, 2)),
+    },
+    "dp2-cp2": {
+        "no-op": Host.finalized(no_finalization),
+        "no sum": Host.finalized(scaling_alone),
+        "none": Host.finalized(None),
+        "no CP": Host.patched("with DistributedDataParallel and", scaled_gradients, 2.0, 1.0, True),
+        "twice": Host.patched(
+            "gradients would be 0.25 times the planned ones", scaled_gradients, 0.25, 1.0
+        ),
+    },
     # Factors of dense and of experts' gradients: NaN is farther off than any number.
-    "ep2-tp2-sp": (
-        4,
-        {**TP2, **EP2, "expert_tensor_parallel_size": 1},
-        {
-            **SOUND,
-            "other experts": host("would be 2 times", scaled_gradients, 1, 2),
-            "NaN": host("would be nan times", scaled_gradients, math.nan, 3),
-            "NaN of experts": host("would be nan times", scaled_gradients, 1, math.nan),
-            "unsummed experts": host(called("without_experts"), finalize=without_experts),
-        },
-    ),
+    "ep2-tp2-sp": {
+        "other experts": Host.patched("would be 2 times", scaled_gradients, 1.0, 2.0),
+        "NaN": Host.patched("would be nan times", scaled_gradients, math.nan, 3.0),
+        "NaN of experts": Host.patched("would be nan times", scaled_gradients, 1.0, math.nan),
+        "unsummed experts": Host.finalized(without_experts),
+    },
 }
 
 
@@ -182,10 +166,10 @@ def measure_hosts(name: str) -> tuple[dict[tuple[str, bool, bool], Found], str]:
     """
     from tests.host import gpt
 
-    _, sizes, hosts = HOSTS[name]
-    gpt.initialize(**sizes)
-    config = {**MODELS["moe"], "sequence_parallel": True} if "ep2" in name else {}
-    found = {}
+    topology, found = TOPOLOGIES[name], {}
+    gpt.initialize(**topology.sizes)
+    config = {**MODELS[topology.model], **topology.config}
+    hosts = {"sound": Host(), **HOSTS[name]}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for case, per_token, shards in product(hosts, (False, True), (False, True)):
             changed = hosts[case]
@@ -201,10 +185,10 @@ def measure_hosts(name: str) -> tuple[dict[tuple[str, bool, bool], Found], str]:
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
-    world_size, _, hosts = HOSTS[name]
-    for rank, (found, printed) in enumerate(run_host_ranks(measure_hosts, world_size, name)):
+    ranks = run_host_ranks(measure_hosts, TOPOLOGIES[name].world_size, name)
+    for rank, (found, printed) in enumerate(ranks):
         for (case, per_token, _), (measured, error) in found.items():
-            said = hosts[case].said[per_token]
+            said = HOSTS[name].get(case, Host()).said[per_token]
             assert measured == (ONE if said is None else None), case
             assert error is None if said is None else said in str(error), (case, error)
         factors = re.findall(r"audit: gradients are ([\d.]+) times the planned ones", printed)
@@ -212,34 +196,28 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
         assert factors == ([] if rank else ["1.000000"] * len(sound))
 
 
-def measure_unequal_numbers() -> tuple[list[Found], list[bool]]:
-    """On every rank of DP 2: with other numbers of microbatches on each; and which calls of one
-    audit are measured.
-    """
+def measure_unequal_numbers() -> list[Found]:
+    """On every rank of DP 2: by the per-token flag, and by numbers of microbatches on the ranks."""
     from tests.host import gpt
 
     gpt.initialize()
-    rank = gpt.data_rank()
+    found = []
+    for per_token in (False, True):
+        auditor = Audit(repeat=True)
+        for numbers in NUMBERS:
+            auditor.measured = None
+            places = ((0,),) * numbers[gpt.data_rank()]
+            found.append(audited(built(per_token), auditor, places))
+    return found
 
-    def step(number: int, per_token: bool = False, auditor: Audit | None = None) -> Found:
-        return audited(built(per_token), auditor, ((0,),) * number)
 
-    found = [
-        step(numbers[rank], per_token)
-        for per_token in (False, True)
-        for numbers in ((1, 3), (2, 1), (4, 4))
-    ]
-    auditor, measured = Audit(repeat=True), []
-    for number in ((2, 2, 2, 3, 2), (2, 5, 5, 5, 2))[rank]:
-        auditor.measured = None
-        measured.append(step(number, auditor=auditor)[0] is not None)
-    return found, measured
+NUMBERS = [(1, 3), (2, 2), (2, 5), (2, 5), (3, 5), (2, 2)]
+NEW = [True, True, True, False, True, False]  # whether some rank has not had this number
 
 
 def test_ranks_may_have_different_numbers_of_microbatches() -> None:
-    for found, measured in run_host_ranks(measure_unequal_numbers, 2):
-        assert found == [(ONE, None)] * 6
-        assert measured == [True, True, False, True, False]
+    for found in run_host_ranks(measure_unequal_numbers, 2):
+        assert found == [(ONE if new else None, None) for new in NEW * 2]
 
 
 def measure_wrappers() -> dict[str, Found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,112 +12,95 @@ from megatron_loss_agg import AggregationError, LossAggregation, StepPlan
 from megatron_loss_agg.errors import GroupError
 from megatron_loss_agg.mcore import LateMicrobatch, read_batch, read_samples
 
-FULL = [[1, 1, 1, 1]]
-PADDED = [[1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
-BRIDGE = {"loss_mask": [[1, 1, 1, 1, 1, 0, 0, 0]]}  # samples of 3 and 2 tokens
-PART = {"loss_mask": [[1, 1, 1, 0]]}
+
+def offsets(*names: str) -> Callable[..., dict[str, Any]]:
+    """Makes batches of masks, as in "1110 1100" of two rows, and of offsets under these names."""
+
+    def batch(mask: str, *values: Any, **others: Any) -> dict[str, Any]:
+        rows = [[int(m) for m in row] for row in mask.split()]
+        given = {name: x for name, x in zip(names, values, strict=False) if x is not None}
+        return {"loss_mask": rows, **given, **others}
+
+    return batch
 
 
-def packs(real: Any, padded: Any = None, **others: Any) -> dict[str, Any]:
-    """Offsets under Megatron-LM's names."""
-    named = {"cu_seqlens": real, "cu_seqlens_padded": padded}
-    return {**{name: x for name, x in named.items() if x is not None}, **others}
-
-
-def bridge(real: Any, padded: Any = None, tokens: Any = None, **others: Any) -> dict[str, Any]:
-    """Offsets under the names of Megatron-Bridge 0.6."""
-    named = {"cu_seqlens_q": real, "cu_seqlens_q_padded": padded, "token_count": tokens}
-    return {**{name: x for name, x in named.items() if x is not None}, **others}
-
+packs = offsets("cu_seqlens", "cu_seqlens_padded")  # of Megatron-LM
+bridge = offsets("cu_seqlens_q", "cu_seqlens_q_padded", "token_count")  # of Megatron-Bridge 0.6
+FILLED, PADDED = "11111000", "111011000000"  # samples of 3 and 2 tokens, in two ways
 
 # Batches, and the coefficients of their samples under ``sample_mean``.
 BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
     # 0.19's SFT data stacks packs of 3 and 1 tokens, padded to the length of the longest: two
     # samples, 1/2 * 1/3 and 1/2 * 1/1 and not phantom ones of length 0.
     "offsets that repeat the end are no samples": (
-        packs([[0, 3, 4, 4, 4]], loss_mask=FULL),
+        packs("1111", [[0, 3, 4, 4, 4]]),
         [1 / 6, 1 / 2],
     ),
     "several packs are one": (
-        packs([[0, 3, 4, 4, 4], [0, 4, 4, 4, 4]], loss_mask=FULL * 2),
+        packs("1111 1111", [[0, 3, 4, 4, 4], [0, 4, 4, 4, 4]]),
         [1 / 9, 1 / 3, 1 / 12],
     ),
     "an empty sample that has an id counts": (
-        packs([[0, 4, 4]], loss_mask=FULL, prompt_ids=[[1, 2]]),
+        packs("1111", [[0, 4, 4]], prompt_ids=[[1, 2]]),
         [1 / 8, 0],
     ),
     "an empty sample that has a place counts": (
-        packs([[0, 4, 4]], [[0, 4, 8]], loss_mask=[[1, 1, 1, 1, 0, 0, 0, 0]]),
+        packs("11110000", [[0, 4, 4]], [[0, 4, 8]]),
         [1 / 8, 0],
     ),
     # The real ones are filled with their own end, or like the padded ones with the pack's length.
     **{
         f"both offsets end where the padded ones repeat, filled with {filled}": (
-            packs(
-                [[0, 3, 6, filled, filled]],
-                [[0, 4, 10, 10, 10]],
-                loss_mask=[[1, 1, 1, 0, 1, 1, 1, 0, 0, 0]],
-            ),
+            packs("1110111000", [[0, 3, 6, filled, filled]], [[0, 4, 10, 10, 10]]),
             [1 / 6, 1 / 6],
         )
         for filled in (6, 10)
     },
-    "padded offsets alone are the offsets": (
-        packs(None, [[0, 3, 4]], loss_mask=FULL),
-        [1 / 6, 1 / 2],
-    ),
+    "padded offsets alone are the offsets": (packs("1111", None, [[0, 3, 4]]), [1 / 6, 1 / 2]),
     # The padded offsets tell the model that there is one.
     **{
-        f"a microbatch that only pads a rank has no sample, {offsets}": (
-            packs([offsets], [[0, 8]], loss_mask=[[0] * 8]),
+        f"a microbatch that only pads a rank has no sample, {of_none}": (
+            packs("00000000", [of_none], [[0, 8]]),
             [],
         )
-        for offsets in ([0], [0, 0])
+        for of_none in ([0], [0, 0])
     },
     # Two samples of 3 and 2 tokens, and one more for the pack's padding.
     **{
-        f"the padding of a pack is no sample: {name}": (BRIDGE | offsets, [1 / 6, 1 / 4])
-        for name, offsets in {
-            "one axis more": bridge([[0, 3, 5, 8]], tokens=[5]),
-            "repeated ends": bridge([[0, 3, 5, 8, 8, 8]], tokens=[5]),
-            "collated before": bridge([0, 3, 5]),
-            "packed in a batch": bridge([0, 3, 5], tokens=[3, 2]),
-        }.items()
-    },
-    **{
-        f"samples lie at their padded places: {name}": (
-            {"loss_mask": PADDED, **offsets},
-            [1 / 6, 1 / 4],
-        )
-        for name, offsets in {
-            "one axis more": bridge([[0, 3, 5, 5, 5]], [[0, 4, 8, 12, 12]], [8]),
-            "packed in a batch": bridge([0, 3, 5], [0, 4, 8], [3, 2]),
+        f"the padding of a pack is no sample: {name}": (batch, [1 / 6, 1 / 4])
+        for name, batch in {
+            "one axis more": bridge(FILLED, [[0, 3, 5, 8]], None, [5]),
+            "repeated ends": bridge(FILLED, [[0, 3, 5, 8, 8, 8]], None, [5]),
+            "collated before": bridge(FILLED, [0, 3, 5]),
+            "packed in a batch": bridge(FILLED, [0, 3, 5], None, [3, 2]),
+            "places": bridge(PADDED, [[0, 3, 5, 5, 5]], [[0, 4, 8, 12, 12]], [8]),
+            "places, packed in a batch": bridge(PADDED, [0, 3, 5], [0, 4, 8], [3, 2]),
         }.items()
     },
     "an empty sample before the padding of a pack counts": (
-        PART | bridge([[0, 3, 3, 4]], tokens=[3]),
+        bridge("1110", [[0, 3, 3, 4]], None, [3]),
         [1 / 6, 0],
     ),
     "an empty sample with a place before the padding of a pack counts": (
-        bridge([[0, 3, 3, 3]], [[0, 4, 8, 12]], [8], loss_mask=[[1, 1, 1] + [0] * 9]),
+        bridge("111000000000", [[0, 3, 3, 3]], [[0, 4, 8, 12]], [8]),
         [1 / 6, 0],
     ),
     "places without real tokens are empty samples": (
-        bridge([[0, 0, 0]], [[0, 4, 8]], [8], loss_mask=[[0] * 8]),
+        bridge("00000000", [[0, 0, 0]], [[0, 4, 8]], [8]),
         [0, 0],
     ),
-    "a full pack ends in a sample": (PART | bridge([[0, 3, 4]], tokens=[4]), [1 / 6, 0]),
+    "a full pack ends in a sample": (bridge("1110", [[0, 3, 4]], None, [4]), [1 / 6, 0]),
     "a sample of the padding that has an id counts": (
-        PART | bridge([[0, 3, 4]], tokens=[3], prompt_ids=[[1, 2]]),
+        bridge("1110", [[0, 3, 4]], None, [3], prompt_ids=[[1, 2]]),
         [1 / 6, 0],
     ),
     # In one axis as in two.
     **{
-        f"a repeated end is fill, and ids say that it is none: {key}, {len(ids)} ids": (
-            {"loss_mask": [[1] * 12], key: [0, 5, 12, 12, 12], "prompt_ids": ids},
+        f"a repeated end is fill, and ids say that it is none: {kind}, {len(ids)} ids": (
+            made("1" * 12, [0, 5, 12, 12, 12], prompt_ids=ids),
             found,
         )
-        for key in ("cu_seqlens", "cu_seqlens_q")
+        for kind, made in (("Megatron-LM", packs), ("Bridge", bridge))
         for ids, found in (([1, 2], [1 / 10, 1 / 14]), ([1, 2, 3, 4], [1 / 20, 1 / 28, 0, 0]))
     },
 }
@@ -144,57 +128,42 @@ ALL_FORMS = (
     "expected exactly one of these: cu_seqlens or cu_seqlens_padded or cu_seqlens with "
     "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded$"
 )
-UNKNOWN, ORDER = "the batch has the offsets {}, and which", "{}.* start at 0 and do not decrease"
-TWO = {"loss_mask": [[1] * 4] * 2}
-ONE = {"loss_mask": [[1] * 4]}
+UNKNOWN = "the batch has the offsets {}, and which"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "packs that end early": (
-        TWO | packs([[0, 3], [0, 4]]),
+        packs("1111 1111", [[0, 3], [0, 4]]),
         "does not end at the length 4 of every pack",
     ),
-    "padding of several packs": (
-        TWO | bridge([[0, 3, 4], [0, 3, 4]], tokens=[3, 3]),
-        "'cu_seqlens_q' does not end at the length 4 of every",
-    ),
     "one pack of places for two rows": (
-        TWO | packs([[0, 4], [0, 4]], [[0, 4]]),
+        packs("1111 1111", [[0, 4], [0, 4]], [[0, 4]]),
         "key 'cu_seqlens_padded'.*row for each row of the mask",
     ),
-    "one pack for two rows": (TWO | packs([[0, 3]]), "one such row for each row of the mask"),
     "two packs for one row": (
-        ONE | bridge([[0, 4], [0, 4]]),
+        bridge("1111", [[0, 4], [0, 4]]),
         r"'cu_seqlens_q' is .* of shape \(2, 2\) beside a loss_mask of shape \(1, 4\)",
     ),
     "names of both": (
-        ONE | packs([0, 4]) | bridge([0, 4]),
+        packs("1111", [0, 4]) | bridge("1111", [0, 4]),
         UNKNOWN.format("cu_seqlens and cu_seqlens_q"),
     ),
     "places without samples": (
-        ONE | bridge(None, [0, 4]),
+        bridge("1111", None, [0, 4]),
         UNKNOWN.format("cu_seqlens_q_padded"),
     ),
     # Of Megatron-Bridge 0.3: padded places, real lengths, and how many are no fill.
-    "real lengths alone": (
-        ONE | {"cu_seqlens_unpadded": [0, 4]},
-        UNKNOWN.format("cu_seqlens_unpadded"),
-    ),
     "real lengths beside places": (
-        ONE | packs([0, 4], cu_seqlens_unpadded=[0, 3]),
+        packs("1111", [0, 4], cu_seqlens_unpadded=[0, 3]),
         UNKNOWN.format("cu_seqlens and cu_seqlens_unpadded") + ".*" + ALL_FORMS,
     ),
     "how many are no fill": (
-        ONE | packs([[0, 2, 4, -1]], cu_seqlens_argmin=[[3]]),
+        packs("1111", [[0, 2, 4, -1]], cu_seqlens_argmin=[[3]]),
         UNKNOWN.format("cu_seqlens and cu_seqlens_argmin"),
     ),
-    "fill of -1": (ONE | packs([[0, 2, 4, -1, -1]]), ORDER.format(r"\[0, 2, 4, -1\]")),
-    "decreasing": (ONE | bridge([0, 3, 2]), ORDER.format(r"\[0, 3, 2\]")),
-    "not from 0": (ONE | bridge([1, 4]), ORDER.format(r"\[1, 4\]")),
-    "fractions": (ONE | bridge([0.0, 4.0]), "cu_seqlens is .*float32.*int32 or int64"),
-    "fewer places": (
-        ONE | bridge([0, 1, 3], [0, 4]),
-        r"cu_seqlens_padded is .* of shape \(2,\); .* as many as in cu_seqlens",
+    "fill of -1": (
+        packs("1111", [[0, 2, 4, -1, -1]]),
+        r"\[0, 2, 4, -1\].* start at 0 and do not decrease",
     ),
-    "no tensors": (ONE | bridge((0, 4)), "'cu_seqlens_q' is a tuple beside a loss_mask"),
+    "no tensors": (bridge("1111", (0, 4)), "'cu_seqlens_q' is a tuple beside a loss_mask"),
 }
 
 

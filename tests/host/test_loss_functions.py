@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_loss_agg import AggregationError, LossAggregation
-from megatron_loss_agg.errors import MaskError
 from megatron_loss_agg.mcore import Audit, LossHook, TokenLoss
-from tests.host.harness import error_of, run_host_ranks
-from tests.host.reference import relative_error
-from tests.host.steps import aggregation, batches
+from tests.host.cases import Case, run
+from tests.host.harness import TOPOLOGIES
+from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.steps import batches
 
 pytestmark = pytest.mark.host
 
 
+# Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
 def plain(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return (loss_mask * output).sum(), {}
 
@@ -31,9 +31,6 @@ def mean(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 def counted(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return (loss_mask * output).sum(), loss_mask.sum().int(), {}
-
-
-SUMS = {function.__name__: function for function in (plain, mean, counted)}
 
 
 def second(scale: float, loss_mask: Tensor, output: Tensor) -> Any:
@@ -58,13 +55,7 @@ class Script:
     def method(self, loss_mask: Tensor, output: Tensor) -> Any:
         return plain(loss_mask, output)
 
-    def __call__(self, loss_mask: Tensor, output: Tensor) -> Any:
-        return plain(loss_mask, output)
-
-
-def centred(losses: Tensor, mask: Tensor) -> Tensor:
-    """As of advantages that are centred in their group: the sum is nothing but rounding."""
-    return losses - (losses.detach() * mask).sum() / mask.sum()
+    __call__ = method
 
 
 def with_a_term(function: Any, loss_mask: Tensor, output: Tensor) -> Any:
@@ -72,10 +63,6 @@ def with_a_term(function: Any, loss_mask: Tensor, output: Tensor) -> Any:
     loss, *rest = function(loss_mask, output)
     absolute, *_ = function(loss_mask, output.abs())
     return (loss + 0.01 * absolute, *rest)
-
-
-def infinite_at_first(losses: Tensor, mask: Tensor) -> Tensor:
-    return losses.masked_fill(mask.flatten().cumsum(0).view_as(mask) == 1, torch.inf)
 
 
 def finite(loss_mask: Tensor, output: Tensor) -> Any:
@@ -86,17 +73,6 @@ def of_first(loss_mask: Tensor, output: tuple[Tensor, Tensor]) -> Any:
     return plain(loss_mask, output[0])
 
 
-Make = Callable[[Tensor], Any]
-"""The loss function of a mask."""
-Change = Callable[[Tensor, Tensor], Any]
-"""What becomes of losses and mask before."""
-
-
-def bound(function: Any, *arguments: Any) -> Make:
-    """In the form of Megatron's scripts."""
-    return lambda mask: functools.partial(function, *arguments, mask)
-
-
 def returning(x: Any) -> Any:
     def loss_func(loss_mask: Tensor, output: Tensor) -> Any:
         return x
@@ -104,8 +80,33 @@ def returning(x: Any) -> Any:
     return loss_func
 
 
+# What becomes of the losses before.
+def centred(losses: Tensor, mask: Tensor) -> Tensor:
+    """As of advantages that are centred in their group: the sum is nothing but rounding."""
+    return losses - (losses.detach() * mask).sum() / mask.sum()
+
+
+def infinite_at_first(losses: Tensor, mask: Tensor) -> Tensor:
+    return losses.masked_fill(mask.flatten().cumsum(0).view_as(mask) == 1, torch.inf)
+
+
+class Form(NamedTuple):
+    """What a forward step returns, and what is said of it."""
+
+    make: Callable[[Tensor], Any]  # mask -> loss function
+    says: str = ""
+    change: Callable[[Tensor, Tensor], Any] = lambda losses, mask: losses
+    samples: tuple[int, ...] = (2, 3)
+    masks: str = "01"
+
+
+def bound(function: Any, *arguments: Any) -> Callable[[Tensor], Any]:
+    """In the form of Megatron's scripts."""
+    return lambda mask: functools.partial(function, *arguments, mask)
+
+
 ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
-NO_SUM = "HostError: the loss function returned| expected a masked sum"
+NO_SUM = "HostError: the loss function returned ... expected a masked sum"
 STOCK_FORM = "(loss, report) or (loss, number of tokens, report)"
 RESULTS = {
     "a torch.float64 tensor of shape ()": torch.tensor(1.0, dtype=torch.float64),
@@ -113,88 +114,90 @@ RESULTS = {
     "1 results": (torch.tensor(1.0),),
     "4 results": (torch.ones(3), torch.ones(3), torch.ones(3), {}),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step, and what is said of it: how the error starts, and parts of its text."""
-
-    make: Make
-    error: str | None = None
-    change: Change | None = None
-    samples: tuple[int, ...] = (2, 3)
-    masks: str = "01"
-
-
-CASES: dict[str, Case] = {
-    "first argument": Case(bound(plain)),
-    "second argument": Case(bound(second, 1.0)),
-    "keyword": Case(lambda mask: functools.partial(keyword, loss_mask=mask)),
-    "position": Case(lambda mask: functools.partial(by_position, mask, loss_mask=1 - mask)),
-    "wrapped": Case(bound(wrapped)),
-    "method": Case(bound(Script().method)),
-    "object": Case(bound(Script())),
-    "mask with a gradient": Case(lambda mask: bound(plain)(mask.requires_grad_())),
-    "function of torch": Case(bound(torch.add), "HostError: |has no mask"),
-    "mean over less than a token": Case(bound(mean), samples=(3,), masks="fractional"),
-    "infinite losses left out": Case(bound(finite), NO_SUM, infinite_at_first),
+FORMS: dict[str, Form] = {
+    "first argument": Form(bound(plain)),
+    "second argument": Form(bound(second, 1.0)),
+    "keyword": Form(lambda mask: functools.partial(keyword, loss_mask=mask)),
+    "position": Form(lambda mask: functools.partial(by_position, mask, loss_mask=1 - mask)),
+    "wrapped": Form(bound(wrapped)),
+    "method": Form(bound(Script().method)),
+    "object": Form(bound(Script())),
+    "mask with a gradient": Form(lambda mask: bound(plain)(mask.requires_grad_())),
+    "function of torch": Form(bound(torch.add), "HostError: has no mask"),
+    "mean over less than a token": Form(bound(mean), samples=(3,), masks="fractional"),
+    "infinite losses left out": Form(bound(finite), NO_SUM, infinite_at_first),
     # As of a model with a second output for another loss.
-    "two outputs": Case(
+    "two outputs": Form(
         bound(of_first),
-        "MaskError: losses are a tuple for a loss mask of |return a TokenLoss",
+        "MaskError: losses are a tuple for a loss mask of ... return a TokenLoss",
         lambda losses, mask: (losses, losses),
     ),
+    **{
+        f"{function.__name__}, losses that cancel": Form(bound(function), "", centred, ALL)
+        for function in (plain, mean, counted)
+    },
+    **{
+        f"{function.__name__}, a term beside losses that cancel": Form(
+            bound(with_a_term, function), NO_SUM, centred, ALL
+        )
+        for function in (plain, mean, counted)
+    },
+    **{
+        f"{got}, stock": Form(
+            bound(returning(x)), f"HostError: returned {got}; expected {STOCK_FORM}"
+        )
+        for got, x in RESULTS.items()
+    },
+    **{
+        f"{got}, of a TokenLoss": Form(
+            functools.partial(TokenLoss, lambda _, x=x: x),
+            f"HostError: returned {got}; expected (losses, report)",
+        )
+        for got, x in RESULTS.items()
+    },
 }
-for name, function in SUMS.items():
-    CASES[f"{name}, losses that cancel"] = Case(bound(function), None, centred, ALL)
-    beside = bound(with_a_term, function)
-    CASES[f"{name}, a term beside losses that cancel"] = Case(beside, NO_SUM, centred, ALL)
-for got, x in RESULTS.items():
-    said = f"HostError: |returned {got}; expected "
-    CASES[f"{got}, stock"] = Case(bound(returning(x)), said + STOCK_FORM)
-    own = functools.partial(TokenLoss, lambda _, x=x: x)
-    CASES[f"{got}, of a TokenLoss"] = Case(own, said + "(losses, report)")
 
 
-def steps_on_host() -> dict[str, tuple[str | None, float]]:
-    """One rank: how a step in fp32 ends, and the error of its gradient beside a stock one's."""
-    from tests.host import gpt, gradients
+def in_form(name: str, iterator: Any, model: Any) -> Any:
+    """A forward step."""
+    from tests.host import gpt
 
-    gpt.initialize()
-    model = gpt.ddp_model(dtype=torch.float32)
-
-    def step(case: Case) -> Any:
-        def forward_step(iterator: Any, chunk: Any) -> Any:
-            losses, loss_func = gpt.forward_step(iterator, chunk)
-            (mask,) = loss_func.args
-            return case.change(losses, mask) if case.change else losses, case.make(mask)
-
-        hook, data = LossHook(aggregation("sum")), batches((case.samples,), "bshd", case.masks)
-        error = error_of(gpt.run_step, hook, model, data, 1, forward_step_func=forward_step)
-        return error, gradients.of(model)
-
-    found = {}
-    for name, case in CASES.items():
-        error, got = step(case)
-        _, stock = step(replace(case, make=bound(counted), change=None))
-        found[name] = error, relative_error(got, stock)
-    return found
+    losses, loss_func = gpt.forward_step(iterator, model)
+    (mask,) = loss_func.args
+    return FORMS[name].change(losses, mask), FORMS[name].make(mask)
 
 
-@functools.cache
-def found() -> dict[str, tuple[str | None, float]]:
-    return run_host_ranks(steps_on_host, 1)[0]
+def test_a_masked_sum_or_mean_in_any_form_is_exact() -> None:
+    one = {"layout": "bshd", "dtype": torch.float32}
+    cases = [
+        Case(
+            "sum", masks=x.masks, places=((x.samples,),), step=functools.partial(in_form, n), **one
+        )
+        for n, x in FORMS.items()
+        if not x.says
+    ]
+    for case, (found,) in run(TOPOLOGIES["dp1"], cases).items():
+        assert found.error <= 1e-6, case.step
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_loss_function_in_any_form_is_exact_or_refused(name: str) -> None:
-    (error, difference), expected = found()[name], CASES[name].error
-    if expected is None:
-        assert (error, difference) == (None, pytest.approx(0, abs=1e-6))
-        return
-    start, *others = expected.split("|")
-    assert error is not None and error.startswith(start)
-    assert [text for text in others if text not in error] == []
+ROWS = {
+    name: Row(
+        form.says,
+        topology="dp1",
+        hook=hook_of("sum"),
+        data=lambda rank, form=form: batches((form.samples,), "bshd", form.masks),
+        number=1,
+        step=functools.partial(in_form, name),
+        dtype=torch.float32,
+    )
+    for name, form in FORMS.items()
+    if form.says
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_no_masked_sum_is_refused(name: str) -> None:
+    assert_told(__name__, name)
 
 
 # Without a hook, a `TokenLoss` is a stock loss function: losses, mask, and their sum and count.
@@ -228,23 +231,14 @@ def test_without_a_hook_a_token_loss_sums_over_the_mask(name: str) -> None:
     assert torch.equal(losses.grad.flatten(), (mask.flatten() != 0).to(losses))
 
 
-# Options that are wrong before any step.
+def of_two_rows(losses: Tensor, **options: Any) -> Any:
+    """A `TokenLoss` that is called without a hook."""
+    return TokenLoss(lambda x: (x, {}), torch.ones(2, 3), **options)(losses)
+
+
 SUM = LossAggregation(mode="sum")
-
-
-class OwnAudit(Audit):
-    """One more of a check that every hook has."""
-
-
-def called_without_a_hook(**options: Any) -> Any:
-    return TokenLoss(lambda x: (x, {}), torch.ones(1), **options)(torch.ones(1))
-
-
 OPTIONS: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: LossHook(SUM, empty_step="ignore"),
-        "^empty_step='ignore'; expected one of step, error, skip$",
-    ),
+    (lambda: LossHook(SUM, empty_step="ignore"), "^empty_step='ignore'; expected one of step, err"),
     (lambda: LossHook({"lm": SUM}), "expected different names .* no term 'lm'"),
     *(
         (
@@ -253,23 +247,16 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
         )
         for total in ("lm loss", "kl loss", None)
     ),
-    *(
-        (lambda given=given: LossHook(SUM, extensions=given), text)
-        for given, text in (
-            (
-                [Audit],
-                r"^<class 'megatron_loss_agg\..*\.Audit'> among extensions; expected objects",
-            ),
-            (["audit"], "^'audit' among extensions; expected objects"),
-            ([Audit(), OwnAudit()], "^several extensions have the settings"),
-        )
-    ),
+    (lambda: LossHook(SUM, extensions=[Audit]), "^<class .* among extensions; expected objects"),
+    (lambda: LossHook(SUM, extensions=["audit"]), "^'audit' among extensions; expected objects"),
     (
-        lambda: called_without_a_hook(whole="yes"),
-        "^whole='yes'; .* 'local_grad' or 'reduced_grad'$",
+        lambda: LossHook(SUM, extensions=[Audit(), type("OwnAudit", (Audit,), {})()]),
+        "^several extensions have the settings",
     ),
-    (lambda: called_without_a_hook(whole="local_grad"), "was called without a hook"),
-    (lambda: called_without_a_hook(takes_weights=True), "was called without a hook"),
+    (lambda: of_two_rows(torch.ones(2, 3), whole="yes"), "^whole='yes'; .* or 'reduced_grad'$"),
+    (lambda: of_two_rows(torch.ones(2, 3), whole="local_grad"), "was called without a hook"),
+    (lambda: of_two_rows(torch.ones(2, 3), takes_weights=True), "was called without a hook"),
+    (lambda: of_two_rows(torch.ones(3, 2)), "expected one loss per token"),  # transposed
 ]
 
 
@@ -277,11 +264,6 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
 def test_wrong_options_are_refused_before_any_step(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(AggregationError, match=text):
         make()
-
-
-def test_without_a_hook_losses_may_not_be_transposed() -> None:
-    with pytest.raises(MaskError, match="expected one loss per token"):
-        TokenLoss(lambda x: (x, {}), torch.ones(2, 3))(torch.ones(3, 2))
 
 
 def test_a_loss_is_named_by_its_preset() -> None:

@@ -76,24 +76,18 @@ REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
     "(Megatron's --sft) with": {"loop": Loop(averages_quotients=True)},
 }
 OF_LATE_MASKS = {
-    "late masks": late("sample_sum"),
-    "late masks per token": late("sample_sum", per_token=True),
     "late masks, a mean of the step": late("token_mean", NO_TOTAL),
-    "late masks, a mean of an evaluation": late("token_mean", NO_TOTAL, call=EVALUATION),
     "late masks, a mean of prompts": late("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
     "late fractions that the host divides by": late(
         "token_mean", OTHER_VALUES, per_token=True, loss=mask_of(0.5)
     ),
     **{
         f"a late mask of {value}": late("sum", OTHER_VALUES, loss=mask_of(value))
-        for value in (-1.0, torch.nan, torch.inf)
+        for value in (-1.0, torch.nan)
     },
-    **{
-        f"a late mask of another context-parallel rank, {mode}": late(
-            mode, OTHER_VALUES, topology="cp2", loss=mask_of(-1.0, (1,))
-        )
-        for mode in ("sample_mean", "microbatch_mean")
-    },
+    "a late mask of another context-parallel rank": late(
+        "sample_mean", OTHER_VALUES, topology="cp2", loss=mask_of(-1.0, (1,))
+    ),
     "a late mask that is flat": late(
         "sum",
         "MaskError: shape (144,) with None rows, for 2 samples",
@@ -104,9 +98,6 @@ OF_LATE_MASKS = {
     ),
     "a late mask of packs by sample": late(
         "sample_mean", "MaskError: shape (1, 28) with 2 packed seq", reads=count, data=FLAT
-    ),
-    "a late mask of packs as rows": late(
-        "sum", "MaskError: shape (1, 28) with 2 packed sequences, for 1 samples", data=FLAT
     ),
     "late masks of some batches": late(
         "sum", "FunctionError: LateMicrobatch ... expected", reads=by_turns
@@ -151,7 +142,6 @@ MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', w
 REDUCED, LOCAL = whole.script("reduced_grad"), whole.script("local_grad")
 REDUCED_SAID_LOCAL = whole.script("reduced_grad", whole="local_grad")
 OF_WHOLE_LOSSES = {
-    "whole losses": of_whole(LOCAL),
     "reduced gradients, said local": of_whole(
         REDUCED_SAID_LOCAL, f"{MEASURED} ... expected whole='reduced_grad'"
     ),
@@ -175,7 +165,6 @@ OF_WHOLE_LOSSES = {
         whole.script("local_grad", gathers=False),
         "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
     ),
-    "another gather later": of_whole(LOCAL, before=[{"forward_step_func": REDUCED}]),
     "whole losses of an odd length": of_whole(
         all_but_the_last, reads=scripts.without_the_last, data=a_row
     ),

@@ -17,30 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import Loop, TokenLoss, read_batch
+from megatron_loss_agg.mcore import Loop, read_batch
 from tests.host import scripts
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of
-from tests.host.steps import Counted, aggregation, batch_of, batches, sequences
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn
+from tests.host.steps import Counted, batches
 
 pytestmark = pytest.mark.host
 
 Batch = dict[str, Any]
 STEP: tuple[dict[str, Any], ...] = ({},)
 CHANGED = "MaskError: the loss function's mask is not this rank's part ... read_batch"
-FLAT = partial(Counted, layout="thd")
-FRACTIONS = partial(Counted, masks="fractional")
 
 
 def another_samples(mask: Tensor) -> Tensor:
     return mask.roll(1, dims=0)
-
-
-def masks_with(value: float, rank: int) -> Iterator[Batch]:
-    """A step whose first mask is fractional, and whose second one has ``value``."""
-    data = Counted(rank)
-    for number in (0.5, value):
-        batch = next(data)
-        yield {**batch, "loss_mask": scripts.first_token(number)(batch["loss_mask"])}
 
 
 def later(mask: Callable[[Tensor], Tensor], data: Any = Counted, before: Any = STEP) -> Row:
@@ -49,17 +39,12 @@ def later(mask: Callable[[Tensor], Tensor], data: Any = Counted, before: Any = S
 
 
 LOSS_FUNCTIONS = {
-    "legacy": Row(loss=scripts.mean_and_no_count),
     "no mask": Row(
         "HostError: function without_mask.<locals>.<lambda>, ... TokenLoss",
         loss=scripts.without_mask,
     ),
     "a mask of another name": Row(
         "HostError: own_loss) ... a parameter named loss_mask", loss=scripts.with_another_name
-    ),
-    "a term of its own": Row(
-        "HostError: expected a masked sum ... drop its own factors ... return a TokenLoss",
-        loss=scripts.with_a_term,
     ),
     "losses [seq, samples]": Row(
         "MaskError: a mask [samples, seq] ... not transposed", step=scripts.transposed
@@ -75,40 +60,29 @@ LOSS_FUNCTIONS = {
         "HostError: losses without a gradient ... not detached",
         loss=scripts.with_losses(Tensor.detach),
     ),
+    # A step without tokens verifies nothing.
+    "factors of its own after an empty step": Row(
+        "HostError: the loss function returned",
+        data=in_turn(partial(Counted, active=()), Counted),
+        loss=scripts.divided,
+        before=[{"loss": scripts.divided}],
+    ),
 }
 MASKS = {
     "a changed mask": Row(f"{CHANGED} ... it sums to", loss=scripts.with_mask(another_samples)),
     "a mask changed after an evaluation": later(another_samples, before=[EVALUATION]),
     "a mask changed later": later(scripts.first_token(0.0)),
     "a mask of NaN later": later(scripts.first_token(torch.nan)),
-    "a mask of every token later": later(torch.ones_like),
-    "a pack's mask of every token later": later(torch.ones_like, FLAT),
+    # Tokens are weighed by the loss function's own mask. It stays right while each sample's sum is
+    # the planned one, as of rows here, and not of packs.
     **{
-        # Tokens are weighed by the loss function's own mask. It stays right while each sample's sum
-        # is the planned one; for modes that know no samples, while that of the pack is.
-        f"a mask edited in place, {layout}, {mode}, {len(before)} steps before": Row(
-            CHANGED if layout == "thd" and (mode, before) != ("token_mean", STEP) else "",
+        f"a mask edited in place, {layout}": Row(
+            CHANGED if layout == "thd" else "",
             step=scripts.edits_its_mask,
             data=partial(Counted, layout=layout),
-            hook=hook_of(mode),
-            before=before,
         )
         for layout in ("bshd", "thd")
-        for mode in ("sample_mean", "token_mean")
-        for before in ((), STEP)
     },
-    **{
-        f"a mask of {value}": Row(
-            "MaskError: microbatch 1: loss_mask has negative, infinite or NaN values",
-            data=partial(masks_with, value),
-            hook=hook_of(mode),
-            per_token=mode == "token_mean",
-        )
-        for mode, value in (("sum", -1.0), ("token_mean", torch.nan), ("sum", torch.inf))
-    },
-    "fractions": Row(data=FRACTIONS, hook=hook_of("token_mean"), per_token=True),
-    "fractions of samples": Row(data=FRACTIONS, hook=hook_of("sample_sum"), per_token=True),
-    "fractions of a sum": Row(data=partial(masks_with, 0.5), hook=hook_of("sum")),
 }
 
 
@@ -126,32 +100,27 @@ def within_a_sample(mask: Tensor) -> Tensor:
     return mask
 
 
-TWO = {"token_mean": aggregation("token_mean"), "sample_mean": aggregation("sample_mean")}
-
-
-def moved(terms: Any, change: Any, before: Any, says: str) -> Row:
+def moved(mode: str, change: Any, before: Any, says: str) -> Row:
     """A pack of two samples, in whose mask a token moves."""
-
-    def of_terms(change: Any) -> Any:
-        if terms is not TWO:
-            return scripts.with_mask(change)
-        return lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(TWO, x), {}), change(mask))
-
-    before = [{"loss": of_terms(Tensor.clone)}] if before else ()
-    data = lambda rank: itertools.cycle(batches(((0, 1),), "thd"))  # noqa: E731
-    one = {"topology": "dp1", "data": data, "number": 1}
-    return Row(says, **one, loss=of_terms(change), before=before, hook=hook_of(terms))
+    return Row(
+        says,
+        topology="dp1",
+        data=lambda rank: itertools.cycle(batches(((0, 1),), "thd")),
+        number=1,
+        loss=scripts.with_mask(change),
+        before=STEP if before else (),
+        hook=hook_of(mode),
+    )
 
 
 MOVED = {
     # Whether the first step refuses it, and whether later ones do.
     f"a mask that moved {what}, {'later' if later else 'at first'}": moved(
-        terms, change, later, CHANGED if refused else ""
+        mode, change, later, CHANGED if refused else ""
     )
-    for what, terms, change, *answers in (
+    for what, mode, change, *answers in (
         ("between samples", "sample_mean", between_samples, True, True),
         ("between samples that do not matter", "token_mean", between_samples, True, False),
-        ("between samples of the second term", TWO, between_samples, True, True),
         ("within a sample", "sample_mean", within_a_sample, False, False),
         ("within a sample that is weighed by token", "custom", within_a_sample, True, True),
     )
@@ -173,10 +142,6 @@ def stream(rank: int, rows: int = 2) -> Iterator[Batch]:
 def by(*keys: str) -> Callable[[Batch], Microbatch]:
     """Reads the mask, and the tokens of some keys."""
     return lambda batch: Microbatch(batch["loss_mask"], token_ids=[batch[key] for key in keys])
-
-
-def turned(iterator: Any, number: int) -> list[Microbatch]:
-    return [by("tokens")(batch) for batch in reversed(windows())]
 
 
 def pack_of_rank(batch: Batch) -> Microbatch:
@@ -216,12 +181,6 @@ TOKENS = {
     # As where the model gets embeddings: they tell nothing.
     "positions alone": split(own_tokens=positions),
     "a token less on one rank": split(CHANGED, mask=without_a_token),
-    "a token less on one rank later": split(
-        CHANGED, before=[{"forward_step_func": scripts.of_parts()}], mask=without_a_token
-    ),
-    "another order of a whole step": split(
-        f"{ORDER} ... microbatch 3 of the step in place of 0", hook={"read_step": turned}
-    ),
     "other samples on each rank": split(
         "LayoutError: the context-parallel ranks have read different numbers",
         rows=1,
@@ -253,7 +212,6 @@ ORDERS = {
     "in order": ordered(read_batch, (0, 1, 2, 3), (4,)),
     "by labels": ordered(by("labels"), (0, 1, 2, 3), (4,)),
     "by labels, in calls": ordered(by("labels"), (0, 1, 2, 3), (2, 2)),
-    "turned": ordered(by("tokens"), (3, 0, 1, 2), (4,), ORDER),
     "two swapped": ordered(by("tokens"), (0, 2, 1, 3), (4,), ORDER),
     "calls swapped": ordered(by("tokens"), (2, 3, 0, 1), (2, 2), ORDER),
     "one in place of another": ordered(by("tokens"), (0, 1, 2, 2), (4,)),
@@ -262,36 +220,17 @@ ORDERS = {
 }
 
 
-def new() -> Iterator[Batch]:
-    """New tensors for every batch, with full masks alike."""
-    for sample in sequences() * 2:
-        batch = batch_of([sample], "bshd")
-        yield {**batch, "loss_mask": torch.ones_like(batch["loss_mask"])}
-
-
-def by_torch(kept: Batch, batch: Batch) -> Batch:
-    for name, x in batch.items():
-        kept[name].copy_(x)
-    return kept
-
-
-def by_mapping(kept: Batch, batch: Batch) -> Batch:
-    kept.update(batch)
-    return kept
-
-
-def refilled(write: Callable[[Batch, Batch], Batch], buffers: int = 1) -> Iterator[Batch]:
-    """The batches of `new`, by turns in the memory of as many as there are ``buffers``."""
-    kept: list[Batch] = []
-    for i, batch in enumerate(new()):
-        if len(kept) < buffers:
-            kept.append(batch)
-        yield kept[i] if i < buffers else write(kept[i % buffers], batch)
+def in_one_memory(rank: int) -> Iterator[Batch]:
+    kept = {name: x.clone() for name, x in windows()[0].items()}
+    for batch in windows():
+        for name, x in batch.items():
+            kept[name].copy_(x)
+        yield kept
 
 
 def one_for_all(rank: int) -> Iterator[Batch]:
     """One mapping in every microbatch, whose mask the reader is to write."""
-    batch = next(new())
+    batch = windows()[0]
     return itertools.repeat({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
 
 
@@ -301,27 +240,14 @@ def writes_the_mask(batch: Batch) -> Microbatch:
     return Microbatch(batch["loss_mask"])
 
 
-def from_memory(data: Callable[[int], Any], says: str = "", **options: Any) -> Row:
-    hook = options.pop("hook", hook_of("token_mean"))
-    return Row(says, topology="dp1", data=data, number=4, hook=hook, **options)
-
-
+FOUR = {"topology": "dp1", "number": 4, "hook": hook_of("token_mean")}
+WRITES = hook_of("token_mean", read_batch=writes_the_mask)
 # Stock Megatron draws each batch before its own forward pass; the hook draws all before the first.
 MEMORY = {
-    "batches in one memory": from_memory(lambda rank: refilled(by_torch), ORDER),
-    "batches in two memories": from_memory(lambda rank: refilled(by_torch, 2), ORDER),
-    "batches in one mapping": from_memory(lambda rank: refilled(by_mapping), ORDER),
-    "an evaluation in one memory": from_memory(
-        lambda rank: refilled(by_torch), ORDER, call=EVALUATION
-    ),
-    "batches in one memory on one rank": Row(
-        on_rank={1: ORDER},
-        data=lambda rank: refilled(by_torch) if rank else new(),
-        number=4,
-        hook=hook_of("token_mean"),
-    ),
-    "one batch for all, whose mask the reader writes": from_memory(
-        one_for_all, hook=hook_of("token_mean", read_batch=writes_the_mask)
+    "batches in one memory": Row(ORDER, data=in_one_memory, **FOUR),
+    "an evaluation in one memory": Row(ORDER, data=in_one_memory, call=EVALUATION, **FOUR),
+    "one batch for all, whose mask the reader writes": Row(
+        data=one_for_all, **{**FOUR, "hook": WRITES}
     ),
 }
 ROWS = {**LOSS_FUNCTIONS, **MASKS, **MOVED, **TOKENS, **ORDERS, **MEMORY, "a good step": Row()}

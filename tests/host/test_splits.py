@@ -10,22 +10,21 @@ import functools
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import DatasetReports, LossHook, TokenLoss
+from megatron_loss_agg.mcore import DatasetReports, TokenLoss
 from tests.host import whole
-from tests.host.harness import EXACT, run_host_ranks
+from tests.host.cases import Batch, Case, Found, run
+from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.refusals import Row, assert_told, hook_of
-from tests.host.steps import aggregation
 
 pytestmark = pytest.mark.host
 
-Batch = dict[str, Tensor]
 LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
 TOKENS = sum(LENGTHS)
 LABELS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
@@ -90,18 +89,24 @@ def telling() -> Batch:
     return {**pack(), "loss_mask": (random < 0.5).float()}
 
 
-def read_step(iterator: Any, number: int, *, batch: Batch, **given: Any) -> list[Microbatch]:
-    """The step's masks, and only what else is ``given``."""
-    return [Microbatch(batch["loss_mask"], batch["cu_seqlens"], **given)] * number
+PACK = pack()
+
+
+def given(replaced: Batch, batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    return replaced
+
+
+def read_step(iterator: Any, number: int, batch: Batch = PACK, **more: Any) -> list[Microbatch]:
+    """The masks of a batch, and only what ``more`` is given."""
+    return [Microbatch(batch["loss_mask"], batch["cu_seqlens"], **more)] * number
 
 
 def labels_as_losses(
-    name: str, iterator: Any, model: Any, told: bool = True, of_all: bool = False
+    split: str, iterator: Any, model: Any, told: bool = True, of_all: bool = False
 ) -> Any:
     """A forward step.
 
     Args:
-        name: of the split.
         told: or else the model is called with tokens that are all alike.
         of_all: losses and mask are of all tokens.
     """
@@ -109,7 +114,7 @@ def labels_as_losses(
     _, size, rank = whole.context_parallel()
     if "cu_seqlens" in batch:
         starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-        layout = SPLITS[name](starts, size, rank)
+        layout = SPLITS[split](starts, size, rank)
     else:
         layout = CPLayout.contiguous(batch["labels"].shape[1], size, rank)
     labels, tokens, mask = (layout.shard(batch[k]) for k in ("labels", "tokens", "loss_mask"))
@@ -132,75 +137,63 @@ def mean_of_means(batch: Batch) -> float:
     return sum(means) / len(means)
 
 
-class Steps(NamedTuple):
-    """Steps of one batch each."""
+def steps(split: str, *batches: Batch, mode: str = "sample_mean", **hook: Any) -> dict[Case, Batch]:
+    """Steps of one hook, each of one batch."""
+    found: dict[Case, Batch] = {}
+    step, after = partial(labels_as_losses, split), None
+    for batch in batches:
+        data = {"places": (((0,),),), "batch": partial(given, batch)}
+        after = Case(mode, step=step, hook=hook, after=after, **data)
+        found[after] = batch
+    return found
 
-    split: str
-    batches: list[Batch]
-    hook: dict[str, Any] = {}  # noqa: RUF012  (never changed)
 
-
-PACK, TELLING = pack(), telling()
-TOLD = {"read_step": partial(read_step, batch=PACK, token_ids=LABELS % 32)}
-BY_MASK = {"read_step": partial(read_step, batch=TELLING)}
 RECOGNISED = {
     # Rows first and in between: another kind of batch, which they always split contiguously.
     # The first pack could be split in any way: its only sample is padding, its tokens are alike,
     # and its positions are those that the script makes up on the first rank.
     **{
-        f"by tokens, {name}": Steps(name, [rows(), dummy(), PACK, PACK, rows()]) for name in FITTING
+        f"by tokens, {split}": steps(split, rows(), dummy(), PACK, PACK, rows())
+        for split in FITTING
     },
     **{
-        f"by all ranks together, {name}, {second}": Steps(name, [padded(second)] * 2)
-        for name in ("row", "contiguous")
+        f"by all ranks together, {split}, {second}": steps(split, *2 * [padded(second)])
+        for split in ("row", "contiguous")
         for second in (16, 12)
     },
-    **{f"by the mask alone, {name}": Steps(name, [TELLING] * 2, BY_MASK) for name in FITTING},
-    "padding after the last sample": Steps("padded sequences", [ending_in_padding()] * 2),
-    "by tokens where no batch is read": Steps("row", [PACK], TOLD),
+    **{
+        f"by the mask alone, {split}": steps(
+            split, *2 * [telling()], read_step=partial(read_step, batch=telling())
+        )
+        for split in FITTING
+    },
+    "padding after the last sample": steps("padded sequences", *2 * [ending_in_padding()]),
+    "by tokens where no batch is read": steps(
+        "row", PACK, read_step=partial(read_step, token_ids=LABELS % 32)
+    ),
 }
-
-
-def losses_on_host() -> dict[str, list[float]]:
-    """Every rank, CP 2: the aggregated loss of each step; and the loss of each data set."""
-    from tests.host import gpt
-
-    gpt.initialize(cp=2)
-    ddp = gpt.ddp_model()
-
-    def reports(hook: LossHook, split: str, batch: Batch) -> Any:
-        step = partial(labels_as_losses, split)
-        return gpt.run_step(hook, ddp, iter([batch]), 1, forward_step_func=step)
-
-    found = {}
-    for name, case in RECOGNISED.items():
-        hook = LossHook(aggregation("sample_mean"), **case.hook)
-        of_steps = [reports(hook, case.split, batch) for batch in case.batches]
-        found[name] = [gpt.reported(x, "sample_mean loss") for x in of_steps]
-    by_dataset = reports(BY_DATASET(0), "contiguous", PACK)
-    keys = [f"lm loss of dataset {d}" for d in DATASETS.tolist()]
-    return {**found, "data sets": [gpt.reported(by_dataset, key) for key in keys]}
-
-
-BY_DATASET = hook_of("token_mean", extensions=[DatasetReports()])
+OF_SETS = steps("contiguous", PACK, mode="token_mean", extensions=[DatasetReports()])
 
 
 @functools.cache
-def losses() -> list[dict[str, list[float]]]:
-    return run_host_ranks(losses_on_host, 2)
+def found() -> dict[Case, list[Found]]:
+    return run(TOPOLOGIES["cp2"], [case for of in [*RECOGNISED.values(), OF_SETS] for case in of])
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_the_split_of_the_script_is_recognised(name: str) -> None:
-    expected = [mean_of_means(batch) for batch in RECOGNISED[name].batches]
-    for rank in losses():
-        assert rank[name] == pytest.approx(expected, rel=EXACT)
+    for case, batch in RECOGNISED[name].items():
+        for _, reports in found()[case]:
+            wanted = mean_of_means(batch)
+            assert reports["sample_mean loss"] == pytest.approx(wanted, rel=EXACT)
 
 
 def test_reports_by_data_set_know_the_split_where_weights_need_none() -> None:
-    expected = [float(x.double().mean()) for x in LABELS.split(LENGTHS)]
-    for rank in losses():
-        assert rank["data sets"] == pytest.approx(expected, rel=EXACT)
+    (case,) = OF_SETS
+    for _, reports in found()[case]:
+        for dataset, labels in zip(DATASETS.tolist(), LABELS.split(LENGTHS), strict=True):
+            wanted = float(labels.double().mean())
+            assert reports[f"lm loss of dataset {dataset}"] == pytest.approx(wanted, rel=EXACT)
 
 
 def refused(split: str, says: str, hook: Any = None, **script: Any) -> Row:
@@ -214,8 +207,6 @@ def refused(split: str, says: str, hook: Any = None, **script: Any) -> Row:
     )
 
 
-UNTOLD = partial(read_step, batch=PACK)
-OF_SETS = {"extensions": [DatasetReports()], "read_step": partial(UNTOLD, dataset_ids=DATASETS)}
 NONE = "is this rank's part of the batch's under ... token_ids"
 ROWS = {
     "a split that is none of these": refused("backwards", NONE),
@@ -226,10 +217,16 @@ ROWS = {
     "two splits that fit alike": refused(
         "row",
         "'zigzag over the whole pack', 'contiguous'] alike ... token_ids",
-        hook_of("sample_mean", read_step=UNTOLD),
+        hook_of("sample_mean", read_step=read_step),
     ),
     "reports by data set without tokens": refused(
-        "contiguous", "expected tensors that tell tokens apart", hook_of("token_mean", **OF_SETS)
+        "contiguous",
+        "expected tensors that tell tokens apart",
+        hook_of(
+            "token_mean",
+            extensions=[DatasetReports()],
+            read_step=partial(read_step, dataset_ids=DATASETS),
+        ),
     ),
 }
 

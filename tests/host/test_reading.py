@@ -1,0 +1,398 @@
+"""A step's batches are read before its first forward pass, behind the compute of the step before.
+
+None is lost or read twice. What needs no plan is left to the host, and drawn as it draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_loss_agg import Microbatch
+from megatron_loss_agg.mcore import Audit, Loop, LossHook, Prefetch, read_batch
+from tests.core.operations import Operations
+from tests.host.cases import Batch, Case, assert_exact
+from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
+from tests.host.reference import Gradient, reference
+from tests.host.steps import (
+    N_MB,
+    PLACES,
+    Counted,
+    aggregation,
+    batch_of,
+    batches,
+    sequences,
+    weights_of,
+)
+
+pytestmark = pytest.mark.host
+
+PATIENCE = 30.0  # seconds until a test that would hang fails
+
+
+class Failing:
+    """Fails after two batches, each time it is asked."""
+
+    asked = 0
+
+    def __next__(self) -> int:
+        self.asked += 1
+        if self.asked > 2:
+            raise OSError(f"attempt {self.asked}")
+        return self.asked
+
+
+def failed_generator() -> Iterator[int]:
+    yield from (1, 2)
+    raise OSError("attempt 3")  # a generator that is drawn from again just ends
+
+
+@pytest.mark.parametrize("source, then", [(Failing, OSError), (failed_generator, StopIteration)])
+def test_an_exception_surfaces_at_its_batch(source: Any, then: type[Exception]) -> None:
+    prefetch = Prefetch(source())
+    for _ in range(3):
+        prefetch.fetch(4)
+    assert [next(prefetch), next(prefetch)] == [1, 2]
+    with pytest.raises(OSError, match="attempt 3"):
+        next(prefetch)
+    with pytest.raises(then):  # what the source itself says from then on
+        next(prefetch)
+
+
+def test_fetching_does_not_wait_for_the_source() -> None:
+    may_draw = threading.Event()
+
+    def source() -> Iterator[int]:
+        assert may_draw.wait(PATIENCE)
+        yield 1
+
+    prefetch = Prefetch(source())
+    prefetch.fetch(1)
+    may_draw.set()  # reached, though the source has not drawn
+    assert next(prefetch) == 1
+
+
+class Saving:
+    """A loader of epochs that can be resumed: its state is live, as some loaders return theirs."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.state = {"position": position}
+
+    def __next__(self) -> int:
+        if self.state["position"] == 9:
+            self.state["position"] = 0
+            raise StopIteration
+        self.state["position"] += 1
+        return self.state["position"]
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+
+class Unsaved(Saving):
+    def state_dict(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("fetched", [0, 1, 3, 5])
+def test_a_run_resumed_at_the_saved_position_reads_on_where_the_reader_was(fetched: int) -> None:
+    prefetch = Prefetch(Saving())
+    got = []
+    for taken in (2, 0, 4, 2):
+        prefetch.fetch(fetched)
+        got += [next(prefetch) for _ in range(taken)]
+        assert next(Saving(**prefetch.state_dict())) == len(got) + 1
+    prefetch.fetch(fetched)
+    assert [*got, next(prefetch)] == list(range(1, 10))
+    prefetch.fetch(0)
+    assert prefetch.state_dict() == {"position": 9}  # before the end of data, which is unread
+    with pytest.raises(StopIteration):
+        next(prefetch)
+
+
+def test_a_position_has_the_name_of_the_source_and_matters_only_if_it_is_asked_for() -> None:
+    names = ("state_dict", "save_state", "load_state_dict")  # the last would drop what was drawn
+    assert [hasattr(Prefetch(Saving()), name) for name in names] == [True, False, False]
+    assert not hasattr(Prefetch(iter([])), "state_dict")
+    prefetch = Prefetch(Unsaved())
+    prefetch.fetch(2)
+    with pytest.raises(NotImplementedError):
+        prefetch.state_dict()
+    assert next(prefetch) == 1
+
+
+class Loader(torch.utils.data.IterableDataset[Batch]):
+    """Batches of samples 0, 1, 2, ... one each; tells what was drawn."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.drew = threading.Condition()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        with self.drew:
+            self.drawn += 1
+            self.drew.notify_all()
+        return batch_of([sequences()[self.drawn - 1]], "thd")
+
+    def wait_for(self, number: int) -> None:
+        with self.drew:
+            assert self.drew.wait_for(lambda: self.drawn >= number, PATIENCE)
+
+
+def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
+    """What reads a loader; and whether batches are drawn ahead in Megatron's loop, and elsewhere.
+
+    Only Megatron's own iterators on torch's loaders get a prefetch by themselves.
+    """
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    def cyclic_iter(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    torchs = functools.partial(torch.utils.data.DataLoader, batch_size=None)
+    return {
+        "plain": (iter, False, False),
+        "own": (Prefetch, True, True),
+        "own, in Megatron's": (lambda x: RerunDataIterator(Prefetch(x)), True, True),
+        "torch's": (lambda x: RerunDataIterator(iter(torchs(x))), True, False),
+        "cyclic": (lambda x: RerunDataIterator(cyclic_iter(torchs(x))), True, False),
+        # As --dataloader-type external may have it.
+        "external": (RerunDataIterator, False, False),
+        "torch's alone": (lambda x: iter(torchs(x)), False, False),
+    }
+
+
+# By step: its samples, and how many batches are drawn when it computes, without a prefetch and
+# with one. The next step is taken to be of the same size: 2 + 2 ahead; 5 + 3; and for the 6th that
+# the last step takes, 8 are there already.
+RUN = [((0, 1), 2, 4), ((2, 3, 4), 5, 8), ((5,), 6, 8)]
+
+
+def errors_of_run(wanted: list[Gradient]) -> dict[tuple[str, bool], list[float]]:
+    """One rank, for each iterator in each loop: each step's gradient error."""
+    from megatron.core import rerun_state_machine
+
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    rerun_state_machine.initialize_rerun_state_machine()
+    model = gpt.ddp_model()
+
+    def errors(wrap: Any, of_megatron: bool, fetches: bool) -> Iterator[float]:
+        hook = LossHook(aggregation("prompt_mean"), loop=Loop(of_megatron=of_megatron))
+        train = Loader()
+        iterator = wrap(train)
+        for (samples, read, ahead), gradient in zip(RUN, wanted, strict=True):
+
+            def forward_step(data: Any, model: Any, read: int = read, ahead: int = ahead) -> Any:
+                train.wait_for(ahead if fetches else 0)  # without a thread the wait would fail
+                assert train.drawn == (ahead if fetches else read)
+                return gpt.forward_step(data, model)
+
+            gpt.run_step(hook, model, iterator, len(samples), forward_step_func=forward_step)
+            yield gradients.error(model, gradient)
+            evaluation = Loader()
+            gpt.run_step(hook, model, evaluation, 2, forward_only=True)
+            assert evaluation.drawn == 2
+
+    return {
+        (name, of_megatron): list(errors(wrap, of_megatron, fetches))
+        for name, (wrap, *ahead) in iterators().items()
+        for of_megatron, fetches in zip((True, False), ahead, strict=True)
+    }
+
+
+def test_a_step_is_read_at_once_and_the_next_one_while_it_computes() -> None:
+    places = [((tuple((i,) for i in samples)),) for samples, *_ in RUN]
+    wanted = [reference().gradient(weights_of("prompt_mean", p)) for p in places]
+    (found,) = run_host_ranks(errors_of_run, 1, wanted)
+    for name, errors in found.items():
+        assert len(errors) == len(RUN) and max(errors) <= EXACT, name
+
+
+def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
+    """As in pretrain_gpt.py under ``--check-for-spiky-loss``."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    from tests.host import gpt
+
+    machine = get_rerun_state_machine()
+    loss, *others = gpt.stock_loss_func(loss_mask, output)
+    machine.validate_result(
+        result=loss,
+        rejection_func=functools.partial(
+            machine.is_unexpectedly_large, threshold=100, context="loss", num_samples=1
+        ),
+        message="Spiky loss",
+        tolerance=0.0,
+        fatal=False,
+    )
+    return loss, *others
+
+
+def reruns_on_host() -> dict[str, list[Tensor]]:
+    """Every rank, DP 2: the gradients of each run of two usual steps and of a spiky one."""
+    from megatron.core import rerun_state_machine
+
+    from tests.host import gpt, gradients
+
+    gpt.initialize()
+    ddp, hook = gpt.ddp_model(), LossHook(aggregation("prompt_mean"))
+    validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.initialize_rerun_state_machine(mode=validates)
+    machine = rerun_state_machine.get_rerun_state_machine()
+    data = rerun_state_machine.RerunDataIterator(Counted(gpt.data_rank()))
+
+    def step(scale: float) -> list[Tensor]:
+        def forward_step(iterator: Any, model: Any) -> Any:
+            losses, stock = gpt.forward_step(iterator, model)
+            return losses * scale, functools.partial(judged_loss, *stock.args)
+
+        found = []
+        while machine.should_run_forward_backward(data):
+            gpt.run_step(hook, ddp, data, Counted.N_MB, forward_step_func=forward_step)
+            found.append(gradients.flat(ddp))
+        machine.should_checkpoint_and_exit()
+        return found
+
+    # Megatron does not judge the first step, and the second tells what is usual.
+    return {name: step(scale) for name, scale in (("first", 1), ("usual", 1), ("spiky", 1e4))}
+
+
+def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches() -> None:
+    for rank in run_host_ranks(reruns_on_host, 2):
+        assert len(rank["first"]) == len(rank["usual"]) == 1
+        first, again = rank["spiky"]
+        assert torch.equal(first, again)
+        torch.testing.assert_close(first, 1e4 * rank["usual"][0], rtol=1e-10, atol=1e-12)
+
+
+# On a rank: the batches that were drawn, by their samples.
+DRAWN: list[tuple[int, ...]] = []
+
+
+def noted(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    DRAWN.append(of_mb)
+    return batch
+
+
+def read_step(iterator: Any, number: int) -> list[Microbatch]:
+    """The whole step, from elsewhere; gets the script's own iterator."""
+    assert (type(iterator), number) == (GeneratorType, N_MB)
+    return [read_batch(batch) for batch in batches(PLACES[1][0], "thd")]
+
+
+def one_by_one(iterator: Iterator[Any], model: Any) -> Any:
+    from tests.host import gpt
+
+    before = len(DRAWN)
+    made = gpt.forward_step(iterator, model)
+    assert len(DRAWN) == before + 1
+    return made
+
+
+def emptying(iterator: Iterator[Any], model: Any) -> Any:
+    """As scripts that put their part of the tokens into the batch, it changes the batch."""
+    from tests.host import gpt
+
+    batch = next(iterator)
+    kept = dict(batch)
+    batch.clear()
+    return gpt.forward_step(iter([kept]), model)
+
+
+@pytest.mark.parametrize("name", ["dp1", "cp2"])
+def test_a_step_at_hand_and_a_changed_batch_of_an_evaluation_are_exact(name: str) -> None:
+    evaluates = {"forward_only": True}
+    at_hand = {"batch": noted, "step": one_by_one, "hook": {"read_step": read_step}}
+    cases = [
+        Case("prompt_mean", places=PLACES[1], **at_hand),
+        Case("prompt_mean", places=PLACES[1], **at_hand, call=evaluates),
+        Case("prompt_mean", places=PLACES[1], step=emptying, call=evaluates),
+    ]
+    assert_exact(TOPOLOGIES[name], cases)
+
+
+def outputs(iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    return gpt.forward_step(iterator, model)[0], None
+
+
+def log_probs(iterator: Any, model: Any) -> Any:
+    """A loss function without a mask."""
+    from tests.host import gpt
+
+    losses, _ = gpt.forward_step(iterator, model)
+    return losses, lambda output: (output.sum(), {"log_probs": output.detach()})
+
+
+def collecting(iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    losses, _ = gpt.forward_step(iterator, model)
+    return losses, lambda output, non_loss_data: output if non_loss_data else None
+
+
+def frozen(iterator: Any, model: Any) -> Any:
+    from tests.host import gpt
+
+    output, loss_func = gpt.forward_step(iterator, model)
+    return output.detach(), loss_func
+
+
+# Before 0.19 the first fails with the hook as without it: the schedule itself calls the function.
+LEFT: dict[str, tuple[Any, dict[str, bool]]] = {
+    "no loss function": (outputs, {"forward_only": True}),
+    "log-probabilities": (log_probs, {"forward_only": True}),
+    "other data": (collecting, {"forward_only": True, "collect_non_loss_data": True}),
+    "no gradient": (frozen, {}),
+}
+
+
+def left_to_the_host(cp: int) -> dict[str, list[tuple[Any, ...]]]:
+    """Every rank: what becomes of calls without a hook, and with one."""
+    from tests.host import gpt
+
+    gpt.initialize(cp=cp)
+    model = gpt.ddp_model()
+
+    def run(hook: LossHook | None, step: Any, options: Any) -> tuple[Any, ...]:
+        left, returned, data = [], [], batches(PLACES[1][0], "thd")
+
+        def counted(iterator: Any, chunk: Any) -> Any:
+            made = step(iterator, chunk)
+            left.append(data.__length_hint__())
+            return made
+
+        def take() -> None:
+            arguments = {"forward_step_func": counted, **options}
+            returned.append(gpt.run_step(hook, model, data, N_MB, **arguments))
+
+        with Operations() as operations:
+            error = error_of(take)
+        # A step that trains is counted and reported, with gradients or not.
+        is_left = "forward_only" in options
+        return error, *((left, operations.collectives, returned) if is_left else ())
+
+    trusting = LossHook(aggregation("prompt_mean"), extensions=[Audit(trust=True)])
+    return {name: [run(hook, *of) for hook in (None, trusting)] for name, of in LEFT.items()}
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_what_needs_no_plan_is_left_to_the_host(cp: int) -> None:
+    for found in run_host_ranks(left_to_the_host, cp, cp):
+        for stock, hooked in found.values():
+            assert stock[:3] == hooked[:3]
+            torch.testing.assert_close(stock[3:], hooked[3:], rtol=0, atol=0)
