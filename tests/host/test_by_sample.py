@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 from tests import oracle
 from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES
-from tests.host.reference import reference
-from tests.host.steps import PLACES, Places, Weights, batch_of, sequences
+from tests.host.reference import Gradient, reference
+from tests.host.steps import PLACES, Places, batch_of, sequences, weights_with
 
 pytestmark = pytest.mark.host
 
@@ -37,15 +37,12 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def expected_weights(mode: str, options: dict[str, Any]) -> Weights:
-    def sample(i: int) -> oracle.Sample:
+def expected(mode: str, options: dict[str, Any]) -> Gradient:
+    def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
         weight = V[i] if "sample_weights" in options else 1.0
         return dataclasses.replace(sequences()[i].sample, dataset=DATASETS[i], weight=weight)
 
-    step = [[[sample(i) for i in of_mb] for of_mb in rank] for rank in PLACES[2]]
-    nested = oracle.step_weights(mode, step, **options)
-    order = [i for rank in PLACES[2] for of_mb in rank for i in of_mb]
-    return list(zip(order, [w for rank in nested for mb in rank for w in mb], strict=True))
+    return reference().gradient(weights_with(mode, PLACES[2], sample, **options))
 
 
 def with_datasets(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -73,8 +70,8 @@ def test_weights_by_sample_and_data_sets_are_exact(layout: str, per_token: bool)
         )
         for mode, options in OPTIONS
     ]
-    expected = [reference().gradient(expected_weights(*given)) for given in OPTIONS]
-    for case, ranks in run(TOPOLOGIES["dp2-cp2"], cases, expected).items():
+    gradients = [expected(*given) for given in OPTIONS]
+    for case, ranks in run(TOPOLOGIES["dp2-cp2"], cases, gradients).items():
         assert max(rank.error for rank in ranks) <= EXACT, case
 
 

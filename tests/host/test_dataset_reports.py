@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import functools
 import math
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_loss_agg.mcore import DatasetReports, LossHook, read_batch
+from megatron_loss_agg.mcore import DatasetReports, LossHook, RouterLosses, read_batch
 from tests.host.cases import Batch, Case, reduced
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
+from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import reference
-from tests.host.steps import EMPTY, PROMPTS, Places, Weights, aggregation, weights_of
+from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.steps import (
+    EMPTY,
+    N_MB,
+    PLACES,
+    PROMPTS,
+    Places,
+    Weights,
+    aggregation,
+    weights_of,
+)
 
 pytestmark = pytest.mark.host
 
@@ -78,8 +89,6 @@ def reported(topology: Topology) -> dict[Any, Any]:
         evaluated = {key: gpt.reported(of, key) for key, of in sorted(having.items())}
         facts[layout, mode] = trained, evaluated
     facts["calls"] = of_calls(steps[::-1], ddp)
-    hook = LossHook(aggregation("sum"), extensions=[DatasetReports()])
-    facts["error"] = error_of(gpt.run_step, hook, ddp, Case("").data(gpt.data_rank()), 4)
     return facts
 
 
@@ -180,5 +189,32 @@ def test_a_step_of_several_calls_is_one_step_of_the_log() -> None:
         assert values == pytest.approx(of_one_call, rel=EXACT, abs=0, nan_ok=True)
 
 
-def test_batches_without_data_sets_are_refused() -> None:
-    assert "GroupError: a report groups by dataset and a microbatch has" in facts("dp2")["error"]
+RELEASE = version("megatron-core")
+ROWS = {
+    "no data sets": Row(
+        "GroupError: a report groups by dataset and a microbatch has",
+        hook=hook_of("sum", extensions=[DatasetReports()]),
+    ),
+    "routers": Row(
+        ""
+        if RELEASE.startswith("0.19.")
+        else f"HostError: --loss-aggregation-moe step (RouterLosses()) with Megatron-Core {RELEASE}"
+        " ... whose weights of these losses are not known; expected a release of 0.19",
+        topology="dp1",
+        hook=hook_of("token_mean", extensions=[RouterLosses()]),
+        data=thd(*PLACES[1]),
+        number=N_MB,
+        per_token=True,
+        model={
+            **MODELS["moe"],
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_part_without_what_it_needs_is_refused(name: str) -> None:
+    """Ids in the batches; and a release of the host whose weights of its losses are known."""
+    assert_told(__name__, name)

@@ -17,10 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
-from tests.host.cases import Batch, Case, Found, grid, mean_of_means, run
+from tests import oracle
+from tests.host.cases import Batch, Case, Found, grid, reduced, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
-from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, deal, sequences, weights_of
+from tests.host.steps import (
+    EMPTY,
+    PROMPTS,
+    Places,
+    aggregation,
+    deal,
+    sequences,
+    weights_of,
+    weights_with,
+)
 from tests.host.test_gradients import LOSSES
 
 pytestmark = pytest.mark.host
@@ -127,26 +137,24 @@ def two_terms(data_iterator: Any, model: Any) -> Any:
 
 BY_CALL = Loop(of_megatron=True, averages_quotients=True)
 BY_TOKENS = Loop(of_megatron=True)
-REJECTS, COUNTED = {"rejected": "skip"}, {"sample_weights": "count"}
+WEIGHTED, COUNTED = ("token_mean", "sample_mean"), {"sample_weights": "count"}
 TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
 EVALUATIONS: dict[Any, Case] = {
-    "weighted tokens": Case("token_mean", COUNTED, batch=weighted),
-    "weighted samples": Case("sample_mean", COUNTED, batch=weighted),
+    **{("weighted", mode): Case(mode, COUNTED, batch=weighted) for mode in WEIGHTED},
     "terms": Case("", terms=TERMS, step=two_terms),
 }
 for flag in (False, True):
     loop = {"loop": BY_CALL if flag else BY_TOKENS}
     for mode, options in MODES.items():
         EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
-    EVALUATIONS["rejected", flag] = Case("sample_mean", REJECTS, hook=loop, batch=with_rejected)
+    rejected = Case("sample_mean", {"rejected": "skip"}, hook=loop, batch=with_rejected)
+    EVALUATIONS["rejected", flag] = rejected
 
 
 def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
     """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls; and of a second
     evaluation, which begins anew, without tokens.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from tests.host import gpt
 
     gpt.initialize()
@@ -154,25 +162,23 @@ def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
     for key, case in cases.items():
         hook = LossHook(case.terms or case.aggregation, **case.hook)
         for name, calls in ((key, CALLS), ((key, "empty"), [NO_TOKENS])):
-            schedule = hook.wrap(get_forward_backward_func())
-            found[name] = values_of(case, calls, ddp, schedule)
+            found[name] = values_of(case, calls, ddp, hook)
     return found
 
 
-def values_of(case: Case, calls: list[Places], ddp: Any, schedule: Any) -> dict[str, float]:
+def values_of(case: Case, calls: list[Places], ddp: Any, hook: LossHook) -> dict[str, float]:
     from tests.host import gpt
 
-    step = {"schedule": schedule, "forward_step_func": case.step or gpt.forward_step}
+    step = {"forward_step_func": case.step or gpt.forward_step, "forward_only": True}
     reports: list[list[Any]] = []
     for places in calls:
         data = dataclasses.replace(case, places=places).data(dist.get_rank())
         with torch.no_grad():
-            reports.append(gpt.run_step(None, ddp, data, 2, forward_only=True, **step))
-    names = sorted(reports[0][0])
+            reports.append(gpt.run_step(hook, ddp, data, 2, **step))
     if case.hook.get("loop") == BY_CALL:
-        return {x: sum(mean_of_means(call, x) for call in reports) / len(calls) for x in names}
-    every = [report for call in reports for report in call]
-    return {x: gpt.reported(every, x) for x in names}
+        of_calls = [reduced(call, averages_quotients=True) for call in reports]
+        return {name: sum(of[name] for of in of_calls) / len(calls) for name in of_calls[0]}
+    return reduced([report for call in reports for report in call])
 
 
 @functools.cache
@@ -204,7 +210,7 @@ def exactly(value: float) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> None:
     values = evaluations()[mode, by_call]
-    assert values["lm loss"] == exactly(reference().loss(weights_of("token_mean", SET)))
+    assert values["lm loss"] == exactly(of_evaluation("token_mean"))
     assert values[f"{mode} loss"] == exactly(of_evaluation(mode))
     if mode not in ("sum", "custom"):
         mean_of_calls = sum(of_calls(mode)) / len(CALLS)
@@ -214,20 +220,16 @@ def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> N
 
 def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
     for by_call in (False, True):
-        values = evaluations()["rejected", by_call]
-        assert values["lm loss"] == exactly(reference().loss(weights_of("token_mean", SET)))
+        assert evaluations()["rejected", by_call]["lm loss"] == exactly(of_evaluation("token_mean"))
 
 
-def test_sample_weights_that_count_weigh_calls() -> None:
-    sums = []
-    for i in (i for rank in SET for of_mb in rank for i in of_mb):
-        mask = torch.tensor(sequences()[i].sample.mask, dtype=torch.float64)
-        total = (mask * reference().losses[i]).sum()
-        mean = total / mask.sum() if mask.any() else 0 * total
-        sums.append(V[i] * torch.stack([total, mask.sum(), mean, torch.ones_like(mean)]))
-    a, b, c, d = torch.stack(sums).sum(dim=0).tolist()
-    assert evaluations()["weighted tokens"]["token_mean loss"] == exactly(a / b)
-    assert evaluations()["weighted samples"]["sample_mean loss"] == exactly(c / d)
+@pytest.mark.parametrize("mode", WEIGHTED)
+def test_sample_weights_that_count_weigh_calls(mode: str) -> None:
+    def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
+        return dataclasses.replace(sequences()[i].sample, weight=V[i])
+
+    weights = weights_with(mode, SET, sample, **COUNTED)
+    assert evaluations()["weighted", mode][f"{mode} loss"] == exactly(reference().loss(weights))
 
 
 def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls() -> None:
