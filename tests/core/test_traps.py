@@ -5,13 +5,13 @@ Every row derives both by hand. Defects of the scaling by a host are in tests/ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, Term, weighted_sum
 from megatron_loss_agg.report import Mean, reduce_reports
@@ -25,65 +25,38 @@ def rows(*values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=F64)
 
 
-class Trap(NamedTuple):
-    """A step of microbatches (mask, losses, ids and offsets); what the defect makes of a mask and
-    losses, summed over microbatches; the aggregation, and the loss by it.
-    """
-
-    step: list[tuple[Tensor, Tensor, dict[str, Tensor]]]
-    defective: Callable[[Tensor, Tensor], Tensor]
-    wrong: float
-    aggregation: LossAggregation
-    right: float
+def mode(name: str, **options: Any) -> LossAggregation:
+    return LossAggregation(mode=name, **options)
 
 
-CONSTANT = LossAggregation(mode="constant", divisor=10)
-TRAPS = {
-    # M = 0.25 + 0.25 = 0.5: (0.25 * 2 + 0.25 * 6) / 0.5 = 4.
-    "a fraction clamped to 1": Trap(
-        [(rows([0.25, 0.25]), rows([2, 6]), {})],
-        lambda m, x: (x * m).sum() / m.sum().clamp(min=1),
-        2,
-        TOKEN_MEAN,
-        4,
-    ),
+MASK, LOSS = rows([1, 1], [1, 0]), rows([1, 2], [3, 9])
+# An aggregation, the right loss and the wrong one; mask, losses, ids and offsets by microbatch.
+TRAPS: dict[str, tuple[LossAggregation, float, float, list[Any]]] = {
+    # M = 0.25 + 0.25 = 0.5: (0.25 * 2 + 0.25 * 6) / 0.5 = 4. Over max(M, 1): 2.
+    "a fraction clamped to 1": (TOKEN_MEAN, 4, 2, [(rows([0.25, 0.25]), rows([2, 6]), {})]),
     # D = 10, N = 2: (1 + 2 + 3) / (2 * 10) = 0.3. Without N: 0.6.
-    "a constant without the number of samples": Trap(
-        [(rows([1, 1], [1, 0]), rows([1, 2], [3, 9]), {})],
-        lambda m, x: (x * m).sum() / 10,
-        0.6,
-        CONSTANT,
-        0.3,
-    ),
-    # The same, padded to 4 tokens; the mean over samples of sums divided by that width: 6 / 2 / 4.
-    "the padded width for a divisor": Trap(
-        [(rows([1, 1, 0, 0], [1, 0, 0, 0]), rows([1, 2, 9, 9], [3, 9, 9, 9]), {})],
-        lambda m, x: (x * m).mean(-1).mean(),
-        0.75,
-        CONSTANT,
-        0.3,
+    "a constant without N": (mode("constant", divisor=10), 0.3, 0.6, [(MASK, LOSS, {})]),
+    # The same, padded to 4 tokens: 6 / (2 * 4) = 0.75 with that width for the divisor.
+    "the padded width for a divisor": (
+        *(mode("constant", divisor=10), 0.3, 0.75),
+        [(pad(MASK, (0, 2)), pad(LOSS, (0, 2), value=9), {})],
     ),
     # Rollout 5 was cut in three rows of loss 1, rollout 6 is one row of loss 5: (1 + 5) / 2 = 3.
     # By rows: (1 + 1 + 1 + 5) / 4 = 2.
-    "rows counted for rollouts": Trap(
+    "rows counted for rollouts": (
+        *(mode("rollout_mean"), 3, 2),
         [(torch.ones(4, 1), rows([1], [1], [1], [5]), {"rollout_ids": torch.tensor([5, 5, 5, 6])})],
-        lambda m, x: x.mean(),
-        2,
-        LossAggregation(mode="rollout_mean"),
-        3,
     ),
     # Sequences of 1 token (loss 4) and 3 tokens (loss 1): (4 + 1) / 2 = 2.5. As one: 7 / 4 = 1.75.
-    "a packed row taken for one sequence": Trap(
+    "a packed row taken for one sequence": (
+        *(mode("sample_mean"), 2.5, 1.75),
         [(torch.ones(1, 4), rows([4, 1, 1, 1]), {"cu_seqlens": torch.tensor([0, 1, 4])})],
-        lambda m, x: x.mean(),
-        1.75,
-        LossAggregation(mode="sample_mean"),
-        2.5,
     ),
     # Prompt 1 has 1 token (loss 8) in the first microbatch and 3 (loss 0) in the second; prompt 2
     # has 1 token (loss 2): (8 / 4 + 2) / 2 = 2. With denominators of each microbatch:
     # (8 + 0 + 2) / 2 = 5.
-    "siblings counted by microbatch": Trap(
+    "siblings counted by microbatch": (
+        *(mode("prompt_mean"), 2, 5),
         [
             (rows([1, 0, 0]), rows([8, 9, 9]), {"prompt_ids": torch.tensor([1])}),
             (
@@ -92,21 +65,23 @@ TRAPS = {
                 {"prompt_ids": torch.tensor([1, 2])},
             ),
         ],
-        lambda m, x: ((x * m).sum(-1) / m.sum(-1)).sum() / 2,
-        5,
-        LossAggregation(mode="prompt_mean"),
-        2,
+    ),
+    # Microbatches of 1 and 3 tokens with losses 8 and 4: (8 + 3 * 4) / 4 = 5, and not
+    # (8 + 4) / 2 = 6.
+    "a second loss by microbatch": (
+        *(TOKEN_MEAN, 5, 6),
+        [(torch.ones(1, n), torch.full((1, n), x), {}) for n, x in ((1, 8.0), (3, 4.0))],
     ),
 }
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_the_defect_has_its_number_and_ours_is_the_right_one(name: str) -> None:
-    trap = TRAPS[name]
-    assert sum(trap.defective(m, x).item() for m, x, _ in trap.step) == pytest.approx(trap.wrong)
-    plan = StepPlan.build(trap.aggregation, [Microbatch(m, **ids) for m, _, ids in trap.step])
-    parts = [weighted_sum(plan.weights(i, F64), x) for i, (_, x, _) in enumerate(trap.step)]
-    assert sum(parts).item() == pytest.approx(trap.right)
+def test_the_loss_is_the_right_one_and_not_that_of_the_defect(name: str) -> None:
+    aggregation, right, wrong, step = TRAPS[name]
+    terms = {"policy": TOKEN_MEAN, "second": Term(aggregation, coefficient=0.5)}
+    plan = StepPlan.build_terms(terms, [Microbatch(mask, **ids) for mask, _, ids in step])["second"]
+    found = sum(weighted_sum(plan.weights(i, F64), x) for i, (_, x, _) in enumerate(step)).item()
+    assert found == pytest.approx(right) != pytest.approx(wrong)
 
 
 def plan_over_cp_ranks() -> tuple[float, float, float]:
@@ -128,26 +103,10 @@ def test_whole_masks_are_not_counted_over_context_parallel_ranks():
         assert whole == sharded == pytest.approx(1 / 8)
 
 
-def ones(tokens: int) -> Microbatch:
-    return Microbatch(torch.ones(1, tokens, dtype=F64))
-
-
-def test_a_second_loss_is_global_too():
-    # Two microbatches of 1 and 3 tokens with losses 8 and 4: (8 + 3 * 4) / 4 = 5. A critic whose
-    # mean is taken by microbatch gives (8 + 4) / 2 = 6.
-    terms = {"policy": TOKEN_MEAN, "value": Term(TOKEN_MEAN, coefficient=0.5)}
-    plans = StepPlan.build_terms(terms, [ones(1), ones(3)])
-    losses = [torch.full((1, 1), 8.0, dtype=F64), torch.full((1, 3), 4.0, dtype=F64)]
-    value = sum((plans["value"].weights(i, F64) * x).sum().item() for i, x in enumerate(losses))
-    assert value == pytest.approx(5, rel=1e-15)
-    total = sum(plans.weighted_sum(i, dict.fromkeys(terms, x)) for i, x in enumerate(losses))
-    assert total.item() == pytest.approx(1.5 * 5, rel=1e-15)
-
-
 def test_the_window_is_the_optimizer_step_and_not_the_generation_batch():
     # 4 samples of 2 tokens, used in two optimizer steps of 2 samples. A token weighs 1 / 4 in its
     # step; by the tokens of the whole batch, 1 / 8.
-    batch = [ones(2) for _ in range(4)]
+    batch = [Microbatch(torch.ones(1, 2)) for _ in range(4)]
     assert StepPlan.build(TOKEN_MEAN, batch).weights(0, F64).tolist() == [[1 / 8, 1 / 8]]
     assert StepPlan.build(TOKEN_MEAN, batch[2:]).weights(1, F64).tolist() == [[1 / 4, 1 / 4]]
 

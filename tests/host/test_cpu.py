@@ -90,57 +90,6 @@ def test_every_device_is_the_cpu_and_packs_are_split_in_zigzag_inside_every_samp
     assert held == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
-def trained(**options: Any) -> Any:
-    """The decoder of the tiny GPT in DDP, after one backward pass on the same data."""
-    from megatron.core.distributed import finalize_model_grads
-
-    from tests.host import gpt
-
-    gpt.initialize()
-    module = gpt.build(torch.float32)
-    module.post_process = False  # hidden states, and no logits
-    ddp = gpt.data_parallel(module, **options)
-    ddp.zero_grad_buffer()
-    tokens = torch.arange(8).unsqueeze(0)
-    weight = torch.randn(8, 1, 16, generator=torch.Generator().manual_seed(7))
-    (ddp(tokens, tokens, None) * weight).sum().backward()
-    finalize_model_grads([ddp])
-    return ddp
-
-
-def optimized(distributed: bool) -> tuple[float, list[Tensor]]:
-    """Norm of the gradient, and the parameters after one step of Adam, clipped to a norm of 1."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    ddp = trained(use_distributed_optimizer=distributed)
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=0.5,
-        weight_decay=0.0,
-        adam_eps=1.0,  # without it Adam's first step does not depend on clipping
-        clip_grad=1.0,
-        use_distributed_optimizer=distributed,
-    )
-    before = [p.detach().clone() for p in ddp.parameters()]
-    gradients = [p.main_grad.clone() for p in ddp.parameters()]
-    succeeded, norm, _ = get_megatron_optimizer(config, [ddp]).step()
-    assert succeeded
-    if not distributed:  # otherwise this rank holds but a part of the gradient
-        whole = torch.cat([gradient.flatten() for gradient in gradients])
-        assert norm == pytest.approx(float(whole.norm()), rel=1e-5)
-        for p, old, gradient in zip(ddp.parameters(), before, gradients, strict=True):
-            clipped = gradient / norm
-            torch.testing.assert_close(p.detach(), old - 0.5 * clipped / (clipped.abs() + 1))
-    return norm, [p.detach() for p in ddp.parameters()]
-
-
-def test_clipping_and_the_distributed_optimizer() -> None:
-    norm, expected = run_host_ranks(optimized, 2, False)[0]
-    assert norm > 1.0
-    for got in run_host_ranks(optimized, 2, True):
-        torch.testing.assert_close(got, (norm, expected))
-
-
 # Attention over context-parallel ranks and packed sequences against Megatron's own, which knows
 # neither: on one rank, under the mask that says what a token sees.
 
@@ -171,17 +120,8 @@ def attention(cp: int, **config: Any) -> Any:
 
     gpt.initialize(cp)
     torch.set_default_dtype(torch.float64)
-    settings = {
-        "num_layers": 1,
-        "hidden_size": HEADS * DIM,
-        "num_attention_heads": HEADS,
-        "num_query_groups": GROUPS,
-        "attention_dropout": 0.0,
-        "context_parallel_size": cp,
-        "masked_softmax_fusion": False,
-        "attention_softmax_in_fp32": False,
-        **config,
-    }
+    heads = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "hidden_size": HEADS * DIM}
+    settings = {**gpt.SETTINGS, **heads, "context_parallel_size": cp, **config}
     kind = AttnMaskType.causal
     return LocalSpecProvider().core_attention()(TransformerConfig(**settings), 1, kind, "self")
 

@@ -167,14 +167,17 @@ def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
 
 
 def values_of(case: Case, calls: list[Places], ddp: Any, hook: LossHook) -> dict[str, float]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     from tests.host import gpt
 
-    step = {"forward_step_func": case.step or gpt.forward_step, "forward_only": True}
+    schedule = hook.wrap(get_forward_backward_func())  # of one evaluation
+    step = {"forward_step_func": case.step or gpt.forward_step, "schedule": schedule}
     reports: list[list[Any]] = []
     for places in calls:
         data = dataclasses.replace(case, places=places).data(dist.get_rank())
         with torch.no_grad():
-            reports.append(gpt.run_step(hook, ddp, data, 2, **step))
+            reports.append(gpt.run_step(None, ddp, data, 2, forward_only=True, **step))
     if case.hook.get("loop") == BY_CALL:
         of_calls = [reduced(call, averages_quotients=True) for call in reports]
         return {name: sum(of[name] for of in of_calls) / len(calls) for name in of_calls[0]}

@@ -24,7 +24,7 @@ from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
-from tests.host.steps import Places, aggregation, batch_of, sequences, weights_of, weights_with
+from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
 
 pytestmark = pytest.mark.host
 
@@ -109,21 +109,14 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
         assert error != "None"
 
 
-def policy_step(
-    iterator: Any, model: Any, losses_of: Any, report: Any = None, rows: bool = False
-) -> Any:
+def policy_step(iterator: Any, model: Any, losses_of: Any, report: Any) -> Any:
     """The policy step, of whose terms ``losses_of`` makes the losses, and a report of its own."""
-    if rows:
-        next(iterator)
-        iterator = iter([batch_of(list(sequences()[:2]), "bshd")])
     output, loss = rl.forward_step(iterator, model)
-    return output, TokenLoss(
-        lambda x: (losses_of(loss.compute(x)[0]), report or {}), loss.loss_mask
-    )
+    return output, TokenLoss(lambda x: (losses_of(loss.compute(x)[0]), report), loss.loss_mask)
 
 
-def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **options: Any) -> Row:
-    step = partial(policy_step, losses_of=losses_of, **options) if losses_of else None
+def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **report: Any) -> Row:
+    step = losses_of and partial(policy_step, losses_of=losses_of, report=report)
     of_step = {"step": step, "data": thd(((0, 1),)), "number": 1}
     return Row(says, topology="dp1", hook=hook_of(terms), **of_step)
 
@@ -147,13 +140,7 @@ ROWS = {
         "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
         "expected another name, or for the sum of several terms LossHook(total=...)",
         dict,
-        report={"loss": 1},
-    ),
-    "transposed": misfit(
-        "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
-        lambda x: x["kl"].T,
-        "token_mean",
-        rows=True,
+        loss=1,
     ),
 }
 
