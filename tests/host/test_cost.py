@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -14,28 +16,23 @@ from megatron_loss_agg import policy, weighted_sum
 from megatron_loss_agg.mcore import LossHook, TokenLoss, logprobs
 from tests.core.operations import WAITS, Operations
 from tests.host.harness import run_host_ranks
-from tests.host.steps import aggregation
+from tests.host.steps import aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
 
 FEW, MANY = 2, 12  # samples a microbatch
-LENGTH = 36
 
 
 def batch(samples: int, layout: str) -> dict[str, Any]:
-    """Every sample is a prompt of its own, and whole."""
-    tokens = torch.arange(samples * LENGTH).remainder(32)
-    shape = (samples, LENGTH) if layout == "bshd" else (1, samples * LENGTH)
-    whole = {
-        "tokens": tokens.view(shape),
-        "labels": tokens.roll(-1).view(shape),
-        "loss_mask": torch.ones(shape, dtype=torch.float64),
-        "prompt_ids": torch.arange(samples),
-    }
-    if layout == "thd":
-        starts = LENGTH * torch.arange(samples + 1, dtype=torch.int32)
-        whole["cu_seqlens"] = whole["cu_seqlens_padded"] = starts
-    return whole
+    return batch_of(list(sequences(lengths=(36,) * samples)), layout)
+
+
+def forward_step(data_iterator: Any, model: Any, names: Sequence[str]) -> Any:
+    """Terms of the same losses."""
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
 
 
 def counted_on_host() -> dict[Any, Any]:
@@ -55,9 +52,7 @@ def counted_on_host() -> dict[Any, Any]:
     def run(names: list[str], samples: int, layout: str) -> tuple[list[str], int]:
         """Operations of the last loss of a second step, and its all-gathers."""
         hook = LossHook({name: aggregation("prompt_mean") for name in names})
-        step = gpt.forward_step_with(
-            lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(names, x), {}), mask)
-        )
+        step = partial(forward_step, names=names)
         options = {"forward_step_func": step, "schedule": gpt.schedule_with(count)}
         for _ in range(2):  # the first step also compares what it was told with what it is given
             data = iter([batch(samples, layout) for _ in range(2)])
@@ -103,10 +98,9 @@ def bytes_before_the_schedule(samples: int) -> int:
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)
-    hook = LossHook({name: aggregation("prompt_mean") for name in ("policy", "kl")})
-    step = gpt.forward_step_with(
-        lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(hook.terms, x), {}), mask)
-    )
+    names = ("policy", "kl")
+    hook = LossHook({name: aggregation("prompt_mean") for name in names})
+    step = partial(forward_step, names=names)
     ddp, sent, before = gpt.ddp_model(), [0], [0]
     stock = distributed_c10d.broadcast
 
@@ -143,13 +137,12 @@ def peaks(dtype: torch.dtype) -> dict[str, float]:
     labels = torch.arange(tokens).view(tokens, 1)
     w = torch.full((tokens, 1), 1 / tokens)
 
-    def policy_loss(logits: Tensor) -> Tensor:
-        log_probs = logprobs.vocab_parallel_log_probs(logits, labels)
+    def policy_loss(log_probs: Tensor) -> Tensor:
         return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses
 
     def with_entropy(logits: Tensor) -> Tensor:
         log_probs, entropy = logprobs.vocab_parallel_log_probs_and_entropy(logits, labels, 0.7)
-        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses - entropy
+        return policy_loss(log_probs) - entropy
 
     def plain(logits: Tensor) -> Tensor:
         log_p = logits.float().log_softmax(dim=-1)
@@ -165,7 +158,7 @@ def peaks(dtype: torch.dtype) -> dict[str, float]:
 
     stock = peak(lambda logits: vocab_parallel_cross_entropy(logits, labels))
     functions = {
-        "policy": policy_loss,
+        "policy": lambda x: policy_loss(logprobs.vocab_parallel_log_probs(x, labels)),
         "policy and entropy": with_entropy,
         "entropy": logprobs.vocab_parallel_entropy,
         "plain": plain,

@@ -241,7 +241,7 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
         found = rank[case]
         assert all(found["same"]) and len(found["same"]) >= 2 * N_MB
         waits, where = found["planning"]
-        # Counts go over the CPU if they can, and wait for no kernel; or else to the device and back.
+        # Counts go over the CPU if they can, and wait for no kernel; or else there and back.
         assert {*where} <= {"cpu" if backend == BOTH else device.DEVICE.type}
         copies = 0 if backend == BOTH else 2 * len(where)
         assert len(waits) <= (1 if ranks == 1 else copies)  # one rank's batches are on the device

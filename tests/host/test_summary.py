@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from typing import Any
 
@@ -32,22 +33,22 @@ def losses_of_terms(data_iterator: Any, model: Any) -> Any:
     return losses, TokenLoss(lambda x: (dict.fromkeys(TERMS, x), {}), mask)
 
 
-# The case; what is said before the number of tokens, and after it.
+# The case; what is said around the number of tokens.
 SAID: dict[str, tuple[Case, str, str]] = {
     "dp2": (
-        Case("", layout="bshd", places=PLACES[2], times=2, **PRESET),
+        Case("", layout="bshd", **PRESET),
         "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
         "10 samples (rows)",
         "",
     ),
     "dp2-cp2": (
-        Case("", places=PLACES[2], times=2, **PRESET),
+        Case("", **PRESET),
         "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
         "10 samples (packed sequences)",
         "; context-parallel split: zigzag inside every sequence",
     ),
     "pp2": (
-        Case("", places=PLACES[1], times=2, terms=TERMS, step=losses_of_terms),
+        Case("", places=PLACES[1], terms=TERMS, step=losses_of_terms),
         "policy: prompt_mean (skyrl/prompt_mean) + "
         "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
         "a step of 4 microbatches on 1 data-parallel rank, 10 samples (packed sequences), "
@@ -59,10 +60,10 @@ SAID: dict[str, tuple[Case, str, str]] = {
 
 def said(name: str) -> str:
     """What a rank prints in two steps."""
-    topology, (case, _, _) = TOPOLOGIES[name], SAID[name]
-    chunks = models_of(topology)(case)
+    case = dataclasses.replace(SAID[name][0], times=2)
+    chunks = models_of(TOPOLOGIES[name])(case)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        take(case, topology, chunks)
+        take(case, TOPOLOGIES[name], chunks)
     return output.getvalue()
 
 
