@@ -18,7 +18,7 @@ from tests.host.steps import PLACES, sequences
 pytestmark = pytest.mark.host
 
 TOKENS = sum(sum(s.sample.mask) for s in sequences())
-PRESET = {"terms": LossAggregation.preset("verl/token-mean")}
+PRESET = LossAggregation.preset("verl/token-mean")
 TERMS = {
     "policy": LossAggregation.preset("skyrl/prompt_mean"),
     "kl": Term(LossAggregation(mode="sum", divisor=1634, sample_weights="skip"), 0.5),
@@ -35,24 +35,17 @@ def losses_of_terms(data_iterator: Any, model: Any) -> Any:
 
 # The case; what is said around the number of tokens.
 SAID: dict[str, tuple[Case, str, str]] = {
-    "dp2": (
-        Case("", layout="bshd", **PRESET),
-        "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
-        "10 samples (rows)",
-        "",
-    ),
     "dp2-cp2": (
-        Case("", **PRESET),
+        Case("", terms=PRESET),
         "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
         "10 samples (packed sequences)",
         "; context-parallel split: zigzag inside every sequence",
     ),
     "pp2": (
-        Case("", places=PLACES[1], terms=TERMS, step=losses_of_terms),
+        Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=losses_of_terms),
         "policy: prompt_mean (skyrl/prompt_mean) + "
         "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
-        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (packed sequences), "
-        "4 prompts",
+        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 4 prompts",
         "",
     ),
 }
