@@ -20,6 +20,7 @@ from tests import oracle
 from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.reference import Gradient, reference
+from tests.host.scripts import by_sample
 from tests.host.steps import PLACES, Places, batch_of, sequences, weights_with
 
 pytestmark = pytest.mark.host
@@ -55,7 +56,7 @@ def with_datasets(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 
 def with_weights(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return with_datasets(batch, of_mb) | {"sample_weights": torch.tensor([V[i] for i in of_mb])}
+    return by_sample(with_datasets(batch, of_mb), of_mb, sample_weights=V)
 
 
 @pytest.mark.parametrize("layout, per_token", [("bshd", False), ("thd", True)])

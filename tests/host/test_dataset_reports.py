@@ -18,6 +18,7 @@ from tests.host.cases import Batch, Case, reduced
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.scripts import by_sample
 from tests.host.steps import (
     EMPTY,
     N_MB,
@@ -61,7 +62,7 @@ def evaluated_places(ranks: int) -> list[Places]:
 
 def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     key = "dataset_ids" if "cu_seqlens" in batch else "dataset_id"
-    return {**batch, key: torch.tensor([DATASETS[i] for i in of_mb])}
+    return by_sample(batch, of_mb, **{key: DATASETS})
 
 
 def reported(topology: Topology) -> dict[Any, Any]:
@@ -82,11 +83,11 @@ def reported(topology: Topology) -> dict[Any, Any]:
         trained = [reduced(run(hook, places, layout)) for places in steps]
         with torch.no_grad():
             calls = [run(hook, x, layout, forward_only=True) for x in evaluated_places(ranks)]
-        having: dict[str, list[Any]] = {}  # the calls' reports that have each key
-        for report in (report for call in calls for report in call):
-            for key in report:
-                having.setdefault(key, []).append(report)
-        evaluated = {key: gpt.reported(of, key) for key, of in sorted(having.items())}
+        every = [report for call in calls for report in call]
+        evaluated = {
+            key: gpt.reported([report for report in every if key in report], key)
+            for key in sorted({key for report in every for key in report})
+        }
         facts[layout, mode] = trained, evaluated
     facts["calls"] = of_calls(steps[::-1], ddp)
     return facts

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss, read_samples
+from megatron_loss_agg.mcore import LateMicrobatch, read_samples
 from tests.host import whole
 from tests.host.cases import Batch, Case, Found, expected_gradients, run
 from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.reference import reference
+from tests.host.scripts import of_terms
 from tests.host.steps import PLACES, aggregation, weights_of
 
 pytestmark = pytest.mark.host
@@ -46,14 +47,6 @@ def forward_step(data_iterator: Any, model: Any, script: Any = None) -> Any:
     return (script or gpt.forward_step)(shown, model)
 
 
-def two_terms(data_iterator: Any, model: Any) -> Any:
-    """Of the same losses."""
-    from tests.host import gpt
-
-    losses, loss_func = gpt.forward_step(data_iterator, model)
-    return losses, TokenLoss(lambda x: ({"a": x, "b": x}, {}), loss_func.args[0])
-
-
 def count(batch: Any) -> LateMicrobatch:
     offsets = batch.get("cu_seqlens")
     return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
@@ -83,7 +76,7 @@ def on_cp2(mode: str, per_token: bool) -> dict[str, Case]:
 
 
 HALF = {"a": aggregation("sample_mean"), "b": Term(aggregation("sum"), coefficient=0.5)}
-BOTH = functools.partial(forward_step, script=two_terms)
+BOTH = functools.partial(forward_step, script=functools.partial(of_terms, names=HALF))
 CASES: dict[str, dict[str, Case]] = {}
 for per_token in (False, True):
     for (topology, layout), modes in PLANNED.items():

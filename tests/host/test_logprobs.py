@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import weighted_sum
+from megatron_loss_agg import policy, weighted_sum
 from megatron_loss_agg.mcore import logprobs
 from tests.host.harness import error_of, run_host_ranks
 
@@ -177,3 +177,55 @@ def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> No
         "PolicyError: logits is a torch.int64 tensor of shape (3, 2); expected a floating-point, "
         "dense tensor",
     ]
+
+
+def peaks(dtype: torch.dtype) -> dict[str, float]:
+    """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from benchmarks.memory import LiveBytes
+    from tests.host import gpt
+
+    gpt.initialize(tensor_model_parallel_size=2)
+    tokens, vocab = 64, 4096
+    labels = torch.arange(tokens).view(tokens, 1)
+    w = torch.full((tokens, 1), 1 / tokens)
+
+    def policy_loss(log_probs: Tensor) -> Tensor:
+        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses
+
+    def with_entropy(logits: Tensor) -> Tensor:
+        log_probs, entropy = BOTH(logits, labels, 0.7)
+        return policy_loss(log_probs) - entropy
+
+    def plain(logits: Tensor) -> Tensor:
+        log_p = logits.float().log_softmax(dim=-1)
+        return -(log_p.exp() * log_p).sum(dim=-1) - log_p.gather(-1, labels.unsqueeze(-1))[..., 0]
+
+    def peak(function: Any) -> int:
+        leaf = torch.zeros(tokens, 1, 1, dtype=dtype, requires_grad=True)
+        with LiveBytes() as memory:
+            # Made here, so that a buffer that replaces the logits is not held against it.
+            losses = function(leaf.expand(-1, -1, vocab) + 0)
+            weighted_sum(w, losses).backward()
+        return memory.peak
+
+    stock = peak(lambda logits: vocab_parallel_cross_entropy(logits, labels))
+    functions = {
+        "policy": lambda x: policy_loss(LOG_PROBS(x, labels)),
+        "policy and entropy": with_entropy,
+        "entropy": ENTROPY,
+        "plain": plain,
+    }
+    return {name: peak(function) / stock for name, function in functions.items()}
+
+
+def test_no_second_copy_of_the_logits() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for ratio in run_host_ranks(peaks, 2, dtype):
+            # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
+            assert ratio["policy"] < 1.02
+            assert ratio["policy and entropy"] < 1.08
+            # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
+            assert ratio["entropy"] < (2.2 if dtype == torch.float32 else 1.0)
+            assert ratio["plain"] > 3  # so the measure tells

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
+from megatron_loss_agg.mcore import Loop, LossHook
 from tests import oracle
-from tests.host.cases import Batch, Case, Found, grid, reduced, run
+from tests.host.cases import Case, Found, grid, reduced, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
+from tests.host.scripts import by_sample, of_terms
 from tests.host.steps import (
     EMPTY,
     PROMPTS,
@@ -47,20 +49,9 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
             *loss, report = stock(loss_mask, output_tensor)
             return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
 
-        return functools.partial(loss_func, mask)
+        return partial(loss_func, mask)
 
     return gpt.forward_step_with(with_another_key)(data_iterator, model)
-
-
-def schedule(**arguments: Any) -> Any:
-    """Of a host that reads a report before the step ends."""
-    from tests.host import gpt
-
-    def copied_at_once(loss_func: Any, output: Tensor) -> Any:
-        *loss, report = loss_func(output)
-        return *loss, {key: pair.clone() for key, pair in report.items()}
-
-    return gpt.schedule_with(copied_at_once)(**arguments)
 
 
 LOOPS = {"train": (False, Loop()), "eval": (True, Loop()), "sft_eval": (True, SFT)}
@@ -76,7 +67,7 @@ for loss, flag, way in grid(2, LOSSES, (False, True), tuple(LOOPS)):
         per_token=flag,
         step=forward_step,
         hook={"loop": loop},
-        call={"forward_only": forward_only, "schedule": schedule},
+        call={"forward_only": forward_only},
     )
     STEPS[f"{case.name}-{way}"] = case
 
@@ -120,34 +111,21 @@ MODES: dict[str, dict[str, Any]] = {**OF_SET, "prompt_mean": {}, "sum": {}, "cus
 V = (2.0, 0.5, 1.0, 3.0, 0.25, 1.0, 0.0, 4.0, 1.5, 1.0)  # weights of the samples
 
 
-def weighted(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return {**batch, "sample_weights": torch.tensor([V[i] for i in of_mb])}
-
-
-def with_rejected(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return {**batch, "rejected": torch.tensor([i % 3 == 0 for i in of_mb])}
-
-
-def two_terms(data_iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
-    losses, loss_func = gpt.forward_step(data_iterator, model)
-    return losses, TokenLoss(lambda x: ({"nll": x, "rows": x}, {}), loss_func.args[0])
-
-
+WEIGHTED = partial(by_sample, sample_weights=V)
+REJECTING = partial(by_sample, rejected=[i % 3 == 0 for i in range(len(V))])
 BY_CALL = Loop(of_megatron=True, averages_quotients=True)
 BY_TOKENS = Loop(of_megatron=True)
-WEIGHTED, COUNTED = ("token_mean", "sample_mean"), {"sample_weights": "count"}
+WEIGHED, COUNTED = ("token_mean", "sample_mean"), {"sample_weights": "count"}
 TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
 EVALUATIONS: dict[Any, Case] = {
-    **{("weighted", mode): Case(mode, COUNTED, batch=weighted) for mode in WEIGHTED},
-    "terms": Case("", terms=TERMS, step=two_terms),
+    **{("weighted", mode): Case(mode, COUNTED, batch=WEIGHTED) for mode in WEIGHED},
+    "terms": Case("", terms=TERMS, step=partial(of_terms, names=TERMS)),
 }
 for flag in (False, True):
     loop = {"loop": BY_CALL if flag else BY_TOKENS}
     for mode, options in MODES.items():
         EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
-    rejected = Case("sample_mean", {"rejected": "skip"}, hook=loop, batch=with_rejected)
+    rejected = Case("sample_mean", {"rejected": "skip"}, hook=loop, batch=REJECTING)
     EVALUATIONS["rejected", flag] = rejected
 
 
@@ -226,7 +204,7 @@ def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
         assert evaluations()["rejected", by_call]["lm loss"] == exactly(of_evaluation("token_mean"))
 
 
-@pytest.mark.parametrize("mode", WEIGHTED)
+@pytest.mark.parametrize("mode", WEIGHED)
 def test_sample_weights_that_count_weigh_calls(mode: str) -> None:
     def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
         return dataclasses.replace(sequences()[i].sample, weight=V[i])
