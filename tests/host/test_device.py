@@ -8,7 +8,7 @@ of the loop's own run here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.host
 N_MB = 2
 BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
 Place = Callable[[Tensor], Tensor]
+Seen = tuple[Sequence[str], Sequence[str]]
+"""Waits, and the devices of collectives."""
 TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), coefficient=0.1)}
 
 
@@ -111,8 +113,8 @@ class Script:
     place: Place = as_it_is
     read: Place = as_it_is
     seen: device.Watched | None = None
-    planning: list[list[Any]] = field(default_factory=list)  # waits and collectives
-    losing: list[list[Any]] = field(default_factory=list)
+    planning: Seen = ((), ())
+    of_losses: list[Seen] = field(default_factory=list)
 
     def data(self) -> Iterator[dict[str, Tensor]]:
         """Of other samples on another rank; with masks that have irregular gaps."""
@@ -150,7 +152,7 @@ class Script:
                 losses, loss_func = forward_step_func(data_iterator, model)
                 self._look()
                 returned.append(loss_func(losses))
-                self.losing += self._look()
+                self.of_losses.append(self._look())
         return returned
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
@@ -169,22 +171,26 @@ class Script:
             return losses, TokenLoss(two_losses, mask, takes_weights=True)
         return losses, functools.partial(stock_loss_func, mask)
 
-    def _look(self) -> list[list[Any]]:
-        """Waits, and devices of collectives, since the last look."""
+    def _look(self) -> Seen:
+        """Since the last look."""
         if self.seen is None:
-            return []
-        found = [[*self.seen.waits], [where for _, where in self.seen.collectives]]
+            return (), ()
+        waits, collectives = [*self.seen.waits], [where for _, where in self.seen.collectives]
         self.seen.waits.clear()
         self.seen.collectives.clear()
-        return found
+        return waits, collectives
 
 
 def hook_of(case: Case) -> Any:
-    """With all checks; but the audit cannot measure a model in none of Megatron's wrappers."""
+    """With all checks but the audit, which needs a model in one of Megatron's wrappers."""
     from megatron_loss_agg.mcore import Audit, Loop, LossHook, read_batch, read_samples
 
+    class Unmeasured(Audit):
+        def start(self, call: Any) -> None:
+            """The model is in none of Megatron's wrappers."""
+
     reads = read_samples if case.late else read_batch
-    extensions, loop = [Audit(trust=True)], Loop(of_megatron=True)
+    extensions, loop = [Unmeasured()], Loop(of_megatron=True)
     return LossHook(case.terms, extensions=extensions, read_batch=reads, loop=loop)
 
 
@@ -200,7 +206,7 @@ def two_steps(case: Case, **loop: Any) -> tuple[list[Any], list[Any], Script]:
     return returned, reduce_reports(reports, last.groups.dp), last
 
 
-def on_device(read_on_device: bool, backend: str) -> dict[str, dict[str, Any]]:
+def on_device(read_on_device: bool, backend: str) -> dict[str, Any]:
     """By case: waits and collectives of a second step, by part; and whether it is the CPU's."""
     groups = groups_of()
     wanted = {name: two_steps(case, groups=groups) for name, case in CASES.items()}
@@ -219,12 +225,12 @@ def on_device(read_on_device: bool, backend: str) -> dict[str, dict[str, Any]]:
             )
             same = [torch.equal(x.cpu(), y) for x, y in pairs]
             same.append(reports == wanted[name][1])
-            found[name] = {"planning": loop.planning, "losing": loop.losing, "same": same}
+            found[name] = same, loop.planning, loop.of_losses
     return found
 
 
 @functools.cache
-def ranks_on_device(ranks: int, backend: str) -> list[dict[str, dict[str, Any]]]:
+def ranks_on_device(ranks: int, backend: str) -> list[dict[str, Any]]:
     return run_ranks(on_device, ranks, ranks == 1, backend, preload="megatron.core.utils")
 
 
@@ -234,14 +240,13 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
     case: str, ranks: int, backend: str
 ) -> None:
     for rank in ranks_on_device(ranks, backend):
-        found = rank[case]
-        assert all(found["same"]) and len(found["same"]) >= 2 * N_MB
-        waits, where = found["planning"]
+        same, (waits, where), of_losses = rank[case]
+        assert all(same) and len(same) >= 2 * N_MB
         # Counts go over the CPU if they can, and wait for no kernel; or else there and back.
         assert {*where} <= {"cpu" if backend == BOTH else device.DEVICE.type}
         copies = 0 if backend == BOTH else 2 * len(where)
         assert len(waits) <= (1 if ranks == 1 else copies)  # one rank's batches are on the device
-        for waits, where in zip(found["losing"][::2], found["losing"][1::2], strict=True):
+        for waits, where in of_losses:
             assert waits == []
             assert {*where} <= {device.DEVICE.type}
 
