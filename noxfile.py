@@ -28,7 +28,7 @@ TESTS = (
         f"tests/host/test_{name}.py"
         for name in (
             *("gradients", "reports", "late_masks", "by_sample", "mtp", "terms"),
-            *("audit", "dataset_reports", "moe_releases"),
+            *("audit", "dataset_reports"),
         )
     ),
     "tests/launch/test_any_loop.py",

@@ -39,9 +39,9 @@ def with_args(*flags: str) -> Any:
     return args
 
 
-def teacher(dtype: torch.dtype = torch.float64, **config: Any) -> GPTModel:
+def teacher(**config: Any) -> GPTModel:
     """A model of other weights than the student's."""
-    model = gpt.build(dtype, **config)
+    model = gpt.build(**config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -84,7 +84,7 @@ def script(loss: LossFuncCallable) -> Callable[..., Any]:
 
 
 def student(
-    topology: Topology, per_token: bool, dtype: torch.dtype
+    topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64
 ) -> tuple[Any, StudentLogitsCapture]:
     """The model in DDP, and the host's hook on its logits."""
     chunks = build_chunks(topology, per_token, dtype)
@@ -147,13 +147,12 @@ def top_kl(student: Tensor, teacher: Tensor) -> Tensor:
 def by_hand(
     language: Weights,
     kd: Weights,
-    dtype: torch.dtype = torch.float64,
     alpha: float = ALPHA,
     kl: Callable[[Tensor, Tensor], Tensor] = sparse_kl,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One process, every sample alone: the gradient, and the step's losses by name."""
     gpt.initialize()
-    models = gpt.build(dtype), teacher(dtype)
+    models = gpt.build(), teacher()
     chosen = sequences()
     sums = dict.fromkeys(("language", "kd", "lm", "kd mean"), torch.zeros(()))
     tokens = sum(sum(chosen[i].sample.mask) for i, _ in language)
@@ -166,7 +165,7 @@ def by_hand(
         mean = [m / tokens for m in chosen[i].sample.mask]
         parts = ((w, losses), (v, divergence), (mean, losses), (mean, divergence))
         for name, (weights, values) in zip(sums, parts, strict=True):
-            sums[name] = sums[name] + torch.tensor(weights, dtype=dtype) @ values
+            sums[name] = sums[name] + torch.tensor(weights) @ values
     sums["loss"] = (1 - alpha) * sums["language"] + alpha * sums["kd"]
     names, parameters = zip(*models[0].named_parameters(), strict=True)
     gradient = torch.autograd.grad(sums["loss"], parameters)

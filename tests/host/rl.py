@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation, Term
+from megatron_loss_agg import Term
 from megatron_loss_agg.mcore import TokenLoss
 from megatron_loss_agg.policy import (
     clipped_policy_loss,
@@ -21,17 +21,16 @@ from megatron_loss_agg.policy import (
     kl_penalty,
     token_entropy,
 )
-from megatron_loss_agg.report import Max, Mean, Min
-from tests import oracle
-from tests.host.steps import Sequence, batch_of, padding_microbatch, sequences
+from megatron_loss_agg.report import Max, Mean, Min, Sum
+from tests.host import whole
+from tests.host.steps import Sequence, aggregation, sequences, weights_of
 
 TERMS = {
-    "policy": Term(LossAggregation(mode="prompt_mean")),
-    "kl": Term(LossAggregation(mode="token_mean"), coefficient=0.3),
-    "entropy": Term(LossAggregation(mode="sample_mean"), coefficient=-0.1),
-    "value": Term(LossAggregation(mode="constant", divisor=5.0), coefficient=0.5),
+    "policy": Term(aggregation("prompt_mean")),
+    "kl": Term(aggregation("token_mean"), coefficient=0.3),
+    "entropy": Term(aggregation("sample_mean"), coefficient=-0.1),
+    "value": Term(aggregation("constant"), coefficient=0.5),
 }
-DIVISOR = {"constant": 5.0}
 CLIP = 0.2
 
 
@@ -56,19 +55,22 @@ def data_of(tokens: Tensor, labels: Tensor) -> Data:
     )
 
 
-def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
+def forward_step(
+    data_iterator: Iterator[Any] | None, model: Any, kind: str | None = None
+) -> tuple[Tensor, TokenLoss]:
+    """The policy step; with a ``kind`` of `whole.gathered`, every rank holds all its losses."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from tests.host import gpt
 
-    tokens, labels, mask, packed = gpt.local_batch(data_iterator)
+    batch = gpt.received(data_iterator)
+    tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
     output = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
 
-    def compute(logits: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def compute(logits: Tensor, weights: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         logits = gather_from_tensor_model_parallel_region(logits)
         data = data_of(tokens, labels)
-        chosen = labels.unsqueeze(-1)
-        log_probs = F.log_softmax(logits, dim=-1).gather(-1, chosen).squeeze(-1)
+        log_probs = F.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         policy = clipped_policy_loss(
             log_probs, data.old, data.advantages, clip_low=CLIP, clip_high=CLIP
         )
@@ -78,18 +80,22 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tenso
             "entropy": token_entropy(logits),
             "value": clipped_value_loss(logits[..., 0], data.old_values, data.returns, clip=CLIP),
         }
+        if kind is not None:
+            losses = {name: whole.gathered(x, batch, kind) for name, x in losses.items()}
         return losses, {
             "clip_fraction": Mean.of(policy.clipped, mask),
             "approximate_kl": Mean.of(data.old - log_probs.detach(), mask),
             "ratio_max": Max.of(policy.ratios, mask),
             "ratio_min": Min.of(policy.ratios, mask),
+            **{f"{name} again": Sum.of(losses[name], w) for name, w in (weights or {}).items()},
         }
 
-    return output, TokenLoss(compute, mask.to(output.dtype))
+    of_losses = mask.to(output.dtype) if kind is None else batch["loss_mask"]
+    return output, TokenLoss(compute, of_losses, kind, takes_weights=True)
 
 
-def plain_terms(model: Any, sequence: Sequence) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Token losses of the sequence alone, ratios, and old minus new log-probabilities."""
+def plain(model: Any, sequence: Sequence) -> dict[str, Tensor]:
+    """Of the sequence alone, by token: losses and what is measured."""
     positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
     logits = model(sequence.tokens.unsqueeze(0), positions, None).squeeze(0)
     data = data_of(sequence.tokens, sequence.labels)
@@ -100,13 +106,17 @@ def plain_terms(model: Any, sequence: Sequence) -> tuple[dict[str, Tensor], Tens
     log_r = data.reference - new
     value, old_value = logits[:, 0], data.old_values
     near = old_value + (value - old_value).clamp(-CLIP, CLIP)
-    losses = {
+    return {
         "policy": torch.maximum(-a * ratio, -a * ratio.clamp(1 - CLIP, 1 + CLIP)),
         "kl": log_r.exp() - 1 - log_r,
         "entropy": -(normal.exp() * normal).sum(-1),
         "value": 0.5 * torch.maximum((value - data.returns) ** 2, (near - data.returns) ** 2),
+        "ratio": ratio,
+        # The clip takes the gradient where the ratio left its range in the advantage's direction.
+        "clipped": ((a > 0) & (ratio > 1 + CLIP)) | ((a < 0) & (ratio < 1 - CLIP)),
+        "difference": data.old - new,
+        "mask": torch.tensor(sequence.sample.mask),
     }
-    return losses, ratio.detach(), (data.old - new).detach()
 
 
 def reference() -> tuple[Any, dict[str, float]]:
@@ -114,46 +124,23 @@ def reference() -> tuple[Any, dict[str, float]]:
     from tests.host import gpt
 
     gpt.initialize()
-    model, chosen = gpt.build(), sequences()
-    weights = {}
+    model = gpt.build()
+    of_samples = [plain(model, sequence) for sequence in sequences()]
+    x = {name: torch.cat([of[name] for of in of_samples]) for name in of_samples[0]}
+    everything = ((tuple(range(len(of_samples))),),)
+    sums = {}
     for name, term in TERMS.items():
-        mode = term.aggregation.mode
-        ((weights[name],),) = oracle.step_weights(
-            mode, [[[s.sample for s in chosen]]], divisor=DIVISOR.get(mode)
-        )
-    sums = dict.fromkeys(TERMS, torch.zeros(()))
-    ratios, differences, masks, gains = [], [], [], []
-    for k, sequence in enumerate(chosen):
-        losses, ratio, difference = plain_terms(model, sequence)
-        for name in TERMS:
-            sums[name] = sums[name] + (torch.tensor(weights[name][k]) * losses[name]).sum()
-        ratios.append(ratio)
-        differences.append(difference)
-        masks.append(torch.tensor(sequence.sample.mask))
-        gains.append(data_of(sequence.tokens, sequence.labels).advantages)
+        weights = [w for _, of in weights_of(term.aggregation.mode, everything) for w in of]
+        sums[name] = (torch.tensor(weights) * x[name]).sum()
     total = sum(TERMS[name].coefficient * value for name, value in sums.items())
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradient = dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
-    ratio, difference, mask, gain = (torch.cat(x) for x in (ratios, differences, masks, gains))
-    # The clip takes the gradient where the ratio left its range in the advantage's direction.
-    clipped = ((gain > 0) & (ratio > 1 + CLIP)) | ((gain < 0) & (ratio < 1 - CLIP))
-    active = mask > 0
+    mask, ratio = x["mask"], x["ratio"][x["mask"] > 0]
     return gradient, {
-        **{f"{name} loss": float(value) for name, value in sums.items()},
+        **{f"{name} {what}": float(v) for name, v in sums.items() for what in ("loss", "again")},
         "loss": float(total),
-        "clip_fraction": float((clipped * mask).sum() / mask.sum()),
-        "approximate_kl": float((difference * mask).sum() / mask.sum()),
-        "ratio_max": float(ratio[active].max()),
-        "ratio_min": float(ratio[active].min()),
+        "clip_fraction": float((x["clipped"] * mask).sum() / mask.sum()),
+        "approximate_kl": float((x["difference"] * mask).sum() / mask.sum()),
+        "ratio_max": float(ratio.max()),
+        "ratio_min": float(ratio.min()),
     }
-
-
-def packs(*places: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """A data iterator over one rank's packed microbatches; an empty place is padding."""
-    chosen = sequences()
-    return iter(
-        [
-            batch_of([chosen[i] for i in place], "thd") if place else padding_microbatch()
-            for place in places
-        ]
-    )

@@ -6,7 +6,7 @@ A change of a loss function is made of the stock one and its mask, see `gpt.forw
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ def divided(stock: Any, mask: Tensor) -> Any:
 def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
     """The stock loss function has another mask."""
     return lambda stock, mask: functools.partial(stock, change(mask))
+
+
+def of_terms(iterator: Any, model: Any, names: Iterable[str]) -> Any:
+    """Terms of these names, all of the same losses."""
+    from tests.host import gpt
+
+    losses, loss_func = gpt.forward_step(iterator, model)
+    return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
+
+
+def by_sample(batch: dict[str, Any], of_mb: tuple[int, ...], **values: Any) -> dict[str, Any]:
+    """The batch of the samples ``of_mb``, with more keys: of each sample, its value."""
+    return batch | {key: torch.tensor([of[i] for i in of_mb]) for key, of in values.items()}
 
 
 def with_losses(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
@@ -117,6 +117,16 @@ def weights_of(mode: str, places: Places, masks: str = "01", **options: Any) -> 
     nested = oracle.step_weights(mode, step, **options)
     flat = [sample for rank in nested for microbatch in rank for sample in microbatch]
     return list(zip(order, flat, strict=True))
+
+
+def weights_with(
+    mode: str, places: Places, sample: Callable[[int, tuple[int, ...]], Sample], **options: Any
+) -> Weights:
+    """`weights_of` other samples: of the number of each and of all in its microbatch."""
+    step = [[[sample(i, of_mb) for i in of_mb] for of_mb in rank] for rank in places]
+    nested = oracle.step_weights(mode, step, **options)
+    order = [i for rank in places for of_mb in rank for i in of_mb]
+    return list(zip(order, [w for rank in nested for mb in rank for w in mb], strict=True))
 
 
 def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:

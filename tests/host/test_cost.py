@@ -1,41 +1,33 @@
-"""What the hook adds to a step of the real host, counted: operations, collectives and memory."""
+"""What the hook adds to a step of the real host, counted; and the line of the log that says it."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
-from megatron_loss_agg import policy, weighted_sum
-from megatron_loss_agg.mcore import LossHook, TokenLoss, logprobs
+from megatron_loss_agg import LossAggregation, Term
+from megatron_loss_agg.mcore import LossHook
 from tests.core.operations import WAITS, Operations
-from tests.host.harness import run_host_ranks
-from tests.host.steps import aggregation
+from tests.host.cases import Case, models_of, take
+from tests.host.harness import TOPOLOGIES, run_host_ranks
+from tests.host.scripts import of_terms
+from tests.host.steps import PLACES, aggregation, batch_of, sequences
 
 pytestmark = pytest.mark.host
 
 FEW, MANY = 2, 12  # samples a microbatch
-LENGTH = 36
 
 
 def batch(samples: int, layout: str) -> dict[str, Any]:
-    """Every sample is a prompt of its own, and whole."""
-    tokens = torch.arange(samples * LENGTH).remainder(32)
-    shape = (samples, LENGTH) if layout == "bshd" else (1, samples * LENGTH)
-    whole = {
-        "tokens": tokens.view(shape),
-        "labels": tokens.roll(-1).view(shape),
-        "loss_mask": torch.ones(shape, dtype=torch.float64),
-        "prompt_ids": torch.arange(samples),
-    }
-    if layout == "thd":
-        starts = LENGTH * torch.arange(samples + 1, dtype=torch.int32)
-        whole["cu_seqlens"] = whole["cu_seqlens_padded"] = starts
-    return whole
+    return batch_of(list(sequences(lengths=(36,) * samples)), layout)
 
 
 def counted_on_host() -> dict[Any, Any]:
@@ -55,9 +47,7 @@ def counted_on_host() -> dict[Any, Any]:
     def run(names: list[str], samples: int, layout: str) -> tuple[list[str], int]:
         """Operations of the last loss of a second step, and its all-gathers."""
         hook = LossHook({name: aggregation("prompt_mean") for name in names})
-        step = gpt.forward_step_with(
-            lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(names, x), {}), mask)
-        )
+        step = partial(of_terms, names=names)
         options = {"forward_step_func": step, "schedule": gpt.schedule_with(count)}
         for _ in range(2):  # the first step also compares what it was told with what it is given
             data = iter([batch(samples, layout) for _ in range(2)])
@@ -103,10 +93,9 @@ def bytes_before_the_schedule(samples: int) -> int:
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)
-    hook = LossHook({name: aggregation("prompt_mean") for name in ("policy", "kl")})
-    step = gpt.forward_step_with(
-        lambda _, mask: TokenLoss(lambda x: (dict.fromkeys(hook.terms, x), {}), mask)
-    )
+    names = ("policy", "kl")
+    hook = LossHook({name: aggregation("prompt_mean") for name in names})
+    step = partial(of_terms, names=names)
     ddp, sent, before = gpt.ddp_model(), [0], [0]
     stock = distributed_c10d.broadcast
 
@@ -131,54 +120,48 @@ def test_ranks_that_read_no_data_get_a_few_numbers_a_sample() -> None:
     assert many - few <= 100 * (MANY - FEW)
 
 
-def peaks(dtype: torch.dtype) -> dict[str, float]:
-    """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    from benchmarks.memory import LiveBytes
-    from tests.host import gpt
-
-    gpt.initialize(tensor_model_parallel_size=2)
-    tokens, vocab = 64, 4096
-    labels = torch.arange(tokens).view(tokens, 1)
-    w = torch.full((tokens, 1), 1 / tokens)
-
-    def policy_loss(logits: Tensor) -> Tensor:
-        log_probs = logprobs.vocab_parallel_log_probs(logits, labels)
-        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses
-
-    def with_entropy(logits: Tensor) -> Tensor:
-        log_probs, entropy = logprobs.vocab_parallel_log_probs_and_entropy(logits, labels, 0.7)
-        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses - entropy
-
-    def plain(logits: Tensor) -> Tensor:
-        log_p = logits.float().log_softmax(dim=-1)
-        return -(log_p.exp() * log_p).sum(dim=-1) - log_p.gather(-1, labels.unsqueeze(-1))[..., 0]
-
-    def peak(function: Any) -> int:
-        leaf = torch.zeros(tokens, 1, 1, dtype=dtype, requires_grad=True)
-        with LiveBytes() as memory:
-            # Made here, so that a buffer that replaces the logits is not held against it.
-            losses = function(leaf.expand(-1, -1, vocab) + 0)
-            weighted_sum(w, losses).backward()
-        return memory.peak
-
-    stock = peak(lambda logits: vocab_parallel_cross_entropy(logits, labels))
-    functions = {
-        "policy": policy_loss,
-        "policy and entropy": with_entropy,
-        "entropy": logprobs.vocab_parallel_entropy,
-        "plain": plain,
-    }
-    return {name: peak(function) / stock for name, function in functions.items()}
+TOKENS = sum(sum(s.sample.mask) for s in sequences())
+PRESET = LossAggregation.preset("verl/token-mean")
+TERMS = {
+    "policy": LossAggregation.preset("skyrl/prompt_mean"),
+    "kl": Term(LossAggregation(mode="sum", divisor=1634, sample_weights="skip"), 0.5),
+}
 
 
-def test_no_second_copy_of_the_logits() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for ratio in run_host_ranks(peaks, 2, dtype):
-            # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
-            assert ratio["policy"] < 1.02
-            assert ratio["policy and entropy"] < 1.08
-            # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
-            assert ratio["entropy"] < (2.2 if dtype == torch.float32 else 1.0)
-            assert ratio["plain"] > 3  # so the measure tells
+# What is printed of the first training step, by case: before the number of tokens, and after it.
+SAID: dict[str, tuple[Case, str, str]] = {
+    "dp2-cp2": (
+        Case("", terms=PRESET),
+        "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
+        "10 samples (packed sequences)",
+        "; context-parallel split: zigzag inside every sequence",
+    ),
+    "pp2": (
+        Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),
+        "policy: prompt_mean (skyrl/prompt_mean) + "
+        "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
+        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 4 prompts",
+        "",
+    ),
+}
+
+
+def said(name: str) -> str:
+    """What a rank prints in two steps."""
+    case = dataclasses.replace(SAID[name][0], times=2)
+    chunks = models_of(TOPOLOGIES[name])(case)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        take(case, TOPOLOGIES[name], chunks)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
+    _, before, after = SAID[name]
+    line = (
+        f"loss aggregation: {before}, {TOKENS:g} tokens{after}; "
+        "measured gradients: 1.000000 times the planned ones\n"
+    )
+    ranks = run_host_ranks(said, TOPOLOGIES[name].world_size, name)
+    first = len(ranks) // 2 if name == "pp2" else 0  # of the last stage
+    assert ranks == [line if i == first else "" for i in range(len(ranks))]

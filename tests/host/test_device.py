@@ -1,4 +1,4 @@
-"""On a device: the loss function waits for nothing, planning once, collectives get its tensors.
+"""On a device: the loss function waits for nothing, planning seldom, collectives get its tensors.
 
 Proved without one, on that of `tests.device`: it has values, so that numbers can be compared with
 the CPU's, and every wait for it is counted. It has no backward pass, so a toy model and a schedule
@@ -8,8 +8,8 @@ of the loop's own run here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,53 +18,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, Term
+from megatron_loss_agg import CPLayout, Term
 from tests import device
 from tests.distributed import run_ranks
-from tests.host.steps import batches
+from tests.host.steps import aggregation, batches
 
 pytestmark = pytest.mark.host
 
 N_MB = 2
 BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
 Place = Callable[[Tensor], Tensor]
+Seen = tuple[Sequence[str], Sequence[str]]
+"""Waits, and the devices of collectives."""
+TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), coefficient=0.1)}
 
 
-def square_mask(plan: Any, i: int) -> Tensor:
-    weights: Tensor = plan.microbatches[i].loss_mask ** 2 / plan.counts.samples
-    return weights
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What is aggregated, the layout of batches, and how."""
+
+    terms: Any
+    layout: str
+    per_token: bool = False
+    late: bool = False
+    forward_only: bool = False
 
 
-AGG = {mode: LossAggregation(mode=mode) for mode in ("token_mean", "sample_mean", "prompt_mean")}
-CUSTOM = LossAggregation(mode="custom", function=square_mask)
-TWO = {"policy": AGG["prompt_mean"], "kl": Term(AGG["token_mean"], coefficient=0.1)}
-# What is aggregated, the layout of batches, and options of `one_call`.
-CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "rows": (AGG["sample_mean"], "rows", {}),
-    "rows-per-token": (AGG["prompt_mean"], "rows", {"per_token": True}),
-    "packs": (AGG["prompt_mean"], "packs", {}),
-    "packs-per-token": (AGG["sample_mean"], "packs", {"per_token": True}),
-    "packs-token-mean": (AGG["token_mean"], "packs", {}),
-    "packs-evaluation": (AGG["sample_mean"], "packs", {"forward_only": True}),
-    "packs-of-two-terms": (TWO, "packs", {}),
-    "rows-of-two-terms": (TWO, "rows", {"per_token": True}),
-    "custom": (CUSTOM, "rows", {}),
-    "late": (AGG["sample_mean"], "rows", {"late": True}),
-    "late-token-mean": (AGG["token_mean"], "rows", {"late": True, "per_token": True}),
+CASES = {
+    "rows": Case(aggregation("sample_mean"), "bshd"),
+    "rows-per-token": Case(aggregation("prompt_mean"), "bshd", per_token=True),
+    "packs": Case(aggregation("prompt_mean"), "thd"),
+    "packs-per-token": Case(aggregation("sample_mean"), "thd", per_token=True),
+    "packs-token-mean": Case(aggregation("token_mean"), "thd"),
+    "packs-evaluation": Case(aggregation("sample_mean"), "thd", forward_only=True),
+    "packs-of-two-terms": Case(TWO, "thd"),
+    "rows-of-two-terms": Case(TWO, "bshd", per_token=True),
+    "custom": Case(aggregation("custom"), "bshd"),
+    "late": Case(aggregation("sample_mean"), "bshd", late=True),
+    "late-token-mean": Case(aggregation("token_mean"), "bshd", per_token=True, late=True),
 }
 
 
 def as_it_is(x: Tensor) -> Tensor:
     return x
-
-
-def data(layout: str, rank: int = 0) -> list[dict[str, Tensor]]:
-    """Batches of a step, of other samples on another rank; with masks that have irregular gaps."""
-    places = ((0, 1), (2, 3, 4)) if rank == 0 else ((3, 6), (7, 8, 9))
-    return [
-        {**batch, "loss_mask": batch["loss_mask"].float()}
-        for batch in batches(places, "thd" if layout == "packs" else "bshd")
-    ]
 
 
 class Model(torch.nn.Module):
@@ -89,41 +85,55 @@ def two_losses(output: Tensor, weights: dict[str, Tensor]) -> Any:
     return {"policy": output, "kl": output.square()}, report
 
 
+def groups_of(backend: str | None = None) -> Any:
+    """Of two data-parallel ranks with two context-parallel ones each; or of one rank alone."""
+    ranks = [*range(dist.get_world_size())]
+    cp = min(2, len(ranks))
+
+    def mine(*of_ranks: list[int]) -> Any:
+        made = [(x, dist.new_group(x, backend=backend)) for x in of_ranks]
+        return next(group for x, group in made if dist.get_rank() in x)
+
+    one = mine(*([rank] for rank in ranks))
+    split = mine(*(ranks[i : i + cp] for i in range(0, len(ranks), cp)))
+    return SimpleNamespace(dp=mine(*(ranks[i::cp] for i in range(cp))), cp=split, tp=one, pp=one)
+
+
+@dataclass
 class Script:
-    """A loop's own forward step and schedule.
+    """A loop's own forward step and schedule, for one call.
 
     Args:
         place: puts losses and masks somewhere.
-        around: of every call of a loss function.
-        before: called at the start of the schedule.
+        read: puts the tensors of the data iterator somewhere.
     """
 
-    def __init__(
-        self,
-        layout: str,
-        terms: int,
-        place: Place = as_it_is,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        before: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.layout, self.terms, self.place = layout, terms, place
-        self.around, self.before = around, before
+    case: Case
+    groups: Any
+    place: Place = as_it_is
+    read: Place = as_it_is
+    seen: device.Watched | None = None
+    planning: Seen = ((), ())
+    of_losses: list[Seen] = field(default_factory=list)
 
-    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        from megatron_loss_agg.mcore import TokenLoss
+    def data(self) -> Iterator[dict[str, Tensor]]:
+        """Of other samples on another rank; with masks that have irregular gaps."""
+        places = (((0, 1), (2, 3, 4)), ((3, 6), (7, 8, 9)))[dist.get_rank(self.groups.dp)]
+        for batch in batches(places, self.case.layout):
+            yield {k: self.read(x.float() if k == "loss_mask" else x) for k, x in batch.items()}
 
-        batch = next(data_iterator)
-        size, rank = dist.get_world_size(), dist.get_rank()  # of context-parallel ranks
-        packed, layout = None, CPLayout.bshd(batch["tokens"].shape[1], size, rank)
-        if self.layout == "packs":
-            starts = batch["cu_seqlens_padded"]
-            packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=starts)
-            layout = CPLayout.thd(starts, size, rank)
-        tokens, mask = (layout.shard(batch[key]) for key in ("tokens", "loss_mask"))
-        losses, mask = self.place(model(tokens, packed)), self.place(mask)
-        if self.terms > 1:
-            return losses, TokenLoss(two_losses, mask, takes_weights=True)
-        return losses, functools.partial(stock_loss_func, mask)
+    def run(self, hook: Any, model: Any, forward_only: bool = False) -> list[Any]:
+        """What the loss functions returned."""
+        data = iter([*self.data()])
+        self._look()
+        return hook.wrap(self.schedule)(
+            forward_step_func=self.forward_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=N_MB,
+            forward_only=forward_only,
+            pg_collection=self.groups,
+        )
 
     def schedule(
         self,
@@ -135,17 +145,43 @@ class Script:
         forward_only: bool = False,
         pg_collection: Any = None,
     ) -> list[Any]:
-        self.before()
+        self.planning = self._look()
         returned = []
         for _ in range(num_microbatches):
             with torch.no_grad():
                 losses, loss_func = forward_step_func(data_iterator, model)
-                with self.around():
-                    returned.append(loss_func(losses))
+                self._look()
+                returned.append(loss_func(losses))
+                self.of_losses.append(self._look())
         return returned
 
+    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        from megatron_loss_agg.mcore import TokenLoss
 
-def hook_of(terms: Any, late: bool = False, **_: Any) -> Any:
+        batch = next(data_iterator)
+        size, rank = self.groups.cp.size(), self.groups.cp.rank()
+        packed, layout = None, CPLayout.bshd(batch["tokens"].shape[1], size, rank)
+        if self.case.layout == "thd":
+            starts = batch["cu_seqlens_padded"]
+            packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=starts)
+            layout = CPLayout.thd(starts, size, rank)
+        tokens, mask = (layout.shard(batch[key]) for key in ("tokens", "loss_mask"))
+        losses, mask = self.place(model(tokens, packed)), self.place(mask)
+        if isinstance(self.case.terms, dict):
+            return losses, TokenLoss(two_losses, mask, takes_weights=True)
+        return losses, functools.partial(stock_loss_func, mask)
+
+    def _look(self) -> Seen:
+        """Since the last look."""
+        if self.seen is None:
+            return (), ()
+        waits, collectives = [*self.seen.waits], [where for _, where in self.seen.collectives]
+        self.seen.waits.clear()
+        self.seen.collectives.clear()
+        return waits, collectives
+
+
+def hook_of(case: Case) -> Any:
     """With all checks but the audit, which needs a model in one of Megatron's wrappers."""
     from megatron_loss_agg.mcore import Audit, Loop, LossHook, read_batch, read_samples
 
@@ -153,165 +189,90 @@ def hook_of(terms: Any, late: bool = False, **_: Any) -> Any:
         def start(self, call: Any) -> None:
             """The model is in none of Megatron's wrappers."""
 
-    return LossHook(
-        terms,
-        extensions=[Unmeasured()],
-        read_batch=read_samples if late else read_batch,
-        loop=Loop(of_megatron=True),
-    )
+    reads = read_samples if case.late else read_batch
+    extensions, loop = [Unmeasured()], Loop(of_megatron=True)
+    return LossHook(case.terms, extensions=extensions, read_batch=reads, loop=loop)
 
 
-def groups_of(cp: Any = None) -> Any:
-    """All ranks are context-parallel."""
-    one = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return SimpleNamespace(dp=one, cp=cp or dist.new_group(), tp=one, pp=one)
+def two_steps(case: Case, **loop: Any) -> tuple[list[Any], list[Any], Script]:
+    """What the loss functions of two steps return, and the reports of the last one's ranks."""
+    from megatron_loss_agg.report import reduce_reports
+
+    hook, model, returned = hook_of(case), Model(case.per_token), []
+    for forward_only in (False, case.forward_only):
+        last = Script(case, **loop)
+        returned.append(last.run(hook, model, forward_only))
+    reports = [reports for *_, reports in returned[-1]]
+    return returned, reduce_reports(reports, last.groups.dp), last
 
 
-def one_call(
-    hook: Any, script: Script, model: Any, groups: Any, evaluates: bool, place: Place = as_it_is
-) -> list[Any]:
-    """What the loss functions returned; ``place``: where the data iterator's tensors lie."""
-    step = [{key: place(x) for key, x in batch.items()} for batch in data(script.layout)]
-    returned: list[Any] = hook.wrap(script.schedule)(
-        forward_step_func=script.forward_step,
-        data_iterator=iter(step),
-        model=model,
-        num_microbatches=N_MB,
-        forward_only=evaluates,
-        pg_collection=groups,
-    )
-    return returned
-
-
-def on_device(read_on_device: bool, backend: str) -> dict[str, dict[str, Any]]:
-    """By case: waits of a second step, by part; and whether both return what they do on the CPU."""
-    groups, wanted = groups_of(), {}
-
-    def steps(case: str) -> tuple[Any, Model, list[bool], int]:
-        terms, _, options = CASES[case]
-        evaluates = options.get("forward_only", False)
-        model, hook = Model(options.get("per_token", False)), hook_of(terms, **options)
-        return hook, model, [*sorted({False, evaluates}), evaluates], len(hook.terms)
-
-    for case, (_, layout, _) in CASES.items():
-        hook, model, kinds, number = steps(case)
-        wanted[case] = [one_call(hook, Script(layout, number), model, groups, x) for x in kinds]
+def on_device(read_on_device: bool, backend: str) -> dict[str, Any]:
+    """By case: waits and collectives of a second step, by part; and whether it is the CPU's."""
+    groups = groups_of()
+    wanted = {name: two_steps(case, groups=groups) for name, case in CASES.items()}
     device.take()  # for good
-    groups.cp = dist.new_group(backend=backend)
-    seen = device.Watched()
-    planning: list[str] = []
-    waits: list[str] = []
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        before = len(seen.waits)
-        yield
-        waits[:] += seen.waits[before:]
-
-    def begins() -> None:
-        planning[:] = seen.waits
-        waits.clear()
+    groups, found = groups_of(backend), {}
 
     def place(x: Tensor) -> Tensor:
         return x.pin_memory().to(device.DEVICE, non_blocking=True)
 
-    found = {}
-    for case, (_, layout, _) in CASES.items():
-        hook, model, kinds, number = steps(case)
-        seen.collectives.clear()
-        got = []
-        for evaluates in kinds:
-            with seen:
-                seen.waits.clear()
-                script = Script(layout, number, place, around, begins)
-                read_to = place if read_on_device else as_it_is
-                got.append(one_call(hook, script, model, groups, evaluates, read_to))
-        pairs = zip(device.tensors_in(got), device.tensors_in(wanted[case]), strict=True)
-        same = [torch.equal(x.cpu(), y) for x, y in pairs]
-        where = {x for _, x in seen.collectives}
-        found[case] = {"plan": [*planning], "loss": [*waits], "same": same, "where": where}
+    with device.Watched() as seen:
+        way = {"place": place, "read": place if read_on_device else as_it_is, "seen": seen}
+        for name, case in CASES.items():
+            returned, reports, loop = two_steps(case, groups=groups, **way)
+            pairs = zip(
+                device.tensors_in(returned), device.tensors_in(wanted[name][0]), strict=True
+            )
+            same = [torch.equal(x.cpu(), y) for x, y in pairs]
+            same.append(reports == wanted[name][1])
+            found[name] = same, loop.planning, loop.of_losses
     return found
 
 
 @functools.cache
-def ranks_on_device(ranks: int, backend: str) -> list[dict[str, dict[str, Any]]]:
+def ranks_on_device(ranks: int, backend: str) -> list[dict[str, Any]]:
     return run_ranks(on_device, ranks, ranks == 1, backend, preload="megatron.core.utils")
 
 
-@pytest.mark.parametrize("ranks, backend", [(1, device.BACKEND), (2, device.BACKEND), (2, BOTH)])
+@pytest.mark.parametrize("ranks, backend", [(1, device.BACKEND), (4, device.BACKEND), (4, BOTH)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
     case: str, ranks: int, backend: str
 ) -> None:
     for rank in ranks_on_device(ranks, backend):
-        found = rank[case]
-        assert found["loss"] == []
-        assert all(found["same"]) and len(found["same"]) >= 2 * N_MB
-        if backend == BOTH:  # sends from the device in a loss, and over the CPU while it plans
-            assert case not in ("rows", "packs") or device.DEVICE.type in found["where"]
-        else:
-            assert found["where"] <= {device.DEVICE.type}
-            assert len(found["plan"]) <= (ranks == 1)  # whose batches are on the device
-
-
-def over_groups(backend: str, places_on_device: bool) -> dict[str, Any]:
-    """Of a step's counts and reports: are they right, where tensors were sent, and the waits."""
-    from megatron_loss_agg.report import Sum, reduce_reports
-
-    rank = dist.get_rank()
-
-    def exchanged(group: Any, place: Place) -> tuple[Any, ...]:
-        step = [
-            Microbatch(place(x["loss_mask"]), prompt_ids=place(x["prompt_ids"]))
-            for x in data("rows", rank)
-        ]
-        plans = [StepPlan.build(agg, step, group) for agg in AGG.values()]
-        counted = [(p.counts, *(p.coefficients(i).tolist() for i in range(N_MB))) for p in plans]
-        total = place(torch.tensor(rank + 1.0))
-        reports = [{"policy": Sum(total), "lm loss": torch.stack([total, total])}]
-        return counted, reduce_reports(reports, group)
-
-    wanted = exchanged(dist.group.WORLD, as_it_is)
-    device.take()
-    group = dist.new_group(backend=backend)
-    with device.Watched() as seen:
-        place = (lambda x: x.to(device.DEVICE)) if places_on_device else as_it_is
-        same = exchanged(group, place) == wanted
-    return {"same": same, "where": {x for _, x in seen.collectives}, "waits": seen.waits}
-
-
-@pytest.mark.parametrize("backend, places", [(device.BACKEND, 0), (device.BACKEND, 1), (BOTH, 0)])
-def test_ranks_exchange_over_the_cpu_if_they_can_and_wait_for_no_kernel(
-    backend: str, places: int
-) -> None:
-    for rank in run_ranks(over_groups, 2, backend, bool(places), preload="megatron.core.utils"):
-        assert rank["same"]
-        assert rank["where"] == {"cpu" if backend == BOTH else device.DEVICE.type}
-        assert backend != BOTH or rank["waits"] == []
+        same, (waits, where), of_losses = rank[case]
+        assert all(same) and len(same) >= 2 * N_MB
+        # Counts go over the CPU if they can, and wait for no kernel; or else there and back.
+        assert {*where} <= {"cpu" if backend == BOTH else device.DEVICE.type}
+        copies = 0 if backend == BOTH else 2 * len(where)
+        assert len(waits) <= (1 if ranks == 1 else copies)  # one rank's batches are on the device
+        for waits, where in of_losses:
+            assert waits == []
+            assert {*where} <= {device.DEVICE.type}
 
 
 LONG = 2**15
 
 
-def one_long_pack() -> list[Any]:
-    """A step with one sample of many equal fractions, and what its loss functions return."""
+def one_long_pack() -> float:
+    """The loss of a step with one sample of many equal fractions."""
     batch = {"tokens": torch.ones(1, LONG), "loss_mask": torch.full((1, LONG), 0.1)}
     batch["cu_seqlens"] = batch["cu_seqlens_padded"] = torch.tensor([0, LONG], dtype=torch.int32)
-    script = Script("packs", 1)
-    returned: list[Any] = hook_of(AGG["sample_mean"]).wrap(script.schedule)(
-        forward_step_func=script.forward_step,
-        data_iterator=iter([batch]),
-        model=Model(),
-        num_microbatches=1,
-        pg_collection=groups_of(),
-    )
-    return [x.item() for x in device.tensors_in(returned[0]) if not x.dim()]
+    case = Case(aggregation("sample_mean"), "thd")
+
+    class Long(Script):
+        def data(self) -> Iterator[dict[str, Tensor]]:
+            yield from [batch] * N_MB
+
+    returned = Long(case, groups_of()).run(hook_of(case), Model())
+    return sum(loss.item() for loss, *_ in returned) / N_MB
 
 
 def test_a_pack_of_many_equal_fractions_is_summed_exactly() -> None:
     """Added up one by one in fp32, its mask is 3e-4 off, and would be taken for another."""
-    (found,) = run_ranks(one_long_pack, 1, preload="megatron.core.utils")
-    assert found[0] == pytest.approx(1.0, rel=1e-6)
+    assert run_ranks(one_long_pack, 1, preload="megatron.core.utils") == [
+        pytest.approx(1.0, rel=1e-6)
+    ]
 
 
 def counting_group(gloo_beside: bool) -> tuple[bool, bool]:

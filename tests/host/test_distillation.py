@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ PLACES: dict[int, Places] = {
 }
 MODE = "sample_mean"
 GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
-# Dtypes, without and with the per-token flag.
-ROUTES = ((torch.float64, False), (torch.float64, True), (torch.float32, True))
 # What is reported, and the names of the losses by hand.
 REPORTS = {
     f"{MODE} loss": "language",
@@ -39,77 +36,60 @@ REPORTS = {
 
 
 def by_hand(language: Weights, kd: Weights) -> list[Any]:
-    """In fp64 and fp32, and in fp64 with the teacher's whole vocabulary."""
+    """Of the teacher's top entries, and of its whole vocabulary."""
     from tests.host import distillation as made
 
-    whole = made.by_hand(language, kd, kl=made.full_kl)
-    return [*(made.by_hand(language, kd, x) for x in (torch.float64, torch.float32)), whole]
+    return [made.by_hand(language, kd, kl=kl) for kl in (made.sparse_kl, made.full_kl)]
 
 
 @functools.cache
 def expected(ranks: int, mode: str = MODE) -> Any:
-    """Gradient and losses in fp64, the error of the gradient in fp32, and `by_hand`'s last.
-
-    Args:
-        mode: of the language loss; the teacher's is `MODE`.
-    """
+    """`by_hand` by a language loss of this mode; that of the teacher is of `MODE`."""
     weights = (weights_of(name, PLACES[ranks]) for name in (mode, MODE))
-    ((exact, naive, whole),) = run_host_ranks(by_hand, 1, *weights)
-    return *exact, relative_error(naive[0], exact[0]), whole[0]
+    return run_host_ranks(by_hand, 1, *weights)[0]
 
 
-def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[tuple[Any, Found]]:
-    """Every rank, for each dtype, layout and route."""
+def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[Found]:
+    """Every rank, for each layout and route."""
     from tests.host import distillation, gpt, gradients
 
     gpt.initialize(**topology.sizes)
     places = PLACES[topology.data_parallel_size]
     found = []
-    for layout, (dtype, per_token) in product(("bshd", "thd"), ROUTES):
+    for layout in ("bshd", "thd"):
         where = f"{folder}/{layout}"
-        if (dtype, per_token) == ROUTES[0]:
-            distillation.save_teacher(topology, places, layout, where)
+        distillation.save_teacher(topology, places, layout, where)
         flags = ("--loss-aggregation", MODE, "--logits-load-dir", where)
         flags += ("--logits-load-kd-loss-alpha", str(distillation.ALPHA))
-        chunks, capture = distillation.student(topology, per_token, dtype)
-        reports = distillation.step(chunks, places, layout, *flags)
-        found.append((dtype, Found(gradients.error(chunks, gradient), reduced(reports))))
-        capture.remove_hooks()
+        for per_token in (False, True):
+            chunks, capture = distillation.student(topology, per_token)
+            reports = distillation.step(chunks, places, layout, *flags)
+            found.append(Found(gradients.error(chunks, gradient), reduced(reports)))
+            capture.remove_hooks()
     return found
 
 
 @pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
 def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> None:
     topology = TOPOLOGIES[name]
-    gradient, numbers, fp32_error, _ = expected(topology.data_parallel_size)
+    (gradient, numbers), _ = expected(topology.data_parallel_size)
     wanted = {report: numbers[name] for report, name in REPORTS.items()}
     for rank in run_host_ranks(on_host, 2, topology, str(tmp_path), gradient):
-        for dtype, (error, reports) in rank:
-            exact = dtype == torch.float64
-            assert error <= (EXACT if exact else 2 * fp32_error)
+        for error, reports in rank:
+            assert error <= EXACT
             ours = {report: reports[report] for report in wanted}
-            assert ours == pytest.approx(wanted, rel=EXACT if exact else 1e-5)
+            assert ours == pytest.approx(wanted, rel=EXACT)
 
 
 REFUSED = {
-    "another alpha": (
-        "HostError: ",
-        "not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its own",
-    ),
-    "no teacher": (
-        "HostError: ",
-        *("computed 0 distillation losses", "--logits-load-dir", "return a TokenLoss"),
-    ),
-    "ignored errors": (
-        "HostError: ",
-        *("--logits-load-ignore-errors, with which", "change it, or drop the hook"),
-    ),
-    "fp32": (
-        "HostError: ",
-        "fp32 logits, which Megatron's cross entropy has overwritten",
-        "add --bf16",
-    ),
-    "no term of the teacher": (f"ModeError: Distillation() with a loss of the terms ['{MODE}'];",),
+    "another alpha": "HostError: not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its "
+    "own",
+    "no teacher": "HostError: computed 0 distillation losses ... --logits-load-dir ... "
+    "return a TokenLoss",
+    "ignored errors": "HostError: --logits-load-ignore-errors, with which ... change it, or drop "
+    "the hook",
+    "fp32": "HostError: fp32 logits, which Megatron's cross entropy has overwritten ... add --bf16",
+    "no term of the teacher": f"ModeError: Distillation() with a loss of the terms ['{MODE}'];",
 }
 
 
@@ -137,7 +117,7 @@ def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
     distillation.save_teacher(topology, places, layout, folder)
     flags = ("--loss-aggregation", MODE, "--logits-load-dir", folder)
     half = (*flags, "--logits-load-kd-loss-alpha", "0.5")
-    chunks, _ = distillation.student(topology, False, torch.float64)
+    chunks, _ = distillation.student(topology, False)
     step = partial(distillation.step, chunks, places, layout)
     other_alpha = distillation.script(LossFuncCallable(folder, kd_loss_alpha=0.4))
     hook = LossHook(aggregation(MODE), extensions=[Distillation()])
@@ -158,10 +138,11 @@ def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
 
 def test_a_loss_that_is_not_both_terms_is_refused_and_evaluation_has_one(tmp_path: Any) -> None:
     ((errors, evaluation),) = run_host_ranks(refusals, 1, str(tmp_path))
-    for name, (kind, *texts) in REFUSED.items():
-        assert errors[name].startswith(kind), errors[name]
-        assert [text for text in texts if text not in errors[name]] == [], errors[name]
-    _, numbers, _, _ = expected(1)
+    for name, says in REFUSED.items():
+        kind, _, text = says.partition(": ")
+        assert errors[name].startswith(f"{kind}: "), errors[name]
+        assert [part for part in text.split(" ... ") if part not in errors[name]] == []
+    (_, numbers), _ = expected(1)
     wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
     assert evaluation == pytest.approx(wanted, rel=EXACT)
 
@@ -179,7 +160,7 @@ def custom_loops(folder: str) -> list[Gradient]:
     guide: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
         exec(snippet, guide)
-    chunks, _ = distillation.student(topology, False, torch.float64)
+    chunks, _ = distillation.student(topology, False)
     teacher = distillation.teacher()
 
     def own_loss(data_iterator: Any, model: Any) -> Any:
@@ -199,7 +180,7 @@ def custom_loops(folder: str) -> list[Gradient]:
 
 
 def test_custom_loops_of_the_guide_are_exact(tmp_path: Any) -> None:
-    gradient, _, _, whole = expected(1, "token_mean")
+    (gradient, _), (whole, _) = expected(1, "token_mean")
     ((of_host, own),) = run_host_ranks(custom_loops, 1, str(tmp_path))
     assert relative_error(of_host, gradient) <= EXACT
     assert relative_error(own, whole) <= EXACT

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss, read_samples
+from megatron_loss_agg.mcore import LateMicrobatch, read_samples
 from tests.host import whole
-from tests.host.cases import Batch, Case, Found, expected_gradients, run
+from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES
-from tests.host.reference import reference
+from tests.host.reference import Gradient, reference
+from tests.host.scripts import of_terms
 from tests.host.steps import PLACES, aggregation, weights_of
 
 pytestmark = pytest.mark.host
@@ -46,14 +49,6 @@ def forward_step(data_iterator: Any, model: Any, script: Any = None) -> Any:
     return (script or gpt.forward_step)(shown, model)
 
 
-def two_terms(data_iterator: Any, model: Any) -> Any:
-    """Of the same losses."""
-    from tests.host import gpt
-
-    losses, loss_func = gpt.forward_step(data_iterator, model)
-    return losses, TokenLoss(lambda x: ({"a": x, "b": x}, {}), loss_func.args[0])
-
-
 def count(batch: Any) -> LateMicrobatch:
     offsets = batch.get("cu_seqlens")
     return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
@@ -72,57 +67,49 @@ def late(topology: str, mode: str, layout: str, per_token: bool, **more: Any) ->
     )
 
 
-def on_cp2(mode: str, per_token: bool) -> dict[str, Case]:
-    """How ranks gather the losses of all tokens; and a step of two calls."""
-    of = functools.partial(late, "cp2", mode, "bshd", per_token)
-    gathers = {
-        kind: of(step=functools.partial(forward_step, script=whole.script(kind)))
-        for kind in ("local_grad", "reduced_grad")
-    }
-    return {**gathers, "two calls": of(calls=(1, 3))}
-
-
 HALF = {"a": aggregation("sample_mean"), "b": Term(aggregation("sum"), coefficient=0.5)}
-BOTH = functools.partial(forward_step, script=two_terms)
-CASES: dict[str, dict[str, Case]] = {}
-for per_token in (False, True):
-    for (topology, layout), modes in PLANNED.items():
-        of_topology = CASES.setdefault(topology, {})
-        for mode in modes:
-            case = late(topology, mode, layout, per_token, masks="fractional")
-            of_topology[case.name] = case
-        if per_token:  # a sum of masks is then the host's own
-            case = late(topology, "token_mean", layout, True)
-            of_topology[case.name] = case
-    for mode in (*SUMMED, *["token_mean"] * per_token):
-        for way, case in on_cp2(mode, per_token).items():
-            CASES["cp2"][f"{way}-{case.name}"] = case
-    terms = late("cp2", "sample_mean", "bshd", per_token, step=BOTH, terms=HALF)
-    CASES["cp2"][f"two terms-{terms.name}"] = terms
+# How ranks gather the losses of all tokens; a step of two calls; and of two terms.
+WAYS_ON_CP2: list[dict[str, Any]] = [
+    {"step": partial(forward_step, script=whole.script("local_grad"))},
+    {"step": partial(forward_step, script=whole.script("reduced_grad"))},
+    {"calls": (1, 3)},
+]
+TWO_TERMS = {"terms": HALF, "step": partial(forward_step, script=partial(of_terms, names=HALF))}
 
 
-@functools.cache
-def facts(topology: str) -> dict[Case, list[Found]]:
-    cases = [*CASES[topology].values()]
-    expected = expected_gradients(cases)
-    for i, case in enumerate(cases):
-        if case.terms:
-            half = [(k, [0.5 * x for x in w]) for k, w in weights_of("sum", case.places)]
-            expected[i] = reference().gradient(case.weights + half)
-    return run(TOPOLOGIES[topology], cases, expected)
+def cases_of(topology: str) -> Iterator[Case]:
+    for per_token in (False, True):
+        more = ["token_mean"] * per_token  # a sum of masks is then the host's own
+        for (name, layout), modes in PLANNED.items():
+            if name == topology:
+                for mode in modes:
+                    yield late(topology, mode, layout, per_token, masks="fractional")
+                for mode in more:
+                    yield late(topology, mode, layout, per_token)
+        if topology == "cp2":
+            for mode, way in product((*SUMMED, *more), WAYS_ON_CP2):
+                yield late(topology, mode, "bshd", per_token, **way)
+            yield late(topology, "sample_mean", "bshd", per_token, **TWO_TERMS)
 
 
-@pytest.mark.parametrize(
-    "topology, name", [(t, name) for t, cases in CASES.items() for name in cases]
-)
-def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str, name: str) -> None:
-    case = CASES[topology][name]
-    label = "a" if case.terms else case.mode
-    loss = reference().loss(case.weights)
-    tokens = reference().loss(dataclasses.replace(case, mode="token_mean", options={}).weights)
-    for error, reports in facts(topology)[case]:
-        assert error <= EXACT
-        if reports:
-            assert reports[f"{label} loss"] == pytest.approx(loss, rel=1e-13)
-            assert reports.get("lm loss", tokens) == pytest.approx(tokens, rel=1e-13)
-    assert reports  # of the last rank, which is on the last stage
+def expected(case: Case) -> Gradient:
+    if not case.terms:
+        return reference().gradient(case.weights)
+    half = [(k, [0.5 * x for x in w]) for k, w in weights_of("sum", case.places)]
+    return reference().gradient(case.weights + half)
+
+
+@pytest.mark.parametrize("topology", ["dp2", "cp2", "tp2-sp", "pp2"])
+def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str) -> None:
+    cases = [*cases_of(topology)]
+    found = run(TOPOLOGIES[topology], cases, [expected(case) for case in cases])
+    for case, ranks in found.items():
+        label = "a" if case.terms else case.mode
+        loss = reference().loss(case.weights)
+        tokens = reference().loss(dataclasses.replace(case, mode="token_mean", options={}).weights)
+        for error, reports in ranks:
+            assert error <= EXACT, case
+            if reports:
+                assert reports[f"{label} loss"] == pytest.approx(loss, rel=1e-13), case
+                assert reports.get("lm loss", tokens) == pytest.approx(tokens, rel=1e-13), case
+        assert reports  # of the last rank, which is on the last stage

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import weighted_sum
+from megatron_loss_agg import policy, weighted_sum
 from megatron_loss_agg.mcore import logprobs
 from tests.host.harness import error_of, run_host_ranks
 
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.host
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
 F64 = torch.float64
+LOG_PROBS, ENTROPY = logprobs.vocab_parallel_log_probs, logprobs.vocab_parallel_entropy
+BOTH = logprobs.vocab_parallel_log_probs_and_entropy
 # What the logits are like, and the temperature.
 CASES = [("normal", 1.0), ("normal", 0.7), ("wide", 1.0), ("wide", 0.3), ("filtered", 1.0)]
 
@@ -36,56 +38,47 @@ def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, labels, pull[0], pull[1]
 
 
+def ours(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, tuple[Tensor, ...]]:
+    # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
+    return {
+        "log_probs": (LOG_PROBS(logits * 1, labels, temperature),),
+        "entropy": (ENTROPY(logits * 1, temperature),),
+        "both": BOTH(logits * 1, labels, temperature),
+    }
+
+
+def plain(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, tuple[Tensor, ...]]:
+    log_p = (logits / temperature).log_softmax(dim=-1)
+    chosen = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
+    return {"log_probs": (chosen,), "entropy": (entropy,), "both": (chosen, entropy)}
+
+
+def taken(functions: Any, tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
+    """By function: values, and the gradient of this rank's part of the logits."""
+    logits, labels, *pulls = data(kind)
+    leaf = logits.chunk(tp, dim=-1)[dist.get_rank() if tp > 1 else 0].clone().requires_grad_()
+    found = {}
+    for name, values in functions(leaf, labels, temperature).items():
+        of_values = {"log_probs": pulls[:1], "entropy": pulls[1:], "both": pulls}[name]
+        (gradient,) = torch.autograd.grad(values, leaf, of_values, retain_graph=True)
+        found[name] = [*(x.detach() for x in values), gradient]
+    return found
+
+
 def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
-    """For each of `CASES`, values and the gradient of this rank's logits, by function."""
     from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=tp)
     with gpt.KeepDouble():
-        return [on_rank(tp, *case) for case in CASES]
-
-
-def on_rank(tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
-    logits, labels, pull_lp, pull_h = data(kind)
-    leaf = logits.chunk(tp, dim=-1)[dist.get_rank()].clone().requires_grad_()
-
-    def taken(pulls: list[Tensor], function: Any, *args: Any) -> list[Tensor]:
-        # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
-        values = function(leaf * 1, *args, temperature)
-        return pulled(leaf, values if isinstance(values, tuple) else (values,), pulls)
-
-    return {
-        "log_probs": taken([pull_lp], logprobs.vocab_parallel_log_probs, labels),
-        "entropy": taken([pull_h], logprobs.vocab_parallel_entropy),
-        "both": taken([pull_lp, pull_h], logprobs.vocab_parallel_log_probs_and_entropy, labels),
-    }
-
-
-def pulled(logits: Tensor, values: tuple[Tensor, ...], pulls: list[Tensor]) -> list[Tensor]:
-    """Values, and the gradient of the logits."""
-    (grad,) = torch.autograd.grad(values, logits, pulls, retain_graph=True)
-    return [*(x.detach() for x in values), grad]
-
-
-def expected(kind: str, temperature: float) -> dict[str, list[Tensor]]:
-    """One process, the whole vocabulary, autograd."""
-    logits, labels, pull_lp, pull_h = data(kind)
-    logits.requires_grad_()
-    log_p = (logits / temperature).log_softmax(dim=-1)
-    chosen = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
-    return {
-        "log_probs": pulled(logits, (chosen,), [pull_lp]),
-        "entropy": pulled(logits, (entropy,), [pull_h]),
-        "both": pulled(logits, (chosen, entropy), [pull_lp, pull_h]),
-    }
+        return [taken(ours, tp, *case) for case in CASES]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_values_and_gradients(tp: int) -> None:
     for rank, cases in enumerate(run_host_ranks(on_ranks, tp, tp)):
         for got, case in zip(cases, CASES, strict=True):
-            for name, (*values, grad) in expected(*case).items():
+            for name, (*values, grad) in taken(plain, 1, *case).items():
                 part = grad.chunk(tp, dim=-1)[rank]
                 for x, ref in zip(got[name], [*values, part], strict=True):
                     # A softmax near 0 or 1 has a gradient near 0, of probabilities rounded near 1.
@@ -101,12 +94,10 @@ def against_megatron(dtype: torch.dtype) -> list[list[Tensor]]:
     gpt.initialize(tensor_model_parallel_size=2)
     logits, labels, pull, _ = data()
     results = []
-    ours = logprobs.vocab_parallel_log_probs
-    for function in (lambda *a: -vocab_parallel_cross_entropy(*a), ours):
+    for function, sign in ((vocab_parallel_cross_entropy, -1), (LOG_PROBS, 1)):
         leaf = logits.chunk(2, dim=-1)[dist.get_rank()].to(dtype).requires_grad_()
-        value = function(leaf * 1, labels)
-        (grad,) = torch.autograd.grad(value, leaf, pull.float())
-        results.append([value.detach(), grad])
+        value = sign * function(leaf * 1, labels)
+        results.append([value.detach(), *torch.autograd.grad(value, leaf, pull.float())])
     return results
 
 
@@ -122,25 +113,20 @@ def overwritten() -> list[str | None]:
     from tests.host import gpt
 
     gpt.initialize()
-    labels = torch.zeros(2, 1, dtype=torch.int64)
-    logits = torch.randn(2, 1, 5)
-    kept = logits.clone()
-    expected = logprobs.vocab_parallel_entropy(logits)
+    labels, kept = torch.zeros(2, 1, dtype=torch.int64), torch.randn(2, 1, 5)
+    logits, halved = kept.clone(), kept.bfloat16()
+    expected = ENTROPY(logits)
     assert torch.equal(logits, kept)
-    halved = kept.bfloat16()
-    logprobs.vocab_parallel_log_probs(halved, labels)
+    LOG_PROBS(halved, labels)
     assert torch.equal(halved, kept.bfloat16())
-    assert not logprobs.vocab_parallel_entropy(halved).isnan().any()
+    assert not ENTROPY(halved).isnan().any()
     with torch.inference_mode():
-        logprobs.vocab_parallel_log_probs(logits.clone(), labels)
-    logprobs.vocab_parallel_log_probs(logits, labels)
+        LOG_PROBS(logits.clone(), labels)
+    LOG_PROBS(logits, labels)
     assert not torch.equal(logits, kept)
-    errors = [
-        error_of(logprobs.vocab_parallel_entropy, logits),
-        error_of(logprobs.vocab_parallel_log_probs_and_entropy, logits, labels),
-    ]
+    errors = [error_of(ENTROPY, logits), error_of(BOTH, logits, labels)]
     logits.copy_(kept)  # a buffer that is filled anew is logits again
-    assert torch.equal(logprobs.vocab_parallel_entropy(logits), expected)
+    assert torch.equal(ENTROPY(logits), expected)
     return errors
 
 
@@ -157,26 +143,24 @@ def unusable() -> tuple[list[list[float]], list[str | None]]:
     from tests.host import gpt
 
     gpt.initialize()
-    w = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    labels = torch.zeros(4, dtype=torch.int64)
+    w, labels = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
     rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
     gradients = []
-    for losses in (
-        lambda x: logprobs.vocab_parallel_log_probs(x, labels),
-        logprobs.vocab_parallel_entropy,
-        lambda x: sum(logprobs.vocab_parallel_log_probs_and_entropy(x, labels)),
+    for function in (
+        lambda x: LOG_PROBS(x, labels),
+        ENTROPY,
+        lambda x: sum(BOTH(x, labels)),
     ):
         leaf = torch.tensor(rows, requires_grad=True)
-        total = weighted_sum(w, losses(leaf * 1))
+        total = weighted_sum(w, function(leaf * 1))
         assert total.isfinite()
         gradients.append(torch.autograd.grad(total, leaf)[0].view(-1).tolist())
     logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
-    log_probs = logprobs.vocab_parallel_log_probs
     return gradients, [
-        error_of(log_probs, logits, labels.t()),
-        error_of(log_probs, logits.transpose(0, 1), labels.t()),
-        error_of(log_probs, logits, labels, 0.0),
-        error_of(logprobs.vocab_parallel_entropy, labels),
+        error_of(LOG_PROBS, logits, labels.t()),
+        error_of(LOG_PROBS, logits.transpose(0, 1), labels.t()),
+        error_of(LOG_PROBS, logits, labels, 0.0),
+        error_of(ENTROPY, labels),
     ]
 
 
@@ -193,3 +177,55 @@ def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> No
         "PolicyError: logits is a torch.int64 tensor of shape (3, 2); expected a floating-point, "
         "dense tensor",
     ]
+
+
+def peaks(dtype: torch.dtype) -> dict[str, float]:
+    """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from benchmarks.memory import LiveBytes
+    from tests.host import gpt
+
+    gpt.initialize(tensor_model_parallel_size=2)
+    tokens, vocab = 64, 4096
+    labels = torch.arange(tokens).view(tokens, 1)
+    w = torch.full((tokens, 1), 1 / tokens)
+
+    def policy_loss(log_probs: Tensor) -> Tensor:
+        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses
+
+    def with_entropy(logits: Tensor) -> Tensor:
+        log_probs, entropy = BOTH(logits, labels, 0.7)
+        return policy_loss(log_probs) - entropy
+
+    def plain(logits: Tensor) -> Tensor:
+        log_p = logits.float().log_softmax(dim=-1)
+        return -(log_p.exp() * log_p).sum(dim=-1) - log_p.gather(-1, labels.unsqueeze(-1))[..., 0]
+
+    def peak(function: Any) -> int:
+        leaf = torch.zeros(tokens, 1, 1, dtype=dtype, requires_grad=True)
+        with LiveBytes() as memory:
+            # Made here, so that a buffer that replaces the logits is not held against it.
+            losses = function(leaf.expand(-1, -1, vocab) + 0)
+            weighted_sum(w, losses).backward()
+        return memory.peak
+
+    stock = peak(lambda logits: vocab_parallel_cross_entropy(logits, labels))
+    functions = {
+        "policy": lambda x: policy_loss(LOG_PROBS(x, labels)),
+        "policy and entropy": with_entropy,
+        "entropy": ENTROPY,
+        "plain": plain,
+    }
+    return {name: peak(function) / stock for name, function in functions.items()}
+
+
+def test_no_second_copy_of_the_logits() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for ratio in run_host_ranks(peaks, 2, dtype):
+            # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
+            assert ratio["policy"] < 1.02
+            assert ratio["policy and entropy"] < 1.08
+            # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
+            assert ratio["entropy"] < (2.2 if dtype == torch.float32 else 1.0)
+            assert ratio["plain"] > 3  # so the measure tells

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_loss_agg import Term
 from megatron_loss_agg.mcore import MultiTokenPrediction
 from tests.host.cases import Case, run
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, run_host_ranks
+from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import Gradient
 from tests.host.scripts import with_labels
 from tests.host.steps import N_MB, PLACES, Weights, aggregation, sequences, weights_of
@@ -29,7 +29,7 @@ METHOD = "compute_language_model_loss"
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
     hook = {"extensions": [MultiTokenPrediction()]}
-    given = {"layout": layout, "per_token": per_token, "masks": masks}
+    given = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
     return Case(mode, **{"step": with_labels, "hook": hook, **given, **more})
 
 
@@ -63,11 +63,6 @@ CASES = {
         "rows": case("bshd", True, "token_mean"),
     },
 }
-
-
-def with_mtp(name: str) -> Topology:
-    topology = TOPOLOGIES[name]
-    return dataclasses.replace(topology, config={**topology.config, **CONFIG})
 
 
 Step = list[tuple[str, Weights]]
@@ -137,7 +132,7 @@ def packs() -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
-    topology, (takes_packs,) = with_mtp(name), run_host_ranks(packs, 1)
+    topology, (takes_packs,) = TOPOLOGIES[name], run_host_ranks(packs, 1)
     cases = {
         kind: dataclasses.replace(case, places=PLACES[topology.data_parallel_size])
         for kind, case in CASES[name].items()

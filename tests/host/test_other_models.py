@@ -13,19 +13,69 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import LossHook, read_samples
-from tests.host.cases import reduced, take
+from megatron_loss_agg.mcore import read_samples
+from tests import oracle
+from tests.host.cases import Batch, Case, reduced, take
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import relative_error
-from tests.host.steps import PLACES, VOCAB, aggregation, weights_of
+from tests.host.steps import PLACES, VOCAB, Places, weights_of
 from tests.host.test_late_masks import MODES, OPTIONS
 from tests.host.test_mtp import CASES, CONFIG, alone
 
 pytestmark = pytest.mark.host
 
 SIDE, PATCH = 4, 2  # of an image, and of its patches: four positions instead of its one token
-BATCHES, RANKS = 4, 2
-LLAVA = [(False, mode) for mode in MODES] + [(True, mode) for mode in (*MODES, "token_mean")]
+STEP: Places = (((0,), (1,)), ((2,), (3,)))  # numbers of batches
+
+
+def llava_batch(_: Batch, number: tuple[int]) -> Batch:
+    """One row or two, with the keys of Megatron's multimodal data set; a row may have no image.
+
+    Masks are of unequal sums; batch 2, of one row, has no active token.
+    """
+    from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
+
+    (n,) = number
+    generator = torch.Generator().manual_seed(n)
+    rows, length = 1 + n % 2, 9 + n
+    tokens, labels = torch.randint(0, VOCAB, (2, rows, length), generator=generator)
+    tokens[0, n] = DEFAULT_IMAGE_TOKEN_INDEX
+    drawn = torch.rand(rows, length, generator=generator) < 0.3 + 0.15 * n
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": drawn.double() * (n != 2),
+        "image": torch.randn(1, 3, SIDE, SIDE, generator=generator),
+        "position_ids": torch.arange(length).expand(rows, length),
+    }
+
+
+def llava_losses(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of all positions, those of images too; and their mask."""
+    images = batch["image"], batch["tokens"], batch["position_ids"], None
+    return model(*images, batch["labels"], batch["loss_mask"])
+
+
+def llava_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    from tests.host import gpt
+
+    losses, mask = llava_losses(model, next(data_iterator))
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
+LLAVA = [
+    Case(
+        mode,
+        OPTIONS.get(mode, {}),
+        places=STEP,
+        per_token=flag,
+        batch=llava_batch,
+        hook={"read_batch": read_samples},
+        step=llava_step,
+    )
+    for flag in (False, True)
+    for mode in (*MODES, *["token_mean"] * flag)
+]
 
 
 def llava_model(per_token: bool) -> Any:
@@ -67,95 +117,45 @@ def llava_model(per_token: bool) -> Any:
     return model
 
 
-def llava_batch(number: int) -> dict[str, Tensor]:
-    """One row or two, with the keys of Megatron's multimodal data set; a row may have no image.
-
-    Masks are of unequal sums; batch 2, of one row, has no active token.
-    """
-    from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
-
-    generator = torch.Generator().manual_seed(number)
-    rows, length = 1 + number % 2, 9 + number
-    tokens, labels = torch.randint(0, VOCAB, (2, rows, length), generator=generator)
-    tokens[0, number] = DEFAULT_IMAGE_TOKEN_INDEX
-    mask = (torch.rand(rows, length, generator=generator) < 0.3 + 0.15 * number).double()
-    if number == 2:
-        mask[:] = 0
-    image = torch.randn(1, 3, SIDE, SIDE, generator=generator)
-    positions = torch.arange(length).expand(rows, length)
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": mask,
-        "image": image,
-        "position_ids": positions,
-    }
-
-
-def llava_losses(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of all positions, those of images too; and their mask."""
-    images = batch["image"], batch["tokens"], batch["position_ids"], None
-    return model(*images, batch["labels"], batch["loss_mask"])
-
-
-def llava_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    from tests.host import gpt
-
-    losses, mask = llava_losses(model, next(data_iterator))
-    return losses, partial(gpt.stock_loss_func, mask)
-
-
-def llava_errors() -> dict[Any, tuple[float, ...]]:
-    """A rank, by case: the errors of the gradient and of both reports, against the formula."""
-    return {case: errors_of(*case) for case in LLAVA}
-
-
-def errors_of(per_token: bool, mode: str) -> tuple[float, ...]:
+def llava_errors() -> list[tuple[float, ...]]:
+    """A rank, by case: the errors of the gradient and of both reports."""
     from tests.host import gpt
 
     gpt.initialize()
-    number = BATCHES // RANKS
-    model = llava_model(per_token)
-    ddp = gpt.data_parallel(model)
-    mine = [llava_batch(gpt.data_rank() * number + i) for i in range(number)]
-    hook = LossHook(aggregation(mode, **OPTIONS.get(mode, {})), read_batch=read_samples)
     with gpt.KeepDouble():
-        step = {"forward_step_func": llava_step}
-        reports = reduced(gpt.run_step(hook, ddp, iter(mine), number, **step))
-        made = [llava_losses(model, llava_batch(i)) for i in range(BATCHES)]
+        return [errors_of(case) for case in LLAVA]
+
+
+def errors_of(case: Case) -> tuple[float, ...]:
+    from tests.host import gpt
+
+    model = llava_model(case.per_token)
+    reports = reduced(take(case, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
+    made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
     names, parameters = zip(*model.named_parameters(), strict=True)
-    wanted = torch.autograd.grad(formula(mode, made), parameters, materialize_grads=True)
-    gradient = relative_error(
-        {name: p.main_grad for name, p in zip(names, parameters, strict=True)},
-        dict(zip(names, wanted, strict=True)),
-    )
-    shown = {"lm loss": "token_mean", f"{mode} loss": mode}
-    return gradient, *(reports[key] / float(formula(x, made)) - 1 for key, x in shown.items())
+    loss = whole_loss(case.mode, made)
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, retain_graph=True)
+    found = {name: p.main_grad for name, p in zip(names, parameters, strict=True)}
+    error = relative_error(found, dict(zip(names, gradients, strict=True)))
+    shown = {"lm loss": whole_loss("token_mean", made), f"{case.mode} loss": loss}
+    return error, *(abs(reports[key] / float(x) - 1) for key, x in shown.items())
 
 
-def formula(mode: str, made: list[tuple[Tensor, Tensor]]) -> Any:
-    """The loss of a step of whole microbatches, each with losses and mask [samples, seq]."""
-    pairs = [((losses * mask).sum(dim=1), mask.sum(dim=1)) for losses, mask in made]
-    samples = sum(len(tokens) for _, tokens in pairs)
-    if mode == "sample_mean":
-        return sum((s / m.clamp(min=1)).sum() for s, m in pairs) / samples
-    if mode == "microbatch_mean":
-        return sum(s.sum() / m.sum().clamp(min=1) for s, m in pairs) / len(pairs)
-    divisors = {
-        "token_mean": sum(m.sum() for _, m in pairs),
-        "sum": 3.0,
-        "constant": 7.0 * samples,
-        "sample_sum": samples,
-    }
-    return sum(s.sum() for s, _ in pairs) / divisors[mode]
+def whole_loss(mode: str, made: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+    """Of the losses and masks of all microbatches, by the oracle's weights."""
+    step = [
+        [[oracle.Sample(tuple(row.tolist())) for row in mask] for _, mask in rank] for rank in made
+    ]
+    weights = oracle.step_weights(mode, step, **OPTIONS.get(mode, {}))
+    flat = [w for rank in weights for of_mb in rank for w in of_mb]
+    rows = [row for rank in made for losses, _ in rank for row in losses]
+    return sum((torch.tensor(w) * row).sum() for w, row in zip(flat, rows, strict=True))
 
 
 def test_megatrons_llava_is_exact() -> None:
-    for rank in run_host_ranks(llava_errors, RANKS):
-        assert {
-            case: errors for case, errors in rank.items() if max(map(abs, errors)) > EXACT
-        } == {}
-        assert list(rank) == LLAVA
+    for rank in run_host_ranks(llava_errors, 2):
+        for case, errors in zip(LLAVA, rank, strict=True):
+            assert max(errors) <= EXACT, case
 
 
 def hybrid_error() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Loop, LossHook, TokenLoss
-from tests.host.cases import Batch, Case, Found, grid, mean_of_means, run
+from megatron_loss_agg.mcore import Loop, LossHook
+from tests import oracle
+from tests.host.cases import Case, Found, grid, reduced, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
-from tests.host.steps import EMPTY, PROMPTS, Places, aggregation, deal, sequences, weights_of
+from tests.host.scripts import by_sample, of_terms
+from tests.host.steps import (
+    EMPTY,
+    PROMPTS,
+    Places,
+    aggregation,
+    deal,
+    sequences,
+    weights_of,
+    weights_with,
+)
 from tests.host.test_gradients import LOSSES
 
 pytestmark = pytest.mark.host
@@ -37,20 +49,9 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
             *loss, report = stock(loss_mask, output_tensor)
             return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
 
-        return functools.partial(loss_func, mask)
+        return partial(loss_func, mask)
 
     return gpt.forward_step_with(with_another_key)(data_iterator, model)
-
-
-def schedule(**arguments: Any) -> Any:
-    """Of a host that reads a report before the step ends."""
-    from tests.host import gpt
-
-    def copied_at_once(loss_func: Any, output: Tensor) -> Any:
-        *loss, report = loss_func(output)
-        return *loss, {key: pair.clone() for key, pair in report.items()}
-
-    return gpt.schedule_with(copied_at_once)(**arguments)
 
 
 LOOPS = {"train": (False, Loop()), "eval": (True, Loop()), "sft_eval": (True, SFT)}
@@ -66,7 +67,7 @@ for loss, flag, way in grid(2, LOSSES, (False, True), tuple(LOOPS)):
         per_token=flag,
         step=forward_step,
         hook={"loop": loop},
-        call={"forward_only": forward_only, "schedule": schedule},
+        call={"forward_only": forward_only},
     )
     STEPS[f"{case.name}-{way}"] = case
 
@@ -110,43 +111,28 @@ MODES: dict[str, dict[str, Any]] = {**OF_SET, "prompt_mean": {}, "sum": {}, "cus
 V = (2.0, 0.5, 1.0, 3.0, 0.25, 1.0, 0.0, 4.0, 1.5, 1.0)  # weights of the samples
 
 
-def weighted(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return {**batch, "sample_weights": torch.tensor([V[i] for i in of_mb])}
-
-
-def with_rejected(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return {**batch, "rejected": torch.tensor([i % 3 == 0 for i in of_mb])}
-
-
-def two_terms(data_iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
-    losses, loss_func = gpt.forward_step(data_iterator, model)
-    return losses, TokenLoss(lambda x: ({"nll": x, "rows": x}, {}), loss_func.args[0])
-
-
+WEIGHTED = partial(by_sample, sample_weights=V)
+REJECTING = partial(by_sample, rejected=[i % 3 == 0 for i in range(len(V))])
 BY_CALL = Loop(of_megatron=True, averages_quotients=True)
 BY_TOKENS = Loop(of_megatron=True)
-REJECTS, COUNTED = {"rejected": "skip"}, {"sample_weights": "count"}
+WEIGHED, COUNTED = ("token_mean", "sample_mean"), {"sample_weights": "count"}
 TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
 EVALUATIONS: dict[Any, Case] = {
-    "weighted tokens": Case("token_mean", COUNTED, batch=weighted),
-    "weighted samples": Case("sample_mean", COUNTED, batch=weighted),
-    "terms": Case("", terms=TERMS, step=two_terms),
+    **{("weighted", mode): Case(mode, COUNTED, batch=WEIGHTED) for mode in WEIGHED},
+    "terms": Case("", terms=TERMS, step=partial(of_terms, names=TERMS)),
 }
 for flag in (False, True):
     loop = {"loop": BY_CALL if flag else BY_TOKENS}
     for mode, options in MODES.items():
         EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
-    EVALUATIONS["rejected", flag] = Case("sample_mean", REJECTS, hook=loop, batch=with_rejected)
+    rejected = Case("sample_mean", {"rejected": "skip"}, hook=loop, batch=REJECTING)
+    EVALUATIONS["rejected", flag] = rejected
 
 
 def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
     """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls; and of a second
     evaluation, which begins anew, without tokens.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from tests.host import gpt
 
     gpt.initialize()
@@ -154,25 +140,26 @@ def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
     for key, case in cases.items():
         hook = LossHook(case.terms or case.aggregation, **case.hook)
         for name, calls in ((key, CALLS), ((key, "empty"), [NO_TOKENS])):
-            schedule = hook.wrap(get_forward_backward_func())
-            found[name] = values_of(case, calls, ddp, schedule)
+            found[name] = values_of(case, calls, ddp, hook)
     return found
 
 
-def values_of(case: Case, calls: list[Places], ddp: Any, schedule: Any) -> dict[str, float]:
+def values_of(case: Case, calls: list[Places], ddp: Any, hook: LossHook) -> dict[str, float]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     from tests.host import gpt
 
-    step = {"schedule": schedule, "forward_step_func": case.step or gpt.forward_step}
+    schedule = hook.wrap(get_forward_backward_func())  # of one evaluation
+    step = {"forward_step_func": case.step or gpt.forward_step, "schedule": schedule}
     reports: list[list[Any]] = []
     for places in calls:
         data = dataclasses.replace(case, places=places).data(dist.get_rank())
         with torch.no_grad():
             reports.append(gpt.run_step(None, ddp, data, 2, forward_only=True, **step))
-    names = sorted(reports[0][0])
     if case.hook.get("loop") == BY_CALL:
-        return {x: sum(mean_of_means(call, x) for call in reports) / len(calls) for x in names}
-    every = [report for call in reports for report in call]
-    return {x: gpt.reported(every, x) for x in names}
+        of_calls = [reduced(call, averages_quotients=True) for call in reports]
+        return {name: sum(of[name] for of in of_calls) / len(calls) for name in of_calls[0]}
+    return reduced([report for call in reports for report in call])
 
 
 @functools.cache
@@ -204,7 +191,7 @@ def exactly(value: float) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> None:
     values = evaluations()[mode, by_call]
-    assert values["lm loss"] == exactly(reference().loss(weights_of("token_mean", SET)))
+    assert values["lm loss"] == exactly(of_evaluation("token_mean"))
     assert values[f"{mode} loss"] == exactly(of_evaluation(mode))
     if mode not in ("sum", "custom"):
         mean_of_calls = sum(of_calls(mode)) / len(CALLS)
@@ -214,20 +201,16 @@ def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> N
 
 def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
     for by_call in (False, True):
-        values = evaluations()["rejected", by_call]
-        assert values["lm loss"] == exactly(reference().loss(weights_of("token_mean", SET)))
+        assert evaluations()["rejected", by_call]["lm loss"] == exactly(of_evaluation("token_mean"))
 
 
-def test_sample_weights_that_count_weigh_calls() -> None:
-    sums = []
-    for i in (i for rank in SET for of_mb in rank for i in of_mb):
-        mask = torch.tensor(sequences()[i].sample.mask, dtype=torch.float64)
-        total = (mask * reference().losses[i]).sum()
-        mean = total / mask.sum() if mask.any() else 0 * total
-        sums.append(V[i] * torch.stack([total, mask.sum(), mean, torch.ones_like(mean)]))
-    a, b, c, d = torch.stack(sums).sum(dim=0).tolist()
-    assert evaluations()["weighted tokens"]["token_mean loss"] == exactly(a / b)
-    assert evaluations()["weighted samples"]["sample_mean loss"] == exactly(c / d)
+@pytest.mark.parametrize("mode", WEIGHED)
+def test_sample_weights_that_count_weigh_calls(mode: str) -> None:
+    def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
+        return dataclasses.replace(sequences()[i].sample, weight=V[i])
+
+    weights = weights_with(mode, SET, sample, **COUNTED)
+    assert evaluations()["weighted", mode][f"{mode} loss"] == exactly(reference().loss(weights))
 
 
 def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls() -> None:

@@ -6,15 +6,14 @@ and padding microbatches where one has fewer. Metrics are those of the gathered 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch, Term
@@ -23,9 +22,9 @@ from tests import oracle
 from tests.host import rl
 from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
-from tests.host.reference import reference
+from tests.host.reference import Gradient, reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
-from tests.host.steps import aggregation, batch_of, sequences
+from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
 
 pytestmark = pytest.mark.host
 
@@ -40,8 +39,25 @@ STEPS = {
 }
 
 
+def policy_cases(topology: Topology) -> list[Case]:
+    """Losses of this rank's tokens; or, over context-parallel ranks, whole ones on every rank."""
+    kinds = (None, "local_grad", "reduced_grad") if "cp" in topology.sizes else (None,)
+    steps, flags = STEPS[topology.data_parallel_size], topology.per_token_flags
+    return [
+        Case(
+            "",
+            terms=rl.TERMS,
+            step=partial(rl.forward_step, kind=kind),
+            places=places,
+            per_token=flag,
+            hook={"total": "total loss"} if kind else {},
+        )
+        for places, flag, kind in product(steps, flags, kinds)
+    ]
+
+
 @functools.cache
-def expected_of_terms() -> tuple[Any, dict[str, float]]:
+def expected_of_terms() -> tuple[Gradient, dict[str, float]]:
     return run_host_ranks(rl.reference, 1)[0]
 
 
@@ -49,17 +65,14 @@ def expected_of_terms() -> tuple[Any, dict[str, float]]:
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
     gradient, numbers = expected_of_terms()
     assert 0 < numbers["clip_fraction"] < 1
-    topology = TOPOLOGIES[name]
-    steps = product(STEPS[topology.data_parallel_size], topology.per_token_flags)
-    cases = [
-        Case("", terms=rl.TERMS, step=rl.forward_step, places=places, per_token=flag)
-        for places, flag in steps
-    ]
-    for case, ranks in run(topology, cases, [gradient] * len(cases)).items():
+    cases = policy_cases(TOPOLOGIES[name])
+    for case, ranks in run(TOPOLOGIES[name], cases, [gradient] * len(cases)).items():
+        total = case.hook.get("total", "loss")
+        wanted = {total if key == "loss" else key: x for key, x in numbers.items()}
         for error, metrics in ranks:
             assert error <= EXACT, case
             if metrics:
-                assert metrics == pytest.approx(numbers, rel=EXACT, abs=1e-15), case
+                assert metrics == pytest.approx(wanted, rel=EXACT, abs=1e-15), case
         assert metrics  # of the last rank, which is on the last stage
 
 
@@ -71,18 +84,16 @@ def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
 
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
-
-    def steps(policy: str) -> list[tuple[str | None, bool]]:
+    found: dict[str, list[Any]] = {}
+    for policy in ("skip", "error", "step"):
         hook = LossHook(rl.TERMS, empty_step=policy)
-        found = []
         for place, evaluates in (((0, 1), False), ((), True), ((), False)):
             options = {"forward_step_func": rl.forward_step, "forward_only": evaluates}
-            error = error_of(gpt.run_step, hook, chunks, rl.packs(place), 1, **options)
-            found.append((error, hook.step_is_empty))
+            data = Case("", places=((place,),)).data(0)
+            error = error_of(gpt.run_step, hook, chunks, data, 1, **options)
+            found.setdefault(policy, []).append((error, hook.step_is_empty))
             assert place or error or not gradients.flat(chunks).any()
-        return found
-
-    return {policy: steps(policy) for policy in ("skip", "error", "step")}
+    return found
 
 
 @pytest.mark.parametrize("name", ["dp2", "cp2", "pp2"])
@@ -98,21 +109,14 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
         assert error != "None"
 
 
-def policy_step(
-    iterator: Any, model: Any, losses_of: Any, report: Any = None, rows: bool = False
-) -> Any:
+def policy_step(iterator: Any, model: Any, losses_of: Any, report: Any) -> Any:
     """The policy step, of whose terms ``losses_of`` makes the losses, and a report of its own."""
-    if rows:
-        next(iterator)
-        iterator = iter([batch_of(list(sequences()[:2]), "bshd")])
     output, loss = rl.forward_step(iterator, model)
-    return output, TokenLoss(
-        lambda x: (losses_of(loss.compute(x)[0]), report or {}), loss.loss_mask
-    )
+    return output, TokenLoss(lambda x: (losses_of(loss.compute(x)[0]), report), loss.loss_mask)
 
 
-def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **options: Any) -> Row:
-    step = partial(policy_step, losses_of=losses_of, **options) if losses_of else None
+def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **report: Any) -> Row:
+    step = losses_of and partial(policy_step, losses_of=losses_of, report=report)
     of_step = {"step": step, "data": thd(((0, 1),)), "number": 1}
     return Row(says, topology="dp1", hook=hook_of(terms), **of_step)
 
@@ -136,75 +140,53 @@ ROWS = {
         "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
         "expected another name, or for the sum of several terms LossHook(total=...)",
         dict,
-        report={"loss": 1},
-    ),
-    "transposed": misfit(
-        "MaskError: a loss mask of shape (2, 72), where this rank's part of the batch's is (1, 28)",
-        lambda x: x["kl"].T,
-        "token_mean",
-        rows=True,
+        loss=1,
     ),
 }
 
 
-# Terms weigh their microbatches alike as far as the batches tell; the script may hand them one
-# mask, equal ones, or different ones.
-COEFFICIENTS = {"policy": 1.0, "kl": 0.3, "entropy": -0.1}
-POWERS = {"policy": 1, "kl": 2, "entropy": 3}  # of the cross entropy: what a term's losses are
-MODES = {"policy": "prompt_mean", "kl": "prompt_mean", "entropy": "token_mean"}
-ALIKE = dict.fromkeys(MODES, "token_mean")
-PLACES = (((0, 1), (2, 3)), ((4, 5), (6, 7)))  # by data-parallel rank
+# Two terms of the same losses. The mask of the second may lack the first token of every row.
+COEFFICIENTS = {"plain": 1.0, "shorter": 0.3}
+PLACES: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+EVERYWHERE = (0, 2, 4, 6)  # the first samples of microbatches
+Modes = dict[str, str]
+ALIKE: Modes = dict.fromkeys(COEFFICIENTS, "token_mean")
+MODES: Modes = {"plain": "token_mean", "shorter": "prompt_mean"}
 
-OF_ROWS = {"micro_batch_size": 2}
-
-Masks = Callable[[Tensor, tuple[int, ...]], dict[str, Tensor]]
-"""(mask of the batch, its samples) -> mask of every term."""
-
-
-def one(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
-    return dict.fromkeys(MODES, mask)
-
-
-def equal(mask: Tensor, of_mb: tuple[int, ...]) -> dict[str, Tensor]:
-    return {name: mask.clone() for name in MODES}
+# The modes, and the microbatches in which the second term has a mask of its own.
+MASKED: dict[str, tuple[Modes, tuple[int, ...]]] = {
+    "all alike": (ALIKE, ()),
+    "another mode": (MODES, ()),
+    "own masks": (MODES, EVERYWHERE),
+    # They count in the denominator of both microbatches, and of both data-parallel ranks.
+    "own masks later": (ALIKE, (2, 6)),
+    "own masks on one rank": (ALIKE, (6,)),
+    "custom": (dict.fromkeys(COEFFICIENTS, "custom"), ()),
+}
 
 
-def own(
-    mask: Tensor, of_mb: tuple[int, ...], name: str = "kl", samples: Any = range(8)
-) -> dict[str, Tensor]:
-    """The term ``name`` leaves the first token of every row out, in microbatches of ``samples``."""
+def masks(mask: Tensor, of_mb: tuple[int, ...], own: tuple[int, ...]) -> dict[str, Tensor]:
+    """Of each term, in the microbatch of the samples ``of_mb``."""
     left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
-    return {**one(mask, of_mb), name: left_out if of_mb[0] in samples else mask}
+    return {"plain": mask, "shorter": left_out if of_mb[0] in own else mask}
 
 
-own_entropy = partial(own, name="entropy")
-own_later = partial(own, samples=(2, 6))
-own_elsewhere = partial(own, samples=(6,))
-
-# Modes; the masks that are planned; those of the loss functions.
-MASKED: dict[str, tuple[dict[str, str], Masks, Masks]] = {
-    "all alike": (ALIKE, one, one),
-    "another mode": (MODES, one, one),
-    "equal masks": (MODES, one, equal),
-    "own masks": (MODES, own, own),
-    # The second microbatch alone has them, but they count in the denominator of both, and of both
-    # data-parallel ranks.
-    "own masks later": (ALIKE, own_later, own_later),
-    "own masks on one rank": (ALIKE, own_elsewhere, own_elsewhere),
-    "custom": (dict.fromkeys(MODES, "custom"), one, one),
-}
-
-
-def with_masks(batch: Batch, of_mb: tuple[int, ...], planned: Masks, given: Masks) -> Batch:
+def with_masks(
+    batch: Batch, of_mb: tuple[int, ...], planned: tuple[int, ...], given: tuple[int, ...]
+) -> Batch:
     mask = batch["loss_mask"]
-    return {**batch, "planned": planned(mask, of_mb), "given": given(mask, of_mb)}
+    return {
+        **batch,
+        "planned": masks(mask, of_mb, planned),
+        "given": masks(mask.clone(), of_mb, given),
+    }
 
 
 def read(batch: Batch) -> dict[str, Microbatch]:
     """Terms whose masks are one share a microbatch."""
-    masks, prompts = batch["planned"], batch["prompt_ids"]
-    shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in masks.values()}
-    return {name: shared[id(mask)] for name, mask in masks.items()}
+    of_terms, prompts = batch["planned"], batch["prompt_ids"]
+    shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in of_terms.values()}
+    return {name: shared[id(mask)] for name, mask in of_terms.items()}
 
 
 def masked_step(data_iterator: Any, model: Any) -> Any:
@@ -212,18 +194,16 @@ def masked_step(data_iterator: Any, model: Any) -> Any:
 
     batch = gpt.received(data_iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
-
-    def compute(x: Tensor) -> Any:
-        return {name: x**power for name, power in POWERS.items()}, {}
-
-    return losses, TokenLoss(compute, batch["given"])
+    return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), batch["given"])
 
 
-def masked_terms(modes: dict[str, str]) -> dict[str, Term]:
+def masked_terms(modes: Modes) -> dict[str, Term]:
     return {name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()}
 
 
-def masked_case(modes: dict[str, str], planned: Masks, given: Masks, ranks: int = 2) -> Case:
+def masked_case(
+    modes: Modes, planned: tuple[int, ...], given: tuple[int, ...], ranks: int = 2
+) -> Case:
     return Case(
         "",
         layout="bshd",
@@ -232,42 +212,24 @@ def masked_case(modes: dict[str, str], planned: Masks, given: Masks, ranks: int 
         hook={"read_batch": read},
         batch=partial(with_masks, planned=planned, given=given),
         step=masked_step,
-        call=OF_ROWS,
+        call={"micro_batch_size": 2},
         times=2,
     )
 
 
-def masked_gradient(modes: dict[str, str], planned: Masks, ranks: int) -> Any:
-    """The reference's gradient of ``sum coefficient * w * loss ** power``."""
-    exact, total = reference(), []
-    for name, power in POWERS.items():
-        step = [
-            [masked_samples(planned, name, of_mb) for of_mb in of_rank]
-            for of_rank in PLACES[:ranks]
-        ]
-        mode, divisor = modes[name], None
-        if mode == "custom":  # of masks of 0 and 1
-            mode, divisor = "sum", len(flat(step))
-        nested = oracle.step_weights(mode, step, divisor=divisor)
-        for k, w in zip(flat(PLACES[:ranks]), flat(nested), strict=True):
-            slope = COEFFICIENTS[name] * power * exact.losses[k] ** (power - 1)
-            total.append((k, (torch.tensor(w, dtype=slope.dtype) * slope).tolist()))
-    return exact.gradient(total)
+def masked_gradient(modes: Modes, own: tuple[int, ...], places: Places) -> Gradient:
+    def sample(i: int, of_mb: tuple[int, ...]) -> oracle.Sample:
+        whole = sequences()[i].sample
+        mask = [*whole.mask]
+        if of_mb[0] in own and any(mask):
+            mask[mask.index(1)] = 0.0
+        return dataclasses.replace(whole, mask=tuple(mask))
 
-
-def masked_samples(planned: Masks, name: str, of_mb: tuple[int, ...]) -> list[oracle.Sample]:
-    """With the mask of a term."""
-    chosen = [sequences()[k] for k in of_mb]
-    rows = planned(batch_of(chosen, "bshd")["loss_mask"], of_mb)[name]
-    return [
-        oracle.Sample(tuple(row[: len(s.tokens)].tolist()), s.sample.prompt)
-        for s, row in zip(chosen, rows, strict=True)
-    ]
-
-
-def flat(step: Any) -> list[Any]:
-    """The samples of a step, of all its ranks and microbatches."""
-    return [sample for rank in step for microbatch in rank for sample in microbatch]
+    shorter = weights_of(modes["shorter"], places)
+    if own:
+        shorter = weights_with(modes["shorter"], places, sample)
+    scaled = [(i, [COEFFICIENTS["shorter"] * x for x in w]) for i, w in shorter]
+    return reference().gradient(weights_of(modes["plain"], places) + scaled)
 
 
 # The second rank of two tensor-parallel ones gets its weights by pickle.
@@ -275,31 +237,31 @@ def flat(step: Any) -> list[Any]:
 def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
     topology = TOPOLOGIES[name]
     ranks = topology.data_parallel_size
-    cases = {case: masked_case(*masked, ranks) for case, masked in MASKED.items()}
-    expected = [masked_gradient(modes, planned, ranks) for modes, planned, _ in MASKED.values()]
-    found = run(topology, list(cases.values()), expected)
-    for name_of, case in cases.items():
-        assert max(rank.error for rank in found[case]) <= EXACT, name_of
+    cases = [masked_case(modes, own, own, ranks) for modes, own in MASKED.values()]
+    expected = [masked_gradient(modes, own, PLACES[:ranks]) for modes, own in MASKED.values()]
+    for case, of_ranks in run(topology, cases, expected).items():
+        assert max(rank.error for rank in of_ranks) <= EXACT, case
 
 
-def changed(own_mask: Masks, *, later: bool) -> Row:
+def changed(modes: Modes, *, later: bool) -> Row:
     """A mask of one term's own, which was not planned; or in a second step alone."""
-    steps = [masked_case(MODES, one, given) for given in (*[one] * later, own_mask)]
+    steps = [masked_case(modes, (), given) for given in (*[()] * later, EVERYWHERE)]
+    of_rows = {"micro_batch_size": 2}
     return Row(
         "MaskError: the loss function's mask is not this rank's part",
-        hook=hook_of(masked_terms(MODES), read_batch=read),
+        hook=hook_of(masked_terms(modes), read_batch=read),
         data=lambda rank: chain.from_iterable(case.data(rank) for case in steps),
-        before=[{"forward_step_func": masked_step, **OF_ROWS}] * later,
+        before=[{"forward_step_func": masked_step, **of_rows}] * later,
         step=masked_step,
-        call=OF_ROWS,
+        call=of_rows,
     )
 
 
 ROWS |= {
-    "own mask at once": changed(own, later=False),
-    "own mask later": changed(own, later=True),
-    "own mask of other weights at once": changed(own_entropy, later=False),
-    "own mask of other weights later": changed(own_entropy, later=True),
+    "own mask at once": changed(ALIKE, later=False),
+    "own mask later": changed(ALIKE, later=True),
+    "own mask of another mode at once": changed(MODES, later=False),
+    "own mask of another mode later": changed(MODES, later=True),
 }
 
 

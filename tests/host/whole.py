@@ -1,4 +1,4 @@
-"""Forward steps whose losses every context-parallel rank holds whole, gathered in several ways."""
+"""Forward steps whose losses every context-parallel rank holds whole, gathered in two ways."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from megatron_loss_agg.report import Sum
 
 
 class Gathered(torch.autograd.Function):
-    """[ranks, *x]: all ranks' ``x``; in backward, the sum of all ranks' gradients of it."""
+    """[ranks, *x]: all ranks' ``x``; in backward, the sum of all ranks' gradients of it.
+
+    torch's own scatters in backward over gloo, to ranks of the world.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         group, size, _ = context_parallel()
-        gathered = [torch.empty_like(x) for _ in range(size)]
-        dist.all_gather(gathered, x.contiguous(), group=group)
-        return torch.stack(gathered)
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -53,22 +56,20 @@ def context_parallel() -> tuple[Any, int, int]:
     return group, dist.get_world_size(group), dist.get_rank(group)
 
 
-def parts(x: Tensor, kind: str) -> list[Tensor]:
-    """All context-parallel ranks' ``x``: without communication in backward, or with a sum there."""
-    group, size, rank = context_parallel()
-    if kind == "reduced_grad":
-        return [*Gathered.apply(x)]
-    gathered = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(gathered, x.detach().contiguous(), group=group)
-    gathered[rank] = x
-    return gathered
-
-
-def layout_of(batch: dict[str, Tensor]) -> CPLayout:
+def gathered(x: Tensor, batch: dict[str, Tensor], kind: str) -> Tensor:
+    """``x`` of all tokens of the batch; in backward, a sum over the ranks' gradients of it, or no
+    communication.
+    """
     _, size, rank = context_parallel()
     if "cu_seqlens_padded" in batch:
-        return CPLayout.thd(batch["cu_seqlens_padded"], size, rank)
-    return CPLayout.bshd(batch["tokens"].shape[1], size, rank)
+        layout = CPLayout.thd(batch["cu_seqlens_padded"], size, rank)
+    else:
+        layout = CPLayout.bshd(batch["tokens"].shape[1], size, rank)
+    parts = [*Gathered.apply(x)]
+    if kind == "local_grad":
+        parts = [part.detach() for part in parts]
+        parts[rank] = x
+    return layout.unshard(parts)
 
 
 def script(kind: str, **options: Any) -> Callable[..., Any]:
@@ -101,11 +102,10 @@ def forward_step(
     from tests.host import gpt
 
     batch = gpt.received(data_iterator)
-    layout = layout_of(batch)
     tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
     logits = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
 
-    def gathered(logits: Tensor) -> Tensor:
+    def losses_of(logits: Tensor) -> Tensor:
         with gpt.KeepDouble():
             # It overwrites the logits, and its backward pass what it kept for it.
             flat = logits.reshape(1, -1, logits.shape[-1])
@@ -113,15 +113,15 @@ def forward_step(
         losses = losses.view_as(labels)
         if not gathers:
             return losses
-        losses = layout.unshard(parts(losses, kind))
+        losses = gathered(losses, batch, kind)
         return losses if function is None else function(losses)
 
     def compute(output: Any, weights: Any = None) -> tuple[Tensor, dict[str, Any]]:
-        losses = output["whole"] if early else gathered(output)
+        losses = output["whole"] if early else losses_of(output)
         report = {"again": Sum.of(losses, weights)} if metric else {}
         return losses, report
 
-    output = {"whole": gathered(logits)} if early else logits
+    output = {"whole": losses_of(logits)} if early else logits
     said = kind if whole == "as it is" else whole
     mask = batch["loss_mask"] if gathers else local_mask
     return output, TokenLoss(compute, mask, said, takes_weights=metric)
