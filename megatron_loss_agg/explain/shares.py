@@ -46,7 +46,7 @@ class Shares:
 
 
 def explain(
-    samples: Sequence[Sample], modes: Iterable[str], divisor: float | None, empty: str
+    samples: Sequence[Sample], modes: Iterable[str], divisor: float | None, empty: str | None
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -78,13 +78,13 @@ def explain(
     return shown, left_out
 
 
-def _aggregation(name: str, divisor: float | None, empty: str) -> LossAggregation:
+def _aggregation(name: str, divisor: float | None, empty: str | None) -> LossAggregation:
     """The mode or preset ``name``, with the divisor if it takes one."""
     if "/" in name:
         takes = name in PRESETS and PRESETS[name].needs_divisor
         return LossAggregation.preset(name, divisor=divisor if takes else None, empty=empty)
     takes = name in MODES and MODES[name].divisor != "refused"
-    return LossAggregation(mode=name, divisor=divisor if takes else None, empty=empty)
+    return LossAggregation(mode=name, divisor=divisor if takes else None, empty=empty or "count")
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
