@@ -1,7 +1,7 @@
 """`patches/check.py` on folders that hold the lines that the patches sit between.
 
 So every patch fits here. Whether it fits the framework itself is seen where its tests patch the
-framework's code: those of verl and SkyRL do, and `ci/frameworks.sh` for slime and NeMo-RL.
+framework's code: those of verl and SkyRL do, and `ci/frameworks.sh` for the others.
 """
 
 from __future__ import annotations
