@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# bash ci/frameworks.sh --slime PATH --nemo-rl PATH
+# bash ci/frameworks.sh --slime PATH --nemo-rl PATH --areal PATH
 #
-# Runs the training steps of slime and NeMo-RL, with and without our patches, against one fp64
-# process; then writes ci/frameworks.md, a section of docs/verified.md. With one of the two, that
-# one's table is only printed.
+# Runs the training steps of slime, NeMo-RL and AReaL, with and without our patches, against one fp64
+# process; then writes ci/frameworks.md, a section of docs/verified.md. With some of the three, their
+# tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name. It is only
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
@@ -16,8 +16,9 @@ usage() { sed -n '2,11s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
 declare -A clones=() urls=(
     [slime]=https://github.com/THUDM/slime
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
+    [areal]=https://github.com/areal-project/AReaL
 )
-while [[ $# -ge 2 && ($1 == --slime || $1 == --nemo-rl) ]]; do
+while [[ $# -ge 2 && ($1 == --slime || $1 == --nemo-rl || $1 == --areal) ]]; do
     clones[${1#--}]=$(realpath "$2")
     shift 2
 done
@@ -44,7 +45,8 @@ section() {
     command=$(grep -m 1 "^git -C path/to/$name apply" "$page")
     bash -c "${command//path\/to\/$name/$scratch/$name/patched}"
     flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "$page")
-    env "$flags" "$python" -c "$READS_FLAGS"
+    # AReaL has its configuration alone.
+    if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
     if ! "$python" -W ignore -m "tests.frameworks.run_${name//-/_}" "$scratch/$name/stock" \
         "$scratch/$name/patched" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
         tail -n 30 "$scratch/$name.log" >&2
@@ -54,13 +56,13 @@ section() {
     cat "$scratch/$name.md"
 }
 
-for name in slime nemo-rl; do
+for name in slime nemo-rl areal; do
     if [[ -n ${clones[$name]:-} ]]; then section "$name" "${clones[$name]}" >>"$scratch/tables.md"; fi
 done
 cat "$scratch/tables.md"
-if [[ ${#clones[@]} -eq 2 ]]; then
+if [[ ${#clones[@]} -eq 3 ]]; then
     cat - "$scratch/tables.md" >ci/frameworks.md <<'HEAD'
-## slime and NeMo-RL
+## slime, NeMo-RL and AReaL
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of

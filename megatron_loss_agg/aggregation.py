@@ -131,13 +131,13 @@ class LossAggregation:
         name: str,
         *,
         divisor: float | None = None,
-        empty: str = "count",
+        empty: str | None = None,
         rejected: str | None = None,
         sample_weights: str | None = None,
     ) -> LossAggregation:
         """The aggregation that another system calls ``name``, such as ``verl/token-mean``.
 
-        ``rejected`` overrides the preset's own choice.
+        ``empty`` and ``rejected`` override the preset's own choice.
         """
         if name not in PRESETS:
             system, _, _ = name.partition("/")
@@ -151,7 +151,7 @@ class LossAggregation:
         return cls(
             mode=preset.mode,
             divisor=divisor,
-            empty=empty,
+            empty=preset.empty if empty is None else empty,
             count=preset.count,
             rejected=preset.rejected if rejected is None else rejected,
             sample_weights=sample_weights,

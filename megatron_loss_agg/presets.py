@@ -16,6 +16,7 @@ class Preset:
     caveat: str = ""
     needs_divisor: bool = False
     count: str | None = None
+    empty: str = "count"
     rejected: str | None = None
 
 
@@ -26,6 +27,8 @@ _SLIME = "THUDM/slime at 624b824: loss_function"
 _SLIME_MODES = "THUDM/slime at 1951fa0 (its unmerged --loss-aggregation): get_pg_loss_reducer"
 _OPEN_INSTRUCT = "allenai/open-instruct at e6c3044: masked_mean, in rl_utils"
 _NEMO = "NVIDIA-NeMo/RL at 7ea279a: ClippedPGLossFn, on process_global_batch"
+_AREAL = "areal-project/AReaL at cbff54d: MegatronEngine.train_batch, on ppo_actor_loss_fn"
+_AREAL_MODES = "areal-project/AReaL at 5f61b97 (its unmerged request 1546): PolicyGradientReduction"
 _MEGATRON = "megatron-core 0.19.2: forward_step_calc_loss"
 
 _GENERATION_BATCH = (
@@ -68,6 +71,10 @@ PRESETS: dict[str, Preset] = {
     # Samples outside of NeMo-RL's sample mask are rejected.
     "nemo-rl/token_level": Preset("token_mean", _NEMO, rejected="skip"),
     "nemo-rl/sequence_level": Preset("sample_mean", _NEMO, rejected="skip"),
+    "areal/token_mean": Preset("token_mean", _AREAL),
+    "areal/seq_mean": Preset("sample_mean", _AREAL_MODES, empty="skip"),
+    "areal/prompt_mean": Preset("prompt_mean", _AREAL_MODES, empty="skip"),
+    "areal/constant": Preset("constant", _AREAL_MODES, needs_divisor=True, empty="skip"),
     "trl/grpo": Preset("sample_mean", _TRL),
     "trl/bnpo": Preset("microbatch_mean", _TRL),
     "trl/dapo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),

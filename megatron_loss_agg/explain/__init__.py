@@ -75,8 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--empty",
         choices=("count", "skip"),
-        default="count",
-        help="whether groups without tokens count (default: count)",
+        help="whether groups without tokens count (default: count, or as the preset has it)",
     )
     parser.add_argument(
         "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"

@@ -50,7 +50,7 @@ def explain(
     modes: Iterable[str],
     divisor: float | None,
     levels: str | None,
-    empty: str,
+    empty: str | None,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -86,7 +86,7 @@ def explain(
 
 
 def _aggregation(
-    name: str, divisor: float | None, levels: str | None, empty: str
+    name: str, divisor: float | None, levels: str | None, empty: str | None
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
     if "/" in name:
@@ -94,7 +94,9 @@ def _aggregation(
         return LossAggregation.preset(name, divisor=divisor if takes else None, empty=empty)
     takes = name in MODES and MODES[name].divisor != "refused"
     path = levels.split(",") if levels is not None and name == "nested_mean" else None
-    return LossAggregation(mode=name, divisor=divisor if takes else None, levels=path, empty=empty)
+    return LossAggregation(
+        mode=name, divisor=divisor if takes else None, levels=path, empty=empty or "count"
+    )
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:

@@ -42,6 +42,7 @@ LOSS = torch.linspace(-1.0, 2.0, MASKS.numel(), dtype=F64).reshape(MASKS.shape) 
 
 row_sums = (LOSS * MASKS).sum(-1).flatten()
 row_tokens = MASKS.sum(-1).flatten()
+active = row_tokens > 0
 kept = ~REJECTED.flatten()  # the sample mask of NeMo-RL
 
 
@@ -67,6 +68,10 @@ FORMULAS = {
     "open-instruct/constant": lambda: row_sums.sum() / D,
     "nemo-rl/token_level": lambda: row_sums[kept].sum() / row_tokens[kept].sum(),
     "nemo-rl/sequence_level": lambda: (row_sums / row_tokens.clamp(min=1))[kept].sum() / kept.sum(),
+    "areal/token_mean": lambda: row_sums.sum() / row_tokens.sum(),
+    "areal/seq_mean": lambda: (row_sums / row_tokens)[active].mean(),
+    "areal/prompt_mean": lambda: grouped(PROMPTS) / len(PROMPTS.flatten()[active].unique()),
+    "areal/constant": lambda: (row_sums[active] / D).mean(),
 }
 
 
@@ -134,6 +139,7 @@ def test_what_is_given_overrides_the_presets_own_choice():
     assert (own.empty, own.rejected) == ("count", "skip")
     given = LossAggregation.preset("nemo-rl/sequence_level", empty="skip", rejected="count")
     assert (given.empty, given.rejected) == ("skip", "count")
+    assert LossAggregation.preset("areal/seq_mean", empty="count").empty == "count"
     assert LossAggregation.preset("verl/token-mean").rejected is None
 
 
@@ -146,7 +152,8 @@ def test_an_aggregation_is_labelled_by_its_preset_or_its_mode_and_equal_by_neith
 def row(name: str, preset: Preset) -> str:
     """The line of the table in the guide."""
     assert preset.mode in MODES
-    options = {"count": preset.count, "rejected": preset.rejected}
+    empty = "skip" if preset.empty == "skip" else None
+    options = {"count": preset.count, "empty": empty, "rejected": preset.rejected}
     parts = [f"`{preset.mode}`", *(f'`{key}="{value}"`' for key, value in options.items() if value)]
     parts += ["with D"] if preset.needs_divisor and preset.mode == "sum" else []
     return f"| `{name}` | {', '.join(parts)} | {preset.compared_with} | {preset.caveat} |"

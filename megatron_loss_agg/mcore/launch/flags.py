@@ -22,7 +22,10 @@ _ALIKE = 0.85
 _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number above 0"),
     "levels": ("UNIT,UNIT,...", "for 'nested_mean': from outside to inside: prompt,rollout,sample"),
-    "empty": ("{count,skip}", "whether groups without active tokens count (default: count)"),
+    "empty": (
+        "{count,skip}",
+        "whether groups without active tokens count (default: count, or as the preset has it)",
+    ),
     "rejected": (
         "{count,skip}",
         "whether samples that the batch key 'rejected' marks count in the denominators",
