@@ -217,8 +217,8 @@ def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected
     for (gradient, metrics), e in zip(got, expected, strict=True):
         of_gradients.append(relative_error(gradient, e.gradient))
         largest = max(map(abs, e.metrics.values()))
-        shared = metrics.keys() & e.metrics.keys()
-        of_metrics.append(max(abs(metrics[k] - e.metrics[k]) for k in shared) / largest)
+        differences = (abs(metrics[k] - e.metrics[k]) for k in metrics.keys() & e.metrics.keys())
+        of_metrics.append(max(differences, default=0.0) / largest)
     return [max(of_gradients), max(of_metrics)]
 
 
@@ -298,7 +298,7 @@ class Report:
         """All runs, with further options of the framework; ``rope`` as in `reference`.
 
         Returns:
-            The steps of the stock code and of `others`, by name.
+            All steps, or errors, by name.
         """
         given, expected = self.reference(rope)
 
@@ -310,22 +310,23 @@ class Report:
         own, runs = ([run for run, _ in held.values()] for held in (self.own, self.runs))
         found = iter(run(self.checkouts[1], [*own, *runs, *self.others.values()]))
         theirs = dict(zip(self.own, run(self.checkouts[0], own), strict=True))
+        again = {name: next(found) for name in self.own}
+        ours = {name: next(found) for name in self.runs}
         own_errors = {}
         for name, steps in theirs.items():
-            self.check_same(f"{place}, {name}", steps, next(found))
+            self.check_same(f"{place}, {name}", steps, again[name])
             if name in expected:
                 own_errors[name] = self.check_own(place, name, steps, expected[name])
-        for what, (run_, held) in self.runs.items():
-            steps = next(found)
+        for what, steps in ours.items():
+            mine, held = self.runs[what]
             if held is None or isinstance(held, str):
                 self.check_refused(place, what, steps, held or r"\w+Error:")
                 continue
-            same = next((name for name, x in self.own.items() if x[0].options == run_.options), "")
-            near = self.near.get(what, same)
-            wrong = None if what in self.own else theirs[near]
+            same = next((name for name, x in self.own.items() if x[0].options == mine.options), "")
+            wrong = None if what in self.own else theirs[self.near.get(what, same)]
             own_error = own_errors.get(same, max(own_errors.values()))
             self.check_exact(place, what, steps, expected[what], own_error, wrong)
-        return {**theirs, **dict(zip(self.others, found, strict=True))}
+        return {**theirs, **ours, **dict(zip(self.others, found, strict=True))}
 
     def reference(self, rope: bool) -> Any:
         """Computed once."""
