@@ -298,7 +298,7 @@ class Report:
         """All runs, with further options of the framework; ``rope`` as in `reference`.
 
         Returns:
-            All steps, or errors, by name.
+            All steps, or errors, by name; of a name that both have, those of the stock code.
         """
         given, expected = self.reference(rope)
 
@@ -323,10 +323,10 @@ class Report:
                 self.check_refused(place, what, steps, held or r"\w+Error:")
                 continue
             same = next((name for name, x in self.own.items() if x[0].options == mine.options), "")
-            wrong = None if what in self.own else theirs[self.near.get(what, same)]
+            wrong = None if what in self.own else theirs.get(self.near.get(what, same))
             own_error = own_errors.get(same, max(own_errors.values()))
             self.check_exact(place, what, steps, expected[what], own_error, wrong)
-        return {**theirs, **ours, **dict(zip(self.others, found, strict=True))}
+        return {**ours, **dict(zip(self.others, found, strict=True)), **theirs}
 
     def reference(self, rope: bool) -> Any:
         """Computed once."""
