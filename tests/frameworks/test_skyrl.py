@@ -283,34 +283,17 @@ def ours(mode: str, empty: str = "count", rejected: str = "", **options: Any) ->
     return held(run, mode, empty=empty, rejected=rejected)
 
 
-def refused(words: str, flags: str = "", **options: Any) -> Held:
-    return Run(flags, options), words
-
-
 TOKENS = {"aggregation": {"mode": "token_mean"}}
 REFUSED = {
-    "a loss without coefficients": refused(
-        "ValueError: policy_loss_type='cross_entropy' does not support",
-        policy_loss="cross_entropy",
-        **TOKENS,
+    "ValueError: policy_loss_type='cross_entropy' does not support": Run(
+        "", {**TOKENS, "policy_loss": "cross_entropy"}
     ),
-    "an unknown preset": refused(
-        "ModeError: unknown preset 'skyrl/tokens_mean'", aggregation={"mode": "skyrl/tokens_mean"}
-    ),
-    "no divisor": refused(
-        "DivisorError: mode 'constant' needs a divisor", aggregation={"mode": "constant"}
-    ),
-    "FSDP": refused(
-        "ValueError: trainer.strategy='fsdp' does not support", strategy="fsdp", **TOKENS
-    ),
-    "flags that contradict": refused(
-        "ValueError: .*--loss-aggregation sample_mean` differs from",
-        "--loss-aggregation sample_mean",
-        **TOKENS,
-    ),
-    "flags without a key": refused(
-        "ValueError: .*has flags without a counterpart",
-        "--loss-aggregation sum --loss-aggregation-sample-weights skip",
+    "ModeError: unknown preset 'skyrl/x'": Run("", {"aggregation": {"mode": "skyrl/x"}}),
+    "DivisorError: mode 'constant' needs": Run("", {"aggregation": {"mode": "constant"}}),
+    "ValueError: trainer.strategy='fsdp' does": Run("", {**TOKENS, "strategy": "fsdp"}),
+    "ValueError: .*sample_mean` differs from": Run("--loss-aggregation sample_mean", TOKENS),
+    "ValueError: .*has flags without a counterpart": Run(
+        "--loss-aggregation sum --loss-aggregation-sample-weights skip", {}
     ),
 }
 FURTHER = {
@@ -323,7 +306,7 @@ FURTHER = {
     "filtered": ours("prompt_mean", filtered=True),
     "rejected skipped": ours("prompt_mean", rejected="skip", filtered=True),
     "rejected counted": ours("token_mean", rejected="count", filtered=True),
-    **REFUSED,
+    **{words: (run, words) for words, run in REFUSED.items()},
 }
 
 

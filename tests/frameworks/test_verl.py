@@ -61,10 +61,6 @@ def key(mode: str, **further: str) -> dict[str, Any]:
     return {"mode": mode, **({"divisor": DIVISOR} if mode == "constant" else {}), **further}
 
 
-def refused(words: str, mode: str, **options: Any) -> Held:
-    return Run(flags(mode), options), words
-
-
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -90,6 +86,18 @@ OWN: dict[str, Held] = {
     "geo_mean": (Run("", {"loss_mode": "geo_mean"}), None),
     **{name: (Run("", options), None) for name, options in AUXILIARY.items()},
 }
+REFUSED = {
+    "NotImplementedError: policy_loss.loss_mode='geo_mean' does not support": Run(
+        flags("prompt_mean"), {"loss_mode": "geo_mean"}
+    ),
+    "NotImplementedError: loss_aggregation needs a response_mask": Run(
+        flags("token_mean"), {"without": "response_mask"}
+    ),
+    "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step": Run(
+        flags("token_mean"), {"worker": "TinkerTrainingWorker"}
+    ),
+    "GroupError: mode 'prompt_mean' groups by": Run(flags("prompt_mean"), {"without": "uid"}),
+}
 RUNS: dict[str, Held] = {
     **{mode: held(Run(flags(mode), {}), mode) for mode in MODES},
     **{
@@ -102,24 +110,7 @@ RUNS: dict[str, Held] = {
     "prompt_mean, distillation": held(
         Run(flags("prompt_mean"), DISTILLED), "prompt_mean", distilled
     ),
-    "a loss with a mean of its own": refused(
-        "NotImplementedError: policy_loss.loss_mode='geo_mean' does not support",
-        "prompt_mean",
-        loss_mode="geo_mean",
-    ),
-    "no mask": refused(
-        "NotImplementedError: loss_aggregation needs a response_mask",
-        "token_mean",
-        without="response_mask",
-    ),
-    "several calls in a step": refused(
-        "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step",
-        "token_mean",
-        worker="TinkerTrainingWorker",
-    ),
-    "no prompts": refused(
-        "GroupError: mode 'prompt_mean' groups by prompt", "prompt_mean", without="uid"
-    ),
+    **{words: (run, words) for words, run in REFUSED.items()},
 }
 NEAR = {"constant": "constant, padding counts", "sample_mean": PADDED, "token_mean, configured": ""}
 OTHERS = {
