@@ -112,7 +112,7 @@ RUNS: dict[str, Held] = {
     ),
     **{words: (run, words) for words, run in REFUSED.items()},
 }
-NEAR = {"constant": "constant, padding counts", "sample_mean": PADDED, "token_mean, configured": ""}
+NEAR = {"constant": "constant, padding counts", "sample_mean": PADDED, "rollout_mean": PADDED}
 OTHERS = {
     "microbatch_mean": Run(flags("microbatch_mean"), {}),
     "prompt_mean, value": Run(flags("prompt_mean"), {"loss": "value"}),
@@ -237,16 +237,15 @@ def test_auxiliary_losses_keep_verls_meaning(compared: Compared) -> None:
 
 
 def test_other_engines_refuse_to_start(patched: str) -> None:
-    (without,) = run_host_ranks(verl.start_engines, 1, patched, "")
-    (said,) = run_host_ranks(verl.start_engines, 1, patched, flags("prompt_mean"))
+    given = ["", flags("prompt_mean"), "--loss-aggregation mean"]
+    ((without, said, wrong),) = run_host_ranks(verl.start_engines, 1, patched, given)
     known = {"FSDPEngineWithLMHead", "FSDPEngineWithValueHead", "MegatronEngineWithLMHead"}
     assert known <= {*said}
     for engine, text in said.items():
         refused = text.startswith(f"NotImplementedError: {engine} (backend")
         assert refused != engine.startswith("Megatron"), text
         assert "loss_aggregation" not in without[engine]
-    (said,) = run_host_ranks(verl.start_engines, 1, patched, "--loss-aggregation mean")
-    assert said["MegatronEngineWithLMHead"].startswith("ModeError: unknown mode 'mean'")
+    assert wrong["MegatronEngineWithLMHead"].startswith("ModeError: unknown mode 'mean'")
 
 
 def test_the_configuration_has_a_key(patched: str) -> None:
@@ -254,8 +253,8 @@ def test_the_configuration_has_a_key(patched: str) -> None:
     found = re.findall(r"^(\S*loss_aggregation\.\w+=\w+)", page("verl"), re.MULTILINE)
     assert len(found) == 2
     wanted = {"mode": "constant", "divisor": 4096}
-    assert run_host_ranks(verl.configured, 1, patched, found)[0] == [wanted, wanted, {}]
-    assert run_host_ranks(verl.configured, 1, patched, [])[0] == [{}, {}, {}]
+    (seen,) = run_host_ranks(verl.configured, 1, patched, found, [])
+    assert seen == [[wanted, wanted, {}], [{}, {}, {}]]
 
 
 def test_verls_unit_tests_pass(patched: str) -> None:

@@ -229,35 +229,43 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
     return partial(ppo_loss, config=actor)
 
 
-def start_engines(package: str, flags: str) -> dict[str, str]:
-    """By engine, what a start of it without a model says."""
+def start_engines(package: str, flags: list[str]) -> list[dict[str, str]]:
+    """By flags and engine, what a start of it without a model says."""
     import_verl(package)
     from verl.workers.config import EngineConfig
     from verl.workers.engine.base import EngineRegistry
 
-    os.environ.update({"VERL_ENGINE_DEVICE": "cuda", VARIABLE: flags})
-    start = partial(EngineRegistry.new, engine_config=EngineConfig())
-    return {
-        EngineRegistry.get_engine_cls(kind, backend).__name__: said
-        for kind, backends in EngineRegistry._engines.items()
-        for backend in backends
-        if isinstance(said := attempt(start, kind, backend), str)
-    }
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+    start, found = partial(EngineRegistry.new, engine_config=EngineConfig()), []
+    for given in flags:
+        os.environ[VARIABLE] = given
+        found.append(
+            {
+                EngineRegistry.get_engine_cls(kind, backend).__name__: said
+                for kind, backends in EngineRegistry._engines.items()
+                for backend in backends
+                if isinstance(said := attempt(start, kind, backend), str)
+            }
+        )
+    return found
 
 
-def configured(package: str, overrides: list[str]) -> list[Any]:
+def configured(package: str, *overrides: list[str]) -> list[list[Any]]:
     """The aggregations of actor, critic and reference model, of verl's configuration files."""
     import_verl(package)
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
+    found, common = [], ["model_engine=megatron", "actor_rollout_ref.model.path=none"]
     with initialize_config_dir(f"{package}/verl/trainer/config", version_base=None):
-        overrides = ["model_engine=megatron", "actor_rollout_ref.model.path=none", *overrides]
-        config = compose("ppo_trainer", overrides=list(overrides))
-    OmegaConf.resolve(config)
-    roles = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
-    return [dict(omega_conf_to_dataclass(role.megatron).loss_aggregation) for role in roles]
+        for given in overrides:
+            config = compose("ppo_trainer", overrides=[*common, *given])
+            OmegaConf.resolve(config)
+            roles = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
+            megatrons = (omega_conf_to_dataclass(role.megatron) for role in roles)
+            found.append([dict(megatron.loss_aggregation) for megatron in megatrons])
+    return found
 
 
 _PYTEST = """
