@@ -277,7 +277,8 @@ class Report:
         checkouts: without and with the patch.
         own: runs of the stock code.
         runs: of the patched code.
-        near: the stock run that a run is shown to differ from, if not the one with its options.
+        near: the stock run that a run is shown to differ from, if not the one with its options;
+            None if it is as exact. It needs not differ from one of its own name.
         others: of the patched code, for tests of their own.
     """
 
@@ -286,7 +287,7 @@ class Report:
     checkouts: tuple[str, str]
     own: dict[str, Held]
     runs: dict[str, Held]
-    near: dict[str, str] = field(default_factory=dict)
+    near: dict[str, str | None] = field(default_factory=dict)
     others: dict[str, Run] = field(default_factory=dict)
     batch: Batch = STEPS
     vocab: int = VOCAB
@@ -322,8 +323,12 @@ class Report:
             if held is None or isinstance(held, str):
                 self.check_refused(place, what, steps, held or r"\w+Error:")
                 continue
-            same = next((name for name, x in self.own.items() if x[0].options == mine.options), "")
-            wrong = None if what in self.own else theirs.get(self.near.get(what, same))
+            same = next(
+                (name for name, x in self.own.items() if x[0].options == mine.options), None
+            )
+            near = self.near.get(what, what if what in self.own else same)
+            assert near is not None or what in self.near, f"{what}: no stock run is near"
+            wrong = theirs[near] if near not in (None, what) else None
             own_error = own_errors.get(same, max(own_errors.values()))
             self.check_exact(place, what, steps, expected[what], own_error, wrong)
         return {**ours, **dict(zip(self.others, found, strict=True)), **theirs}

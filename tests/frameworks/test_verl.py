@@ -112,7 +112,13 @@ RUNS: dict[str, Held] = {
     ),
     **{words: (run, words) for words, run in REFUSED.items()},
 }
-NEAR = {"constant": "constant, padding counts", "sample_mean": PADDED, "rollout_mean": PADDED}
+NEAR: dict[str, str | None] = {
+    "sample_mean": PADDED,
+    "rollout_mean": PADDED,
+    "prompt_mean": "token_mean",
+    "constant": "constant, padding counts",
+}
+NEAR |= {f"{mode}, configured": NEAR.get(mode) for mode in MODES}
 OTHERS = {
     "microbatch_mean": Run(flags("microbatch_mean"), {}),
     "prompt_mean, value": Run(flags("prompt_mean"), {"loss": "value"}),
