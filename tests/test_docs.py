@@ -72,7 +72,7 @@ ELSEWHERE = {
     "pip install": "changes the environment",
     "pip download": "as above",
     "python -m build": "needs build and twine: tests/test_packaging.py builds without them",
-    "bash benchmarks/gpu.sh": "tests/gpu/test_gpu_script.py",
+    "bash benchmarks/gpu.sh": "tests/gpu/test_gpu.py",
     "WHEELS=": "as above",
 }
 # Commands that must be found bad, each by another parser.

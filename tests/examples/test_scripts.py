@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from examples import stdlib_pairs
 from examples.stdlib_pairs import END, SEPARATOR, PackedPairs
+from tests.frameworks.harness import run_in_bash
 from tests.launch import processes
 from tests.launch.processes import LAUNCHER, ROOT
 
@@ -29,21 +29,10 @@ SHORT = ("--train-iters", str(STEPS), "--eval-iters", "1")
 
 def torchrun(ranks: int, *command: str) -> str:
     """Run under torchrun on this machine; what it said, of stdout and stderr together."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    run = subprocess.run(
-        [*launcher, "--nproc-per-node", str(ranks), *command],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    return run.stdout
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    start = f"torchrun --standalone --nproc-per-node {ranks} {shlex.join(command)} 2>&1"
+    return run_in_bash(start, **quiet)
 
 
 def flags_of(name: str) -> list[str]:
@@ -225,10 +214,8 @@ def test_functions_of_one_module_share_an_id_across_packs() -> None:
 
 
 def test_order_depends_on_the_seed_alone_and_splits_share_no_module() -> None:
-    first, longer, other = (
-        [made.pairs(i) for i in range(PACKS)]
-        for made in (packed_pairs(), packed_pairs(2 * PACKS), packed_pairs(seed=1))
-    )
+    datasets = packed_pairs(), packed_pairs(2 * PACKS), packed_pairs(seed=1)
+    first, longer, other = ([made.pairs(i) for i in range(PACKS)] for made in datasets)
     assert first == longer != other
     train, valid = ({*stdlib_pairs.modules(split)} for split in ("train", "valid"))
     assert train and valid and not train & valid

@@ -1,10 +1,11 @@
-"""For frameworks that are run from a checkout: their batch, what they are held to, and the table.
+"""What a patched framework for RL is held to: its batch, its runs, and the table of their errors.
 
-See `ci/frameworks.sh`. A generation batch is of two optimizer steps.
+A run trains on two checkouts, or copies, of the framework: without and with our patch.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from tests import oracle
 from tests.frameworks.harness import DIVISOR, KL, Terms, grpo, references, token_values, total
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Gradient, relative_error
-from tests.host.steps import VOCAB
+from tests.host.steps import VOCAB, Places
 
 MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "constant")
 
@@ -60,48 +61,67 @@ def _answer(line: str) -> Answer:
     return Answer(int(length), bits, int(prompt), int(rollout), float(reward), bool(removed))
 
 
-# Prompt and its length, rollout, mask of the answer, reward. Six rollouts a step: two samples of
-# one rollout, a prompt with one token, samples without tokens and removed ones.
+def answers(table: str) -> tuple[Answer, ...]:
+    """A line: prompt and its length, rollout, mask of the answer, reward, and if it is removed."""
+    return tuple(map(_answer, table.strip().splitlines()))
+
+
+# Six rollouts a step: two samples of one rollout, a prompt with one token, samples without tokens
+# and removed ones.
 ROLLOUTS = 6
-STEPS: tuple[tuple[Answer, ...], ...] = tuple(
-    tuple(map(_answer, block.strip().splitlines()))
-    for block in (
-        """0 3 10 1111101110 1.5
-           0 3 10 0110 -0.5
-           0 3 11 11 1.0
-           1 5 12 01000 2.0
-           1 5 13 0000 1.0
-           2 6 14 11111111111111 -1.0
-           2 6 15 11111 0.7 removed
-           2 6 15 111 -1.2""",
-        """3 2 20 110111 -0.7
-           3 2 21 1 1.1
-           4 9 22 0111111111 0.4
-           4 9 23 11111 1.3
-           4 9 23 00 0.2
-           5 4 24 100 -1.4
-           5 4 25 1111111 0.9 removed
-           4 9 22 1011 -0.3""",
-    )
+Batch = tuple[tuple[Answer, ...], ...]
+STEPS: Batch = (
+    answers("""
+        0 3 10 1111101110 1.5
+        0 3 10 0110 -0.5
+        0 3 11 11 1.0
+        1 5 12 01000 2.0
+        1 5 13 0000 1.0
+        2 6 14 11111111111111 -1.0
+        2 6 15 11111 0.7 removed
+        2 6 15 111 -1.2
+    """),
+    answers("""
+        3 2 20 110111 -0.7
+        3 2 21 1 1.1
+        4 9 22 0111111111 0.4
+        4 9 23 11111 1.3
+        4 9 23 00 0.2
+        5 4 24 100 -1.4
+        5 4 25 1111111 0.9 removed
+        4 9 22 1011 -0.3
+    """),
 )
 
 
-def weights(mode: str, step: Sequence[Answer], rejected: str = "") -> list[list[float]]:
+def weights(
+    mode: str,
+    step: Sequence[Answer],
+    rejected: str = "",
+    places: Places | None = None,
+    **options: Any,
+) -> Weights:
     """By `tests.oracle`: of every sample's answer tokens.
 
     Args:
         rejected: ``skip`` or ``count`` for removed samples; otherwise they are without tokens.
+        places: samples by rank and microbatch; by default all in one.
+        options: of the oracle.
     """
-    divisor = DIVISOR if mode == "constant" else None
-    chosen = [a for a in step if not (rejected == "skip" and a.removed)]
-    masks = [tuple(map(float, a.mask)) if rejected == "count" else a.kept() for a in chosen]
+    if mode == "constant":
+        options.setdefault("divisor", DIVISOR)
+    chosen = tuple(i for i, a in enumerate(step) if not (rejected == "skip" and a.removed))
+    places = places or ((chosen,),)
+    masks = [tuple(map(float, a.mask)) if rejected == "count" else a.kept() for a in step]
     samples = [
-        oracle.Sample(mask, a.prompt, a.rollout) for a, mask in zip(chosen, masks, strict=True)
+        oracle.Sample(mask, a.prompt, a.rollout) for a, mask in zip(step, masks, strict=True)
     ]
-    found = iter(oracle.step_weights(mode, [[samples]], divisor=divisor)[0][0])
-    by_sample = {id(a): next(found) for a in chosen}
-    zero = [0.0]
-    return [zero * len(a.mask) if a.removed else by_sample[id(a)] for a in step]
+    nested = [[[samples[i] for i in place] for place in rank] for rank in places]
+    found = iter(
+        w for rank in oracle.step_weights(mode, nested, **options) for place in rank for w in place
+    )
+    by_sample = {i: next(found) for rank in places for place in rank for i in place}
+    return [[0.0] * len(a.mask) if a.removed else by_sample[i] for i, a in enumerate(step)]
 
 
 class Expected(NamedTuple):
@@ -144,25 +164,26 @@ def nll(lp: Tensor, *_: Any) -> Terms:
 
 
 def reference(
-    cases: dict[str, Case], rope: bool = True
+    cases: dict[str, Case], rope: bool = True, batch: Batch = STEPS, vocab: int = VOCAB
 ) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
     """Of each step: log-probabilities near the model's, and what each case's weights make of it.
 
     Args:
         rope: whether the model knows positions.
     """
-    return tuple(run_host_ranks(_reference, 1, cases, rope)[0])
+    return tuple(run_host_ranks(_reference, 1, cases, rope, batch, vocab)[0])
 
 
-def _reference(cases: dict[str, Case], rope: bool) -> Any:
+def _reference(cases: dict[str, Case], rope: bool, batch: Batch, vocab: int) -> Any:
     from tests.host import gpt
 
     gpt.initialize()
+    gpt.VOCAB = vocab
     model = gpt.build()
     if not rope:
         model.position_embedding_type = "none"
     given, found = [], {name: [] for name in cases}
-    for number, step in enumerate(STEPS):
+    for number, step in enumerate(batch):
         tokens = [token_values(model, a.tokens(), a.prompt_length) for a in step]
         near = partial(_near, torch.Generator().manual_seed(number))
         log_probs = LogProbs([near(lp) for lp, _ in tokens], [near(lp) for lp, _ in tokens])
@@ -196,8 +217,8 @@ def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected
     for (gradient, metrics), e in zip(got, expected, strict=True):
         of_gradients.append(relative_error(gradient, e.gradient))
         largest = max(map(abs, e.metrics.values()))
-        shared = metrics.keys() & e.metrics.keys()
-        of_metrics.append(max(abs(metrics[k] - e.metrics[k]) for k in shared) / largest)
+        differences = (abs(metrics[k] - e.metrics[k]) for k in metrics.keys() & e.metrics.keys())
+        of_metrics.append(max(differences, default=0.0) / largest)
     return [max(of_gradients), max(of_metrics)]
 
 
@@ -229,8 +250,9 @@ def flags(mode: str, rejected: str = "") -> str:
     return text + (f" --loss-aggregation-rejected {rejected}" if rejected else "")
 
 
-Held = tuple[Run, Case | None]
-"""A run and what it is held to; None: it must be refused, or is only there to differ from."""
+Held = tuple[Run, Case | str | None]
+"""A run and what it is held to: steps, words that its refusal begins with (a pattern), or None: it
+must be refused, or if it is stock code is only there to differ from."""
 
 
 def stock(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held:
@@ -255,7 +277,9 @@ class Report:
         checkouts: without and with the patch.
         own: runs of the stock code.
         runs: of the patched code.
-        near: the stock run that a run is shown to differ from, if not the one with its options.
+        near: the stock run that a run is shown to differ from, if not the one with its options;
+            None if it is as exact. It needs not differ from one of its own name.
+        others: of the patched code, for tests of their own.
     """
 
     name: str
@@ -263,38 +287,59 @@ class Report:
     checkouts: tuple[str, str]
     own: dict[str, Held]
     runs: dict[str, Held]
-    near: dict[str, str] = field(default_factory=dict)
+    near: dict[str, str | None] = field(default_factory=dict)
+    others: dict[str, Run] = field(default_factory=dict)
+    batch: Batch = STEPS
+    vocab: int = VOCAB
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    references: dict[bool, Any] = field(default_factory=dict)
 
-    def compare(self, place: str, cp: int, rope: bool = True, **options: Any) -> None:
-        """All runs, with further options of the framework; ``rope`` as in `reference`."""
-        both = {**self.own, **self.runs}
-        cases = {name: case for name, (_, case) in both.items() if case is not None}
-        given, expected = reference(cases, rope)
+    def compare(self, place: str, cp: int, rope: bool = True, **options: Any) -> dict[str, Any]:
+        """All runs, with further options of the framework; ``rope`` as in `reference`.
 
-        def run(checkout: str, runs: dict[str, Held]) -> dict[str, Any]:
-            changed = [Run(run.flags, {**run.options, **options}) for run, _ in runs.values()]
+        Returns:
+            All steps, or errors, by name; of a name that both have, those of the stock code.
+        """
+        given, expected = self.reference(rope)
+
+        def run(checkout: str, runs: list[Run]) -> list[Any]:
+            changed = [Run(run.flags, {**run.options, **options}) for run in runs]
             # The first rank's: after the reduction it is the same on all.
-            ranks = run_host_ranks(self.train, 2, checkout, cp, changed, given, timeout=300.0)
-            return dict(zip(runs, ranks[0], strict=True))
+            return run_host_ranks(self.train, 2, checkout, cp, changed, given, timeout=300.0)[0]
 
-        plain, patched = self.checkouts
-        theirs, again, ours = run(plain, self.own), run(patched, self.own), run(patched, self.runs)
+        own, runs = ([run for run, _ in held.values()] for held in (self.own, self.runs))
+        found = iter(run(self.checkouts[1], [*own, *runs, *self.others.values()]))
+        theirs = dict(zip(self.own, run(self.checkouts[0], own), strict=True))
+        again = {name: next(found) for name in self.own}
+        ours = {name: next(found) for name in self.runs}
         own_errors = {}
         for name, steps in theirs.items():
             self.check_same(f"{place}, {name}", steps, again[name])
             if name in expected:
                 own_errors[name] = self.check_own(place, name, steps, expected[name])
         for what, steps in ours.items():
-            if what not in expected:
-                self.check_refused(place, what, steps)
+            mine, held = self.runs[what]
+            if held is None or isinstance(held, str):
+                self.check_refused(place, what, steps, held or r"\w+Error:")
                 continue
-            mine = self.runs[what][0].options
-            same = next(name for name, (run, _) in self.own.items() if run.options == mine)
-            wrong = None if what in self.own else theirs[self.near.get(what, same)]
-            own = own_errors.get(same, max(own_errors.values()))  # of stock in a mode that it has
-            self.check_exact(place, what, steps, expected[what], own, wrong)
+            same = next(
+                (name for name, x in self.own.items() if x[0].options == mine.options), None
+            )
+            near = self.near.get(what, what if what in self.own else same)
+            assert near is not None or what in self.near, f"{what}: no stock run is near"
+            wrong = theirs[near] if near not in (None, what) else None
+            own_error = own_errors.get(same, max(own_errors.values()))
+            self.check_exact(place, what, steps, expected[what], own_error, wrong)
+        return {**ours, **dict(zip(self.others, found, strict=True)), **theirs}
+
+    def reference(self, rope: bool) -> Any:
+        """Computed once."""
+        if rope not in self.references:
+            both = {**self.own, **self.runs}
+            cases = {name: case for name, (_, case) in both.items() if isinstance(case, tuple)}
+            self.references[rope] = reference(cases, rope, self.batch, self.vocab)
+        return self.references[rope]
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
@@ -337,9 +382,9 @@ class Report:
         )
         self.check(equal, f"{place}: the patched code without our flags differs from stock")
 
-    def check_refused(self, place: str, what: str, got: Steps | str) -> None:
-        named = isinstance(got, str) and got.partition(":")[0].endswith("Error")
-        self.check(named, f"{place}, {what}: not refused")
+    def check_refused(self, place: str, what: str, got: Steps | str, words: str) -> None:
+        named = isinstance(got, str) and re.match(words, got) is not None
+        self.check(named, f"{place}, {what}: not refused so: {got!s:.200}")
 
     def close(self, path: str) -> None:
         """Write the table to ``path``; exit with 1 if anything failed."""

@@ -59,17 +59,13 @@ BATCHING = {
     },
 }
 BATCHING["fused"] = BATCHING["packed"]
-WITHOUT = (  # of the worker
-    "draft_model",
-    "sampling_params",
-    "media_placeholder_token_id",
-    "defer_fp32_logits",
-    "delegate_pack_to_model",
-    "delegate_mtp_loss_mask_to_model",
-    "model_slices_context_parallel_inputs",
-    "_router_replay_enabled",
-    "_first_train_step_forward_pre_hook_disabled",
-)
+# Of the worker.
+WITHOUT = """
+    draft_model sampling_params media_placeholder_token_id defer_fp32_logits
+    delegate_pack_to_model delegate_mtp_loss_mask_to_model
+    model_slices_context_parallel_inputs _router_replay_enabled
+    _first_train_step_forward_pre_hook_disabled
+"""
 NLL = "NLLLossFn"
 POSITIVES = 0.1  # weight of the loss of positive examples
 
@@ -161,7 +157,7 @@ def _worker(ddp: Any, batching: str) -> Any:
     module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
     worker = object.__new__(module.MegatronPolicyWorkerImpl)
     vars(worker).update(
-        dict.fromkeys(WITHOUT),
+        dict.fromkeys(WITHOUT.split()),
         cfg=_config(batching, mpu.get_context_parallel_world_size()),
         model=ddp,
         optimizer=KeepGradients(ddp),

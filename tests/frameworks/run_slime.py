@@ -38,31 +38,26 @@ from tests.peers.standins import use_peers
 STANDINS = (
     "ray sglang sglang_router transformers wandb torch_memory_saver mbridge httpx requests urllib3"
 )
+OFF = """
+    balance_data balance_by_flops allgather_cp calculate_per_token_loss
+    custom_pg_loss_reducer_function_path loss_aggregation loss_aggregation_divisor
+    loss_aggregation_rejected rewards_normalization reward_key custom_advantage_function_path
+    use_opd normalize_advantages use_rollout_logprobs use_unbiased_kl eps_clip_c use_opsm
+    get_mismatch_metrics use_tis recompute_loss_function save_debug_train_data
+    custom_megatron_before_train_step_hook_path enable_mtp_training decoder_seq_length ci_test
+"""
 ARGS: dict[str, Any] = {
+    **dict.fromkeys(OFF.split()),
     "global_batch_size": ROLLOUTS,
     "rollout_batch_size": 2 * ROLLOUTS,
     "n_samples_per_prompt": 1,
     "use_dynamic_batch_size": True,
     "max_tokens_per_gpu": 24,
     "micro_batch_size": 1,
-    "balance_data": False,
-    "balance_by_flops": False,
     "data_pad_size_multiplier": 8,
-    "allgather_cp": False,
     "qkv_format": "thd",
-    "calculate_per_token_loss": False,
-    "custom_pg_loss_reducer_function_path": None,
-    "loss_aggregation": None,
-    "loss_aggregation_divisor": None,
     "loss_aggregation_empty": "count",
-    "loss_aggregation_rejected": None,
     "advantage_estimator": "grpo",
-    "rewards_normalization": False,
-    "reward_key": None,
-    "custom_advantage_function_path": None,
-    "use_opd": False,
-    "normalize_advantages": False,
-    "use_rollout_logprobs": False,
     "rollout_temperature": 1.0,
     "rollout_top_p": 1.0,
     "log_probs_chunk_size": -1,
@@ -70,23 +65,12 @@ ARGS: dict[str, Any] = {
     "use_kl_loss": True,
     "kl_loss_coef": KL,
     "kl_loss_type": "k3",
-    "use_unbiased_kl": False,
     "entropy_coef": ENTROPY,
     "eps_clip": CLIP,
     "eps_clip_high": CLIP,
-    "eps_clip_c": None,
-    "use_opsm": False,
-    "get_mismatch_metrics": False,
-    "use_tis": False,
     "custom_tis_function_path": "tests.frameworks.run_slime.reject",
     "loss_type": "policy_loss",
-    "recompute_loss_function": False,
-    "save_debug_train_data": None,
-    "custom_megatron_before_train_step_hook_path": None,
-    "enable_mtp_training": False,
     "seq_length": 1,
-    "decoder_seq_length": None,
-    "ci_test": False,
 }
 EVERY_THIRD = 3
 REJECTING = {"use_tis": True}

@@ -28,57 +28,41 @@ FLAGS = ("--loss-aggregation", MODE, "--export-kd-teacher-load", "teacher")
 TOP_K = {"logit_kl_topk": 5}
 
 
-class Step:
-    """An optimizer step on this rank, with ModelOpt's own ``settings``."""
+def distilled(topology: Topology, per_token: bool, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """The student as ModelOpt makes it with its ``settings``, and its parameters by their names."""
+    import modelopt.torch.distill as mtd
+    import modelopt.torch.distill.plugins.megatron as plugin
 
-    def __init__(self, topology: Topology, layout: str, per_token: bool, **settings: Any) -> None:
-        use_peers(STANDINS)
-        from tests.host import gpt
+    from tests.host import distillation, gpt, gradients
 
-        gpt.initialize(**topology.sizes)
-        self.topology, self.layout = topology, layout
-        self.per_token, self.settings = per_token, settings
+    student = gpt.build(torch.float64, per_token, **topology.config)
+    teacher = distillation.teacher(**topology.config)
+    names = {id(parameter): name for name, parameter in gradients.parts(student)}
+    config = plugin.DistillationConfig(**settings)
+    config = plugin.setup_distillation_config(config, student.config, teacher.config)
+    losses = {"criterion": config.criterion, "loss_balancer": config.loss_balancer}
+    model = mtd.convert(student, mode=[("kd_loss", {"teacher_model": teacher, **losses})])
+    plugin.adjust_distillation_model_for_mcore(model, config)
+    return model, {names[id(p)]: p for p in model.parameters() if id(p) in names}
 
-    def distilled(self) -> tuple[Any, dict[str, Any]]:
-        """The student as ModelOpt makes it, and its parameters by their names."""
-        import modelopt.torch.distill as mtd
-        import modelopt.torch.distill.plugins.megatron as plugin
 
-        from tests.host import distillation, gpt, gradients
+def one_step(
+    topology: Topology, layout: str, per_token: bool, settings: Any, means: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """The student's parameters after the step, and what is reported."""
+    use_peers(STANDINS)
+    from tests.host import distillation, gpt
 
-        student = gpt.build(torch.float64, self.per_token, **self.topology.config)
-        teacher = distillation.teacher(**self.topology.config)
-        names = {id(parameter): name for name, parameter in gradients.parts(student)}
-        config = plugin.DistillationConfig(**self.settings)
-        config = plugin.setup_distillation_config(config, student.config, teacher.config)
-        losses = {"criterion": config.criterion, "loss_balancer": config.loss_balancer}
-        model = mtd.convert(student, mode=[("kd_loss", {"teacher_model": teacher, **losses})])
-        plugin.adjust_distillation_model_for_mcore(model, config)
-        return model, {names[id(p)]: p for p in model.parameters() if id(p) in names}
+    gpt.initialize(**topology.sizes)
+    model, parameters = distilled(topology, per_token, **settings)
 
-    def run(self, means: bool = False) -> tuple[Any, list[dict[str, Tensor]]]:
-        """The student's parameters after the step, and what is reported."""
-        from tests.host import distillation, gpt
+    def forward_step(data_iterator: Any, wrapped: Any) -> tuple[Tensor, Callable[..., Any]]:
+        losses, stock = gpt.forward_step(data_iterator, wrapped)
+        return losses, partial(loss_func, *stock.args, model=model, means=means)
 
-        model, parameters = self.distilled()
-
-        def forward_step(data_iterator: Any, wrapped: Any) -> tuple[Tensor, Callable[..., Any]]:
-            losses, stock = gpt.forward_step(data_iterator, wrapped)
-            return losses, partial(loss_func, *stock.args, model=model, means=means)
-
-        chunks, places = [gpt.data_parallel(model)], PLACES[self.topology.data_parallel_size]
-        step = partial(distillation.step, chunks, places, self.layout, *FLAGS)
-        return parameters, step(forward_step=forward_step)
-
-    def error_and_reports(self, whole: Gradient) -> tuple[float, dict[str, float]]:
-        """Of the gradient; and what is reported."""
-        from tests.host import gpt, gradients
-
-        parameters, reports = self.run()
-        found = {name: p.main_grad for name, p in parameters.items()}
-        expected = {name: gradients.part_of(whole[name], p) for name, p in parameters.items()}
-        numbers = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
-        return relative_error(found, expected), numbers
+    chunks, places = [gpt.data_parallel(model)], PLACES[topology.data_parallel_size]
+    step = partial(distillation.step, chunks, places, layout, *FLAGS)
+    return parameters, step(forward_step=forward_step)
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor, model: Any, means: bool) -> Any:
@@ -121,10 +105,18 @@ def expected(ranks: int, top_k: bool = False) -> Any:
     return run_host_ranks(by_hand, 1, weights_of(MODE, PLACES[ranks]), top_k)[0]
 
 
-def on_host(topology: Topology, layout: str, settings: Any, gradient: Any) -> list[Any]:
-    """Without the per-token flag and with it."""
-    steps = [Step(topology, layout, per_token, **settings) for per_token in (False, True)]
-    return [step.error_and_reports(gradient) for step in steps]
+def on_host(topology: Topology, layout: str, settings: Any, whole: Gradient) -> list[Any]:
+    """Without the per-token flag and with it: the gradient's error, and what is reported."""
+    from tests.host import gpt, gradients
+
+    seen = []
+    for per_token in (False, True):
+        parameters, reports = one_step(topology, layout, per_token, settings)
+        found = {name: p.main_grad for name, p in parameters.items()}
+        expected = {name: gradients.part_of(whole[name], p) for name, p in parameters.items()}
+        numbers = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
+        seen.append((relative_error(found, expected), numbers))
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -160,7 +152,7 @@ REFUSED: dict[str, list[tuple[str, bool, dict[str, Any]]]] = {
 
 def refusals(name: str) -> list[str | None]:
     return [
-        error_of(Step(TOPOLOGIES[name], "bshd", False, **settings).run, means)
+        error_of(one_step, TOPOLOGIES[name], "bshd", False, settings, means)
         for _, means, settings in REFUSED[name]
     ]
 

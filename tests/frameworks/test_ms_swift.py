@@ -35,7 +35,6 @@ class Case(NamedTuple):
     cp: int
     layout: str  # rows, padding_free, or packing
     per_token: bool
-    masks: str = "01"  # see `sequences`; the fractions are ms-swift's loss_scale
     dft: bool = False
     pp: int = 1
 
@@ -76,22 +75,26 @@ def trainer_for(case: Case, dtype: torch.dtype = torch.float32, **changes: Any) 
     return trainer
 
 
+def batches(trainer: Any, case: Case, masks: str = "01") -> Any:
+    """This rank's batches, from ms-swift's data collator."""
+    from megatron.core import mpu
+
+    place = case.places[mpu.get_data_parallel_rank()]
+    samples = [[encoded(i, masks) for i in microbatch] for microbatch in place]
+    return iter([trainer.data_collator([s] if trainer.args.packing else s) for s in samples])
+
+
 def encoded(i: int, masks: str) -> dict[str, Any]:
-    """A sample as ms-swift's template encodes it: labels at their own token, -100 where masked."""
+    """A sample as ms-swift's template encodes it: labels at their own token, -100 where masked.
+
+    Args:
+        masks: as of `sequences`; the fractions are ms-swift's loss_scale.
+    """
     sequence = sequences(masks)[i]
     tokens, scale = text_of(sequence).tolist(), sequence.sample.mask
     labels = [token if m else -100 for token, m in zip(tokens, (0, *scale), strict=True)]
     sample = {"input_ids": tokens, "labels": labels, "length": len(tokens)}
     return sample if masks == "01" else {**sample, "loss_scale": [0.0, *scale]}
-
-
-def batches(trainer: Any, case: Case) -> Any:
-    """This rank's batches, from ms-swift's data collator."""
-    from megatron.core import mpu
-
-    place = case.places[mpu.get_data_parallel_rank()]
-    samples = [[encoded(i, case.masks) for i in microbatch] for microbatch in place]
-    return iter([trainer.data_collator([s] if trainer.args.packing else s) for s in samples])
 
 
 def load_plugin(args: Any, flags: str | None) -> None:
@@ -102,10 +105,10 @@ def load_plugin(args: Any, flags: str | None) -> None:
     args._import_external_plugins()
 
 
-def one_step(trainer: Any, case: Case) -> Outcome:
+def one_step(trainer: Any, step: Any) -> Outcome:
     from tests.host import gradients
 
-    trainer.run_train_step(batches(trainer, case), None)
+    trainer.run_train_step(step, None)
     (model,) = trainer.wrapped_models
     return Outcome(gradients.of(model), dict(trainer.callbacks[0].logs))
 
@@ -113,12 +116,12 @@ def one_step(trainer: Any, case: Case) -> Outcome:
 def stock_and_hooked(case: Case, masks: Sequence[str], flags: str) -> dict[Any, Outcome]:
     """Steps without the plugin, then with it; their logs with those of an evaluation."""
     trainer = trainer_for(case)
-    found = {("stock", kind): one_step(trainer, case._replace(masks=kind)) for kind in masks}
+    found = {("stock", kind): one_step(trainer, batches(trainer, case, kind)) for kind in masks}
     load_plugin(trainer.args, flags)
     for kind in masks:
-        hooked = one_step(trainer, of_kind := case._replace(masks=kind))
-        trainer.evaluate(batches(trainer, of_kind))
-        found["hooked", kind] = hooked._replace(logs=dict(trainer.callbacks[0].logs))
+        gradient, _ = one_step(trainer, batches(trainer, case, kind))
+        trainer.evaluate(batches(trainer, case, kind))
+        found["hooked", kind] = Outcome(gradient, dict(trainer.callbacks[0].logs))
     return found
 
 
@@ -191,23 +194,21 @@ def test_a_step_is_exact_and_logs_the_token_mean_and_the_aggregated_loss(
     assert added == {f"{mode}_loss", f"eval_{mode}_loss", "eval_loss"}
 
 
-# On the page: mode, masks, and stock's error with the per-token flag and without.
-@pytest.mark.parametrize(
-    "mode, masks, cp, layout, with_flag, without",
-    [
-        ("token_mean", "01", 2, "packing", 0.0, 0.66),
-        ("token_mean", "01", 1, "rows", 0.0, 0.93),
-        ("token_mean", "fractional", 2, "packing", 0.024, 0.63),
-        ("sample_mean", "01", 2, "packing", 0.69, 0.72),
-        ("sample_mean", "01", 1, "rows", 0.69, 0.50),
-    ],
-)
-def test_stock_is_as_wrong_as_the_page_says(
-    mode: str, masks: str, cp: int, layout: str, with_flag: float, without: float
-) -> None:
-    for per_token, expected in ((True, with_flag), (False, without)):
-        stock = steps(cp, layout, per_token, "sample_mean")["stock", masks]
-        assert error(stock, mode, masks) == pytest.approx(expected, abs=5e-3)
+STOCK = {
+    ("token_mean", "01", 2, "packing"): (0.0, 0.66),
+    ("token_mean", "01", 1, "rows"): (0.0, 0.93),
+    ("token_mean", "fractional", 2, "packing"): (0.024, 0.63),
+    ("sample_mean", "01", 2, "packing"): (0.69, 0.72),
+    ("sample_mean", "01", 1, "rows"): (0.69, 0.50),
+}
+"""On the page: errors of stock with the per-token flag and without."""
+
+
+@pytest.mark.parametrize("mode, masks, cp, layout", STOCK)
+def test_stock_is_as_wrong_as_the_page_says(mode: str, masks: str, cp: int, layout: str) -> None:
+    of_flag = (steps(cp, layout, flag, "sample_mean")["stock", masks] for flag in (True, False))
+    errors = [error(stock, mode, masks) for stock in of_flag]
+    assert errors == pytest.approx(STOCK[mode, masks, cp, layout], abs=5e-3)
 
 
 def test_dft_and_losses_by_channel_stay() -> None:
@@ -230,27 +231,31 @@ def test_pipeline_stages_without_labels_pass() -> None:
     assert "sample_mean_loss" not in first["hooked", "01"].logs
 
 
-def before_and_after_loading(flags: str | None) -> tuple[bool, bool]:
-    """Whether a step stays, to the bit, and whether the schedule does; with flags, in a worker."""
+def steps_without_a_hook(flags: str) -> tuple[list[Outcome], bool]:
+    """Before the plugin is loaded, after it is without flags, and in a worker of a data loader.
+
+    And whether the schedule is Megatron's.
+    """
     from megatron.core.pipeline_parallel import schedules
     from torch.utils.data import _utils
 
-    trainer = trainer_for(ONE_RANK)
-    before, schedule = one_step(trainer, ONE_RANK), schedules.forward_backward_no_pipelining
-    if flags is not None:
-        _utils.worker._worker_info = object()
-    load_plugin(trainer.args, flags)
-    after = one_step(trainer, ONE_RANK)
-    same = all(before.gradient[name].equal(g) for name, g in after.gradient.items())
-    stock = schedules.forward_backward_no_pipelining is schedule
-    return same and before.logs == after.logs, stock
+    trainer, schedule = trainer_for(ONE_RANK), schedules.forward_backward_no_pipelining
+    outcomes = [one_step(trainer, batches(trainer, ONE_RANK))]
+    for given in (None, flags):
+        if given:
+            _utils.worker._worker_info = object()
+        load_plugin(trainer.args, given)
+        outcomes.append(one_step(trainer, batches(trainer, ONE_RANK)))
+    return outcomes, schedules.forward_backward_no_pipelining is schedule
 
 
-@pytest.mark.parametrize("flags", [None, SAMPLE_MEAN])
-def test_without_the_variable_or_in_a_worker_of_a_data_loader_nothing_changes(
-    flags: str | None,
-) -> None:
-    assert run(before_and_after_loading, 1, flags) == [(True, True)]
+def test_without_the_variable_or_in_a_worker_of_a_data_loader_nothing_changes() -> None:
+    ((outcomes, is_stock),) = run(steps_without_a_hook, 1, SAMPLE_MEAN)
+    before, *after = outcomes
+    assert is_stock
+    for outcome in after:
+        assert outcome.logs == before.logs
+        assert all(before.gradient[name].equal(g) for name, g in outcome.gradient.items())
 
 
 def empty_step(flags: str) -> tuple[bool, dict[str, float]]:
@@ -260,9 +265,8 @@ def empty_step(flags: str) -> tuple[bool, dict[str, float]]:
     load_plugin(trainer.args, flags)
     (model,) = trainer.unwrapped_models
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    trainer.run_train_step(iter([trainer.data_collator([encoded(EMPTY, "01")])]), None)
-    moved = not all(map(torch.equal, before, model.parameters()))
-    return moved, dict(trainer.callbacks[0].logs)
+    outcome = one_step(trainer, iter([trainer.data_collator([encoded(EMPTY, "01")])]))
+    return not all(map(torch.equal, before, model.parameters())), outcome.logs
 
 
 def test_an_empty_step_can_be_skipped() -> None:

@@ -1,30 +1,68 @@
-"""SkyRL with our patch, which the command of its page applies, and without it.
+"""SkyRL's real trainer, Megatron worker, model wrapper and loss, without our patch and with it.
 
-The gradient of every parameter is compared with an fp64 process that runs every sample alone.
+The patch is applied by the command of its page. Every rank runs the trainer, and keeps its own part
+of the data, which Ray would send to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
-import re
-from functools import cache
+import logging
+import os
+import sys
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests import oracle
-from tests.frameworks import skyrl
-from tests.frameworks.harness import COEFFICIENTS, ENTROPY, FP32, KL, patched_copy
-from tests.frameworks.skyrl import PROMPTS, REJECTED, ROLLOUTS, STEPS, Run, samples
-from tests.host.harness import run_host_ranks
-from tests.host.reference import Gradient, Reference, relative_error
-from tests.host.steps import Weights
-from tests.peers.standins import PEERS
+from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.frameworks.checkout_report import (
+    Held,
+    LogProbs,
+    Losses,
+    Report,
+    Run,
+    Steps,
+    answers,
+    weights,
+    with_entropy,
+)
+from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients, attempt, patched_copy
+from tests.peers.standins import PEERS, use_peers
 
 pytestmark = pytest.mark.host
 
+STANDINS = (
+    "ray jaxtyping loguru transformers cloudpathlib pydantic wandb omegaconf skyrl_gym datasets "
+    "torchdata aiohttp orjson pybase64 rich httpx huggingface_hub nvidia_resiliency_ext "
+    "megatron.bridge"
+)
+VOCAB = 100  # SkyRL fills microbatches of padding with any tokens below
+# With two data-parallel ranks, the first step is padded by a row. Where it is on, SkyRL's filter
+# removes a prompt whose rewards are equal. Samples of one rollout are steps of a trajectory.
+FILTERED = (
+    answers("""
+        0 3 0 110111011 1.1
+        0 3 0 11 -0.6
+        0 3 1 10110111110111011 0.4
+        1 5 2 1 -1.3
+        1 5 3 000000 0.8
+        2 2 4 111011011101 0.9 removed
+        2 2 4 10111 0.9 removed
+    """),
+    answers("""
+        3 4 5 11101101111011011101 -0.5
+        3 4 6 101 1.2
+        4 1 7 00000000 0.3
+        5 3 8 11011110111 0.7
+    """),
+)
+ALL = tuple(tuple(dataclasses.replace(a, removed=False) for a in step) for step in FILTERED)
+ANSWERS = [answer for step in ALL for answer in step]
+PAIRS = 2  # samples of a microbatch
 DIVISOR = 2.0  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
 # Our modes, under SkyRL's names.
 MODES = {
@@ -33,236 +71,295 @@ MODES = {
     "prompt_mean": "prompt_mean",
     "constant": "seq_mean_token_sum_norm",
 }
-TOPOLOGIES: dict[str, dict[str, Any]] = {"dp2": {}, "cp2": {"cp": 2, "packed": True}}
-# The further ones in one mode. By tokens, microbatches differ in their number of samples, and a
-# rank gets one of padding.
+# By tokens, microbatches differ in their number of samples, and a rank gets one of padding.
 WAYS: dict[str, dict[str, Any]] = {
-    **TOPOLOGIES,
     "packed": {"packed": True},
-    "calls": {"calls": 2},
+    "two calls": {"calls": 2},
     "by tokens": {"packed": True, "max_tokens": 30},
     "clip_cov": {"policy_loss": "clip_cov"},
 }
-ALL = [(way, mode) for way in TOPOLOGIES for mode in MODES]
-FURTHER = [(way, "prompt_mean") for way in WAYS if way not in TOPOLOGIES]
-# What else can be chosen, as arguments of `weights`.
-CHOICES: dict[str, dict[str, Any]] = {
-    "rollouts": {"mode": "rollout_mean"},
-    "microbatches": {"mode": "microbatch_mean"},
-    "sums": {"mode": "sample_sum"},
-    "empty": {"mode": "sample_mean", "empty": "skip"},
-    "filtered": {"mode": "prompt_mean", "filtered": True},
-    "rejected skipped": {"mode": "prompt_mean", "rejected": "skip", "filtered": True},
-    "rejected counted": {"mode": "token_mean", "rejected": "count", "filtered": True},
+METRICS = {"policy_loss": "pg_loss", "policy_kl": "kl_loss", "policy_entropy": "entropy_loss"}
+"""SkyRL's names, and those of `with_entropy`."""
+DEFAULTS = {
+    "loss_reduction": "token_mean",  # SkyRL's own
+    "aggregation": {},  # ours, which replaces it
+    "terms": True,  # whether there are KL and entropy
+    "filtered": False,
+    "packed": False,  # SkyRL's remove_microbatch_padding, which context parallelism requires
+    "max_tokens": 0,  # of a microbatch; 0: microbatches of two samples
+    "calls": 1,  # of forward_backward in each optimizer step
+    "policy_loss": "regular",
+    "max_seq_len": None,  # SkyRL's divisor
+    "strategy": "megatron",
 }
-TOKENS = {"mode": "token_mean"}
+
+
+def use_skyrl(package: str) -> None:
+    """Let this process, which has Megatron-Core, import SkyRL from the folder ``package``."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
+
+    use_peers(STANDINS)
+    sys.path.insert(1, package)
+    logging.disable()  # its handlers are stood in for
+    ray: Any = importlib.import_module("ray")
+    ray.put = lambda value: value
+    bridge: Any = importlib.import_module("megatron.bridge.peft.utils")
+    bridge.enable_expert_parallel_grad_sync_in_finalize = lambda chunks: None
+    bridge.finalize_model_grads_with_expert_adapter_sync = finalize_model_grads
+    attend = GatheredAttention.forward
+
+    def without_mask(
+        self: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **options: Any
+    ) -> Any:
+        """As Transformer Engine, which ignores a mask of padding where attention is causal."""
+        return attend(self, query, key, value, None, *args, **options)
+
+    GatheredAttention.forward = without_mask
+
+
+def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
+    """On a rank; see `checkout_report.Train`."""
+    use_skyrl(package)
+    from tests.host import gpt
+
+    gpt.initialize(cp)
+    gpt.VOCAB = VOCAB
+    return [attempt(_train, run, log_probs) for run in runs]
+
+
+def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
+    from skyrl.train.trainer import RayPPOTrainer
+
+    from tests.host import gpt
+
+    os.environ[VARIABLE] = run.flags
+    options = Namespace(**{**DEFAULTS, **run.options})
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.cfg, trainer.all_metrics = _configured(options), {}
+    trainer.tokenizer = Namespace(pad_token_id=0)
+    trainer.dispatch = _Dispatch(trainer.cfg.trainer, gpt.ddp_model(False, torch.float32), options)
+    texts = [(a.tokens()[: a.prompt_length], a.tokens()[a.prompt_length :]) for a in ANSWERS]
+    prompts = [answer.prompt for answer in ANSWERS]
+    rollouts = [*(answer.rollout for answer in ANSWERS), None]
+    generated = {  # what SkyRL's generator returns
+        "prompt_token_ids": [prompt.tolist() for prompt, _ in texts],
+        "response_ids": [response.tolist() for _, response in texts],
+        # Those of the removed samples are equal.
+        "rewards": [prompts[i] + (a.prompt != 2) * i / 99 for i, a in enumerate(ANSWERS)],
+        "loss_masks": [list(map(float, answer.mask)) for answer in ANSWERS],
+        "is_last_step": [a != b for a, b in itertools.pairwise(rollouts)],
+    }
+    uids = ["" if prompt == 4 else f"{prompt}-" for prompt in prompts]
+    output, uids = trainer.postprocess_generator_output(generated, uids)
+    data = trainer.convert_to_training_input(output, uids)
+    _fill_in(data, log_probs)
+    total = trainer._execute_training_step("policy", data)
+    steps = zip(trainer.dispatch.optimizer.gradients, trainer.dispatch.metrics, strict=True)
+    return [(gradient, {**metrics, "all steps": total}) for gradient, metrics in steps]
+
+
+def _configured(options: Namespace) -> Any:
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.utils.utils import validate_cfg
+
+    cfg = SkyRLTrainConfig()
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    trainer.strategy, trainer.logger = options.strategy, "console"
+    trainer.train_batch_size, trainer.policy_mini_batch_size = 6, 3  # prompts
+    trainer.micro_train_batch_size_per_gpu = PAIRS
+    trainer.max_tokens_per_microbatch = options.max_tokens
+    trainer.remove_microbatch_padding = options.packed
+    algorithm.loss_reduction, algorithm.max_seq_len = options.loss_reduction, options.max_seq_len
+    for key, value in options.aggregation.items():
+        setattr(algorithm.loss_aggregation, key, value)
+    algorithm.zero_variance_filter = options.filtered
+    algorithm.policy_loss_type = options.policy_loss
+    algorithm.use_kl_loss = algorithm.use_entropy_loss = options.terms
+    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = KL, ENTROPY
+    algorithm.eps_clip_low = algorithm.eps_clip_high = CLIP
+    algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
+    cfg.generator.n_samples_per_prompt = 2
+    validate_cfg(cfg)
+    cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
+    return cfg
+
+
+class _Dispatch:
+    """In place of Ray: gives this rank's worker its own part of what the trainer sends to all."""
+
+    def __init__(self, cfg: Any, model: Any, options: Namespace) -> None:
+        from megatron.core import parallel_state
+
+        self.calls = options.calls
+        self.optimizer = KeepGradients(model)
+        self.worker = _worker(cfg, model, self.optimizer)
+        self.size = parallel_state.get_data_parallel_world_size()
+        self.rank = parallel_state.get_data_parallel_rank()
+        self.metrics: list[dict[str, Any]] = []
+
+    def stage_data(self, model: str, data: Any, boundaries: Any) -> Any:
+        from skyrl.backends.skyrl_train.distributed.dispatch import MeshDispatch
+
+        return MeshDispatch.stage_chunks(self.size, data, boundaries)
+
+    def get_lcm_dp_size(self) -> int:
+        return self.size
+
+    def forward_backward_from_staged(self, model: str, chunks: Any) -> Any:
+        mine = chunks[self.rank]
+        for part in mine.chunk(-(-len(mine) // self.calls)):
+            output = self.worker.forward_backward(part)
+        known = METRICS.keys() & output.metrics.keys() if self.calls == 1 else ()  # of all calls
+        self.metrics.append({METRICS[name]: output.metrics[name] for name in known})
+        return output
+
+    def optim_step(self, model: str) -> Any:
+        return self.worker.optim_step()
+
+
+def _worker(cfg: Any, model: Any, optimizer: KeepGradients) -> Any:
+    """As after ``init_model``."""
+    from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper, megatron_worker
+
+    worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
+    worker.cfg, worker.optimizer, worker.actor_module = cfg, optimizer, [model]
+    worker.scheduler = Namespace(step=lambda increment: None)
+    worker.strategy = object.__new__(MegatronStrategy)
+    worker.enable_router_replay = worker.enable_sample_support_replay = False
+    worker.empty_cuda_cache = False
+    loss = PolicyLossRegistry.get(cfg.algorithm.policy_loss_type)
+    wrapper = megatron_model_wrapper.MegatronModelWrapper
+    worker.model = wrapper(cfg, [model], optimizer, loss)
+    return worker
+
+
+def _fill_in(data: Any, log_probs: list[LogProbs]) -> None:
+    """What the trainer's inference steps add; responses are aligned to the right."""
+    shape = data["loss_mask"].shape
+    for name in ("action_log_probs", "base_action_log_probs", "advantages"):
+        data[name] = torch.zeros(shape, dtype=torch.float32)
+    old, ref = ([x for step in log_probs for x in step[i]] for i in (0, 1))
+    for i, answer in enumerate(ANSWERS):
+        where = slice(shape[1] - len(answer.mask), None)
+        data["action_log_probs"][i, where] = old[i]
+        data["base_action_log_probs"][i, where] = ref[i]
+        data["advantages"][i, where] = answer.reward
+    data["rollout_logprobs"] = data["action_log_probs"] + 0.01
+
+
+def policy_alone(*given: Any) -> dict[str, torch.Tensor]:
+    policy = with_entropy(*given)["pg_loss"]
+    return {"loss": policy, "pg_loss": policy}
+
+
+def held(run: Run, mode: str, losses: Losses = with_entropy, **weighing: Any) -> Held:
+    """The run, to the weights of a mode."""
+    batch = FILTERED if run.options.get("filtered") else ALL
+    if mode == "constant":
+        weighing["divisor"] = DIVISOR
+    if mode == "microbatch_mean":
+        rows = [range(len(step)) for step in batch]
+        pairs = [tuple(itertools.batched(row, PAIRS)) for row in rows]
+        of_steps = [weights(mode, s, places=(p,)) for s, p in zip(batch, pairs, strict=True)]
+    else:
+        of_steps = [weights(mode, step, **weighing) for step in batch]
+    return run, (losses, of_steps)
+
+
+def stock(mode: str, **options: Any) -> Run:
+    divisor = DIVISOR if mode == "constant" else None
+    return Run("", {"loss_reduction": MODES[mode], "max_seq_len": divisor, **options})
+
+
+def ours(mode: str, empty: str = "count", rejected: str = "", **options: Any) -> Held:
+    key = {"mode": mode, "empty": empty, "rejected": rejected or None}
+    if mode == "constant":
+        key["divisor"] = DIVISOR
+    run = Run("", {"aggregation": key, **options})
+    return held(run, mode, empty=empty, rejected=rejected)
+
+
+TOKENS = {"aggregation": {"mode": "token_mean"}}
 REFUSED = {
     "ValueError: policy_loss_type='cross_entropy' does not support": Run(
-        aggregation=TOKENS, policy_loss="cross_entropy"
+        "", {**TOKENS, "policy_loss": "cross_entropy"}
     ),
-    "ModeError: unknown preset 'skyrl/tokens_mean'": Run(aggregation={"mode": "skyrl/tokens_mean"}),
-    "DivisorError: mode 'constant' needs a divisor": Run(aggregation={"mode": "constant"}),
-    "ValueError: trainer.strategy='fsdp' does not support": Run(
-        aggregation=TOKENS, strategy="fsdp"
-    ),
-    "ValueError: .*--loss-aggregation sample_mean` differs from": Run(
-        aggregation=TOKENS, flags="--loss-aggregation sample_mean"
-    ),
+    "ModeError: unknown preset 'skyrl/x'": Run("", {"aggregation": {"mode": "skyrl/x"}}),
+    "DivisorError: mode 'constant' needs": Run("", {"aggregation": {"mode": "constant"}}),
+    "ValueError: trainer.strategy='fsdp' does": Run("", {**TOKENS, "strategy": "fsdp"}),
+    "ValueError: .*sample_mean` differs from": Run("--loss-aggregation sample_mean", TOKENS),
     "ValueError: .*has flags without a counterpart": Run(
-        flags="--loss-aggregation sum --loss-aggregation-sample-weights skip"
+        "--loss-aggregation sum --loss-aggregation-sample-weights skip", {}
     ),
 }
-
-
-def divisor_of(mode: str) -> float | None:
-    return DIVISOR if mode == "constant" else None
-
-
-def chosen(filtered: bool = False, **aggregation: str) -> Run:
-    return Run(aggregation=aggregation, filtered=filtered)
-
-
-Key = Any
-"""Of a run: (way, mode), or what it is about."""
-STOCK: dict[Key, Run] = {
-    "legacy": Run("token_mean_legacy"),
-    **{
-        (way, mode): Run(MODES[mode], max_seq_len=divisor_of(mode), **WAYS[way])
-        for way, mode in (*ALL, *FURTHER)
-    },
-}
-OURS: dict[Key, Run] = {
-    **{
-        ("ours", way, mode): Run(
-            aggregation={"mode": mode, "divisor": divisor_of(mode)}, **WAYS[way]
-        )
-        for way, mode in (*ALL, *FURTHER)
-    },
-    **{name: chosen(**choice) for name, choice in CHOICES.items()},
-    "flags": Run(flags="--loss-aggregation skyrl/prompt_mean"),
-    **REFUSED,
-}
-# Rows of each optimizer step's microbatches, by data-parallel rank; -1 is a row of padding.
-MICROBATCHES = {
-    "dp2": ([[[0, 1], [2, 3]], [[4, 5], [6, -1]]], [[[7, 8]], [[9, 10]]]),
-    "cp2": ([[[0, 1], [2, 3], [4, 5], [6]]], [[[7, 8], [9, 10]]]),
+FURTHER = {
+    **{way: ours("prompt_mean", **WAYS[way]) for way in WAYS if way != "clip_cov"},
+    "flags": held(Run("--loss-aggregation skyrl/prompt_mean", {}), "prompt_mean"),
+    "rollouts": ours("rollout_mean"),
+    "microbatches": ours("microbatch_mean"),
+    "sums": ours("sample_sum"),
+    "without empty samples": ours("sample_mean", empty="skip"),
+    "filtered": ours("prompt_mean", filtered=True),
+    "rejected skipped": ours("prompt_mean", rejected="skip", filtered=True),
+    "rejected counted": ours("token_mean", rejected="count", filtered=True),
+    **{words: (run, words) for words, run in REFUSED.items()},
 }
 
 
-def weights(
-    mode: str, step: int, empty: str = "count", rejected: str | None = None, filtered: bool = False
-) -> dict[str, Weights]:
-    """By term of the loss, the same mean in all three, over the whole step."""
-    gone = set(REJECTED) if filtered else set()
-    order = [i for i in range(*STEPS[step]) if not (i in gone and rejected == "skip")]
-    rows = [
-        oracle.Sample(tuple(samples()[i].mask), PROMPTS.index(PROMPTS[i]), ROLLOUTS[i])
-        for i in order
-    ]
-    if rejected is None:  # then they are samples without tokens
-        rows = [
-            dataclasses.replace(row, mask=(0.0,) * len(row.mask)) if i in gone else row
-            for i, row in zip(order, rows, strict=True)
-        ]
-    pairs = [rows[i : i + 2] for i in range(0, len(rows), 2)]
-    nested = oracle.step_weights(mode, [pairs], divisor=divisor_of(mode), empty=empty)
-    of_mode = [w for rank in nested for microbatch in rank for w in microbatch]
-    of_term = [(i, w) for i, w in zip(order, of_mode, strict=True) if i not in gone]
-    return dict.fromkeys(COEFFICIENTS, of_term)
-
-
-def stock_weights(mode: str, step: int, way: str) -> dict[str, Weights]:
-    """Stock SkyRL's: KL and entropy are means of means of microbatches, padding rows included."""
-    kl, entropy, ranks = [], [], MICROBATCHES[way][step]
-    for rank, rows in ((r, rows) for r in ranks for rows in r):
-        of_microbatch = sum(sum(samples()[i].mask) for i in rows if i >= 0)
-        share = 1 / len(ranks) / len(rank)
-        for i in set(rows) - {-1}:
-            mask = samples()[i].mask
-            kl.append((i, [m * share / len(rows) / max(sum(mask), 1) for m in mask]))
-            entropy.append((i, [m * share / max(of_microbatch, 1) for m in mask]))
-    return {**weights(mode, step), "kl": kl, "entropy": entropy}
-
-
-@cache
-def fp64() -> dict[str, Reference]:
-    found: dict[str, Reference] = run_host_ranks(skyrl.references, 1)[0]
-    return found
-
-
-@cache
-def expected(name: str, step: int, stock_way: str = "") -> Gradient:
-    """Of the whole step, in a mode or with a choice; or of stock SkyRL's formula."""
-    if stock_way:
-        of_terms = stock_weights(name, step, stock_way)
-    else:
-        of_terms = weights(**CHOICES.get(name, {"mode": name}), step=step)
-    parts = [(factor, fp64()[t].gradient(of_terms[t])) for t, factor in COEFFICIENTS.items()]
-    return {p: sum(factor * part[p] for factor, part in parts) for p in parts[0][1]}
-
-
-def error(ranks: list[Any], name: str, stock_way: str = "") -> float:
-    """The largest of all ranks and both optimizer steps; ``name`` as in `expected`."""
-    assert not isinstance(ranks[0], str), ranks
-    return max(
-        relative_error(rank["gradients"][step], expected(name, step, stock_way))
-        for rank in ranks
-        for step in (0, 1)
-    )
-
-
-Results = dict[Key, list[Any]]
-
-
-def results(package: str, runs: dict[Key, Run]) -> Results:
-    """What each rank returned, with SkyRL from the folder ``package``."""
-    found: Results = {}
-    for cp in (1, 2):
-        of_cp = {name: run for name, run in runs.items() if run.cp == cp}
-        given = package, cp, of_cp, fp64()["lp"].losses
-        ranks = run_host_ranks(skyrl.train, 2, *given, timeout=200)
-        found |= {name: [rank[name] for rank in ranks] for name in of_cp}
-    return found
+def report(patched: str, every: bool) -> Report:
+    """In SkyRL's own modes it is exact without KL and entropy, which are means of microbatches."""
+    ways = {way: stock("prompt_mean", **WAYS[way]) for way in WAYS if every}
+    own = {
+        **{f"{x}, policy alone": held(stock(x, terms=False), x, policy_alone) for x in MODES},
+        **{f"SkyRL's {mode}": (stock(mode), None) for mode in MODES},
+        **{f"SkyRL's {way}": (run, None) for way, run in ways.items()},
+        # Leaves out the last sample of an odd number.
+        "SkyRL's microbatches": (Run("", {"loss_reduction": "token_mean_legacy"}), None),
+    }
+    runs = {**{mode: ours(mode) for mode in MODES}, **(FURTHER if every else {})}
+    near = {name: f"SkyRL's {name}" for name in runs}
+    near |= {name: "SkyRL's prompt_mean" for name, x in near.items() if x not in own}
+    others = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]} if every else {}
+    copies = str(PEERS), patched
+    return Report("SkyRL", train, copies, own, runs, near, others, batch=ALL, vocab=VOCAB)
 
 
 @pytest.fixture(scope="session")
-def stock() -> Results:
-    return results(str(PEERS), STOCK)
-
-
-@pytest.fixture(scope="session")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Steps]]:
+    """What failed, and all steps of two data-parallel ranks."""
     folder = tmp_path_factory.mktemp("skyrl")
     patched_copy("skyrl", folder)
-    return results(str(folder), {**STOCK, **OURS})
+    whole, of_cp = (report(str(folder), every) for every in (True, False))
+    steps = whole.compare("DP 2", 1)
+    of_cp.compare("CP 2", 2, packed=True)
+    return [*whole.failures, *of_cp.failures], steps
 
 
-@pytest.mark.parametrize("way, mode", ALL)
-def test_every_term_of_the_loss_is_exact_where_stocks_are_means_of_microbatches(
-    stock: Results, patched: Results, way: str, mode: str
+def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
+    compared: tuple[list[str], Any],
 ) -> None:
-    own = error(stock[way, mode], mode, way)  # of stock, in its own formula
-    assert own < FP32
-    assert error(patched["ours", way, mode], mode) <= min(2 * own, FP32)
-    assert all(error(patched["ours", way, mode], other) > 2e-3 for other in {*MODES} - {mode})
-    assert error(stock[way, mode], mode) > 2e-2
+    failures, _ = compared
+    assert failures == []
 
 
-@pytest.mark.parametrize("way", ["packed", "calls", "by tokens"])
-def test_other_ways_to_run_a_step_are_exact(stock: Results, patched: Results, way: str) -> None:
-    assert error(patched["ours", way, "prompt_mean"], "prompt_mean") < FP32
-    assert error(stock[way, "prompt_mean"], "prompt_mean") > 2e-2
+def test_clip_cov_sees_the_advantages_as_they_are(compared: tuple[Any, dict[str, Steps]]) -> None:
+    _, steps = compared
+    theirs, ours = (steps[name][0][1]["all steps"] for name in ("SkyRL's clip_cov", "clip_cov"))
+    ratio = "loss_metrics/clip_ratio"
+    assert ours[ratio] > 10 * theirs[ratio]  # SkyRL rescales them
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_is_exact_and_none_is_another(patched: Results, choice: str) -> None:
-    assert error(patched[choice], choice) < FP32
-    for other in {*MODES, *CHOICES} - {choice}:
-        pairs = ((expected(choice, step), expected(other, step)) for step in (0, 1))
-        assert max(itertools.starmap(relative_error, pairs)) > 2e-3
-
-
-def test_flags_in_the_environment_do_the_same(patched: Results) -> None:
-    assert error(patched["flags"], "prompt_mean") < FP32
-
-
-def test_stock_leaves_out_the_last_sample_of_an_odd_number(stock: Results) -> None:
-    assert error(stock["legacy"], "microbatches") > 2e-2
-
-
-@pytest.mark.parametrize("way, mode", ALL)
-def test_metrics_follow_the_aggregation(
-    stock: Results, patched: Results, way: str, mode: str
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_follow_the_aggregation_and_other_metrics_stay(
+    compared: tuple[Any, dict[str, Steps]], mode: str
 ) -> None:
-    found = dict(patched["ours", way, mode][0]["metrics"])
-    theirs = stock[way, mode][0]["metrics"]
-    ours = {"policy": "policy_loss", "kl": "policy_kl", "entropy": "policy_entropy"}
-    value = {term: found.pop(name) for term, name in ours.items()}
-    for term in COEFFICIENTS:
-        of_steps = [fp64()[term].loss(weights(mode, step)[term]) for step in (0, 1)]
-        assert value[term] == pytest.approx(sum(of_steps) / 2, rel=1e-5)
-    total = value["policy"] + KL * value["kl"] - ENTROPY * value["entropy"]
-    final = found.pop("final_loss")
-    if way != "cp2":  # there each rank has a part of the entropy, in stock too
-        assert final == pytest.approx(total, rel=1e-5)
-    followed = {*ours.values(), "final_loss"}
-    assert found == {name: x for name, x in theirs.items() if name not in followed}
-
-
-def test_clip_cov_sees_the_advantages_as_they_are(stock: Results, patched: Results) -> None:
-    metric = "loss_metrics/clip_ratio"
-    assert stock["clip_cov", "prompt_mean"][0]["metrics"][metric] == 0
-    assert patched["ours", "clip_cov", "prompt_mean"][0]["metrics"][metric] > 0.01
-
-
-def test_without_the_switch_the_patch_changes_no_bit(stock: Results, patched: Results) -> None:
-    for name in STOCK:
-        for mine, theirs in zip(patched[name], stock[name], strict=True):
-            assert mine["metrics"] == theirs["metrics"]
-            for after, before in zip(mine["gradients"], theirs["gradients"], strict=True):
-                assert all(torch.equal(after[p], gradient) for p, gradient in before.items())
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_exact_is_refused(patched: Results, message: str) -> None:
-    assert all(re.match(message, of_rank) for of_rank in patched[message])
+    _, steps = compared
+    theirs, ours = (steps[name][0][1]["all steps"] for name in (f"SkyRL's {mode}", mode))
+    total = ours["policy_loss"] + KL * ours["policy_kl"] - ENTROPY * ours["policy_entropy"]
+    assert ours["final_loss"] == pytest.approx(total, rel=1e-5)
+    followed = {name: ours[name] for name in (*METRICS, "final_loss")}
+    assert ours == {**theirs, **followed}

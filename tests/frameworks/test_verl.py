@@ -1,98 +1,131 @@
-"""verl's own step, with and without the patches, against one fp64 process.
-
-The patches are applied to a copy of the installed package by the commands of
-docs/frameworks/verl.md, and told what to do as that page says.
-"""
+"""verl's own step, with and without the patches, which the commands of its page apply to a copy."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests import oracle
 from tests.frameworks import verl
-from tests.frameworks.harness import DIVISOR, FP32, ROOT, page, patched_copy
-from tests.frameworks.verl import PADDING, PROMPTS, SESSIONS, Case, Step
+from tests.frameworks.checkout_report import (
+    MODES,
+    Held,
+    LogProbs,
+    Losses,
+    Report,
+    Run,
+    Steps,
+    flags,
+    weights,
+    with_entropy,
+)
+from tests.frameworks.harness import (
+    CLIP,
+    DIVISOR,
+    FP32,
+    ROOT,
+    Terms,
+    grpo,
+    page,
+    patched_copy,
+    references,
+    token_values,
+)
+from tests.frameworks.verl import ROWS, STEP, TEACHER
 from tests.host.harness import run_host_ranks
 from tests.host.reference import Reference, relative_error
-from tests.host.steps import Weights, sequences
 from tests.peers.standins import PEERS
 
 pytestmark = pytest.mark.host
 
-CPS = {"dp2": 1, "cp2": 2}
-MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "constant")
+SHARE = len(STEP) / ROWS
 
 
-def divisor_of(mode: str) -> dict[str, float]:
-    return {"divisor": DIVISOR} if mode == "constant" else {}
+def distilled(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    return {"loss": grpo(lp, entropy, old, ref - TEACHER, reward)["kl"]}
 
 
-def flags(mode: str) -> str:
-    """The flags of the page, for another mode."""
-    found = re.search(r'MEGATRON_LOSS_AGG_FLAGS="(.*?)"', page("verl"))
-    assert found
-    divisor = "".join(f" --loss-aggregation-divisor {d}" for d in divisor_of(mode).values())
-    return found[1].replace("prompt_mean", mode) + divisor
+def held(run: Run, mode: str, losses: Losses = with_entropy, share: float = 1.0) -> Held:
+    """The run, to the weights of a mode; times a share."""
+    return run, (losses, [[[x * share for x in w] for w in weights(mode, STEP)]])
 
 
-def options(mode: str, **further: str) -> tuple[tuple[str, Any], ...]:
-    """The same by verl's configuration."""
-    return tuple({"mode": mode, **divisor_of(mode), **further}.items())
+def key(mode: str, **further: str) -> dict[str, Any]:
+    """An aggregation of ours in verl's configuration."""
+    return {"mode": mode, **({"divisor": DIVISOR} if mode == "constant" else {}), **further}
 
 
-MOE = (
-    ("num_moe_experts", 4),
-    ("moe_router_topk", 2),
-    ("moe_router_load_balancing_type", "aux_loss"),
-    ("add_bias_linear", False),
-)
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "add_bias_linear": False,
+}
 AUXILIARY = {
-    f"auxiliary {x}": Case(per_token=True, config=(*MOE, ("moe_aux_loss_coeff", x)))
+    f"auxiliary {x}": {"per_token": True, "config": {**MOE, "moe_aux_loss_coeff": x}}
     for x in (0.0, 1.0)
 }
-STOCK = {
-    "token-mean": Case(),
-    "token-mean, per token": Case(per_token=True),
-    "seq-mean-token-mean": Case(mode="seq-mean-token-mean"),
-    "seq-mean-token-sum-norm": Case(mode="seq-mean-token-sum-norm", factor=DIVISOR),
-    "value": Case(loss="value"),
-    "distillation": Case(loss="distillation"),
-    "geo_mean": Case(loss_mode="geo_mean"),
-    **AUXILIARY,
-}
 PADDED = "sample_mean, padding counts"
-EXACT = {
-    **{mode: Case(flags(mode)) for mode in MODES},
-    **{f"{x}, configured": Case(options=options(x), per_token=True) for x in MODES},
-    PADDED: Case(options=options("sample_mean", rejected="count")),
-    **{f"prompt_mean, {x}": Case(flags("prompt_mean"), loss=x) for x in ("value", "distillation")},
+PER_TOKEN = "token_mean, per token"
+DISTILLED = {"loss": "distillation"}
+OWN: dict[str, Held] = {
+    "token_mean": held(Run("", {}), "token_mean"),
+    PER_TOKEN: held(Run("", {"per_token": True}), "token_mean"),
+    PADDED: held(Run("", {"mode": "seq-mean-token-mean"}), "sample_mean", share=SHARE),
+    "constant, padding counts": held(
+        Run("", {"mode": "seq-mean-token-sum-norm", "factor": DIVISOR}), "constant", share=SHARE
+    ),
+    "distillation": held(Run("", DISTILLED), "token_mean", distilled),
+    "value": (Run("", {"loss": "value"}), None),
+    "geo_mean": (Run("", {"loss_mode": "geo_mean"}), None),
+    **{name: (Run("", options), None) for name, options in AUXILIARY.items()},
 }
-"""By an aggregation of ours, which begins the name."""
-MICROBATCHES = {"microbatch_mean": Case(flags("microbatch_mean"))}
-OUR_AUXILIARY = {f"ours, {k}": x._replace(flags=flags("sample_mean")) for k, x in AUXILIARY.items()}
-UNSUPPORTED = "NotImplementedError: "
 REFUSED = {
-    f"{UNSUPPORTED}policy_loss.loss_mode='geo_mean' does not support": Case(
-        flags("prompt_mean"), loss_mode="geo_mean"
+    "NotImplementedError: policy_loss.loss_mode='geo_mean' does not support": Run(
+        flags("prompt_mean"), {"loss_mode": "geo_mean"}
     ),
-    f"{UNSUPPORTED}loss_aggregation needs a response_mask": Case(
-        flags("token_mean"), without="response_mask"
+    "NotImplementedError: loss_aggregation needs a response_mask": Run(
+        flags("token_mean"), {"without": "response_mask"}
     ),
-    f"{UNSUPPORTED}loss_aggregation needs all micro-batches of an optimizer step": Case(
-        flags("token_mean"), worker="TinkerTrainingWorker"
+    "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step": Run(
+        flags("token_mean"), {"worker": "TinkerTrainingWorker"}
     ),
-    "GroupError: mode 'prompt_mean' groups by prompt": Case(flags("prompt_mean"), without="uid"),
+    "GroupError: mode 'prompt_mean' groups by": Run(flags("prompt_mean"), {"without": "uid"}),
 }
-EVERYTHING = {**STOCK, **EXACT, **MICROBATCHES, **OUR_AUXILIARY, **REFUSED}
-both = pytest.mark.parametrize("topology", CPS)
+RUNS: dict[str, Held] = {
+    **{mode: held(Run(flags(mode), {}), mode) for mode in MODES},
+    **{
+        f"{mode}, configured": held(Run("", {"key": key(mode), "per_token": True}), mode)
+        for mode in MODES
+    },
+    PADDED: held(
+        Run("", {"key": key("sample_mean", rejected="count")}), "sample_mean", share=SHARE
+    ),
+    "prompt_mean, distillation": held(
+        Run(flags("prompt_mean"), DISTILLED), "prompt_mean", distilled
+    ),
+    **{words: (run, words) for words, run in REFUSED.items()},
+}
+NEAR: dict[str, str | None] = {
+    "sample_mean": PADDED,
+    "rollout_mean": PADDED,
+    "prompt_mean": "token_mean",
+    "constant": "constant, padding counts",
+}
+NEAR |= {f"{mode}, configured": NEAR.get(mode) for mode in MODES}
+OTHERS = {
+    "microbatch_mean": Run(flags("microbatch_mean"), {}),
+    "prompt_mean, value": Run(flags("prompt_mean"), {"loss": "value"}),
+    **{f"ours, {x}": Run(flags("sample_mean"), options) for x, options in AUXILIARY.items()},
+}
+PLACES = {"DP 2": 1, "CP 2": 2}
+every_place = pytest.mark.parametrize("place", PLACES)
 
 
 @pytest.fixture(scope="session")
@@ -103,182 +136,131 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+class Compared(NamedTuple):
+    failures: list[str]
+    steps: dict[str, dict[str, Steps]]  # by place; the stock code has the patch of token numbers
+    stock: dict[str, dict[str, Steps]]  # without that patch
+    reference: dict[str, Reference]
+
+
 @pytest.fixture(scope="session")
-def mended(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a copy of verl that has the patch of the numbers of tokens alone."""
-    folder = tmp_path_factory.mktemp("mended")
-    shutil.copytree(PEERS / "verl", folder / "verl")
+def compared(patched: str, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    mended = tmp_path_factory.mktemp("mended")
+    shutil.copytree(PEERS / "verl", mended / "verl")
     patch = ROOT / "patches/verl-routed-tokens/0.9.1.patch"
-    subprocess.run(["patch", "-p1", "-d", str(folder), "-i", str(patch)], check=True)
-    return str(folder)
-
-
-@cache
-def ours(topology: str, package: str) -> dict[str, list[Any]]:
-    """The patched verl's steps, or errors, of both ranks; those of stock cases, too."""
-    cases = tuple(EVERYTHING.values())
-    ranks = run_host_ranks(verl.train, 2, package, CPS[topology], cases, timeout=280)
-    return dict(zip(EVERYTHING, map(list, zip(*ranks, strict=True)), strict=True))
-
-
-@cache
-def stock(topology: str, package: str = str(PEERS)) -> dict[str, Step]:
-    cases = tuple(STOCK.values())
-    steps, _ = run_host_ranks(verl.train, 2, package, CPS[topology], cases, timeout=280)
-    return dict(zip(STOCK, steps, strict=True))
-
-
-@cache
-def fp64(loss: str = "policy") -> dict[str, Reference]:
-    found: dict[str, Reference] = run_host_ranks(verl.reference, 1, loss)[0]
-    return found
-
-
-def sample(i: int) -> oracle.Sample:
-    rollout: Any = (PROMPTS[i], SESSIONS[i])
-    return oracle.Sample(sequences()[i].sample.mask, PROMPTS[i], rollout)  # type: ignore[arg-type]
-
-
-def weights(name: str) -> Weights:
-    """The oracle's, of all samples but padding; by the name of a case of `EXACT`."""
-    mode, count = name.partition(",")[0], len(PROMPTS)
-    step = [[[sample(i) for i in range(count)]]]
-    found = oracle.step_weights(mode, step, divisor=divisor_of(mode).get("divisor"))[0][0]
-    share = count / (count + PADDING) if name == PADDED else 1.0
-    return [(i, [x * share for x in w]) for i, w in enumerate(found)]
-
-
-def error(step: Step | str, w: Weights, loss: str = "policy") -> float:
-    assert not isinstance(step, str), step
-    return relative_error(step.gradient, fp64(loss)["loss"].gradient(w))
-
-
-def own_error(topology: str, loss: str = "policy") -> float:
-    """The largest of verl's own in modes of its own, where padding counts as samples."""
-    if loss != "policy":
-        return error(stock(topology)[loss], weights("token_mean"), loss)
-    modes = {"token-mean": "token_mean", "seq-mean-token-mean": PADDED}
-    return max(error(stock(topology)[own], weights(mode)) for own, mode in modes.items())
-
-
-@both
-@pytest.mark.parametrize("name", EXACT)
-def test_the_patched_step_is_exact_and_its_metrics_follow(
-    name: str, topology: str, patched: str
-) -> None:
-    loss, w = EXACT[name].loss, weights(name)
-    metrics = {"loss": "loss"}
-    if loss == "policy":
-        metrics |= {"policy": "actor/pg_loss", "kl": "kl_loss", "entropy": "actor/entropy_loss"}
-    for step in ours(topology, patched)[name]:
-        assert error(step, w, loss) <= min(2 * own_error(topology, loss), FP32)
-        # Microbatches are unequal in samples, and in tokens.
-        assert all(len({*map(size, step.microbatches)}) > 1 for size in (len, sum))
-    for term, metric in metrics.items():
-        of_step = ours(topology, patched)[name][0].metrics[metric]
-        assert of_step == pytest.approx(fp64(loss)[term].loss(w), rel=1e-5)
-    if loss != "policy":
-        assert error(stock(topology)[loss], w, loss) > 1e-2
-
-
-@both
-def test_microbatch_mean_goes_by_verls_microbatches(topology: str, patched: str) -> None:
-    steps = ours(topology, patched)["microbatch_mean"]
-    sample_of = {len(sequences()[i].tokens) + 1: i for i in range(len(PROMPTS))}
-    places = [
-        [[sample_of[n] for n in lengths if n in sample_of] for lengths in step.microbatches]
-        for step in (steps if topology == "dp2" else steps[:1])
-    ]
-    step = [[[sample(i) for i in place] for place in rank] for rank in places]
-    nested = oracle.step_weights("microbatch_mean", step)
-    order = [i for rank in places for place in rank for i in place]
-    flat = [w for rank in nested for place in rank for w in place]
-    w = list(zip(order, flat, strict=True))
-    assert error(steps[0], w) <= min(2 * own_error(topology), FP32)
-
-
-def same(before: Step, after: Step) -> bool:
-    """Bit for bit, but for its times."""
-    metrics = [
-        {k: v for k, v in step.metrics.items() if not k.startswith("perf/")}
-        for step in (before, after)
-    ]
-    return metrics[0] == metrics[1] and all(
-        torch.equal(gradient, after.gradient[name]) for name, gradient in before.gradient.items()
+    subprocess.run(["patch", "-p1", "-d", str(mended), "-i", str(patch)], check=True)
+    report = Report(
+        "verl", verl.train, (str(mended), patched), OWN, RUNS, NEAR, OTHERS, batch=(STEP,)
     )
+    steps = {place: report.compare(place, cp) for place, cp in PLACES.items()}
+    log_probs, _ = report.reference(True)
+    runs, stock = [run for run, _ in OWN.values()], {}
+    for place, cp in PLACES.items():
+        found = run_host_ranks(verl.train, 2, str(PEERS), cp, runs, log_probs, timeout=280)[0]
+        stock[place] = dict(zip(OWN, found, strict=True))
+    reference = run_host_ranks(token_losses, 1, log_probs)[0]
+    return Compared(report.failures, steps, stock, reference)
 
 
-@both
-@pytest.mark.parametrize("name", STOCK)
-def test_without_an_aggregation_the_patch_mends_numbers_of_tokens_and_changes_no_other_bit(
-    name: str, topology: str, patched: str, mended: str
+def token_losses(log_probs: list[LogProbs]) -> dict[str, Reference]:
+    """Of the policy and of the critic, for weights that are known only after the step."""
+    from tests.host import gpt
+
+    gpt.initialize()
+    model = gpt.build()
+
+    def of_answer(answer: Any, old: Tensor, ref: Tensor) -> Terms:
+        tokens, old, ref = answer.tokens(), old.double(), ref.double()
+        policy = with_entropy(*token_values(model, tokens, 1), old, ref, answer.reward)["loss"]
+        value = model(tokens[None], torch.arange(len(tokens))[None], None)[0, :-1, 0]
+        near = old + (value - old).clamp(-CLIP, CLIP)
+        return {"policy": policy, "value": 0.5 * ((value - ref) ** 2).maximum((near - ref) ** 2)}
+
+    terms = (of_answer(*x) for x in zip(STEP, *log_probs[0], strict=True))
+    return references(model, terms, ("policy", "value"))
+
+
+def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
+    compared: Compared,
 ) -> None:
-    before, after = stock(topology)[name], stock(topology, mended)[name]
-    assert same(after, ours(topology, patched)[name][0])
-    if topology == "cp2" and STOCK[name].per_token:
-        assert name in AUXILIARY or error(after, weights("token_mean")) < FP32
+    assert compared.failures == []
+    for steps in compared.steps.values():  # microbatches are unequal in samples, and in tokens
+        for rank in steps["prompt_mean"][0][1]["microbatches"]:
+            assert all(len({*map(size, rank)}) > 1 for size in (len, sum))
+
+
+@every_place
+def test_microbatch_mean_goes_by_verls_microbatches(compared: Compared, place: str) -> None:
+    ((gradient, metrics),) = compared.steps[place]["microbatch_mean"]
+    sample_of = {len(answer.tokens()): i for i, answer in enumerate(STEP)}
+    places = tuple(
+        tuple(tuple(sample_of[n] for n in lengths if n in sample_of) for lengths in rank)
+        for rank in metrics["microbatches"]
+    )
+    w = list(enumerate(weights("microbatch_mean", STEP, places=places)))
+    assert relative_error(gradient, compared.reference["policy"].gradient(w)) < FP32
+
+
+@every_place
+def test_the_critic_follows(compared: Compared, place: str) -> None:
+    critic, steps = compared.reference["value"], compared.steps[place]
+    own, w = (list(enumerate(weights(mode, STEP))) for mode in ("token_mean", "prompt_mean"))
+    ((gradient, metrics),) = steps["prompt_mean, value"]
+    error = relative_error(steps["value"][0][0], critic.gradient(own))
+    assert relative_error(gradient, critic.gradient(w)) <= min(2 * error, FP32)
+    assert relative_error(steps["value"][0][0], critic.gradient(w)) > 1e-2
+    assert metrics["loss"] == pytest.approx(critic.loss(w), rel=1e-5)
+
+
+@every_place
+@pytest.mark.parametrize("name", OWN)
+def test_numbers_of_tokens_are_mended_and_no_other_bit_changes(
+    compared: Compared, place: str, name: str
+) -> None:
+    ((before, metrics),), ((after, then),) = (
+        x[place][name] for x in (compared.stock, compared.steps)
+    )
+    off = relative_error(before, after)
+    if place == "CP 2" and OWN[name][0].options.get("per_token"):
+        # Each context-parallel rank counts tokens // 2 in each microbatch.
+        assert off > (2e-2 if name == PER_TOKEN else 0)
     else:
-        assert same(before, after)
+        assert off == 0 and metrics == then
 
 
-@both
-def test_what_stock_verl_gives(topology: str) -> None:
-    steps = stock(topology)
-    # Padding counts as samples: 1 - 10/12 = 1/6.
-    for name, mode in (
-        ("seq-mean-token-mean", "sample_mean"),
-        ("seq-mean-token-sum-norm", "constant"),
-    ):
-        wrong = error(steps[name], weights(mode))
-        assert wrong == pytest.approx(PADDING / (len(PROMPTS) + PADDING), rel=1e-4)
-    # It has no mean over prompts.
-    own = [step for name, step in steps.items() if "-mean" in name]
-    assert min(error(step, weights("prompt_mean")) for step in own) > 0.1
-    # With the flag, each context-parallel rank counts tokens // 2 in each microbatch.
-    wrong = error(steps["token-mean, per token"], weights("token_mean"))
-    assert wrong < FP32 if topology == "dp2" else wrong > 2e-2
-
-
-def test_auxiliary_losses_keep_verls_meaning(patched: str) -> None:
+def test_auxiliary_losses_keep_verls_meaning(compared: Compared) -> None:
     # verl returns the tokens that were routed as the number of tokens, which auxiliary losses are
     # scaled by. Their gradient is the same whatever the aggregation of the loss.
-    own = [stock("dp2")[name].gradient for name in AUXILIARY]
-    found = [ours("dp2", patched)[name][0].gradient for name in OUR_AUXILIARY]
+    steps = compared.steps["DP 2"]
+    own, ours = ([steps[f"{x}{name}"][0][0] for name in AUXILIARY] for x in ("", "ours, "))
     assert relative_error(*own) > 1e-3
-    assert relative_error(found[0], own[0]) > 1e-2
+    assert relative_error(ours[0], own[0]) > 1e-2
     theirs, mine = (
         {name: g - without[name] for name, g in with_loss.items()}
-        for without, with_loss in (own, found)
+        for without, with_loss in (own, ours)
     )
     assert relative_error(mine, theirs) < FP32
 
 
-@both
-@pytest.mark.parametrize("expected", REFUSED)
-def test_what_the_patch_cannot_do_is_refused(expected: str, topology: str, patched: str) -> None:
-    for said in ours(topology, patched)[expected]:
-        assert str(said).startswith(expected)
-
-
 def test_other_engines_refuse_to_start(patched: str) -> None:
-    (without,) = run_host_ranks(verl.start_engines, 1, patched, "")
-    (said,) = run_host_ranks(verl.start_engines, 1, patched, flags("prompt_mean"))
+    given = ["", flags("prompt_mean"), "--loss-aggregation mean"]
+    ((without, said, wrong),) = run_host_ranks(verl.start_engines, 1, patched, given)
     known = {"FSDPEngineWithLMHead", "FSDPEngineWithValueHead", "MegatronEngineWithLMHead"}
     assert known <= {*said}
     for engine, text in said.items():
         refused = text.startswith(f"NotImplementedError: {engine} (backend")
         assert refused != engine.startswith("Megatron"), text
         assert "loss_aggregation" not in without[engine]
-    (said,) = run_host_ranks(verl.start_engines, 1, patched, "--loss-aggregation mean")
-    assert said["MegatronEngineWithLMHead"].startswith("ModeError: unknown mode 'mean'")
+    assert wrong["MegatronEngineWithLMHead"].startswith("ModeError: unknown mode 'mean'")
 
 
 def test_the_configuration_has_a_key(patched: str) -> None:
+    assert f'MEGATRON_LOSS_AGG_FLAGS="{flags("prompt_mean")}"' in page("verl")
     found = re.findall(r"^(\S*loss_aggregation\.\w+=\w+)", page("verl"), re.MULTILINE)
     assert len(found) == 2
     wanted = {"mode": "constant", "divisor": 4096}
-    assert run_host_ranks(verl.configured, 1, patched, found)[0] == [wanted, wanted, {}]
-    assert run_host_ranks(verl.configured, 1, patched, [])[0] == [{}, {}, {}]
+    (seen,) = run_host_ranks(verl.configured, 1, patched, found, [])
+    assert seen == [[wanted, wanted, {}], [{}, {}, {}]]
 
 
 def test_verls_unit_tests_pass(patched: str) -> None:

@@ -1,4 +1,4 @@
-"""verl's Megatron engine, worker and losses on a tiny GPT, and the same step by one fp64 process.
+"""verl's Megatron engine, worker and losses on a tiny GPT.
 
 verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini- and microbatches,
 nested tensors, the forward pass with context parallelism, losses, and what the loss function
@@ -12,126 +12,91 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.frameworks.harness import (
-    CLIP,
-    ENTROPY,
-    KL,
-    ROOT,
-    KeepGradients,
-    Terms,
-    attempt,
-    grpo,
-    references,
-    text_of,
-    token_values,
-    total,
-)
-from tests.host.reference import Gradient, Reference
-from tests.host.steps import sequences
+from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.frameworks.checkout_report import LogProbs, Run, Steps, answers
+from tests.frameworks.harness import CLIP, ENTROPY, KL, ROOT, KeepGradients, attempt
 from tests.peers.standins import use_peers
 
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
-VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
-PROMPTS = ("ab", "ab", "c3", "d4", "ab", "c3", "d4", "e5", "e5", "c3")
-SESSIONS = (0, 0, 0, 0, 1, 1, 1, 0, 1, 2)  # samples 0 and 1 are one rollout
+# The last digit of a rollout is its agent session, which verl counts by prompt.
+STEP = answers("""
+    0 1 00 110110111011011110110111 1.3
+    0 1 00 101 -0.8
+    1 1 10 011101011 0.6
+    2 1 20 1 -1.1
+    0 1 01 10111010110111011 0.9
+    1 1 11 000000 1.7
+    2 1 21 111010110111 -0.4
+    3 1 30 11 1.2
+    3 1 31 01101110110110101111 -1.5
+    1 1 12 11011 0.5
+""")
+TEACHER = 1.0  # how far its log-probabilities are from the reference's
 PADDING = 2  # rows that verl adds, so that ranks get equally many
-ROWS = len(PROMPTS) + PADDING
+ROWS = len(STEP) + PADDING
+METRICS = {"actor/pg_loss": "pg_loss", "actor/entropy_loss": "entropy_loss"}
+"""verl's names, and those of `with_entropy`; others are the same."""
+DEFAULTS = {
+    "key": {},  # an aggregation of ours, by verl's configuration
+    "mode": "token-mean",  # verl's own
+    "factor": None,  # its divisor
+    "per_token": False,
+    "loss": "policy",  # or "value", or "distillation"
+    "loss_mode": "vanilla",
+    "config": {},  # of the model
+    "without": "-",  # a column of the batch
+    "worker": "TrainingWorker",
+}
 
 
-class Case(NamedTuple):
-    """One optimizer step."""
-
-    flags: str = ""  # of the plugin, in the environment
-    options: tuple[tuple[str, Any], ...] = ()  # of the plugin, in verl's configuration
-    mode: str = "token-mean"  # verl's own
-    factor: float | None = None  # its divisor
-    per_token: bool = False
-    loss: str = "policy"  # or "value", or "distillation"
-    loss_mode: str = "vanilla"
-    config: tuple[tuple[str, Any], ...] = ()  # of the model
-    without: str = "-"  # a column of the batch
-    worker: str = "TrainingWorker"
-
-
-class Step(NamedTuple):
-    """What became of it, on this rank."""
-
-    gradient: Gradient
-    metrics: dict[str, float]
-    microbatches: list[list[int]]  # lengths of the samples
+def rows(log_probs: LogProbs) -> list[dict[str, Any]]:
+    """The samples and padding, as verl's agent loop writes them down."""
+    found = []
+    for answer, old, ref in zip(STEP, *log_probs, strict=True):
+        data = {"old_log_probs": old, "ref_log_prob": ref, "values": old, "returns": ref}
+        advantages, mask = torch.full_like(old, answer.reward), torch.tensor(answer.mask)
+        data |= {"advantages": advantages, "loss_mask": mask}
+        ids = {"uid": f"prompt {answer.prompt}", "session_id": answer.rollout % 10}
+        found.append({**ids, **_row(answer.tokens(), answer.prompt_length, data, padding=False)})
+    nothing = {name: torch.zeros_like(x[:1]) for name, x in data.items()}
+    padding = {"uid": "pad0", **_row(torch.ones(5).long(), 4, nothing, padding=True)}
+    return [*found, *({**padding, "session_id": i} for i in range(PADDING))]
 
 
-def made_up(i: int) -> dict[str, Tensor]:
-    """What rollout and trainer leave for every token of sample ``i``'s answer, in fp32."""
-    from tests.host.rl import data_of
-
-    names = ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
-    data = data_of(sequences()[i].tokens, sequences()[i].labels)
-    return {name: value.float() for name, value in zip(names, data, strict=True)}
-
-
-def row(i: int) -> dict[str, Any]:
-    """Sample ``i``, or padding, as verl's agent loop writes it down."""
-    fields: dict[str, Any] = {"uid": "pad0", "session_id": i}
-    prompts, responses, mask = torch.ones(4).long(), torch.ones(1).long(), torch.zeros(1).long()
-    tokens = {name: torch.zeros(1) for name in made_up(0)}
-    if i < len(PROMPTS):
-        text, tokens = sequences()[i], made_up(i)
-        prompts, responses, mask = text.tokens[:1], text.labels, torch.tensor(text.sample.mask)
-        fields = {"uid": PROMPTS[i], "session_id": SESSIONS[i]}
-    whole, mask = torch.cat([prompts, responses]), mask.long()
-    teacher = F.pad(tokens["ref_log_prob"], (len(prompts) - 1, 1))  # where tokens are predicted
+def _row(tokens: Tensor, start: int, data: dict[str, Tensor], padding: bool) -> dict[str, Any]:
+    # Where tokens are predicted. Near the policy there would be no digits left of the KL term.
+    teacher = F.pad(data["ref_log_prob"] - TEACHER, (start - 1, 1))
     return {
-        **fields,
-        **tokens,
-        "is_padding": torch.tensor(i >= len(PROMPTS)),
+        **data,
+        "response_mask": data["loss_mask"],
+        "is_padding": torch.tensor(padding),
         "teacher_logprobs": teacher.unsqueeze(-1),
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": whole,
-        "position_ids": torch.arange(len(whole)),
-        "response_mask": mask,
-        "loss_mask": mask,
+        "prompts": tokens[:start],
+        "responses": tokens[start:],
+        "input_ids": tokens,
+        "position_ids": torch.arange(len(tokens)),
     }
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The batch of ``rows``, ragged, as verl's workers get it."""
-    found: dict[str, Any] = {name: [fields[name] for fields in rows] for name in rows[0]}
+def columns(chosen: list[dict[str, Any]]) -> dict[str, Any]:
+    """The batch of rows, ragged, as verl's workers get it."""
+    found: dict[str, Any] = {name: [fields[name] for fields in chosen] for name in chosen[0]}
     for name, (first, *_) in found.items():
         if isinstance(first, Tensor) and first.dim():
             found[name] = torch.nested.as_nested_tensor(found[name], layout=torch.jagged)
         elif isinstance(first, Tensor):
             found[name] = torch.stack(found[name])
     return found
-
-
-class _ValueHead(torch.nn.Linear):
-    """What verl puts in place of the output layer for a critic."""
-
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(hidden), None
-
-
-def build(dtype: torch.dtype, loss: str, per_token: bool = False, **config: Any) -> Any:
-    from tests.host import gpt
-
-    model = gpt.build(dtype, per_token, **config)
-    if loss == "value":
-        head = _ValueHead(model.config.hidden_size, 1, bias=False, dtype=dtype)
-        head.weight.data = model.output_layer.weight.data[:1].clone()
-        model.output_layer = head
-    return model
 
 
 def import_verl(package: str) -> None:
@@ -141,45 +106,57 @@ def import_verl(package: str) -> None:
     logging.Logger.warning_once = logging.Logger.debug  # type: ignore[attr-defined]  # transformers'
 
 
-def train(package: str, cp: int, cases: Sequence[Case]) -> list[Step | str]:
-    """Every case with verl from the folder ``package``, on this rank; or its error."""
+def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
+    """On a rank; see `checkout_report.Train`."""
     import_verl(package)
     from tests.host import gpt
 
     gpt.initialize(cp)
-    return [attempt(_train, case, cp) for case in cases]
+    batch = rows(log_probs[0])
+    return [attempt(_train, run, batch, cp) for run in runs]
 
 
-def _train(case: Case, cp: int) -> Step:
+def _train(run: Run, batch: list[dict[str, Any]], cp: int) -> Steps:
     from megatron.core import parallel_state
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import reduce_metrics
 
-    os.environ[VARIABLE] = case.flags
-    worker = _worker(case, cp)
+    os.environ[VARIABLE] = run.flags
+    options = Namespace(**{**DEFAULTS, **run.options})
+    worker = _worker(options, cp)
     each = ROWS // (2 // cp)  # the last rank has the padding
     first = parallel_state.get_data_parallel_rank() * each
-    data = tu.get_tensordict(columns([row(i) for i in range(first, first + each)]))
-    tu.pop(data, case.without)
+    data = tu.get_tensordict(columns(batch[first : first + each]))
+    tu.pop(data, options.without)
     sizes = {"global_batch_size": ROWS, "mini_batch_size": ROWS}
-    entropy = case.loss == "policy"
+    entropy = options.loss == "policy"
     tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=entropy, **sizes)
     lengths: list[list[int]] = []
     prepare = worker.engine.prepare_model_inputs
 
-    def noted(batch: Any) -> Any:
-        lengths.append(batch["input_ids"].offsets().diff().tolist())
-        return prepare(batch)
+    def noted(microbatch: Any) -> Any:
+        lengths.append(microbatch["input_ids"].offsets().diff().tolist())
+        return prepare(microbatch)
 
     worker.engine.prepare_model_inputs = noted
-    tinker = case.worker == "TinkerTrainingWorker"
+    tinker = options.worker == "TinkerTrainingWorker"
     output = (worker.forward_backward if tinker else worker.train_mini_batch)(data)
-    metrics = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
+    found = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
+    metrics = {METRICS.get(k, k): x for k, x in found.items() if not k.startswith("perf/")}
+    of_ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_ranks, lengths)
     (gradient,) = worker.engine.optimizer.gradients
-    return Step(gradient, metrics, lengths)
+    return [(gradient, {**metrics, "microbatches": of_ranks[: 2 // cp]})]
 
 
-def _worker(case: Case, cp: int) -> Any:
+class _ValueHead(torch.nn.Linear):
+    """What verl puts in place of a critic's output layer: here the first of its logits."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden)[..., :1], None
+
+
+def _worker(options: Namespace, cp: int) -> Any:
     """verl's worker and engine, with what their constructors would have made."""
     from verl.utils.profiler import DistProfiler
     from verl.workers.config import McoreEngineConfig
@@ -189,93 +166,106 @@ def _worker(case: Case, cp: int) -> Any:
 
     from tests.host import gpt
 
-    kind = "WithValueHead" if case.loss == "value" else "WithLMHead"
-    engine = object.__new__(getattr(transformer_impl, f"MegatronEngine{kind}"))
-    model = gpt.data_parallel(build(torch.float32, case.loss, case.per_token, **dict(case.config)))
+    plain = gpt.build(torch.float32, options.per_token, **options.config)
+    kind = "LM"
+    if options.loss == "value":
+        kind, weight = "Value", plain.output_layer.weight
+        plain.output_layer = _ValueHead(*reversed(weight.shape), bias=False)
+        plain.output_layer.weight = weight
+    model = gpt.data_parallel(plain)
+    engine = object.__new__(getattr(transformer_impl, f"MegatronEngineWith{kind}Head"))
     engine.module, engine.tf_config, engine.optimizer = [model], model.config, KeepGradients(model)
     engine.engine_config = McoreEngineConfig(
         context_parallel_size=cp,
         use_dynamic_bsz=True,
         max_token_len_per_gpu=26 // cp,
-        **({"loss_aggregation": dict(case.options)} if case.options else {}),
+        **({"loss_aggregation": options.key} if options.key else {}),
     )
-    engine.model_config = SimpleNamespace(
-        mtp=SimpleNamespace(enable=False, enable_train=False),
-        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
-        tokenizer=SimpleNamespace(pad_token_id=0),
+    engine.model_config = Namespace(
+        mtp=Namespace(enable=False, enable_train=False),
+        hf_config=Namespace(architectures=["LlamaForCausalLM"]),
+        tokenizer=Namespace(pad_token_id=0),
         get={"use_remove_padding": True}.get,
     )
     # The batch lies on the CPU, and the sum over ranks on the GPU: there, verl sums a copy.
     routed = engine._routed_num_tokens
     engine._routed_num_tokens = lambda data: routed(data).clone()
-    engine.enable_routing_replay, engine.lr_scheduler = False, SimpleNamespace(step=id)
+    engine.enable_routing_replay, engine.lr_scheduler = False, Namespace(step=id)
     engine._is_offload_param = engine._is_offload_optimizer = False
-    classes = (TrainingWorker, TinkerTrainingWorker)
-    worker: Any = object.__new__({cls.__name__: cls for cls in classes}[case.worker])
+    classes = {cls.__name__: cls for cls in (TrainingWorker, TinkerTrainingWorker)}
+    worker: Any = object.__new__(classes[options.worker])
     worker.engine, worker.engine_config = engine, engine.engine_config
     worker.model_config, worker.flops_counter, worker.device_name = engine.model_config, None, "cpu"
     worker.profiler = DistProfiler(rank=0, config=None)
-    worker.loss_fn = _loss_function(case)
+    worker.loss_fn = _loss_function(options)
     return worker
 
 
-def _loss_function(case: Case) -> Callable[..., Any]:
+def _loss_function(options: Namespace) -> Callable[..., Any]:
     from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss, value_loss
 
-    common = {"strategy": "megatron", "loss_agg_mode": case.mode, "use_dynamic_bsz": True}
-    if case.loss == "value":
+    common = {"strategy": "megatron", "loss_agg_mode": options.mode, "use_dynamic_bsz": True}
+    if options.loss == "value":
         return partial(value_loss, config=CriticConfig(cliprange_value=CLIP, **common))
     actor = ActorConfig(
         rollout_n=1,
-        loss_scale_factor=case.factor,
+        loss_scale_factor=options.factor,
         clip_ratio=CLIP,
-        policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
+        policy_loss=PolicyLossConfig(loss_mode=options.loss_mode),
         use_kl_loss=True,
         kl_loss_coef=KL,
         kl_loss_type="low_var_kl",
         entropy_coeff=ENTROPY,
         **common,
     )
-    if case.loss == "distillation":
+    if options.loss == "distillation":
         from verl.trainer.distillation.losses import distillation_ppo_loss
         from verl.workers.config.distillation import DistillationLossConfig
 
-        options = {"use_task_rewards": False, "use_policy_gradient": False}
-        teacher = SimpleNamespace(distillation_loss=DistillationLossConfig("k3", **options))
+        of_teacher = {"use_task_rewards": False, "use_policy_gradient": False}
+        teacher = Namespace(distillation_loss=DistillationLossConfig("k3", **of_teacher))
         return partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
     return partial(ppo_loss, config=actor)
 
 
-def start_engines(package: str, flags: str) -> dict[str, str]:
-    """By engine, what a start of it without a model says."""
+def start_engines(package: str, flags: list[str]) -> list[dict[str, str]]:
+    """By flags and engine, what a start of it without a model says."""
     import_verl(package)
     from verl.workers.config import EngineConfig
     from verl.workers.engine.base import EngineRegistry
 
-    os.environ.update({"VERL_ENGINE_DEVICE": "cuda", VARIABLE: flags})
-    start = partial(EngineRegistry.new, engine_config=EngineConfig())
-    return {
-        EngineRegistry.get_engine_cls(kind, backend).__name__: said
-        for kind, backends in EngineRegistry._engines.items()
-        for backend in backends
-        if isinstance(said := attempt(start, kind, backend), str)
-    }
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+    start, found = partial(EngineRegistry.new, engine_config=EngineConfig()), []
+    for given in flags:
+        os.environ[VARIABLE] = given
+        found.append(
+            {
+                EngineRegistry.get_engine_cls(kind, backend).__name__: said
+                for kind, backends in EngineRegistry._engines.items()
+                for backend in backends
+                if isinstance(said := attempt(start, kind, backend), str)
+            }
+        )
+    return found
 
 
-def configured(package: str, overrides: Sequence[str]) -> list[Any]:
+def configured(package: str, *overrides: list[str]) -> list[list[Any]]:
     """The aggregations of actor, critic and reference model, of verl's configuration files."""
     import_verl(package)
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
+    found, common = [], ["model_engine=megatron", "actor_rollout_ref.model.path=none"]
     with initialize_config_dir(f"{package}/verl/trainer/config", version_base=None):
-        overrides = ["model_engine=megatron", "actor_rollout_ref.model.path=none", *overrides]
-        config = compose("ppo_trainer", overrides=list(overrides))
-    OmegaConf.resolve(config)
-    roles = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
-    return [dict(omega_conf_to_dataclass(role.megatron).loss_aggregation) for role in roles]
+        for given in overrides:
+            config = compose("ppo_trainer", overrides=[*common, *given])
+            OmegaConf.resolve(config)
+            roles = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
+            megatrons = (omega_conf_to_dataclass(role.megatron) for role in roles)
+            found.append([dict(megatron.loss_aggregation) for megatron in megatrons])
+    return found
 
 
 _PYTEST = """
@@ -297,27 +287,3 @@ def run_unit_tests(folder: Path, *files: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", _PYTEST, str(folder), *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.stdout + done.stderr
-
-
-def reference(loss: str) -> dict[str, Reference]:
-    """By term of the loss, and of every sample but padding."""
-    from tests.host import gpt
-
-    gpt.initialize()
-    model = build(torch.float64, loss)
-    return references(model, (_token_terms(model, loss, i) for i in range(len(PROMPTS))))
-
-
-def _token_terms(model: Any, loss: str, i: int) -> Terms:
-    sequence, data = sequences()[i], {k: v.double() for k, v in made_up(i).items()}
-    if loss == "value":
-        positions = torch.arange(len(sequence.tokens)).unsqueeze(0)
-        value = model(sequence.tokens.unsqueeze(0), positions, None).flatten()
-        old, returns = data["values"], data["returns"]
-        near = old + (value - old).clamp(-CLIP, CLIP)
-        return {"loss": 0.5 * torch.maximum((value - returns) ** 2, (near - returns) ** 2)}
-    values, a = token_values(model, text_of(sequence), 1), data["advantages"]
-    terms = grpo(*values, data["old_log_probs"], data["ref_log_prob"], a)
-    policy, kl = terms["policy"], terms["kl"].clamp(max=10)  # as verl does
-    terms |= {"policy": torch.where(a < 0, policy.minimum(-3.0 * a), policy), "kl": kl}  # dual clip
-    return {**terms, "loss": kl if loss == "distillation" else total(terms)}
