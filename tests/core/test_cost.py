@@ -8,6 +8,7 @@ storages that operations make.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from megatron_loss_agg import (
     predicting_mask,
     weighted_sum,
 )
+from tests.core.meaning import aggregation
 from tests.core.operations import Operations
-from tests.core.steps import aggregation
 
 MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
 in_every_mode = pytest.mark.parametrize("mode", MODES)
@@ -60,58 +61,37 @@ def test_any_number_of_samples_takes_the_same_operations_and_a_microbatch_no_wai
     assert not weighing.waits
 
 
-def of_mixed_widths(number: int) -> list[Microbatch]:
-    """Rows of many lengths, and packs of which every other one has no padding."""
-    rows = [Microbatch(torch.ones(2, 3 + i)) for i in range(number)]
-    packs = [microbatch(3, "thd") for _ in range(number)]
-    packs[1::2] = [Microbatch(torch.ones(6), 2 * torch.arange(4)) for _ in packs[1::2]]
-    return [*rows, *packs]
+@pytest.mark.parametrize("layout, more", [("bshd", 7 + 3), ("thd", 27 + 5)])
+def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(layout, more):
+    """As many to read it, and to copy what was given."""
+
+    def planning(number: int) -> int:
+        step = [microbatch(3, layout) for _ in range(number)]
+        return operations(lambda: StepPlan.build(aggregation("prompt_mean"), step)).but_views
+
+    assert planning(100) == planning(10) + 90 * more
 
 
-@pytest.mark.parametrize(
-    ("mode", "step", "more"),  # to read, and to copy what was given
-    [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 7 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 27 + 5),
-        ("sample_mean", of_mixed_widths, (7 + 1) + (27 + 5 + 25 + 2) / 2),
-    ],
-    ids=["rows", "packs", "both"],
-)
-def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(mode, step, more):
-    def planning(number: int) -> Operations:
-        microbatches = step(number)
-        return operations(lambda: StepPlan.build(aggregation(mode), microbatches))
-
-    few, many = planning(10), planning(100)
-    assert many.but_views == few.but_views + 90 * more
+def halves(sequences: int) -> CPLayout:
+    return CPLayout.thd(8 * torch.arange(sequences + 1), 2, 1)
 
 
-def sharding(sequences: int) -> Callable[[], Any]:
-    layout, x = CPLayout.thd(8 * torch.arange(sequences + 1), 2, 1), torch.ones(8 * sequences)
-    return lambda: layout.shard(x)
-
-
-def sequence_mean(layout: str) -> Callable[[int], Callable[[], Any]]:
-    def of(sequences: int) -> Callable[[], Any]:
-        whole = microbatch(sequences, layout)
-        x = torch.ones_like(whole.loss_mask).requires_grad_()
-        mean = SequenceMean(whole)
-        return lambda: mean(x).sum().backward()
-
-    return of
+def taking_means(whole: Microbatch) -> Callable[[], Any]:
+    x, mean = torch.ones_like(whole.loss_mask).requires_grad_(), SequenceMean(whole)
+    return lambda: mean(x).sum().backward()
 
 
 # What is done to some sequences, and whether it may wait for the device.
 OF_SEQUENCES: dict[str, tuple[Callable[[int], Callable[[], Any]], bool]] = {
-    "layout": (lambda n: lambda: CPLayout.thd(8 * torch.arange(n + 1), 2, 1), True),
-    "shard": (sharding, False),
+    "layout": (lambda n: lambda: halves(n), True),
+    "shard": (lambda n: partial(halves(n).shard, torch.ones(8 * n)), False),
     "predict": (
         lambda n: lambda: predicting_mask(torch.ones(4 * n), 4 * torch.arange(n + 1)),
         True,
     ),
     "means": (lambda n: lambda: SequenceMean(microbatch(n, "thd")), True),
-    "mean of rows": (sequence_mean("bshd"), False),
-    "mean of packs": (sequence_mean("thd"), False),
+    "mean of rows": (lambda n: taking_means(microbatch(n, "bshd")), False),
+    "mean of packs": (lambda n: taking_means(microbatch(n, "thd")), False),
 }
 
 
@@ -124,12 +104,11 @@ def test_any_number_of_sequences_takes_the_same_operations(name):
     assert name != "shard" or len(few.names) <= 2
 
 
-@pytest.mark.parametrize("number", [1, 4])
-def test_reading_a_step_of_rows_takes_little_memory(number):
-    step = [Microbatch(torch.ones(1024, 1024)) for _ in range(number)]
+def test_reading_a_step_of_rows_takes_little_memory():
+    step = [Microbatch(torch.ones(1024, 1024)) for _ in range(4)]
     with LiveBytes() as counted:
         StepPlan.build(aggregation("sample_mean"), step)
-    assert counted.peak <= (2 * number + 0.5) * step[0].loss_mask.nbytes  # the masks and copies
+    assert counted.peak <= (2 * 4 + 0.5) * step[0].loss_mask.nbytes  # the masks and copies
 
 
 @in_both_layouts
