@@ -159,15 +159,6 @@ class Read:
         assert all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights), "sample weights"
         return cls(samples, places, _by_sample(given.get("rejected"), number, False), values)
 
-    @classmethod
-    def of_sums(cls, sums: Any, *ids: Any) -> Read:
-        """From mask sums and ids alone, as if each sample were one token."""
-        values = [float(x) for x in (sums.tolist() if hasattr(sums, "tolist") else sums)]
-        assert all(0 <= m < float("inf") for m in values), "mask sums"
-        by_sample = (_by_sample(x, len(values), 0) for x in ids)
-        samples = [Sample((m,), *of) for m, *of in zip(values, *by_sample, strict=True)]
-        return cls(samples, [[s] for s in range(len(values))], [False] * len(values), values)
-
     @property
     def sums(self) -> list[float]:
         """The mask sum of each sample."""

@@ -110,15 +110,10 @@ def aggregations(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def _with_one(number: float) -> Callable[[Tensor], Tensor]:
-    """With one element replaced, as far as the dtype holds the number."""
+    """With one element replaced by what the dtype makes of the number."""
 
     def change(x: Tensor) -> Tensor:
         x = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
-        if not x.is_floating_point():
-            largest = 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
-            value = int(min(max(number, -largest), largest)) if number == number else 7
-            x.view(-1)[:1] = bool(value) if x.dtype == torch.bool else value
-            return x
         x.view(-1)[:1] = torch.tensor(number, dtype=F64).to(x.dtype)
         return x
 

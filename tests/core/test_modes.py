@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
-from megatron_loss_agg.errors import FunctionError
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg.errors import FunctionError, GroupError
+from megatron_loss_agg.mcore.reading.keys import read_batch, reading
 from tests.core.meaning import F64, MODES, Read, aggregation, assert_same, expected_weights, lay
 from tests.oracle import Sample
 
@@ -131,28 +132,21 @@ def custom(function: Callable[..., Any], **options: Any) -> LossAggregation:
 
 def test_a_custom_function_makes_the_weights_from_what_the_plan_counted():
     def prompt_mean(plan, i):
-        mask = plan.microbatches[i].loss_mask.double()
+        microbatch = plan.microbatches[i]  # whose own weights the function applies itself
+        mask = microbatch.loss_mask.double() * microbatch.sample_weights.unsqueeze(1)
         return mask / plan.group_sums("prompt", i).unsqueeze(-1) / plan.counts.prompts
 
+    weights = {"sample_weights": torch.tensor([3.0, 0.25])}
     step = [
-        Microbatch(torch.ones(2, 3), prompt_ids=torch.tensor([5, 6])),
-        Microbatch(torch.ones(1, 2), prompt_ids=torch.tensor([6])),
+        Microbatch(torch.ones(2, 3), prompt_ids=torch.tensor([5, 6]), **weights),
+        Microbatch(torch.ones(2, 2), prompt_ids=torch.tensor([6, 6]), **weights),
     ]
-    plans = [StepPlan.build(agg, step) for agg in (custom(prompt_mean), aggregation("prompt_mean"))]
+    skip = {"sample_weights": "skip"}
+    aggregations = custom(prompt_mean, **skip), aggregation("prompt_mean", **skip)
+    ours, ready = (StepPlan.build(agg, step) for agg in aggregations)
     for i in range(2):
-        ours, ready = (plan.weights(i, F64) for plan in plans)
-        torch.testing.assert_close(ours, ready, rtol=1e-15, atol=0)
-        assert torch.equal(plans[0].weights(i), ours.float())
-
-
-def test_a_custom_function_applies_sample_weights_itself():
-    def by_weight(plan, i):
-        return plan.microbatches[i].loss_mask * plan.microbatches[i].sample_weights.unsqueeze(1)
-
-    for choice in ("count", "skip"):
-        agg = custom(by_weight, sample_weights=choice)
-        w = token_weights(agg, torch.ones(2, 3), sample_weights=torch.tensor([3.0, 0.25]))
-        assert w.tolist() == [[3.0] * 3, [0.25] * 3]
+        assert_same([(ours.weights(i, F64), ready.weights(i, F64).tolist())], 1e-15)
+        assert torch.equal(ours.weights(i), ours.weights(i, F64).float())
 
 
 def test_a_custom_function_gives_rejected_samples_no_weight():
@@ -234,3 +228,42 @@ def test_strings_are_hashed_alike_everywhere():
     digests = [hashlib.blake2b(x.encode(), digest_size=8).digest() for x in ("uid-1", "übung")]
     expected = [int.from_bytes(x, "little", signed=True) for x in digests]
     assert microbatch.prompt_ids.tolist() == expected
+
+
+TWO_PACKS = {"loss_mask": torch.ones(2, 4), "dataset_id": torch.tensor([[5], [6]])}
+# A batch of a blended data set, and the data set of each of its samples.
+BLENDED = [
+    ({"loss_mask": torch.ones(3, 4), "dataset_id": torch.tensor([1, 0, 1]).short()}, [1, 0, 1]),
+    # Two samples each, and fill in the first.
+    (TWO_PACKS | {"cu_seqlens": torch.tensor([[0, 3, 4, 4], [0, 1, 4, 4]])}, [5, 5, 6, 6]),
+    # The last sample is empty and starts where the last pack ends.
+    (
+        TWO_PACKS
+        | {"cu_seqlens": torch.tensor([0, 4, 8, 8]), "prompt_ids": torch.tensor([0, 0, 1])},
+        [5, 6, 6],
+    ),
+    # Padded inside the first pack, so that the second one starts at 4 and not at 2.
+    (
+        TWO_PACKS
+        | {
+            "cu_seqlens": torch.tensor([0, 1, 2, 5, 6]),
+            "cu_seqlens_padded": torch.tensor([0, 2, 4, 7, 8]),
+        },
+        [5, 5, 6, 6],
+    ),
+]
+
+
+@pytest.mark.parametrize(("batch", "ids"), BLENDED)
+def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch, ids):
+    terms = {"loss": Term(aggregation("sample_mean", count="dataset"))}
+    read = reading(read_batch, terms)
+    assert read(batch).dataset_ids.tolist() == ids
+    own = torch.arange(len(ids))
+    assert torch.equal(read({**batch, "dataset_ids": own}).dataset_ids, own)
+    # Where data sets do not matter, the key may be anything.
+    other = reading(read_batch, {"loss": Term(aggregation("sample_mean", count="prompt"))})
+    assert other({**batch, "dataset_id": "wikipedia"}).dataset_ids is None
+    for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
+        with pytest.raises(GroupError, match=r"'dataset_id' is .*expected an integer for each"):
+            read({**batch, "dataset_id": bad})

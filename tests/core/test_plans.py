@@ -117,9 +117,11 @@ def test_coefficients_of_mask_sums_alone_are_exact_or_refused(options, given, ch
     ]
     inputs[0] = with_changes(inputs[0], changes)
     of = {name: [x[name] for x in inputs] for name in inputs[0]}
-    sums = of.pop("sums")
-    plan = called(StepPlan.from_mask_sums, agg, sums, changes=changes, **of)
-    assert_plan(plan, [[Read.of_sums(*x.values()) for x in inputs]])
+    plan = called(StepPlan.from_mask_sums, agg, of.pop("sums"), changes=changes, **of)
+    # As if each sample were a row of one token.
+    masks = [torch.as_tensor(x["sums"], dtype=F64).view(-1, 1) for x in inputs]
+    rows = [x | {"loss_mask": mask} for x, mask in zip(inputs, masks, strict=True)]
+    assert_plan(plan, [[Read.of(x) for x in rows]])
 
 
 terms = st.tuples(aggregations(), st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2]))

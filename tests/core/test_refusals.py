@@ -320,23 +320,17 @@ OF_REPORTS: list[Row] = [
 ]
 
 
-def in_every_place(x: torch.Tensor) -> list[Row]:
-    """Calls with a tensor that is not dense or real, where masks, losses or metrics enter."""
-    return [
-        (weighing(x), MaskError, f"loss_mask is .*{DENSE}"),
-        (lambda: predicting_mask(x), MaskError, f"loss_mask is .*{DENSE}"),
-        (lambda: weighted_sum(x, ROWS), MaskError, f"w is .*{DENSE}"),
-        (lambda: weighted_sum(ROWS, x), MaskError, f"token_loss is a torch.* tensor .*{DENSE}"),
-        (lambda: mean(ROWS)(x), MaskError, "values is "),
-        (lambda: policy.token_entropy(x), PolicyError, "logits is "),
-        (lambda: Mean.of(x, ROWS), ReportError, f"values is .*{DENSE}"),
-        (lambda: Max.of(x, ROWS), ReportError, f"values is .*{DENSE}"),
-        (reduced({"a": Max(x)}), ReportError, "'a' is [^;]*; expected a M"),
-        (returned(x), FunctionError, "returned .*expected real weights"),
-    ]
-
-
-OF_KINDS = in_every_place(ROWS.to(torch.complex64)) + in_every_place(ROWS.to_sparse())
+COMPLEX = ROWS.to(torch.complex64)
+OF_KINDS: list[Row] = [
+    (lambda: predicting_mask(COMPLEX), MaskError, f"loss_mask is .*{DENSE}"),
+    (lambda: weighted_sum(ROWS, COMPLEX), MaskError, f"token_loss is a torch.* tensor .*{DENSE}"),
+    (lambda: mean(ROWS)(ROWS.to_sparse()), MaskError, "values is a torch"),
+    (lambda: policy.token_entropy(COMPLEX), PolicyError, "logits is a torch"),
+    (lambda: Mean.of(COMPLEX, ROWS), ReportError, f"values is .*{DENSE}"),
+    (lambda: Max.of(ROWS.to_sparse(), ROWS), ReportError, f"values is .*{DENSE}"),
+    (reduced({"a": Max(COMPLEX)}), ReportError, "'a' is [^;]*; expected a M"),
+    (returned(COMPLEX), FunctionError, "returned .*expected real weights"),
+]
 CALLS = [*OF_MASKS, *OF_SAMPLES, *OF_TERMS, *OF_LOSSES, *OF_LAYOUTS, *OF_REPORTS, *OF_KINDS]
 
 

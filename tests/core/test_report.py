@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 from megatron_loss_agg.errors import PeerError, ReportError
 from megatron_loss_agg.report import Max, Mean, Min, Sum, reduce_reports
 from tests.core.meaning import F64
@@ -38,34 +37,22 @@ def test_integers_add_up_exactly(dtype):
     # 2**24 + 1 is the first integer that fp32 rounds, to 2**24.
     n = 2**24 + 1
     lengths, ones = torch.tensor([n, 0], dtype=dtype), torch.ones(2)
-    for weights in (ones, ones.int(), ones.bool()):
-        assert Mean.of(lengths, weights).pair().tolist() == [n, 2]
-    assert Mean.of(ones, lengths).pair().tolist() == [n, n]
-    assert Mean.of(torch.tensor([True, False]), lengths).pair().tolist() == [n, n]
-    assert Max.of(lengths, ones).value().item() == n
-    assert Min.of(lengths[:1], ones[:1]).value().item() == n
+    for values, weights in ((lengths, ones), (lengths, ones.int()), (lengths, ones.bool())):
+        assert Mean.of(values, weights).pair().tolist() == [n, 2]
+    for values in (ones, ones.bool()):
+        assert Mean.of(values, lengths).pair().tolist() == [n, n]
     metrics = {"sum": Mean.of(lengths, ones), "max": Max.of(lengths, ones)}
-    assert reduce_reports([metrics] * 2, None) == {"sum": n / 2, "max": n}
-    # So do metrics made by hand.
-    one, many = torch.ones(()), torch.tensor(2.0**24)
-    reports = [{"a": Mean(many, one)}, {"a": Mean(one.view(1), one)}]
-    assert reduce_reports(reports, None) == {"a": (2**24 + 1) / 2}
+    metrics |= {"min": Min.of(lengths[:1], ones[:1]), "by hand": Mean(torch.tensor(n), ones[:1])}
+    expected = {"sum": n / 2, "max": n, "min": n, "by hand": n}
+    assert reduce_reports([metrics] * 2, None) == expected
 
 
 @pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
-def test_losses_are_not_copied_to_fp64(values, mask):
-    with Operations() as made:
-        Mean.of(torch.ones(8, dtype=values), torch.ones(8, dtype=mask))
-    assert F64 not in made.dtypes
-
-
-def test_a_mean_in_the_weights_of_a_plan_is_that_aggregation():
-    # Rewards 1, 0, 1 of prompts 7, 7, 9: ((1 + 0) / 2 + 1) / 2 = 0.75, and not 2 / 3.
-    one_each = Microbatch(torch.ones(3, 1), prompt_ids=torch.tensor([7, 7, 9]))
-    plan = StepPlan.build(LossAggregation(mode="prompt_mean"), [one_each])
-    rewards = torch.tensor([[1.0], [0.0], [1.0]])
-    assert Mean.of(rewards, plan.weights(0, F64)).value().item() == 0.75
+def test_losses_are_not_copied_to_fp64(mask):
+    for values in (torch.float32, torch.bfloat16):
+        with Operations() as made:
+            Mean.of(torch.ones(8, dtype=values), torch.ones(8, dtype=mask))
+        assert F64 not in made.dtypes
 
 
 def test_extremes_look_at_active_positions_alone():

@@ -101,29 +101,22 @@ ROUTE = {f"mcore/{name}.py" for name in ROUTE_NAMES}
 FACADES = {"__init__.py", "policy.py", "mcore/flags.py", "mcore/install.py"}
 # A room, and those that it may import besides itself.
 CORE = {"core"}
-READING = {*CORE, "losses"}
-ON_ROUTE = {*READING, "reading"}
+ON_ROUTE = {*CORE, "losses", "reading"}
 EXTENSIONS = {*ON_ROUTE, "route"}
 ADAPTER = {*EXTENSIONS, "extensions"}
 ROOMS = {
     "core": set[str](),
-    "losses": CORE,
-    "explain": CORE,
-    "logprobs": CORE,
-    "cpu": CORE,
-    "reading": READING,
+    **dict.fromkeys(("losses", "explain", "logprobs", "cpu"), CORE),
+    "reading": {*CORE, "losses"},
     "route": ON_ROUTE,
     "extensions": EXTENSIONS,
     "adapter": ADAPTER,
     "launch": {*ADAPTER, "adapter", "cpu"},
     "command line": {*CORE, "explain", "launch"},
 }
-# Files that are a room of their own.
-ALONE = {
-    "mcore/__init__.py": "adapter",
-    "mcore/logprobs.py": "logprobs",
-    "__main__.py": "command line",
-}
+# Files whose room is not their folder.
+ALONE = {"mcore/__init__.py": "adapter", "mcore/logprobs.py": "logprobs"}
+OF_FILES = {**dict.fromkeys(ROUTE, "route"), **ALONE, "__main__.py": "command line"}
 # Parts of one check, and what extensions share.
 SHARED_EXTENSIONS = {"probe.py", "masked_sum.py"}
 
@@ -133,13 +126,9 @@ def name_of(file: Path) -> str:
 
 
 def room_of(file: Path) -> str:
-    name = name_of(file)
-    if name in ROUTE:
-        return "route"
-    if name in ALONE:
-        return ALONE[name]
     folder = file.parent.relative_to(PACKAGE).as_posix()
-    return "core" if folder in (".", "counting") else folder.removeprefix("mcore/")
+    room = "core" if folder in (".", "counting") else folder.removeprefix("mcore/")
+    return OF_FILES.get(name_of(file), room)
 
 
 def forbidden(file: Path, source: str) -> set[str]:
@@ -193,7 +182,7 @@ def test_extensions_know_no_other():
 
 def test_the_route_is_small():
     alone = {name_of(x) for x in (PACKAGE / "mcore").glob("*.py")} - FACADES
-    assert alone == {*ROUTE, *ALONE.keys() - {"__main__.py"}}
+    assert alone == {*ROUTE, *ALONE}
     assert len(ROUTE) <= 8
     assert sum(lines_of(PACKAGE / name) for name in ROUTE) <= 1650
     assert lines_of(PACKAGE / "mcore/hook.py") <= 200
