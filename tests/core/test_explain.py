@@ -19,7 +19,6 @@ STEP = ["--lengths", "10,1000,40", "--prompts", "a,a,b", "--rollouts", "7,7,9"]
 STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1"]
 
 UNITS = ("rollout", "prompt", "dataset", "microbatch")
-FLAGS = ("rollouts", "prompts", "datasets", "microbatches")
 # Weight of a token of each sample in some modes, with D = 100; `test_modes` has them all.
 WEIGHTS = {
     "token_mean": [1 / 1050] * 3,
@@ -94,13 +93,9 @@ def test_samples_without_tokens_count_or_are_skipped(capsys):
 def test_modes_without_their_input_are_left_out(capsys):
     found = explained(capsys, "--lengths", "1,2")
     assert list(found["modes"]) == ["token_mean", "sample_mean", "sample_sum", "sum"]
-    of_units = {
-        f"{unit}_mean": f"needs --{flag}, or '{unit}' on every line"
-        for unit, flag in zip(
-            UNITS, ("rollouts", "prompts", "datasets", "microbatches"), strict=True
-        )
-    }
-    assert found["left_out"] == {**of_units, "constant": "needs --divisor"}
+    assert found["left_out"].keys() == WEIGHTS.keys() - found["modes"].keys()
+    assert found["left_out"]["constant"] == "needs --divisor"
+    assert found["left_out"]["prompt_mean"] == "needs --prompts, or 'prompt' on every line"
 
 
 # Arguments after --lengths, or instead of it; and the beginning of what is said.

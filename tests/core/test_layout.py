@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -140,15 +139,10 @@ def batch_of(seq_len: int) -> dict[str, Tensor]:
 
 def host_shards(seq_lens: list[int]) -> list[dict[str, Any]]:
     """What Megatron gives this rank of each whole batch, with a CP group of all ranks."""
-    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    options: dict[str, Any] = {"is_hybrid_cp": False, "cp_group": dist.group.WORLD}
-    known = inspect.signature(get_batch_on_this_cp_rank).parameters
-    if "cp_group" not in known:
-        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    options = {name: x for name, x in options.items() if name in known}
-    batches = [get_batch_on_this_cp_rank(batch_of(n), **options) for n in seq_lens]
+    group = dist.group.WORLD
+    batches = [get_batch_on_this_cp_rank(batch_of(n), False, cp_group=group) for n in seq_lens]
     return [{name: batch[name].tolist() for name in batch_of(4)} for batch in batches]
 
 

@@ -281,40 +281,37 @@ SHARDED = [
 ]
 
 
-def values_of(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Values, NaN where nothing counts, and what is pulled back."""
-    mask = given["loss_mask"]
-    x, pull = torch.randn((2, *mask.shape), generator=torch.Generator().manual_seed(0), dtype=F64)
-    return x.masked_fill(mask == 0, math.nan), pull
+def values_of(mask: Tensor) -> Tensor:
+    """NaN where nothing counts."""
+    return torch.arange(mask.numel()).double().sin().view_as(mask).masked_fill(mask == 0, math.nan)
 
 
 def means_on_ranks() -> list[tuple[Tensor, Tensor, int]]:
     """This rank's part of the means and of the gradient, and the collectives that they took."""
-    found, group = [], dist.group.WORLD
+    found = []
     for inputs in SHARDED:
         cut = cp_layout(inputs, dist.get_world_size(), dist.get_rank())
-        mean = SequenceMean(Microbatch(**inputs), cut, group)
-        x, pull = map(cut.shard, values_of(inputs))
-        x.requires_grad_()
+        mean = SequenceMean(Microbatch(**inputs), cut, dist.group.WORLD)
+        x = cut.shard(values_of(inputs["loss_mask"])).requires_grad_()
         with Operations() as made:
             out = mean(x)
-            (out * pull).sum().backward()
+            (out * cut.index).sum().backward()
         found.append((out.detach(), x.grad, len(made.collectives)))
     return found
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_sequence_means_over_ranks_are_those_of_one_process(cp):
-    answers = run_ranks(means_on_ranks, cp)
-    for inputs, *of_ranks in zip(SHARDED, *answers, strict=True):
+    for inputs, *of_ranks in zip(SHARDED, *run_ranks(means_on_ranks, cp), strict=True):
         *parts, collectives = zip(*of_ranks, strict=True)
         # One forward and its adjoint backward, also on ranks without a token.
         assert collectives == (2,) * cp
-        cut = cp_layout(inputs, cp, 0)
-        for part, wanted in zip(
-            parts, mean_by_loop(Read.of(inputs), *values_of(inputs)), strict=True
-        ):
-            assert listed(cut.unshard(part)) == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+        mask, cut = inputs["loss_mask"], cp_layout(inputs, cp, 0)
+        pull = torch.arange(mask.shape[-1]).expand_as(mask)
+        found = [listed(cut.unshard(part)) for part in parts]
+        means, slopes = mean_by_loop(Read.of(inputs), values_of(mask), pull)
+        assert found[0] == pytest.approx(means, rel=1e-12, abs=1e-15)
+        assert found[1] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
 
 
 def test_nan_that_counts_stays_in_its_sequence():

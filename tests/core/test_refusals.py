@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -86,12 +85,6 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
 @pytest.mark.parametrize(("fields", "error", "text"), FIELDS, ids=lambda x: str(x)[:60])
 def test_an_aggregation_refuses_what_its_mode_does_not_take(fields, error, text):
     is_named(lambda: LossAggregation(**fields), error, text)
-
-
-@pytest.mark.parametrize("divisor", [1, 0.5, 1e-37, 1e37, Fraction(1, 4)])
-def test_any_positive_real_number_is_a_divisor(divisor):
-    w = token_weights(aggregation("sum", divisor=divisor), torch.ones(1, 1), dtype=F64)
-    assert w.item() == 1 / divisor
 
 
 def test_an_aggregation_is_frozen_and_its_fields_are_given_by_name():

@@ -125,9 +125,7 @@ SAME: dict[str, Callable[[], Any]] = {
 OTHERS = "and another rank of the group other metrics; expected the same"
 # What one rank reports, and what it hears; the others hear of other metrics, or of that rank.
 DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
-    "no microbatch": (list, f"^ReportError: this rank reports nothing, {OTHERS}"),
     "nothing": (lambda: [{}], f"^ReportError: this rank reports nothing, {OTHERS}"),
-    "one metric less": (lambda: [{"a": two()["a"]}], OTHERS),
     "a name": (lambda: [two("b")], OTHERS),
     "a kind": (lambda: [two("a", Max)], OTHERS),
     "a row more": (lambda: [two() | {f"more {i}": two()["a"] for i in range(32)}], OTHERS),
