@@ -126,6 +126,9 @@ def advantages_scaled(agg: LossAggregation, advantages: Any) -> Callable[[], Any
 
 DENSE = "expected a real, dense tensor"
 A_STRING = "a sequence of strings"
+OWN = LossAggregation(
+    mode="custom", function=lambda p, i: p.microbatches[i].loss_mask, rejected="count"
+)
 NEGATIVE = LossAggregation(mode="custom", function=lambda p, i: -p.microbatches[i].loss_mask)
 RISING = "of . tokens has cu_seqlens=.*; expected offsets that start at 0 and do not decrease"
 VALUES = "negative, infinite or NaN values, or some beyond fp32; expected finite"
@@ -183,6 +186,11 @@ OF_MASKS: list[Row] = [
     (packed(None, [0, 6]), GroupError, "cu_seqlens_padded without cu_seqlens"),
     (returned(ROWS), FunctionError, r"of shape \(2, 3\); .*mask's shape \(1, 3\)"),
     (returned(tensor([[1.0, math.nan, 0.0]])), FunctionError, "not finite"),
+    (
+        lambda: StepPlan.build(OWN, [Microbatch(ROWS, rejected=ROWS[:, 0] > 0)]).weights(0),
+        FunctionError,
+        "not 0 where the mask is 0 or the sample rejected; expected finite",
+    ),
     (advantages_scaled(MEAN, ONES), MaskError, "advantages has shape .* and loss_mask"),
     (advantages_scaled(NEGATIVE, ROWS), FunctionError, "negative weights"),
     # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
