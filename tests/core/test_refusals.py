@@ -44,8 +44,8 @@ ONES, ROWS, WIDE = torch.ones(6), torch.ones(2, 3), torch.ones(2, 8)
 Row = tuple[Callable[[], Any], type[AggregationError], str]
 
 
-def is_named(call: Callable[[], Any], error: type[AggregationError], text: str) -> str:
-    """Whether a call raises exactly this error, with this text in it."""
+def refusal(call: Callable[[], Any], error: type[AggregationError], text: str) -> str:
+    """What is said by the error that a call raises, of just this class, with this text in it."""
     assert issubclass(error, ValueError)
     with pytest.raises(error, match=text) as raised:
         call()
@@ -84,7 +84,7 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
 
 @pytest.mark.parametrize(("fields", "error", "text"), FIELDS, ids=lambda x: str(x)[:60])
 def test_an_aggregation_refuses_what_its_mode_does_not_take(fields, error, text):
-    is_named(lambda: LossAggregation(**fields), error, text)
+    refusal(lambda: LossAggregation(**fields), error, text)
 
 
 def test_an_aggregation_is_frozen_and_its_fields_are_given_by_name():
@@ -134,6 +134,11 @@ RISING = "of . tokens has cu_seqlens=.*; expected offsets that start at 0 and do
 VALUES = "negative, infinite or NaN values, or some beyond fp32; expected finite"
 OUTSIDE = "not 0 on tokens outside of every sample"
 FAR = [0, 2**63 - 1, -2]  # were these read, the process would die
+BAD_OFFSETS = ([1, 3, 5], [0, 3, 1], [*FAR, 6], [0, 2, 7])  # of 6 tokens
+BAD_PADDED = (
+    *(([1, 3], [0, 4]), ([0, 2], [1, 3]), ([0, 0, 0], [0, 3, 1])),
+    *(([0, 1, 2], FAR), ([0, 2, 4], [0, 4, 8]), ([0, 2, 4], [0, 1, 2])),
+)
 # Microbatches with values that cannot be, which the plan finds.
 BAD: list[tuple[Microbatch, type[AggregationError], str]] = [
     *(
@@ -146,14 +151,8 @@ BAD: list[tuple[Microbatch, type[AggregationError], str]] = [
         (a_pack([0, 2, 5], [0, 4, 7], (torch.arange(8) == t).float()), MaskError, OUTSIDE)
         for t in (2, 3, 7)
     ),
-    *(
-        (a_pack(*offsets, mask=torch.zeros(6)), GroupError, RISING)
-        for offsets in (
-            *(([1, 3, 5],), ([0, 3, 1],), ([*FAR, 6],), ([0, 2, 7],)),
-            *(([1, 3], [0, 4]), ([0, 2], [1, 3]), ([0, 0, 0], [0, 3, 1]), ([0, 1, 2], FAR)),
-            *(([0, 2, 4], [0, 4, 8]), ([0, 2, 4], [0, 1, 2])),
-        )
-    ),
+    *((a_pack(offsets, mask=torch.zeros(6)), GroupError, RISING) for offsets in BAD_OFFSETS),
+    *((a_pack(*both, mask=torch.zeros(6)), GroupError, RISING) for both in BAD_PADDED),
 ]
 GOOD = [
     *(Microbatch(torch.ones(shape)) for shape in ((2, 3), (2, 4), (0, 3), (2, 0))),
@@ -165,14 +164,14 @@ GOOD = [
 
 @pytest.mark.parametrize(("bad", "error", "text"), BAD)
 def test_the_first_bad_microbatch_is_named_by_its_place(bad, error, text):
-    alone = is_named(lambda: StepPlan.build(MEAN, [bad]), error, f"^microbatch 0.*{text}")
+    alone = refusal(lambda: StepPlan.build(MEAN, [bad]), error, f"^microbatch 0.*{text}")
     # Neither the neighbours nor what comes later is taken for it.
     step = [*GOOD, bad, *GOOD, BAD[0][0]]
-    found = is_named(lambda: StepPlan.build(MEAN, step), error, text)
+    found = refusal(lambda: StepPlan.build(MEAN, step), error, text)
     assert found == alone.replace("microbatch 0", f"microbatch {len(GOOD)}")
-    of_terms = [{"a": GOOD[0], "b": GOOD[0]}, {"a": GOOD[0], "b": bad}]
-    build = lambda: StepPlan.build_terms(dict.fromkeys("ab", MEAN), of_terms)  # noqa: E731
-    assert is_named(build, error, text) == alone.replace("microbatch 0", "microbatch 1")
+    terms, of_terms = dict.fromkeys("ab", MEAN), [{"a": GOOD[0], "b": x} for x in (GOOD[0], bad)]
+    found = refusal(lambda: StepPlan.build_terms(terms, of_terms), error, text)
+    assert found == alone.replace("microbatch 0", "microbatch 1")
 
 
 OF_MASKS: list[Row] = [
@@ -336,8 +335,8 @@ CALLS = [*OF_MASKS, *OF_SAMPLES, *OF_TERMS, *OF_LOSSES, *OF_LAYOUTS, *OF_REPORTS
 
 
 @pytest.mark.parametrize(("call", "error", "text"), CALLS, ids=[text for *_, text in CALLS])
-def test_a_wrong_call_is_named(call, error, text):
-    is_named(call, error, text)
+def test_a_wrong_call_refusal(call, error, text):
+    refusal(call, error, text)
 
 
 @pytest.mark.parametrize("unit", ["prompt", "rollout", "dataset"])
@@ -348,7 +347,7 @@ def test_ids_are_integers_one_for_each_sample(unit):
         def build() -> StepPlan:
             return StepPlan.build(agg, [Microbatch(ROWS, **{name: x}) for x in ids])
 
-        is_named(build, GroupError, text)
+        refusal(build, GroupError, text)
 
     refused(f"groups by {unit} and a microbatch has no {name}; give {name}=", tensor([1, 2]), None)
     for ids in (tensor([1, 2, 3]), tensor([[1, 2]]), torch.empty(0).long()):
@@ -374,7 +373,7 @@ def test_coefficients_that_fp32_does_not_hold_are_refused(options, mask, weights
     ids = torch.arange(len(mask))
     v = None if weights is None else tensor(weights, dtype=F64)
     call = weighing(tensor(mask, dtype=F64), agg, prompt_ids=ids, sample_weights=v)
-    is_named(call, MaskError, f"{size}, and fp32 holds 1.18e-38 to 3.4e\\+38; expected a loss_mask")
+    refusal(call, MaskError, f"{size}, and fp32 holds 1.18e-38 to 3.4e\\+38; expected a loss_mask")
 
 
 def test_coefficients_of_samples_that_weigh_nothing_do_not_matter():
@@ -394,4 +393,4 @@ def test_a_plan_has_no_more_microbatches_than_it_was_given(i):
     calls += [lambda i: plan.scaled_advantages(i, torch.ones(1, 2))]
     for call in calls:
         text = "microbatch .* of a plan of 2 microbatches; expected"
-        is_named(lambda call=call: call(i), StepError, text)
+        refusal(lambda call=call: call(i), StepError, text)
