@@ -141,6 +141,28 @@ def test_value_and_gradient_are_those_of_a_loop(name, data):
     assert total.item() == pytest.approx(value, rel=0, abs=1e-12 * (1 + size))
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1.7e308])
+@in_every_loss
+def test_masked_positions_may_hold_anything(name, poison):
+    arity = LOSSES[name][2]
+    clean = [tensor(0.3, 0.1), tensor(0.1, 0.2), tensor(-1.0, 1.0)][:arity]
+
+    def run(inputs: list[Tensor]) -> tuple[float, list[float]]:
+        first = inputs[0].clone().requires_grad_()
+        total = weighted_sum(tensor(0.5, 0.0), losses_of(name, first, *inputs[1:]))
+        total.backward()
+        return total.item(), first.grad.tolist()
+
+    expected = run(clean)
+    assert expected[1][1] == 0
+    # In one input alone, and in all of them (inf - inf).
+    for where in [{k} for k in range(arity)] + [set(range(arity))]:
+        inputs = [x.clone() for x in clean]
+        for k in where:
+            inputs[k][1] = poison
+        assert run(inputs) == expected, where
+
+
 @in_every_loss
 def test_nan_that_counts_is_shown_and_only_the_first_input_gets_a_gradient(name):
     arity = LOSSES[name][2]

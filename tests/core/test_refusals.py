@@ -142,7 +142,7 @@ BAD_PADDED = (
 # Microbatches with values that cannot be, which the plan finds.
 BAD: list[tuple[Microbatch, type[AggregationError], str]] = [
     *(
-        (Microbatch(tensor([[x, 2.0]]).to(dtype)), MaskError, VALUES)
+        (Microbatch(tensor([[x, 2.0]], dtype=dtype)), MaskError, VALUES)
         for x, dtype in ((-1e-30, F64), (math.nan, F64), (1e39, F64), (math.inf, torch.half))
     ),
     (a_pack([0, 2, 4], mask=tensor([math.nan, 1, 1, 1])), MaskError, VALUES),
@@ -335,7 +335,7 @@ CALLS = [*OF_MASKS, *OF_SAMPLES, *OF_TERMS, *OF_LOSSES, *OF_LAYOUTS, *OF_REPORTS
 
 
 @pytest.mark.parametrize(("call", "error", "text"), CALLS, ids=[text for *_, text in CALLS])
-def test_a_wrong_call_refusal(call, error, text):
+def test_a_wrong_call_is_named(call, error, text):
     refusal(call, error, text)
 
 
