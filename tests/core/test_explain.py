@@ -74,11 +74,11 @@ def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
 
 
 def test_equal_microbatch_numbers_on_two_ranks_are_two_microbatches(capsys, tmp_path):
-    rows = [{"length": n, "microbatch": 0, "rank": rank} for n, rank in ((10, 0), (30, 0), (40, 1))]
+    rows = [{"length": n, "microbatch": 0, "rank": rank} for n, rank in ((10, 0), (30, 0), (20, 1))]
     path = write(tmp_path / "step.jsonl", *rows)
     (row,) = explained(capsys, "--jsonl", path, "--modes", "microbatch_mean")["modes"].values()
-    # K = 2, with 40 tokens each.
-    assert row["weight_per_token"] == pytest.approx([1 / 80] * 3, rel=1e-14)
+    # K = 2, of 40 and 20 tokens.
+    assert row["weight_per_token"] == pytest.approx([1 / 80, 1 / 80, 1 / 40], rel=1e-14)
 
 
 def test_samples_without_tokens_count_or_are_skipped(capsys):
