@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-LONG = ("sweep", "examples", "host", "launch", "frameworks", "fuzz", "peers")
+LONG = ("sweep", "examples", "host", "launch", "frameworks", "core", "peers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

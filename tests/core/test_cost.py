@@ -8,6 +8,7 @@ storages that operations make.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,21 +23,64 @@ from megatron_loss_agg import (
     predicting_mask,
     weighted_sum,
 )
+from tests.core.meaning import aggregation
 from tests.core.operations import Operations
-from tests.core.steps import aggregation
 
-MODES = ["token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean"]
-in_every_mode = pytest.mark.parametrize("mode", MODES)
-in_both_layouts = pytest.mark.parametrize("layout", ["bshd", "thd"])
+MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean")
+LAYOUTS = ("bshd", "thd")
+OfSamples = Callable[[int], Callable[[], Any]]  # what is called, with so many samples
 
 
-def microbatch(samples: int, layout: str) -> Microbatch:
+def microbatch(samples: int, layout: str, length: int = 4) -> Microbatch:
+    """Rows, or a pack with padding, of which every sample has one token."""
     ids = {"prompt_ids": torch.arange(samples) // 2, "rollout_ids": torch.arange(samples)}
+    mask = (torch.arange(length * samples) % length < 1).float()
     if layout == "bshd":
-        return Microbatch(torch.ones(samples, 6), **ids)
+        return Microbatch(mask.view(samples, length), **ids)
     real = torch.arange(samples + 1, dtype=torch.int32)
-    mask = (torch.arange(4 * samples) % 4 < 1).float()
-    return Microbatch(mask, cu_seqlens=real, cu_seqlens_padded=4 * real, **ids)
+    return Microbatch(mask, cu_seqlens=real, cu_seqlens_padded=length * real, **ids)
+
+
+def planning(mode: str, layout: str) -> OfSamples:
+    return lambda n: partial(StepPlan.build, aggregation(mode), [microbatch(n, layout)])
+
+
+def weighing(mode: str, layout: str) -> OfSamples:
+    def of(samples: int) -> Callable[[], Any]:
+        plan = planning(mode, layout)(samples)()
+        loss = torch.ones_like(plan.microbatches[0].loss_mask)
+        return lambda: weighted_sum(plan.weights(0), loss)
+
+    return of
+
+
+def taking_means(layout: str) -> OfSamples:
+    def of(samples: int) -> Callable[[], Any]:
+        mean, x = (
+            SequenceMean(microbatch(samples, layout)),
+            torch.ones(4 * samples).requires_grad_(),
+        )
+        x = x if layout == "thd" else x.view(samples, 4)
+        return lambda: mean(x).sum().backward()
+
+    return of
+
+
+def halves(sequences: int) -> CPLayout:
+    return CPLayout.thd(4 * torch.arange(sequences + 1), 2, 1)
+
+
+WAITING: dict[str, OfSamples] = {
+    **{f"plan {m} {layout}": planning(m, layout) for m in MODES for layout in LAYOUTS},
+    "layout": lambda n: partial(halves, n),
+    "predict": lambda n: partial(predicting_mask, torch.ones(4 * n), 4 * torch.arange(n + 1)),
+    "means": lambda n: partial(SequenceMean, microbatch(n, "thd")),
+}
+OF_A_MICROBATCH: dict[str, OfSamples] = {
+    **{f"weigh {m} {layout}": weighing(m, layout) for m in MODES for layout in LAYOUTS},
+    "shard": lambda n: partial(halves(n).shard, torch.ones(4 * n)),
+    **{f"mean {layout}": taking_means(layout) for layout in LAYOUTS},
+}
 
 
 def operations(call: Callable[[], Any]) -> Operations:
@@ -45,104 +89,31 @@ def operations(call: Callable[[], Any]) -> Operations:
     return made
 
 
-@in_both_layouts
-@in_every_mode
-def test_any_number_of_samples_takes_the_same_operations_and_a_microbatch_no_wait(mode, layout):
-    def planned_and_weighed(samples: int) -> tuple[int, Operations]:
-        with Operations() as planning:
-            plan = StepPlan.build(aggregation(mode), [microbatch(samples, layout)])
-        loss = torch.ones_like(plan.microbatches[0].loss_mask)
-        return len(planning.names), operations(lambda: weighted_sum(plan.weights(0), loss))
-
-    (planning, weighing), (of_many, weighing_many) = map(planned_and_weighed, (300, 3000))
-    assert planning == of_many
-    assert weighing.names == weighing_many.names
-    assert not weighing.waits
-
-
-def of_mixed_widths(number: int) -> list[Microbatch]:
-    """Rows of many lengths, and packs of which every other one has no padding."""
-    rows = [Microbatch(torch.ones(2, 3 + i)) for i in range(number)]
-    packs = [microbatch(3, "thd") for _ in range(number)]
-    packs[1::2] = [Microbatch(torch.ones(6), 2 * torch.arange(4)) for _ in packs[1::2]]
-    return [*rows, *packs]
-
-
-@pytest.mark.parametrize(
-    ("mode", "step", "more"),  # to read, and to copy what was given
-    [
-        ("prompt_mean", lambda number: [microbatch(3, "bshd") for _ in range(number)], 7 + 3),
-        ("prompt_mean", lambda number: [microbatch(3, "thd") for _ in range(number)], 27 + 5),
-        ("sample_mean", of_mixed_widths, (7 + 1) + (27 + 5 + 25 + 2) / 2),
-    ],
-    ids=["rows", "packs", "both"],
-)
-def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(mode, step, more):
-    def planning(number: int) -> Operations:
-        microbatches = step(number)
-        return operations(lambda: StepPlan.build(aggregation(mode), microbatches))
-
-    few, many = planning(10), planning(100)
-    assert many.but_views == few.but_views + 90 * more
-
-
-def sharding(sequences: int) -> Callable[[], Any]:
-    layout, x = CPLayout.thd(8 * torch.arange(sequences + 1), 2, 1), torch.ones(8 * sequences)
-    return lambda: layout.shard(x)
-
-
-def sequence_mean(layout: str) -> Callable[[int], Callable[[], Any]]:
-    def of(sequences: int) -> Callable[[], Any]:
-        whole = microbatch(sequences, layout)
-        x = torch.ones_like(whole.loss_mask).requires_grad_()
-        mean = SequenceMean(whole)
-        return lambda: mean(x).sum().backward()
-
-    return of
-
-
-# What is done to some sequences, and whether it may wait for the device.
-OF_SEQUENCES: dict[str, tuple[Callable[[int], Callable[[], Any]], bool]] = {
-    "layout": (lambda n: lambda: CPLayout.thd(8 * torch.arange(n + 1), 2, 1), True),
-    "shard": (sharding, False),
-    "predict": (
-        lambda n: lambda: predicting_mask(torch.ones(4 * n), 4 * torch.arange(n + 1)),
-        True,
-    ),
-    "means": (lambda n: lambda: SequenceMean(microbatch(n, "thd")), True),
-    "mean of rows": (sequence_mean("bshd"), False),
-    "mean of packs": (sequence_mean("thd"), False),
-}
-
-
-@pytest.mark.parametrize("name", OF_SEQUENCES)
-def test_any_number_of_sequences_takes_the_same_operations(name):
-    of, may_wait = OF_SEQUENCES[name]
-    few, many = operations(of(2)), operations(of(300))
+@pytest.mark.parametrize("name", [*WAITING, *OF_A_MICROBATCH])
+def test_any_number_of_samples_takes_the_same_operations_and_a_microbatch_no_wait(name):
+    few, many = (operations((WAITING | OF_A_MICROBATCH)[name](n)) for n in (20, 2000))
     assert few.names == many.names
-    assert may_wait or not (few.waits or many.waits)
+    assert name in WAITING or not many.waits
     assert name != "shard" or len(few.names) <= 2
 
 
-@pytest.mark.parametrize("number", [1, 4])
-def test_reading_a_step_of_rows_takes_little_memory(number):
-    step = [Microbatch(torch.ones(1024, 1024)) for _ in range(number)]
-    with LiveBytes() as counted:
-        StepPlan.build(aggregation("sample_mean"), step)
-    assert counted.peak <= (2 * number + 0.5) * step[0].loss_mask.nbytes  # the masks and copies
+@pytest.mark.parametrize(("layout", "more"), [("bshd", 7 + 3), ("thd", 27 + 5)])
+def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(layout, more):
+    """As many to read it, and to copy what was given."""
+
+    def made(number: int) -> int:
+        step = [microbatch(3, layout) for _ in range(number)]
+        return operations(lambda: StepPlan.build(aggregation("prompt_mean"), step)).but_views
+
+    assert made(100) == made(10) + 90 * more
 
 
-@in_both_layouts
-@in_every_mode
-def test_a_plan_keeps_a_copy_of_the_mask_and_a_few_numbers_a_sample(mode, layout):
-    samples, length = 64, 4096
-    mask = torch.ones(samples, length)
-    ids = {"prompt_ids": torch.arange(samples), "rollout_ids": torch.arange(samples)}
-    step = Microbatch(mask, **ids)
-    if layout == "thd":
-        step = Microbatch(mask.view(-1), length * torch.arange(samples + 1), **ids)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_keeps_a_copy_of_the_mask_and_a_few_numbers_a_sample(layout):
+    step = [microbatch(64, layout, length=2**14) for _ in range(4)]
     with LiveBytes() as counted:
-        plan = StepPlan.build(aggregation(mode), [step])
-        given = sum(x.nbytes for x in (mask, *ids.values())) + 8 * (samples + 1)
-        assert counted.now <= 2 * given + 8 * 10 * samples
-    assert plan.counts.tokens == samples * length
+        plan = StepPlan.build(aggregation("prompt_mean"), step)
+        given = 4 * (step[0].loss_mask.nbytes + 8 * 4 * 64)
+        assert counted.now <= 2 * given + 8 * 10 * 4 * 64
+    assert layout == "thd" or counted.peak <= 2.13 * given  # a mask of rows is read as it is
+    assert plan.counts.tokens == 4 * 64

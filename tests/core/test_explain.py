@@ -14,28 +14,18 @@ from megatron_loss_agg.__main__ import main
 ROOT = Path(__file__).parents[2]
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
 # rollout, one data set and one microbatch.
+LENGTHS = (10, 1000, 40)
 STEP = ["--lengths", "10,1000,40", "--prompts", "a,a,b", "--rollouts", "7,7,9"]
 STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1"]
 
-# Weight of a token of each sample; with D = 100.
-PAIRED = [1 / 2020, 1 / 2020, 1 / 80]
+UNITS = ("rollout", "prompt", "dataset", "microbatch")
+# Weight of a token of each sample in some modes, with D = 100; `test_modes` has them all.
 WEIGHTS = {
     "token_mean": [1 / 1050] * 3,
     "sample_mean": [1 / 30, 1 / 3000, 1 / 120],
-    "rollout_mean": PAIRED,
-    "prompt_mean": PAIRED,
-    "dataset_mean": PAIRED,
-    "sample_sum": [1 / 3] * 3,
     "constant": [1 / 300] * 3,
-    "sum": [1 / 100] * 3,
-    "microbatch_mean": PAIRED,
+    **{f"{unit}_mean": [1 / 2020, 1 / 2020, 1 / 80] for unit in UNITS},
 }
-# A sample's part of the sum of all weights, where that is not its part of the tokens.
-PAIRED_SHARES = [10 / 1010 / 2, 1000 / 1010 / 2, 1 / 2]
-SHARES = dict.fromkeys(
-    ("rollout_mean", "prompt_mean", "dataset_mean", "microbatch_mean"), PAIRED_SHARES
-)
-SHARES |= {"sample_mean": [1 / 3] * 3}
 
 
 def explained(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
@@ -60,51 +50,42 @@ def write(path: Path, *rows: object) -> str:
 
 def test_shares_and_weights_are_those_derived_by_hand(capsys):
     found = explained(capsys, *STEP, "--divisor", "100")
-    assert found["left_out"] == {}
-    assert found["modes"].keys() == WEIGHTS.keys()
-    for mode, row in found["modes"].items():
-        share = SHARES.get(mode, [10 / 1050, 1000 / 1050, 40 / 1050])
-        assert row["share"] == pytest.approx(share, rel=1e-14)
-        assert row["weight_per_token"] == pytest.approx(WEIGHTS[mode], rel=1e-14)
-        relative = [1050 * weight for weight in WEIGHTS[mode]]
+    assert found["left_out"] == {} and len(found["modes"]) == 9
+    for mode, weights in WEIGHTS.items():
+        row, parts = found["modes"][mode], [w * n for w, n in zip(weights, LENGTHS, strict=True)]
+        assert row["weight_per_token"] == pytest.approx(weights, rel=1e-14)
+        assert row["sum_of_weights"] == pytest.approx(sum(parts), rel=1e-14)
+        assert row["share"] == pytest.approx([x / sum(parts) for x in parts], rel=1e-14)
+        relative = [1050 * weight for weight in weights]
         assert row["relative_to_token_mean"] == pytest.approx(relative, rel=1e-14)
-        total = sum(w * n for w, n in zip(WEIGHTS[mode], (10, 1000, 40), strict=True))
-        assert row["sum_of_weights"] == pytest.approx(total, rel=1e-14)
 
 
 def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
     first = {"rollout": "r", "dataset": 2, "microbatch": 0}
+    third = {"prompt": 1, "rollout": "s", "dataset": "y", "microbatch": 1}
     lines = write(
         tmp_path / "step.jsonl",
         {"length": 10, "prompt": {"id": 1, "set": "x"}, **first},
         {"loss_mask": [1] * 1000, "prompt": {"set": "x", "id": 1}, **first},
-        {
-            "loss_mask": [0, True, *[0.5] * 78],
-            "prompt": 1,
-            "rollout": "s",
-            "dataset": "y",
-            "microbatch": 1,
-        },
+        {"loss_mask": [0, True, *[0.5] * 78], **third},
     )
     modes = explained(capsys, "--jsonl", lines, "--divisor", "100")["modes"]
     assert modes == explained(capsys, *STEP, "--divisor", "100")["modes"]
 
 
 def test_equal_microbatch_numbers_on_two_ranks_are_two_microbatches(capsys, tmp_path):
-    rows = [{"length": n, "microbatch": 0, "rank": rank} for n, rank in ((10, 0), (30, 0), (40, 1))]
+    rows = [{"length": n, "microbatch": 0, "rank": rank} for n, rank in ((10, 0), (30, 0), (20, 1))]
     path = write(tmp_path / "step.jsonl", *rows)
     (row,) = explained(capsys, "--jsonl", path, "--modes", "microbatch_mean")["modes"].values()
-    # K = 2, with 40 tokens each.
-    assert row["weight_per_token"] == pytest.approx([1 / 80] * 3, rel=1e-14)
+    # K = 2, of 40 and 20 tokens.
+    assert row["weight_per_token"] == pytest.approx([1 / 80, 1 / 80, 1 / 40], rel=1e-14)
 
 
 def test_samples_without_tokens_count_or_are_skipped(capsys):
-    step = ["--lengths", "10,0", "--modes", "sample_mean,sample_sum,nemo-rl/sequence_level"]
-    modes = explained(capsys, *step)["modes"]
-    assert [row["share"] for row in modes.values()] == [[1.0, 0.0]] * 3
-    assert [row["weight_per_token"][0] for row in modes.values()] == [1 / 20, 1 / 2, 1 / 20]
-    skipped = explained(capsys, *step, "--empty", "skip")["modes"]
-    assert skipped["sample_mean"]["weight_per_token"] == [1 / 10, 0]
+    step = ["--lengths", "10,0", "--modes", "sample_mean,nemo-rl/sequence_level"]
+    for empty, weight in (("count", 1 / 20), ("skip", 1 / 10)):
+        for row in explained(capsys, *step, "--empty", empty)["modes"].values():
+            assert (row["share"], row["weight_per_token"]) == ([1, 0], [weight, 0])
     for row in explained(capsys, "--lengths", "0,0")["modes"].values():
         assert row["share"] == row["weight_per_token"] == [0, 0]
 
@@ -112,13 +93,9 @@ def test_samples_without_tokens_count_or_are_skipped(capsys):
 def test_modes_without_their_input_are_left_out(capsys):
     found = explained(capsys, "--lengths", "1,2")
     assert list(found["modes"]) == ["token_mean", "sample_mean", "sample_sum", "sum"]
-    assert found["left_out"] == {
-        "rollout_mean": "needs --rollouts, or 'rollout' on every line",
-        "prompt_mean": "needs --prompts, or 'prompt' on every line",
-        "dataset_mean": "needs --datasets, or 'dataset' on every line",
-        "constant": "needs --divisor",
-        "microbatch_mean": "needs --microbatches, or 'microbatch' on every line",
-    }
+    assert found["left_out"].keys() == WEIGHTS.keys() - found["modes"].keys()
+    assert found["left_out"]["constant"] == "needs --divisor"
+    assert found["left_out"]["prompt_mean"] == "needs --prompts, or 'prompt' on every line"
 
 
 # Arguments after --lengths, or instead of it; and the beginning of what is said.
@@ -142,43 +119,29 @@ def test_bad_arguments_are_named(capsys, arguments):
     assert refusal(capsys, *args).startswith(BAD_ARGUMENTS[arguments])
 
 
-NO_LENGTH = "expected an object with either 'length' or 'loss_mask'"
-NO_NUMBERS = "a bad length or loss_mask; expected a finite number >= 0, or a list of them"
-# The second line of a file, and how what is said of it begins; an InputError of that line, unless
-# named.
+NO_LENGTH = "InputError: PATH:2: expected an object with either 'length' or 'loss_mask'"
+NO_NUMBERS = "InputError: PATH:2: a bad length or loss_mask; expected a finite number >= 0, or a l"
+# The second line of a file, and how what is said of it begins.
 BAD_LINES = {
-    "{": "Expecting property name",
-    "[1]": NO_LENGTH,
-    "{}": NO_LENGTH,
-    '{"length": 1, "loss_mask": [1]}': NO_LENGTH,
-    '{"length": -1}': NO_NUMBERS,
-    '{"length": "1"}': NO_NUMBERS,
-    '{"loss_mask": 1}': NO_NUMBERS,
-    '{"loss_mask": [1, -1]}': NO_NUMBERS,
-    '{"loss_mask": [NaN]}': NO_NUMBERS,
+    "{": "InputError: PATH:2: Expecting property name",
+    **dict.fromkeys(("[1]", "{}", '{"length": 1, "loss_mask": [1]}'), NO_LENGTH),
+    **dict.fromkeys(('{"length": -1}', '{"length": "1"}', '{"loss_mask": 1}'), NO_NUMBERS),
+    **dict.fromkeys(('{"loss_mask": [1, -1]}', '{"loss_mask": [NaN]}'), NO_NUMBERS),
     '{"length": 1, "prompt": 0}': "GroupError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect",
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_bad_lines_are_named(capsys, tmp_path, line):
-    path, message = tmp_path / "step.jsonl", BAD_LINES[line]
+    path = tmp_path / "step.jsonl"
     path.write_text('{"length": 3}\n' + line + "\n")
-    message = message if "Error: " in message else f"InputError: PATH:2: {message}"
-    said = refusal(capsys, "--jsonl", str(path))
-    assert said.startswith(message.replace("PATH", str(path)))
+    expected = BAD_LINES[line].replace("PATH", str(path))
+    assert refusal(capsys, "--jsonl", str(path)).startswith(expected)
     path.write_text("\n")
     assert f"InputError: --jsonl {path}: no line" in refusal(capsys, "--jsonl", str(path))
 
 
-def test_the_picture_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    error = refusal(capsys, *STEP, "--plot", str(tmp_path / "out.png"))
-    assert error.startswith("DependencyError: --plot needs matplotlib")
-    assert "pip install matplotlib" in error
-
-
-def test_the_picture_is_written_or_the_path_named(capsys, tmp_path):
+def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     for name, magic in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")):
         path = tmp_path / name
@@ -190,6 +153,10 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path):
         assert f"InputError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
     nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
     assert "InputError: --plot: no sample has loss tokens" in nothing
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    error = refusal(capsys, *STEP, "--plot", str(tmp_path / "out.png"))
+    assert error.startswith("DependencyError: --plot needs matplotlib")
+    assert "pip install matplotlib" in error
 
 
 def test_the_guide_shows_what_is_printed(capsys):

@@ -1,189 +1,206 @@
-"""Over processes: every rank plans its part of the whole step, in at most two collectives."""
+"""Drawn steps over gloo ranks, one of which may get bad input: exact, or refused by all ranks."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
-from megatron_loss_agg import CPLayout, Microbatch, StepPlan
-from tests import oracle
+from megatron_loss_agg import AggregationError, CPLayout, LossAggregation, Microbatch, StepPlan
+from tests.core.meaning import F64, UNITS, Read, aggregation, assert_plan, assert_same, cp_layout
 from tests.core.operations import Operations
-from tests.core.steps import (
-    CONFIGS,
-    HOLES,
-    Laid,
-    aggregation,
-    assert_counts,
-    assert_weights,
-    cp_layout,
-    expected_weights,
-    fixed_step,
-    lay,
-    random_step,
-    weighted,
-)
+from tests.core.strategies import INPUTS, Changes, aggregations, changed, changes, microbatches
 from tests.distributed import run_ranks
-from tests.oracle import Step
 
-F64 = torch.float64
-OPTIONS = [
-    (mode, {"empty": empty, "sample_weights": choice})
-    for mode, empty in CONFIGS
-    for choice in ("count", "skip")
-]
-TERMS = {str(n): aggregation(mode, **options) for n, (mode, options) in enumerate(OPTIONS)}
-HERE = [*HOLES, *(weighted(step, n) for n, step in enumerate(HOLES))]
-# Data-parallel and context-parallel ranks, and steps.
-CASES = {
-    "2": (2, 1, [fixed_step(2), *(random_step(seed, 2) for seed in range(4))]),
-    "4": (4, 1, [fixed_step(4), *(weighted(random_step(seed, 4)) for seed in range(100, 104))]),
-    "2 times 2": (
-        2,
-        2,
-        [fixed_step(2), *HERE, *(random_step(seed, 2) for seed in range(200, 206))],
-    ),
-}
+PATIENCE = timedelta(seconds=30)
+"""After which a rank that waits for another one gives up; a step takes milliseconds."""
+NUMBER = 150  # of steps
+TOPOLOGIES = [(2, 1), (3, 1), (2, 2)]  # data-parallel and context-parallel ranks
+BY_SAMPLE = (*(f"{unit}_ids" for unit in UNITS), "rejected", "sample_weights")
 
 
-def sharded(inputs: dict[str, Any], layout: CPLayout) -> Microbatch:
+@dataclass(frozen=True)
+class Drawn:
+    """One step: what every data-parallel rank is given, and what is changed on ``where`` alone."""
+
+    terms: dict[str, dict[str, Any]]
+    given: list[list[dict[str, Any]]]
+    where: int = 0
+    changes: Changes = field(default_factory=dict)  # of inputs, of "step" or of "mode"
+
+    def on(self, rank: int) -> list[dict[str, Any]]:
+        """What a rank is given, with its changes."""
+        if rank != self.where:
+            return self.given[rank]
+        how = self.changes
+        return [
+            {name: changed(x, how[name]) if name in how else x for name, x in of.items()}
+            for of in self.given[rank]
+        ]
+
+    def run(self, rank: int, group: Any) -> dict[str, StepPlan]:
+        """What a loop does on one rank."""
+        terms = {name: LossAggregation(**options) for name, options in self.terms.items()}
+        how = self.changes if rank == self.where else {}
+        if "mode" in how:
+            terms["a"] = LossAggregation(mode="sum", divisor=3)
+        try:
+            step: Any = [Microbatch(**x) for x in self.on(rank)]
+        except Exception:
+            StepPlan.abandon(group)
+            raise
+        step = changed(None, how["step"]) if "step" in how else step
+        if len(terms) == 1:
+            return {"a": StepPlan.build(terms["a"], step, group)}
+        return {**StepPlan.build_terms(terms, step, group)}
+
+
+@st.composite
+def drawn_steps(draw: st.DrawFn, dp: int, cp: int) -> Drawn:
+    layouts = ("thd", "thd_row", "thd_padded", "bshd") if cp == 1 else ("thd", "thd_row", "bshd")
+    of_rank = st.lists(microbatches(layouts=layouts, multiple=2 * cp if cp > 1 else 1), max_size=3)
+    given = [draw(of_rank) for _ in range(dp)]
+    terms = draw(st.lists(aggregations(), min_size=1, max_size=3))
+    how = draw(changes(INPUTS, ["step", "mode"])) if cp == 1 else {}
+    return Drawn(dict(zip("abc", terms, strict=False)), given, draw(st.integers(0, dp - 1)), how)
+
+
+def sharded(given: dict[str, Any], layout: CPLayout) -> Microbatch:
     """The microbatch as this rank sees it: local mask, local offsets, same samples."""
-    local = {**inputs, "loss_mask": layout.shard(inputs["loss_mask"])}
-    if "cu_seqlens" in inputs:
-        local["cu_seqlens"] = local.pop("cu_seqlens_padded", inputs["cu_seqlens"]) // layout.cp_size
+    local = {**given, "loss_mask": layout.shard(given["loss_mask"])}
+    if "cu_seqlens" in given:
+        local["cu_seqlens"] = local.pop("cu_seqlens_padded", given["cu_seqlens"]) // layout.cp_size
     return Microbatch(**local)
 
 
-def from_sums_alone(n: int, laid: list[Laid], group: Any) -> StepPlan:
-    """The plan of one term, from what a controller knows of the samples."""
-    names = [f"{unit}_ids" for unit in ("prompt", "rollout", "dataset")]
-    of: dict[str, Any] = {name: [x.inputs[name] for x in laid] for name in names}
-    ones = [torch.ones(len(x.index), dtype=F64) for x in laid]
-    of["sample_weights"] = [
-        x.inputs.get("sample_weights", one) for x, one in zip(laid, ones, strict=True)
-    ]
-    sums = [Microbatch(**x.inputs) for x in laid]
-    sums = [
-        StepPlan.build(aggregation("sum", sample_weights="skip"), [m]).mask_sums(0) for m in sums
-    ]
-    return StepPlan.from_mask_sums(TERMS[str(n)], sums, **of, group=group)
+def assert_sharded_alike(step: Drawn, plan: StepPlan, rank: int, cp_group: Any) -> None:
+    """A plan from parts of the masks has this rank's part of the weights, and the same counts."""
+    cp, given = dist.get_world_size(cp_group), step.given[rank // dist.get_world_size(cp_group)]
+    layouts = [cp_layout(x, cp, rank % cp) for x in given]
+    parts = [sharded(x, layout) for x, layout in zip(given, layouts, strict=True)]
+    found = StepPlan.build(plan.aggregation, parts, dist.group.WORLD, sharded_over=cp_group)
+    for i, layout in enumerate(layouts):
+        assert_same([(found.weights(i, F64), layout.shard(plan.weights(i, F64)))], 1e-13)
+    assert_same([[[float(number or 0) for number in x.counts] for x in (found, plan)]], 1e-13)
 
 
-def plan_on_ranks(steps: list[Step], cp: int) -> list[dict[str, Any]]:
-    """For every step what this rank's plans say, of whole masks and of masks sharded over CP."""
-    rank, world, answers = dist.get_rank(), dist.get_world_size(), []
+def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> None:
+    """A plan from what a controller knows of the samples has the same coefficients."""
+    sums = [plan.mask_sums(i) for i in range(len(step.given[rank]))]
+    defaults = {"rejected": torch.bool, "sample_weights": F64}
+    of = {
+        name: [
+            x.get(name, torch.full(s.shape, name == "sample_weights", dtype=defaults.get(name)))
+            for x, s in zip(step.given[rank], sums, strict=True)
+        ]
+        for name in BY_SAMPLE
+    }
+    found = StepPlan.from_mask_sums(plan.aggregation, sums, **of, group=group)
+    for i in range(len(sums)):
+        assert_same([(found.coefficients(i), plan.coefficients(i))], 1e-13)
+
+
+def outcomes(steps: list[Drawn], cp: int) -> list[Any]:
+    """Of each step on this rank: its plans, or the error that it raised."""
+    warnings.simplefilter("ignore")
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
     # Context-parallel ranks are neighbours.
     cp_group = [dist.new_group([*range(a, a + cp)]) for a in range(0, world, cp)][rank // cp]
-    dp_group = [dist.new_group([*range(c, world, cp)]) for c in range(cp)][rank % cp]
-    for n, step in enumerate(steps):
-        laid = [lay(mb, ("thd", "bshd")[n % 2], multiple=2 * cp) for mb in step[rank // cp]]
-        maps = [cp_layout(x.inputs, cp, rank % cp) for x in laid]
-        wholes = [Microbatch(**x.inputs) for x in laid]
-        parts = [sharded(x.inputs, m) for x, m in zip(laid, maps, strict=True)]
-        with Operations() as made:
-            whole = StepPlan.build_terms(TERMS, wholes, dp_group, group_by=["dataset"])
-        part = StepPlan.build_terms(TERMS, parts, dist.group.WORLD, sharded_over=cp_group)
-        with Operations() as made_alone:
-            alone = StepPlan.build(TERMS[str(n)], wholes, dp_group)
-        of_sums = from_sums_alone(n, laid, dp_group)
-        for k in range(len(laid)):
-            assert torch.equal(alone.weights(k, F64), whole[str(n)].weights(k, F64))
-            close = {"rtol": 1e-13, "atol": 0}
-            torch.testing.assert_close(of_sums.coefficients(k), alone.coefficients(k), **close)
-        found: dict[str, Any] = {
-            "collectives": (len(made.collectives), len(made_alone.collectives))
-        }
-        for name in TERMS:
-            weights = [whole[name].weights(k, F64) for k in range(len(laid))]
-            unit = TERMS[name].within
-            found[name] = {
-                "weights": [x.samples(w) for x, w in zip(laid, weights, strict=True)],
-                "shards": [m.shard(w).tolist() for m, w in zip(maps, weights, strict=True)],
-                "sharded": [part[name].weights(k, F64).tolist() for k in range(len(laid))],
-                "counts": (whole[name].counts, part[name].counts),
-                "sums": unit
-                and [whole[name].group_sums(unit, k).tolist() for k in range(len(laid))],
-                "datasets": [x.tolist() for x in whole[name].groups("dataset")],
-            }
-        answers.append(found)
-    return answers
+    dp_groups = [dist.new_group([*range(c, world, cp)], timeout=PATIENCE) for c in range(cp)]
+    group = dp_groups[rank % cp]
+    for step in steps:
+        try:
+            with Operations() as made:
+                plans = step.run(rank // cp, group)
+            assert 1 <= len(made.collectives) <= 2  # 0 would mean that nothing was counted
+            if not step.changes:
+                assert_sums_alike(step, plans["a"], rank // cp, group)
+            if cp > 1:
+                assert_sharded_alike(step, plans["a"], rank, cp_group)
+            found.append(plans)
+        except Exception as error:
+            # Torch's or Python's own error is one of the rank that got the bad input.
+            own = step.changes and rank // cp == step.where
+            if not isinstance(error, AggregationError) and not own:
+                raise
+            found.append(error)
+        dist.barrier()  # so that a rank that left another one alone is found in this step
+    return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_rank_plans_its_part_of_the_whole_step_in_at_most_two_collectives(case):
-    dp, cp, steps = CASES[case]
-    for rank, answers in enumerate(run_ranks(plan_on_ranks, dp * cp, steps, cp, timeout=300.0)):
-        for step, found in zip(steps, answers, strict=True):
-            assert {1, 2} >= {*found["collectives"]}  # 0 would mean that nothing was counted
-            for name, (mode, options) in zip(TERMS, OPTIONS, strict=True):
-                assert_term(found[name], step, rank // cp, mode, options)
+def judged(step: Drawn, found: tuple[Any, ...], cp: int) -> str:
+    """Whether it was exact or refused."""
+    errors = [x for x in found if isinstance(x, Exception)]
+    if errors:
+        assert step.changes, f"valid input was refused: {errors[0]!r}"
+        assert len(errors) == len(found), f"refused by some ranks alone: {found}"
+        # All say the same, or name the rank with the bad input.
+        own, peer = str(errors[step.where]), f"on rank(s) [{step.where}] of"
+        assert all(str(x) == own or peer in str(x) for x in errors), errors
+        return "refused"
+    assert "mode" not in step.changes or step.terms["a"] == {"mode": "sum", "divisor": 3}
+    given = [step.on(rank) for rank in range(len(step.given))]
+    if "step" in step.changes:
+        given[step.where] = []
+    reads = [[Read.of(x) for x in of] for of in given]
+    for rank, plans in enumerate(found):
+        for plan in plans.values():
+            assert_plan(plan, reads, rank // cp)
+    return "exact"
 
 
-def assert_term(
-    found: dict[str, Any], step: Step, rank: int, mode: str, options: dict[str, str]
-) -> None:
-    """What a rank's plan says of one term against the oracle."""
-    assert_weights(found["weights"], expected_weights(mode, step, **options)[rank])
-    assert_weights(found["sharded"], found["shards"])
-    for counts in found["counts"]:
-        assert_counts(counts, step, mode)
-    of_sets = oracle.mask_sums(step, "dataset")
-    ids, sums = found["datasets"]
-    assert ids == sorted(of_sets)
-    assert sums == pytest.approx([of_sets[x] for x in ids], rel=1e-13)
-    if (unit := oracle.INNER[mode]) is not None:
-        of_unit = oracle.mask_sums(step, unit)
-        wanted = [
-            [of_unit[oracle.key_of(unit, (rank, k, s), sample)] for s, sample in enumerate(mb)]
-            for k, mb in enumerate(step[rank])
-        ]
-        assert_weights(found["sums"], wanted)
+@pytest.mark.parametrize(("dp", "cp"), TOPOLOGIES)
+def test_ranks_are_exact_in_two_collectives_or_all_of_them_refuse(dp, cp):
+    steps: list[Drawn] = []
+
+    @settings(
+        max_examples=NUMBER,
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn_steps(dp, cp))
+    def collect(step: Drawn) -> None:
+        steps.append(step)
+
+    collect()
+    verdicts = []
+    for step, *found in zip(steps, *run_ranks(outcomes, dp * cp, steps, cp), strict=True):
+        try:
+            verdicts.append(judged(step, tuple(found), cp))
+        except AssertionError as error:
+            error.add_note(f"in the step {step}")
+            raise
+    assert verdicts.count("exact") > NUMBER / 10
+    assert cp > 1 or verdicts.count("refused") > NUMBER / 10
 
 
-def of_shape(*shape: int, routed: int | None = None) -> Microbatch:
-    return Microbatch(torch.ones(shape), routed_tokens=routed)
+def routed_on_ranks() -> list[Any]:
+    """Routed tokens, with masks whole and sharded; ranks differ in their microbatches."""
+    rank, world, agg = dist.get_rank(), dist.group.WORLD, aggregation("token_mean")
+
+    def counted(*tokens: int, **options: Any) -> tuple[Any, ...]:
+        step = [Microbatch(torch.ones(1, 2), routed_tokens=n) for n in tokens]
+        counts = StepPlan.build(agg, step, world, **options).counts
+        return counts.positions, counts.unequal, counts.routed_tokens
+
+    return [counted(*[9] * (1 + rank)), counted(9, 9 + rank), counted(9, 9, sharded_over=world)]
 
 
-def positions(step: list[Microbatch], group: Any = None, **options: Any) -> tuple[Any, ...]:
-    counts = StepPlan.build(aggregation("token_mean"), step, group, **options).counts
-    return counts.positions, counts.unequal, counts.routed_tokens
-
-
-def test_positions_are_routed_tokens_or_elements_of_masks():
-    assert positions([of_shape(2, 3), of_shape(3, 2)]) == (12, False, None)
-    assert positions([of_shape(2, 3), of_shape(2, 4)]) == (14, True, None)
-    assert positions([of_shape(2, 3, routed=5), of_shape(2, 4, routed=5)]) == (10, False, 10)
-    assert positions([of_shape(2, 3, routed=5), of_shape(2, 3, routed=6)]) == (11, True, 11)
-    assert positions([Microbatch(torch.zeros(7), torch.tensor([0, 3]))]) == (7, False, None)
-    assert positions([])[:2] == (0, False)
-    of_sums = StepPlan.from_mask_sums(aggregation("token_mean"), [[1.0], [2.0, 3.0]]).counts
-    assert (of_sums.positions, of_sums.unequal) == (None, False)
-
-
-def positions_on_ranks() -> list[Any]:
-    """Of whole masks and of masks sharded over all ranks, with and without routed tokens."""
-    world, rank, found = dist.group.WORLD, dist.get_rank(), []
-    for routed in (None, 9):
-        # Ranks differ in their microbatches, but each has equal ones.
-        found.append(positions([of_shape(1, 2 + rank, routed=routed)] * (1 + rank), world))
-        more = [0, rank]
-        step = [of_shape(1, 2 + k, routed=routed and routed + k) for k in more]
-        found.append(positions(step, world))
-        found.append(positions([of_shape(1, 2, routed=routed)] * 2, world, sharded_over=world))
-    # Of one rank alone: (1 + 2 + 1 + 1) / 4.
-    weights = torch.tensor([1.0, 2.0]) if rank == 0 else None
-    agg = aggregation("token_mean", sample_weights="count")
-    mine = Microbatch(torch.ones(2, 3), sample_weights=weights)
-    return [*found, StepPlan.build(agg, [mine], world).counts.across]
-
-
-def test_positions_and_sample_weights_are_those_of_all_ranks():
-    elements = [(2 + 2 * 3, False, None), (2 + 2 + 2 + 3, True, None), (2 * 2 * 2, False, None)]
-    routed = [(3 * 9, False, 3 * 9), (3 * 9 + 10, True, 3 * 9 + 10), (2 * 9, False, 2 * 9)]
-    for found in run_ranks(positions_on_ranks, 2):
-        assert found == [*elements, *routed, 1.25]
+def test_routed_tokens_are_those_of_all_ranks_that_share_no_samples():
+    for found in run_ranks(routed_on_ranks, 2):
+        assert found == [(3 * 9, False, 3 * 9), (3 * 9 + 10, True, 3 * 9 + 10), (18, False, 18)]
 
 
 def unshard_and_pull_back() -> None:
@@ -207,3 +224,119 @@ def test_the_gradient_of_joined_shards_is_summed_over_ranks():
     # Every rank's result depends on every rank's shard, so a shard's gradient is the sum over
     # ranks of what they hand back for its positions; averaging or keeping one's own is wrong.
     run_ranks(unshard_and_pull_back, 2)
+
+
+IDS = {"prompt_ids": torch.tensor([1, 2])}
+ONES = torch.ones(2, 3)
+GOOD = Microbatch(ONES, **IDS)
+AGG, TOKEN_MEAN = aggregation("prompt_mean"), aggregation("token_mean")
+Call = Callable[[Any, Any], Any]  # of all ranks, and of this rank alone
+
+
+def build(*microbatches: Any, agg: Any = AGG) -> Call:
+    return lambda world, alone: StepPlan.build(agg, [GOOD, *microbatches], group=world)
+
+
+def build_terms(terms: Any, *step: Any, **options: Any) -> Call:
+    return lambda world, alone: StepPlan.build_terms(terms, step or [GOOD], world, **options)
+
+
+OTHERS = "ModeError: ranks have different aggregations, or other terms"
+OF_RANK_1 = r"PeerError: .*rank\(s\) \[1\]"
+SKIP = aggregation("prompt_mean", sample_weights="skip")
+COUNT = aggregation("prompt_mean", sample_weights="count")
+# What rank 1 does, and the error that it sees; the others are named the rank to look at.
+DEFECTS: dict[str, tuple[Call, str]] = {
+    "negative": (build(Microbatch(-ONES, **IDS)), "MaskError"),
+    "no ids": (build(Microbatch(ONES)), "GroupError"),
+    "no list": (lambda world, _: StepPlan.build(AGG, GOOD, group=world), "MaskError"),
+    "no mode": (build(agg="prompt_mean"), "ModeError"),
+    "no terms": (build_terms({}), "ModeError"),
+    "no mask of a term": (build_terms({"a": AGG, "b": AGG}, {"a": GOOD}), "MaskError"),
+    "bad sums": (lambda world, _: StepPlan.from_mask_sums(AGG, [-1.0], group=world), "MaskError"),
+    "no choice": (build(Microbatch(ONES, **IDS, sample_weights=torch.ones(2))), "GroupError"),
+    "abandoned": (lambda world, _: StepPlan.abandon(world), "nothing"),
+}
+
+
+def of_mask(mask: float, is_sharded: bool) -> Call:
+    """One sample, whose coefficient fp32 may not hold."""
+
+    def call(world: Any, alone: Any) -> StepPlan:
+        mine = Microbatch(torch.tensor([[mask]], dtype=F64))
+        over = alone if is_sharded else None
+        return StepPlan.build(aggregation("sample_mean"), [mine], world, sharded_over=over)
+
+    return call
+
+
+def sharing(*step: Microbatch) -> Call:
+    return lambda world, _: StepPlan.build(AGG, [*step], world, sharded_over=world)
+
+
+# What rank 1 does, what all others do, and what every rank hears.
+DIFFERENT: dict[str, tuple[Call, Call, str]] = {
+    "nothing else": (build(), build(), "nothing"),
+    "choice of weights": (build(agg=COUNT), build(agg=SKIP), OTHERS),
+    "groups": (build_terms({"a": AGG}, group_by=("prompt",)), build_terms({"a": AGG}), OTHERS),
+    "sharded alone": (
+        lambda world, alone: StepPlan.build(AGG, [GOOD], world, sharded_over=alone),
+        build(),
+        "or sharded masks on some of them alone; expected the same",
+    ),
+    "samples": (
+        sharing(GOOD, GOOD),
+        sharing(GOOD),
+        "GroupError: ranks that share samples have 2 and 4 of them",
+    ),
+    **{
+        f"extreme{' sharded' * sharded}": (
+            of_mask(1e-40, sharded),
+            of_mask(1.0, sharded),
+            "MaskError: the coefficients of samples",
+        )
+        for sharded in (False, True)
+    },
+}
+TERMS: dict[str, dict[str, Any]] = {
+    "one": {"policy": TOKEN_MEAN},
+    "in another mode": {"policy": aggregation("sample_mean")},
+    "with a divisor": {"policy": aggregation("sum")},
+    "with another divisor": {"policy": aggregation("sum", divisor=2)},
+    "two": {"policy": TOKEN_MEAN, "kl": TOKEN_MEAN},
+    "in another order": {"kl": TOKEN_MEAN, "policy": TOKEN_MEAN},
+    "under another name": {"policy": TOKEN_MEAN, "entropy": TOKEN_MEAN},
+}
+CASES: dict[str, tuple[Call, Call, str, str]] = {
+    name: (bad, good, said, said) for name, (bad, good, said) in DIFFERENT.items()
+}
+for _name, (_bad, _own) in DEFECTS.items():
+    CASES[_name] = (_bad, build(), _own, OF_RANK_1)
+for _one, _other in itertools.combinations(TERMS, 2):
+    _calls = build_terms(TERMS[_one]), build_terms(TERMS[_other])
+    CASES[f"{_one} and {_other}"] = (*_calls, OTHERS, OTHERS)
+
+
+def heard_on_ranks() -> dict[str, str]:
+    """What this rank hears in each case, where rank 1 does what is wrong."""
+    rank, world, heard = dist.get_rank(), dist.group.WORLD, {}
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    for name, (bad, good, *_) in CASES.items():
+        try:
+            (bad if rank == 1 else good)(world, alone)
+            heard[name] = "nothing"
+        except AggregationError as error:
+            heard[name] = f"{type(error).__name__}: {error}"
+    return heard
+
+
+@pytest.fixture(scope="module")
+def heard() -> list[dict[str, str]]:
+    return run_ranks(heard_on_ranks, 3, timeout=60.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_one_rank_does_wrong_stops_every_rank_by_name(heard, name):
+    *_, own, of_others = CASES[name]
+    for rank, said in enumerate(heard):
+        assert re.search(own if rank == 1 else of_others, said[name]), (rank, said[name])

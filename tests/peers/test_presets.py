@@ -1,13 +1,16 @@
 """Presets against the functions of the systems that they name, token by token.
 
 Each system runs in a process of its own, see `systems`. Those that the package index does not have
-are in ``tests/core/test_presets.py``.
+are formulas, written out. They were compared once, on a step like this one, with the functions that
+the presets name, run at those commits.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
-from megatron_loss_agg.presets import PRESETS
+from megatron_loss_agg.aggregation import MODES
+from megatron_loss_agg.errors import DivisorError, ModeError
+from megatron_loss_agg.presets import PRESETS, Preset
 from tests.peers.standins import PEERS
 from tests.peers.systems import ADVANTAGES, DIVISOR, MASKS, PROMPTS, SEQ, SYSTEMS
 
@@ -37,46 +42,157 @@ def run(system: str) -> dict[str, Tensor]:
     return saved
 
 
-def gradient(agg: LossAggregation) -> Tensor:
-    """``-A_t * w_t`` with our weights, over the microbatches of both ranks."""
-    shape = (-1, *MASKS.shape[2:])
-    masks, prompts = MASKS.reshape(shape), PROMPTS.reshape(shape[:-1])
-    step = [Microbatch(mask, prompt_ids=p) for mask, p in zip(masks, prompts, strict=True)]
-    plan = StepPlan.build(agg, step)
-    weights = torch.stack([plan.weights(i, torch.float64) for i in range(len(step))])
-    return -ADVANTAGES.unsqueeze(-1) * weights.reshape(MASKS.shape)
+# Of each prompt two rollouts, some of which were cut in two samples; of the rejected samples, one
+# has tokens and one has none.
+ROLLOUTS = torch.tensor([10, 10, 11, 12, 13, 13, 14, 15, 16, 17, 18, 19])
+KEPT = torch.ones(12).index_fill(0, torch.tensor([3, 4]), 0) == 1  # NeMo-RL's sample mask
+TOKENS = MASKS.sum(-1).flatten()
+ACTIVE = TOKENS > 0
+R = len(ROLLOUTS.unique())
+ROLLOUTS_PER_PROMPT = 2  # `n_samples_per_prompt`, in slime
+
+
+def grouped(sums: Tensor, ids: Tensor) -> Tensor:
+    """Sum over groups of (masked loss of the group / active tokens of the group)."""
+    in_groups = [ids.flatten() == group for group in ids.unique()]
+    return torch.stack([sums[of].sum() / TOKENS[of].sum().clamp(min=1) for of in in_groups]).sum()
+
+
+# Of the sum of the masked losses of each sample.
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slime/token_mean": lambda sums: sums.sum() / TOKENS.sum(),
+    "slime/sample_mean": lambda sums: grouped(sums, ROLLOUTS) / R,
+    # The reducer multiplies, and the train step divides by the number of rollouts.
+    "slime/prompt_mean": lambda sums: grouped(sums, PROMPTS) * ROLLOUTS_PER_PROMPT / R,
+    "slime/constant": lambda sums: (sums / DIVISOR).sum() / R,
+    "open-instruct/token": lambda sums: sums.sum() / TOKENS.sum(),
+    "open-instruct/constant": lambda sums: sums.sum() / DIVISOR,
+    "nemo-rl/token_level": lambda sums: sums[KEPT].sum() / TOKENS[KEPT].sum(),
+    "nemo-rl/sequence_level": lambda sums: (sums / TOKENS.clamp(min=1))[KEPT].sum() / KEPT.sum(),
+    "areal/token_mean": lambda sums: sums.sum() / TOKENS.sum(),
+    "areal/seq_mean": lambda sums: (sums / TOKENS)[ACTIVE].mean(),
+    "areal/prompt_mean": lambda sums: (
+        grouped(sums, PROMPTS) / len(PROMPTS.flatten()[ACTIVE].unique())
+    ),
+    "areal/constant": lambda sums: (sums[ACTIVE] / DIVISOR).mean(),
+}
 
 
 def preset(name: str) -> LossAggregation:
     return LossAggregation.preset(name, divisor=DIVISOR if PRESETS[name].needs_divisor else None)
 
 
+def weights(agg: LossAggregation) -> Tensor:
+    """In the shape of all masks, over the microbatches of both ranks."""
+    shape = (-1, *MASKS.shape[2:])
+    by_sample = [x.reshape(shape[:-1]) for x in (PROMPTS, ROLLOUTS, ~KEPT)]
+    step = [
+        Microbatch(mask, prompt_ids=p, rollout_ids=r, rejected=gone if agg.rejected else None)
+        for mask, p, r, gone in zip(MASKS.reshape(shape), *by_sample, strict=True)
+    ]
+    plan = StepPlan.build(agg, step)
+    found = torch.stack([plan.weights(i, torch.float64) for i in range(len(step))])
+    return found.reshape(MASKS.shape)
+
+
+def gradient(agg: LossAggregation) -> Tensor:
+    """``-A_t * w_t`` with our weights."""
+    return -ADVANTAGES.unsqueeze(-1) * weights(agg)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_preset_weighs_every_token_by_its_systems_formula(name):
+    sums = torch.zeros_like(TOKENS).requires_grad_()
+    FORMULAS[name](sums).backward()
+    theirs = MASKS * sums.grad.view(*MASKS.shape[:-1], 1)
+    torch.testing.assert_close(weights(preset(name)), theirs, rtol=1e-13, atol=0)
+
+
+def test_every_preset_is_compared_with_its_systems_function_or_formula():
+    assert COMPARED.keys() | FORMULAS.keys() == PRESETS.keys()
+
+
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_preset_weighs_every_token_as_its_system_does(name: str) -> None:
+def test_a_preset_weighs_every_token_as_its_system_does(name):
     theirs = run(name.partition("/")[0])[name]
     # verl adds 1e-8 to denominators.
     torch.testing.assert_close(theirs, gradient(preset(name)), rtol=1e-7, atol=0)
 
 
-def test_presets_name_the_release_that_they_were_compared_with() -> None:
+def test_presets_name_the_release_that_they_were_compared_with():
     pins = (ROOT / "ci/peers.txt").read_text() + (ROOT / "ci/constraints.txt").read_text()
     releases = {preset.compared_with.partition(":")[0] for preset in COMPARED.values()}
     assert len(releases) == len(SYSTEMS)
     assert [x for x in releases if f"\n{x.replace(' ', '==')}\n" not in pins] == []
 
 
-def test_verl_without_a_factor_divides_by_the_padded_width() -> None:
+def test_verl_without_a_factor_divides_by_the_padded_width():
     agg = LossAggregation.preset("verl/seq-mean-token-sum-norm", divisor=SEQ)
     torch.testing.assert_close(run("verl")["by the padded width"], gradient(agg))
 
 
-def test_trl_divides_by_a_part_of_the_tokens_of_the_generation_batch() -> None:
+def test_trl_divides_by_a_part_of_the_tokens_of_the_generation_batch():
     # The other step of the generation batch has half as many tokens: (1 + 1/2) M / 2 = 3/4 M.
     theirs = run("trl")["by the generation batch"]
     torch.testing.assert_close(theirs, gradient(preset("trl/dapo")) / 0.75)
 
 
-def test_scaled_advantages_leave_nothing_in_the_window_of_clip_cov() -> None:
+def test_scaled_advantages_leave_nothing_in_the_window_of_clip_cov():
     found = run("clip_cov")
     assert found["plain"] > 100
     assert found["scaled"] == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_takes_a_divisor_if_its_formula_has_one(name):
+    needs = PRESETS[name].needs_divisor
+    expected = "a number > 0" if needs else "none"
+    with pytest.raises(DivisorError, match=f"with preset '{name}'; expected {expected}"):
+        LossAggregation.preset(name, divisor=None if needs else DIVISOR)
+
+
+UNKNOWN = {
+    "verl/token_mean": "did you mean 'verl/token-mean'? expected one of verl/token-mean, verl/tok",
+    "verl/dapo": "expected one of verl/token-mean",  # another system's is no hint
+    "veri/token-mean": "did you mean 'verl/token-mean'? expected one of skyrl/token_mean, ",
+    "": "expected one of skyrl/token_mean, ",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_preset_is_named_beside_the_nearest_and_those_of_its_system(name):
+    with pytest.raises(
+        ModeError, match=f"^{re.escape(f'unknown preset {name!r}; {UNKNOWN[name]}')}"
+    ):
+        LossAggregation.preset(name)
+
+
+def test_what_is_given_overrides_the_presets_own_choice():
+    own = LossAggregation.preset("nemo-rl/sequence_level")
+    assert (own.empty, own.rejected) == ("count", "skip")
+    given = LossAggregation.preset("nemo-rl/sequence_level", empty="skip", rejected="count")
+    assert (given.empty, given.rejected) == ("skip", "count")
+    assert LossAggregation.preset("areal/seq_mean", empty="count").empty == "count"
+    counting = LossAggregation.preset("verl/token-mean", sample_weights="count")
+    assert (counting.rejected, counting.sample_weights) == (None, "count")
+
+
+def test_an_aggregation_is_labelled_by_its_preset_or_its_mode_and_equal_by_neither():
+    plain, named = LossAggregation(mode="sum"), LossAggregation.preset("verl/token-sum")
+    assert (plain.label, named.label) == ("sum", "verl/token-sum")
+    assert plain == named and hash(plain) == hash(named) and repr(plain) == repr(named)
+
+
+def row(name: str, preset: Preset) -> str:
+    """The line of the table in the guide."""
+    assert preset.mode in MODES
+    empty = "skip" if preset.empty == "skip" else None
+    options = {"count": preset.count, "empty": empty, "rejected": preset.rejected}
+    parts = [f"`{preset.mode}`", *(f'`{key}="{value}"`' for key, value in options.items() if value)]
+    parts += ["with D"] if preset.needs_divisor and preset.mode == "sum" else []
+    return f"| `{name}` | {', '.join(parts)} | {preset.compared_with} | {preset.caveat} |"
+
+
+def test_the_guide_lists_the_presets():
+    guide = (ROOT / "docs/migration.md").read_text()
+    assert re.findall(r"^\| `.*$", guide, re.MULTILINE) == [row(*item) for item in PRESETS.items()]

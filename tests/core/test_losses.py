@@ -1,4 +1,4 @@
-"""Losses of tokens against plain loops: value, gradient, and anything at masked positions."""
+"""Token losses and sequence means against plain loops, and anything at masked positions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_loss_agg import policy, weighted_sum
-from tests.fuzz.meaning import called, exact_or_refused, listed
-from tests.fuzz.strategies import ANYTHING, changes, with_changes
+from megatron_loss_agg import Microbatch, SequenceMean, policy, weighted_sum
+from tests.core.meaning import F64, Read, called, cp_layout, exact_or_refused, lay, listed
+from tests.core.operations import Operations
+from tests.core.strategies import ANYTHING, INPUTS, changes, microbatches, with_changes
+from tests.distributed import run_ranks
+from tests.oracle import Sample
 
-F64 = torch.float64
 BOUND = policy.LOG_RATIO_BOUND
 BEYOND = math.exp(BOUND + 1)
-POISON = [math.nan, math.inf, -math.inf, torch.finfo(F64).max]
 Number = tuple[float, float]  # value, and slope by the first input
 
 
@@ -139,7 +141,7 @@ def test_value_and_gradient_are_those_of_a_loop(name, data):
     assert total.item() == pytest.approx(value, rel=0, abs=1e-12 * (1 + size))
 
 
-@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1.7e308])
 @in_every_loss
 def test_masked_positions_may_hold_anything(name, poison):
     arity = LOSSES[name][2]
@@ -219,19 +221,13 @@ def test_what_is_clipped_is_said_with_the_ratios(loss, ratios, advantages, optio
     assert not found.ratios.requires_grad
 
 
-@pytest.mark.parametrize("poison", POISON)
-def test_an_importance_weight_is_truncated_and_0_under_the_mask(poison):
-    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
-    log_probs = tensor(0.5, 3.0, 0.2).requires_grad_()
-    rollout, mask = tensor(0.0, 0.0, poison), tensor(1.0, 1.0, 0.0)
+def test_an_importance_weight_under_the_mask_is_0_whatever_is_there():
+    log_probs = tensor(0.5, 3.0, 0.2, 0.2).requires_grad_()
+    rollout, mask = tensor(0.0, 0.0, math.nan, -math.inf), tensor(1.0, 0.5, 0.0, 0.0)
     weights = truncated(log_probs, rollout, cap=2.0, mask=mask)
-    torch.testing.assert_close(weights, tensor(math.exp(0.5), 2.0, 0.0))
+    # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
+    torch.testing.assert_close(weights, tensor(math.exp(0.5), 2.0, 0.0, 0.0))
     assert not weights.requires_grad
-    unmasked = truncated(log_probs[:2], rollout[:2], cap=2.0)
-    assert torch.equal(unmasked, weights[:2])
-    total = weighted_sum(mask, weights * policy.kl_penalty(log_probs, rollout, "k2"))
-    total.backward()
-    assert total.isfinite() and log_probs.grad.isfinite().all()
 
 
 @given(
@@ -257,18 +253,101 @@ def test_entropy_and_gradient_are_those_of_a_loop_and_masked_rows_may_be_anythin
         assert grad.tolist() == pytest.approx(slopes, rel=1e-10, abs=1e-13)
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-@pytest.mark.parametrize("huge", [3e38, -3e38])
-def test_huge_numbers_make_no_gradient_nan(huge, weight):
-    # The ratio e^2 is over the clip, and the product of both beyond fp32.
-    log_probs = torch.tensor([2.0, 0.0], requires_grad=True)
-    losses = cispo(log_probs, torch.zeros(2), torch.tensor([huge, 1.0]), clip_low=1, clip_high=9)
-    total = weighted_sum(torch.tensor([weight, 1.0]), losses.losses)
-    total.backward()
-    assert log_probs.grad.tolist() == [0.0, -1.0]
-    assert total.isnan() == bool(weight)  # a product that overflows is shown where it counts
-    # Nor does a logit far below the largest: its log-probability is -inf in fp32.
-    logits = torch.tensor([huge, -huge], requires_grad=True)
-    entropy = policy.token_entropy(logits)
-    entropy.backward()
-    assert entropy.item() == 0 and not logits.grad.any()
+def mean_by_loop(read: Read, x: Tensor, pull: Tensor) -> tuple[list[float], list[float]]:
+    """The mean of its sequence at every token, and the gradient of ``sum(pull * mean)``."""
+    values, pulls = listed(x), listed(pull)
+    means, slopes = [0.0] * len(values), [0.0] * len(values)
+    for places in read.places:
+        if total := math.fsum(read.values[t] for t in places):
+            parts = (read.values[t] * values[t] for t in places if read.values[t])
+            mean, back = math.fsum(parts) / total, math.fsum(pulls[t] for t in places)
+            for t in places:
+                means[t], slopes[t] = mean, read.values[t] * back / total
+    return means, slopes
+
+
+@given(
+    microbatches(),
+    st.sampled_from([F64, torch.float32]),
+    st.data(),
+    changes([x for x in INPUTS if x != "sample_weights"]),  # which it does not read
+)
+@settings(max_examples=200, deadline=None)
+@exact_or_refused
+def test_the_mean_of_a_sequence_and_its_gradient_are_those_of_a_loop(given, dtype, data, changes):
+    given = with_changes(given, changes)
+    mean = called(lambda: SequenceMean(Microbatch(**given)), changes=changes)
+    read = Read.of(given)
+    numbers = [data.draw(st.floats(-3, 3) if m else ANYTHING) for m in read.values]
+    x = torch.tensor(numbers, dtype=dtype).view(given["loss_mask"].shape).requires_grad_()
+    out = called(mean, x, changes=changes)
+    pull = torch.linspace(-1, 2, x.numel(), dtype=dtype).view(x.shape)
+    (out * pull).sum().backward()
+    for got, wanted in zip((out, x.grad), mean_by_loop(read, x, pull), strict=True):
+        room = 1e-12 if dtype == F64 else 2e-5
+        assert listed(got) == pytest.approx(wanted, rel=0, abs=room)
+
+
+# Of 2 * 4 chunks: samples cut over all ranks, fractional and empty masks, and a sample whose
+# tokens lie on the first rank alone; in the second microbatch no other rank has any token.
+SAMPLES = [
+    Sample((1.0,) * 13),
+    Sample((0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 0.0)),
+    Sample((0.0,) * 5),
+    Sample((1.0,)),
+]
+SHARDED = [
+    lay(samples, layout, multiple=8)
+    for samples in (SAMPLES, [Sample((1.0,)), Sample((0.0, 0.0, 0.0))])
+    for layout in ("thd", "thd_row", "bshd")
+]
+
+
+def values_of(mask: Tensor) -> Tensor:
+    """NaN where nothing counts."""
+    return torch.arange(mask.numel()).double().sin().view_as(mask).masked_fill(mask == 0, math.nan)
+
+
+def means_on_ranks() -> list[tuple[Tensor, Tensor, int]]:
+    """This rank's part of the means and of the gradient, and the collectives that they took."""
+    found = []
+    for inputs in SHARDED:
+        cut = cp_layout(inputs, dist.get_world_size(), dist.get_rank())
+        mean = SequenceMean(Microbatch(**inputs), cut, dist.group.WORLD)
+        x = cut.shard(values_of(inputs["loss_mask"])).requires_grad_()
+        with Operations() as made:
+            out = mean(x)
+            (out * cut.index).sum().backward()
+        found.append((out.detach(), x.grad, len(made.collectives)))
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_sequence_means_over_ranks_are_those_of_one_process(cp):
+    for inputs, *of_ranks in zip(SHARDED, *run_ranks(means_on_ranks, cp), strict=True):
+        *parts, collectives = zip(*of_ranks, strict=True)
+        # One forward and its adjoint backward, also on ranks without a token.
+        assert collectives == (2,) * cp
+        mask, cut = inputs["loss_mask"], cp_layout(inputs, cp, 0)
+        pull = torch.arange(mask.shape[-1]).expand_as(mask)
+        found = [listed(cut.unshard(part)) for part in parts]
+        means, slopes = mean_by_loop(Read.of(inputs), values_of(mask), pull)
+        assert found[0] == pytest.approx(means, rel=1e-12, abs=1e-15)
+        assert found[1] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
+
+
+def test_nan_that_counts_stays_in_its_sequence():
+    mean = SequenceMean(Microbatch(torch.ones(2, 2)))(torch.tensor([[math.nan, 1.0], [1.0, 3.0]]))
+    assert mean[0].isnan().all() and mean[1].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
+    # 4096 ones in bf16 would stop at 256.
+    x, mask = torch.ones(1, 4096, dtype=dtype, requires_grad=True), torch.ones(1, 4096).bool()
+    mean = SequenceMean(Microbatch(mask))
+    mask.zero_()  # which a script may do once the mean is made
+    out = mean(x)
+    assert out.dtype == torch.promote_types(dtype, torch.float32) and out[0, 0] == 1
+    out[0, 0].backward()
+    assert x.grad.dtype == dtype

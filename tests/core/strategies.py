@@ -13,15 +13,17 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.steps import IDS, LAYOUTS, MODES, lay
+from tests.core.meaning import F64, LAYOUTS, MODES, UNITS, lay
 from tests.oracle import Sample
 
-F64 = torch.float64
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-UNITS = ("prompt", "rollout", "dataset")
 PATHS = [("prompt", "rollout", "sample"), ("prompt", "rollout"), ("rollout", "sample")]
 PATHS += [("prompt", "sample"), ("dataset", "sample"), ("prompt",)]
+# Ids collide where a host rounds them through fp64 (2**53), fp32 (2**24), int32, or takes a
+# sentinel (-1, 0, the ends of int64) for "no group".
+IDS = (0, -1, 1, 2**24, 2**24 + 1, 2**31, 2**32, 2**53, 2**53 + 1, -(2**53) - 1)
+IDS += (2**63 - 1, -(2**63))
 Changes = dict[str, str]  # what is changed, and the name of how
 
 masks = st.one_of(
@@ -32,7 +34,8 @@ masks = st.one_of(
 )
 ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
 sample_weights = st.sampled_from([0.0, 0.25, 1.0, 3.5])
-ANYTHING = st.sampled_from([math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-40, 1.0])
+_HUGE = (3e38, -3e38, 1.7e308)
+ANYTHING = st.sampled_from([math.nan, math.inf, -math.inf, *_HUGE, 1e-40, 1.0])
 """What may lie where nothing counts."""
 
 
@@ -61,10 +64,15 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @st.composite
-def microbatches(draw: st.DrawFn, rejected: bool = True) -> dict[str, Any]:
+def microbatches(
+    draw: st.DrawFn,
+    rejected: bool = True,
+    layouts: Sequence[str] = LAYOUTS,
+    multiple: int = 1,
+) -> dict[str, Any]:
     """Keyword arguments of a `Microbatch`."""
     drawn = draw(samples(max_size=4, weighted=draw(st.booleans())))
-    given = dict(lay(drawn, draw(st.sampled_from(LAYOUTS))).inputs)
+    given = lay(drawn, draw(st.sampled_from(layouts)), multiple)
     mask = given["loss_mask"].clamp(max=100).to(draw(st.sampled_from(FLOATS + INTEGERS)))
     given["loss_mask"] = FORMS[draw(st.sampled_from([*FORMS]))](mask)
     if draw(st.booleans()):
@@ -80,7 +88,7 @@ def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     """Values and weights of any dtypes; values of weight 0 may be anything."""
     shape = draw(st.sampled_from([(), (0,), (1,), (7,), (2, 3), (2, 0, 2)]))
     dtypes = draw(st.tuples(*2 * [st.sampled_from(FLOATS + INTEGERS)]))
-    w = [draw(st.sampled_from([0.0, 0.0, 1.0, 2.0, 0.3])) for _ in range(math.prod(shape))]
+    w = [draw(st.sampled_from([0.0, -0.0, 1.0, 2.0, 0.3, -0.5])) for _ in range(math.prod(shape))]
     weights = torch.tensor(w, dtype=F64).to(dtypes[1])
     v = [draw(st.floats(-9, 9) if x else ANYTHING) for x in weights.tolist()]
     values = torch.tensor(v, dtype=F64)
@@ -106,15 +114,10 @@ def aggregations(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def _with_one(number: float) -> Callable[[Tensor], Tensor]:
-    """With one element replaced, as far as the dtype holds the number."""
+    """With one element replaced by what the dtype makes of the number."""
 
     def change(x: Tensor) -> Tensor:
         x = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
-        if not x.is_floating_point():
-            largest = 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
-            value = int(min(max(number, -largest), largest)) if number == number else 7
-            x.view(-1)[:1] = bool(value) if x.dtype == torch.bool else value
-            return x
         x.view(-1)[:1] = torch.tensor(number, dtype=F64).to(x.dtype)
         return x
 

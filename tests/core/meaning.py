@@ -1,0 +1,275 @@
+"""A step as tensors, what it means in plain loops, and what is allowed: that, or a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg import AggregationError, CPLayout, LossAggregation, StepPlan
+from tests import oracle
+from tests.oracle import Sample
+
+F64 = torch.float64
+MODES = sorted(oracle.INNER)
+UNITS = ("prompt", "rollout", "dataset")
+LAYOUTS = ("thd", "thd_row", "thd_padded", "bshd")
+LARGEST = 3.4028234663852886e38  # of fp32
+# Three roundings: of the mask, of the coefficient and of their product; bf16 rounds once more.
+ROUNDING = {F64: 2e-14, torch.float32: 4 * 2.0**-24, torch.bfloat16: 2.0**-8}
+SMALLEST = {F64: 2.0**-1074, torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133}
+_SAYS_WHAT_TO_MEND = re.compile("expected |give |needs a|takes no|it has ")
+
+
+def aggregation(mode: str, **options: Any) -> LossAggregation:
+    """With a divisor of 4 where the mode takes one."""
+    divisor = 4.0 if mode in ("constant", "sum") else None
+    return LossAggregation(**{"mode": mode, "divisor": divisor, **options})
+
+
+def lay(
+    samples: Sequence[Sample], layout: str, multiple: int = 1, dtype: torch.dtype = F64
+) -> dict[str, Any]:
+    """Arguments of a `Microbatch`; every sequence is padded to a multiple of ``multiple``."""
+    lengths = [len(s.mask) for s in samples]
+    padded = [-(-n // multiple) * multiple for n in lengths]
+    gap = multiple if layout == "thd_padded" else 0
+    if layout == "bshd":
+        padded = [max([multiple, *padded])] * len(samples)
+    starts = [0, *accumulate(n + gap for n in padded)]
+    mask = torch.zeros(starts[-1] + gap, dtype=dtype)
+    for start, sample in zip(starts, samples, strict=False):
+        mask[start : start + len(sample.mask)] = torch.tensor(sample.mask, dtype=dtype)
+    given: dict[str, Any] = {"loss_mask": mask}
+    if layout == "bshd":
+        given["loss_mask"] = mask.view(len(samples), -1) if samples else mask.view(0, multiple)
+    elif layout == "thd_row":
+        given["loss_mask"] = mask.unsqueeze(0)
+    if layout != "bshd":
+        real = [0, *accumulate(lengths)]
+        given["cu_seqlens"] = torch.tensor(real, dtype=torch.int32)
+        if starts != real or gap:
+            given["cu_seqlens_padded"] = torch.tensor(starts, dtype=torch.int32)
+    for unit in UNITS:
+        ids = [getattr(s, unit) for s in samples]
+        given[f"{unit}_ids"] = torch.tensor(ids, dtype=torch.int64)
+    if any(s.weight != 1 for s in samples):
+        given["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=dtype)
+    return given
+
+
+def cp_layout(given: Mapping[str, Any], cp: int, rank: int, kind: str | None = None) -> CPLayout:
+    """How a context-parallel rank sees a microbatch: by ``kind``, or as the host splits it."""
+    kind = kind or ("thd" if "cu_seqlens" in given else "bshd")
+    axis = given["loss_mask"].shape[-1]
+    if kind == "thd":
+        axis = given.get("cu_seqlens_padded", given["cu_seqlens"])
+    return getattr(CPLayout, kind)(axis, cp, rank)
+
+
+class Refused(Exception):
+    """A changed input was refused, as it may be."""
+
+
+def called(function: Callable[..., Any], *args: Any, changes: Any = True, **options: Any) -> Any:
+    """The result; raises Refused if ``changes`` were made and the package, or torch, objects."""
+    try:
+        return function(*args, **options)
+    except Refused:
+        raise
+    except Exception as error:
+        if not changes:
+            raise AssertionError("valid input was refused") from error
+        if isinstance(error, AggregationError) and not _SAYS_WHAT_TO_MEND.search(str(error)):
+            raise AssertionError("the error does not say what to mend") from error
+        raise Refused from error
+
+
+def exact_or_refused(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that ends where its input is refused."""
+
+    @functools.wraps(test)
+    def judged(*args: Any, **drawn: Any) -> None:
+        with contextlib.suppress(Refused), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about prototypes
+            test(*args, **drawn)
+
+    return judged
+
+
+def listed(x: Any) -> list[float]:
+    """All numbers of a tensor, or of a nest of lists."""
+    if isinstance(x, Tensor):
+        return [float(value) for value in x.detach().reshape(-1).tolist()]
+    return [value for part in x for value in listed(part)] if isinstance(x, list) else [float(x)]
+
+
+def products(values: Tensor, weights: Tensor) -> list[float]:
+    """Of values and weights, without what weighs nothing."""
+    pairs = zip(listed(values), listed(weights), strict=True)
+    return [v * w for v, w in pairs if w != 0]
+
+
+def assert_same(pairs: Iterable[tuple[Any, Any]], rounding: float, smallest: float = 0) -> None:
+    """Each number is near rounding error, and so is their sum, which denormal numbers escape."""
+    error = size = 0.0
+    for got, wanted in pairs:
+        for x, y in zip(listed(got), listed(wanted), strict=True):
+            off = abs(x - y)
+            assert off <= rounding * abs(y) + smallest, f"{x!r}, and the oracle {y!r}"
+            error, size = error + off, size + abs(y)
+    assert error <= rounding * size
+
+
+def assert_same_weights(pairs: Iterable[tuple[Tensor, Any]], dtype: torch.dtype) -> None:
+    assert_same(pairs, ROUNDING[dtype], SMALLEST[dtype])
+
+
+@dataclass(frozen=True)
+class Read:
+    """One microbatch, read in plain loops; AssertionError for what must have been refused."""
+
+    samples: list[Sample]
+    places: list[list[int]]  # of each sample's tokens in the flattened mask
+    rejected: list[bool]  # of each sample
+    values: list[float]  # of the flattened mask
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Read:
+        """From the keyword arguments of a `Microbatch`."""
+        values = listed(given["loss_mask"])
+        assert all(0 <= m <= LARGEST for m in values), "values of the mask"
+        places = _places(given, len(values))
+        outside = {*range(len(values))}.difference(*places)
+        assert not any(values[t] for t in outside), "a mask on padding"
+        number = len(places)
+        by_sample = [[tuple(values[t] for t in p) for p in places]]
+        by_sample += [_by_sample(given.get(f"{unit}_ids"), number, 0) for unit in UNITS]
+        by_sample.append(_by_sample(given.get("sample_weights"), number, 1.0))
+        samples = [Sample(*of_sample) for of_sample in zip(*by_sample, strict=True)]
+        weights = [s.weight for s in samples if any(s.mask)]
+        assert all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights), "sample weights"
+        return cls(samples, places, _by_sample(given.get("rejected"), number, False), values)
+
+    @property
+    def sums(self) -> list[float]:
+        """The mask sum of each sample."""
+        return [sum(s.mask) for s in self.samples]
+
+    def counted(self, agg: LossAggregation) -> list[Sample]:
+        """The samples that are in the denominators."""
+        pairs = zip(self.samples, self.rejected, strict=True)
+        return [s for s, gone in pairs if not (gone and agg.rejected == "skip")]
+
+    def laid(self, agg: LossAggregation, by_sample: list[list[float]]) -> list[float]:
+        """The weight of every position, from those of the samples that count."""
+        weights, left = [0.0] * len(self.values), iter(by_sample)
+        for places, gone in zip(self.places, self.rejected, strict=True):
+            of_sample = [] if gone and agg.rejected == "skip" else next(left)
+            for t, w in zip(places, of_sample, strict=False):
+                weights[t] = 0.0 if gone else w
+        return weights
+
+
+def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
+    real, padded = given.get("cu_seqlens"), given.get("cu_seqlens_padded")
+    if real is None:
+        rows, width = given["loss_mask"].shape
+        return [[*range(s * width, (s + 1) * width)] for s in range(rows)]
+    real = real.tolist()
+    starts = real if padded is None else padded.tolist()
+    lengths = [b - a for a, b in pairwise(real)]
+    assert real[0] == starts[0] == 0, "offsets"
+    for (a, b), n in zip(pairwise(starts), lengths, strict=True):
+        assert 0 <= n <= b - a and a + n <= tokens, "offsets"
+    return [[*range(a, a + n)] for a, n in zip(starts, lengths, strict=False)]
+
+
+def _by_sample(given: Any, number: int, default: Any) -> list[Any]:
+    if given is None:
+        return [default] * number
+    if isinstance(given, str):  # the id of a lone sample
+        given = [given]
+    found = given.tolist() if isinstance(given, Tensor) else list(given)
+    assert len(found) == number, "not one for each sample"
+    return found
+
+
+Step = Sequence[Sequence[Read]]  # by rank and microbatch
+
+
+def counted_step(agg: LossAggregation, step: Step) -> oracle.Step:
+    return [[m.counted(agg) for m in rank] for rank in step]
+
+
+def expected_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
+    """The weight of every position of every mask, by rank and microbatch."""
+    found = oracle.step_weights(
+        agg.mode,
+        counted_step(agg, step),
+        levels=agg.levels or (),
+        divisor=None if agg.divisor is None else float(agg.divisor),
+        empty=agg.empty,
+        count=agg.count,
+        sample_weights=agg.sample_weights,
+    )
+    return [
+        [m.laid(agg, weights) for m, weights in zip(rank, of_rank, strict=True)]
+        for rank, of_rank in zip(step, found, strict=True)
+    ]
+
+
+def assert_plan(plan: StepPlan, step: Step, rank: int = 0) -> None:
+    """Everything that a plan says to one rank is what the whole step means."""
+    assert_counts(plan, step)
+    wanted = expected_weights(plan.aggregation, step)[rank]
+    for i, (microbatch, weights) in enumerate(zip(step[rank], wanted, strict=True)):
+        if plan.microbatches:
+            assert plan.active_tokens[i] == sum(x != 0 for x in microbatch.values)
+            assert_same([(plan.weights(i, F64), weights)], 2e-14)
+        assert_same([(plan.mask_sums(i), microbatch.sums)], 1e-13)
+        by_sample = [sum(weights[t] for t in places) for places in microbatch.places]
+        assert_same([(plan.coefficients(i) * plan.mask_sums(i), by_sample)], 1e-13)
+        assert_group_sums(plan, step, rank, i)
+
+
+def assert_group_sums(plan: StepPlan, step: Step, rank: int, i: int) -> None:
+    """Of the groups that the mode divides by; 0 where all samples of one are rejected."""
+    agg, microbatch = plan.aggregation, step[rank][i]
+    moved = any(microbatch.rejected) and agg.rejected == "skip" and agg.within == "sample"
+    if agg.within is not None and not moved:
+        sums = oracle.mask_sums(counted_step(agg, step), agg.within)
+        places = (((rank, i, s), sample) for s, sample in enumerate(microbatch.samples))
+        wanted = [sums.get(oracle.key_of(agg.within, *place), 0.0) for place in places]
+        assert_same([(plan.group_sums(agg.within, i), wanted)], 1e-13)
+
+
+def assert_counts(plan: StepPlan, step: Step) -> None:
+    """Counts are those of the whole step."""
+    counts, agg = plan.counts, plan.aggregation
+    of_step, read = counted_step(agg, step), [m for of_rank in step for m in of_rank]
+    assert_same([(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()))], 1e-13)
+    assert counts.samples == oracle.number_of(of_step, "sample")
+    assert counts.microbatches == len(read)
+    kept = [s for m in read for s, gone in zip(m.samples, m.rejected, strict=True) if not gone]
+    assert plan.is_empty == (not any(any(s.mask) for s in kept))
+    for unit in {*UNITS} & {agg.within, agg.across}:
+        of_unit = oracle.mask_sums(of_step, unit)
+        ids, sums = plan.groups(unit)
+        assert getattr(counts, f"{unit}s") == len(of_unit) == ids.numel()
+        if all(isinstance(x, int) for x in of_unit):  # and not hashed
+            assert ids.tolist() == sorted(of_unit)
+            assert_same([(sums, [of_unit[x] for x in sorted(of_unit)])], 1e-13)
+    if plan.microbatches:
+        sizes = [[len(m.values) for m in of_rank] for of_rank in step]
+        assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
+        assert (counts.positions, counts.routed_tokens) == (sum(map(sum, sizes)), None)
+        assert counts.unequal == any(len({*of_rank}) > 1 for of_rank in sizes)
