@@ -16,13 +16,14 @@ ROOT = Path(__file__).parents[2]
 # rollout, one data set and one microbatch.
 LENGTHS = (10, 1000, 40)
 STEP = ["--lengths", "10,1000,40", "--prompts", "a,a,b", "--rollouts", "7,7,9"]
-STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1"]
+STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1", "--levels", "prompt,sample"]
 
 UNITS = ("rollout", "prompt", "dataset", "microbatch")
 # Weight of a token of each sample in some modes, with D = 100; `test_modes` has them all.
 WEIGHTS = {
     "token_mean": [1 / 1050] * 3,
     "sample_mean": [1 / 30, 1 / 3000, 1 / 120],
+    "nested_mean": [1 / 40, 1 / 4000, 1 / 80],
     "constant": [1 / 300] * 3,
     **{f"{unit}_mean": [1 / 2020, 1 / 2020, 1 / 80] for unit in UNITS},
 }
@@ -50,7 +51,7 @@ def write(path: Path, *rows: object) -> str:
 
 def test_shares_and_weights_are_those_derived_by_hand(capsys):
     found = explained(capsys, *STEP, "--divisor", "100")
-    assert found["left_out"] == {} and len(found["modes"]) == 9
+    assert found["left_out"] == {} and len(found["modes"]) == 10
     for mode, weights in WEIGHTS.items():
         row, parts = found["modes"][mode], [w * n for w, n in zip(weights, LENGTHS, strict=True)]
         assert row["weight_per_token"] == pytest.approx(weights, rel=1e-14)
@@ -95,6 +96,7 @@ def test_modes_without_their_input_are_left_out(capsys):
     assert list(found["modes"]) == ["token_mean", "sample_mean", "sample_sum", "sum"]
     assert found["left_out"].keys() == WEIGHTS.keys() - found["modes"].keys()
     assert found["left_out"]["constant"] == "needs --divisor"
+    assert found["left_out"]["nested_mean"] == "needs --levels"
     assert found["left_out"]["prompt_mean"] == "needs --prompts, or 'prompt' on every line"
 
 

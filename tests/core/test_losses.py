@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_loss_agg import Microbatch, SequenceMean, policy, weighted_sum
+from megatron_loss_agg import Microbatch, SequenceMean, SequenceSum, policy, weighted_sum
 from tests.core.meaning import F64, Read, called, cp_layout, exact_or_refused, lay, listed
 from tests.core.operations import Operations
 from tests.core.strategies import ANYTHING, INPUTS, changes, microbatches, with_changes
@@ -334,6 +334,27 @@ def test_sequence_means_over_ranks_are_those_of_one_process(cp):
         means, slopes = mean_by_loop(Read.of(inputs), values_of(mask), pull)
         assert found[0] == pytest.approx(means, rel=1e-12, abs=1e-15)
         assert found[1] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
+
+
+def sums_on_ranks() -> list[Tensor]:
+    found = []
+    for inputs in SHARDED:
+        cut = cp_layout(inputs, dist.get_world_size(), dist.get_rank())
+        sums = SequenceSum(Microbatch(**inputs), cut, dist.group.WORLD)
+        found.append(sums(cut.shard(values_of(inputs["loss_mask"])).float()))
+    return found
+
+
+def test_sums_of_sequences_over_ranks_are_those_of_one_process():
+    for inputs, *of_ranks in zip(SHARDED, *run_ranks(sums_on_ranks, 2), strict=True):
+        read, values = Read.of(inputs), listed(values_of(inputs["loss_mask"]).float())
+        expected = [
+            math.fsum(read.values[t] * values[t] for t in places if read.values[t])
+            for places in read.places
+        ]
+        for found in of_ranks:  # every rank has them all
+            assert found.dtype == torch.float32
+            assert listed(found) == pytest.approx(expected, rel=1e-7)
 
 
 def test_nan_that_counts_stays_in_its_sequence():

@@ -63,6 +63,38 @@ def test_weights_are_those_derived_by_hand_and_so_are_the_oracles(mode, counting
         assert (w if counting else plain).sum().item() == pytest.approx(1, rel=1e-6)
 
 
+# The divisors of the same samples, as above. Of prompt 7 there are two samples, of prompt 9 one.
+NESTED = {
+    # 2 * 2 * M_s in prompt 7, 2 * M_s in prompt 9; V = (0.5 + 2) / 2 + 1
+    ("prompt", "sample"): ([8.0, 4, 4], [2.25 * 4, 2.25 * 2, 2.25 * 2]),
+    # The data sets 3 and 8; V = (0.5 + 1) / 2 + 2
+    ("dataset", "sample"): ([8.0, 2, 8], [2.75 * 4, 2.75, 2.75 * 4]),
+    ("prompt",): BY_HAND["prompt_mean"],
+}
+
+
+@pytest.mark.parametrize("counting", [False, True], ids=["skipped", "counted"])
+@pytest.mark.parametrize("levels", NESTED)
+def test_means_of_means_are_those_derived_by_hand_and_so_are_the_oracles(levels, counting):
+    given = lay(SAMPLES, "thd")
+    choice = "count" if counting else "skip"
+    agg = LossAggregation(mode="nested_mean", levels=levels, sample_weights=choice)
+    w = token_weights(agg, **given, dtype=F64)
+    expected = [
+        s.weight * m / divisor
+        for s, divisor in zip(SAMPLES, NESTED[levels][counting], strict=True)
+        for m in s.mask
+    ]
+    assert_same([(w, expected), (expected_weights(agg, [[Read.of(given)]]), expected)], 1e-15)
+
+
+def test_a_group_with_two_parents_is_refused_and_all_are_named():
+    agg = LossAggregation(mode="nested_mean", levels=("prompt", "rollout"))
+    ids = {"prompt_ids": torch.tensor([7, 7, 9]), "rollout_ids": torch.tensor([4, 5, 5])}
+    with pytest.raises(GroupError, match=r"rollout 5 is in the prompts [79] and [79]; expected"):
+        StepPlan.from_mask_sums(agg, [2.0, 1.0, 2.0], **ids)
+
+
 @pytest.mark.parametrize("unit", ["prompt", "rollout"])
 @pytest.mark.parametrize(
     "ids",

@@ -53,7 +53,8 @@ def refusal(call: Callable[[], Any], error: type[AggregationError], text: str) -
     return str(raised.value)
 
 
-NAMES = "expected one of token_mean, sample_mean, rollout_mean, prompt_mean, dataset_mean, sample_s"
+NAMES = "expected one of token_mean, sample_mean, rollout_mean, prompt_mean, dataset_mean, nested_"
+UNITS = "expected units from outside to inside, each once, of sample, rollout, prompt, dataset"
 A_DIVISOR = "divisor=.*; expected a finite number > 0"
 # Fields of an aggregation, the error, and what its text says.
 FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
@@ -67,6 +68,20 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
     ({"mode": "sum", "sample_weights": True}, ModeError, "sample_weights=True; .*'count' or"),
     ({"mode": "prompt_mean", "count": "tokens"}, ModeError, "='tokens' with .*expected one of"),
     ({"mode": "token_mean", "count": "sample"}, ModeError, "with mode 'token_mean'; expected none"),
+    *(
+        ({"mode": "nested_mean", "levels": levels}, ModeError, f"^levels=.*'nested_mean'; {UNITS}")
+        for levels in (
+            None,
+            (),
+            "prompt",
+            ["sample", "prompt"],
+            ["prompt", "prompt"],
+            ["turn"],
+            [3],
+        )
+    ),
+    ({"mode": "nested_mean", "levels": ["sample"], "count": "prompt"}, ModeError, "expected none"),
+    ({"mode": "prompt_mean", "levels": ["sample"]}, ModeError, "with mode 'prompt_mean'; expected"),
     ({"mode": "constant"}, DivisorError, "needs a divisor and got none; give"),
     ({"mode": "token_mean", "divisor": 2}, DivisorError, "divisor=2 with mode 'token.*drop it"),
     *(

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_loss_agg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC = """
-    AggregationError CPLayout LossAggregation Microbatch SequenceMean StepPlan StepTerms Term
-    predicting_mask token_weights weighted_sum
+    AggregationError CPLayout LossAggregation Microbatch SequenceMean SequenceSum StepPlan StepTerms
+    Term predicting_mask token_weights weighted_sum
 """
 WITHOUT_MEGATRON = """
 import importlib, sys

@@ -24,7 +24,7 @@ from tests.host.cases import Case, run
 from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.reference import reference
 from tests.host.steps import PROMPTS, Places, sequences
-from tests.host.whole import context_parallel, layout_of
+from tests.host.whole import context_parallel
 from tests.oracle import Sample
 
 pytestmark = pytest.mark.host
@@ -56,8 +56,11 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tenso
     batch = gpt.received(data_iterator)
     tokens, labels, _, packed = gpt.local_batch(iter([batch]))
     output = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
-    group, size, _ = context_parallel()
-    layout: CPLayout | None = layout_of(batch) if size > 1 else None
+    group, size, rank = context_parallel()
+    if packed is None:
+        layout = CPLayout.bshd(batch["tokens"].shape[1], size, rank)
+    else:
+        layout = CPLayout.thd(batch["cu_seqlens_padded"], size, rank)
     offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded") if k in batch}
     sums = SequenceSum(Microbatch(batch["loss_mask"], **offsets), layout, group)
 
