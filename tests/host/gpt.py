@@ -63,6 +63,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+# Of a host with patches/megatron-lm, whose other contracts a released one has, too.
+KNOWS_NORMALIZED = hasattr(TransformerConfig, "loss_is_normalized")
+
+
 class KeepDouble(TorchFunctionMode):
     """Keeps fp64 where Megatron casts to fp32: in its router's softmax and its cross entropy."""
 
@@ -117,6 +121,7 @@ def build(
         "pipeline_dtype": dtype,
         "variable_seq_lengths": pipelined,  # microbatches are of unequal size here
         "calculate_per_token_loss": per_token,
+        **({"loss_is_normalized": not per_token} if KNOWS_NORMALIZED else {}),
         **_parallel_sizes(),
         **config,
     }
