@@ -158,8 +158,16 @@ def _parallel_sizes() -> dict[str, Any]:
 
 def data_parallel(model: GPTModel, **options: Any) -> DistributedDataParallel:
     """``model`` in Megatron's DDP, its gradients in the dtype of its parameters."""
+    if options.get("average_in_collective"):
+        _average(model)
     settings = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": False, **options}
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(**settings), model)
+
+
+def _average(model: GPTModel) -> None:
+    """For wrappers that average by themselves, and refuse a loss that is normalized."""
+    if KNOWS_NORMALIZED:
+        model.config.loss_is_normalized = False
 
 
 def ddp_model(per_token: bool = False, dtype: torch.dtype = torch.float64) -> Any:
@@ -174,6 +182,7 @@ def fully_sharded(model: GPTModel, strategy: str) -> Any:
     """
     _put_meshes_on_cpu()
     if strategy == "torch":
+        _average(model)
         settings = TorchFullyShardedDataParallelConfig()
         return TorchFullyShardedDataParallel(model.config, settings, model)
     wanted = {
