@@ -3,7 +3,7 @@
     python ci/verified.py REPORT.xml ... > docs/verified.md
 
 A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
-ci/sweep.md and ci/frameworks.md, which `bash ci/sweep.sh` and `bash ci/frameworks.sh` write.
+ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ unequal size, with and without `--calculate-per-token-loss`, in every mode: on t
 all combinations, on the others a part of them, in which every three of these still have all.
 """
 GRADIENTS = ("tests.host.test_gradients", "test_gradient_is_that_of_the_whole_step")
-SECTIONS = [Path(__file__).with_name(name) for name in ("sweep.md", "frameworks.md")]
+SECTIONS = [Path(__file__).with_name(name) for name in ("sweep.md", "frameworks.md", "next.md")]
 TITLES = {"float64": "largest error in fp64", "float32": "largest error in fp32"}
 
 

@@ -10,6 +10,7 @@ loss function gives per token factor
 (loss, n, report)   off       ``1 / (max(n, 1) n_mb)``, ``1 / (d c)``: not used here
 (loss, n, report)   on        ``1 / max(sum of n over microbatches and ranks, 1)`` in finalize
 (loss, report)      on        the token total stays 0: not used here
+(loss, report)      off       ``1`` with ``loss_is_normalized`` (`patches/megatron-lm`)
 =================== ========= ================================================================
 
 Where every context-parallel rank returns the loss of all tokens (`TokenLoss.whole`), the sum over
@@ -98,6 +99,7 @@ class HostScale:
     data_parallel_size: int  # without context parallelism
     context_parallel_size: int
     per_token: bool  # config.calculate_per_token_loss
+    normalized: bool = False  # config.loss_is_normalized: the host only sums
 
     def returned(
         self,
@@ -133,6 +135,8 @@ class HostScale:
         summed = self.context_parallel_size if gather == "reduced_grad" else 1
         if self.per_token:
             return max(total_tokens, 1) / summed
+        if self.normalized:
+            return 1 / summed
         return self.num_microbatches * self.data_parallel_size / summed
 
 
@@ -193,6 +197,7 @@ class Call:
             data_parallel_size=dist.get_world_size(groups.dp),
             context_parallel_size=groups.cp_size,
             per_token=config.calculate_per_token_loss,
+            normalized=getattr(config, "loss_is_normalized", False),
         )
         return cls(arguments, groups, scale, config, chunks, **of_hook)
 

@@ -18,8 +18,8 @@ from tests.oracle import Sample
 
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-PATHS = [("prompt", "rollout", "sample"), ("prompt", "rollout"), ("rollout", "sample")]
-PATHS += [("prompt", "sample"), ("dataset", "sample"), ("prompt",)]
+PATHS = [("prompt", "sample"), ("rollout", "sample"), ("dataset", "sample"), ("prompt",)]
+NESTED = [("prompt", "rollout"), ("prompt", "rollout", "sample")]  # in one microbatch
 # Ids collide where a host rounds them through fp64 (2**53), fp32 (2**24), int32, or takes a
 # sentinel (-1, 0, the ends of int64) for "no group".
 IDS = (0, -1, 1, 2**24, 2**24 + 1, 2**31, 2**32, 2**53, 2**53 + 1, -(2**53) - 1)
@@ -99,8 +99,8 @@ def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 
 @st.composite
-def aggregations(draw: st.DrawFn) -> dict[str, Any]:
-    """Keyword arguments of a `LossAggregation` of any mode but `custom`."""
+def aggregations(draw: st.DrawFn, paths: Sequence[Sequence[str]] = PATHS) -> dict[str, Any]:
+    """Keyword arguments of a `LossAggregation` of any mode but `custom`; with one of ``paths``."""
     mode = draw(st.sampled_from([*MODES, "nested_mean"]))
     choices = ("empty", "rejected", "sample_weights")
     chosen = {name: draw(st.sampled_from(["count", "skip"])) for name in choices}
@@ -108,8 +108,8 @@ def aggregations(draw: st.DrawFn) -> dict[str, Any]:
         chosen["divisor"] = draw(st.sampled_from([1, 4, 0.5, 1e-30, 3e30, Fraction(1, 3)]))
     if mode not in ("token_mean", "nested_mean", "sum", "microbatch_mean"):
         chosen["count"] = draw(st.sampled_from([None, "sample", *UNITS]))
-    if mode == "nested_mean":  # a rollout has one prompt
-        chosen["levels"] = draw(st.sampled_from(PATHS))
+    if mode == "nested_mean":
+        chosen["levels"] = draw(st.sampled_from(paths))
     return {"mode": mode, **chosen}
 
 

@@ -70,7 +70,8 @@ def test_lines_of_a_file_say_the_same_as_lists(capsys, tmp_path):
         {"loss_mask": [1] * 1000, "prompt": {"set": "x", "id": 1}, **first},
         {"loss_mask": [0, True, *[0.5] * 78], **third},
     )
-    modes = explained(capsys, "--jsonl", lines, "--divisor", "100")["modes"]
+    options = ["--divisor", "100", "--levels", "prompt,sample"]
+    modes = explained(capsys, "--jsonl", lines, *options)["modes"]
     assert modes == explained(capsys, *STEP, "--divisor", "100")["modes"]
 
 

@@ -40,7 +40,9 @@ from tests.core.meaning import (
 )
 from tests.core.strategies import (
     INPUTS,
+    NESTED,
     OPTIONS,
+    PATHS,
     aggregations,
     changed,
     changes,
@@ -117,7 +119,9 @@ def test_coefficients_of_mask_sums_alone_are_exact_or_refused(options, given, ch
     assert_plan(plan, [[Read.of(x) for x in rows]])
 
 
-terms = st.tuples(aggregations(), st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2]))
+terms = st.tuples(
+    aggregations(PATHS + NESTED), st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2])
+)
 
 
 @given(

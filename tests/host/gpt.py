@@ -62,6 +62,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+# Of a host with patches/megatron-lm, whose other contracts a released one has, too.
+KNOWS_NORMALIZED = hasattr(TransformerConfig, "loss_is_normalized")
+
+
 class KeepDouble(TorchFunctionMode):
     """Keeps fp64 where Megatron casts to fp32: in its router's softmax and its cross entropy."""
 
@@ -116,6 +120,7 @@ def build(
         "pipeline_dtype": dtype,
         "variable_seq_lengths": pipelined,  # microbatches are of unequal size here
         "calculate_per_token_loss": per_token,
+        **({"loss_is_normalized": not per_token} if KNOWS_NORMALIZED else {}),
         **_parallel_sizes(),
         **config,
     }
@@ -152,8 +157,16 @@ def _parallel_sizes() -> dict[str, Any]:
 
 def data_parallel(model: GPTModel, **options: Any) -> DistributedDataParallel:
     """``model`` in Megatron's DDP, its gradients in the dtype of its parameters."""
+    if options.get("average_in_collective"):
+        _average(model)
     settings = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": False, **options}
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(**settings), model)
+
+
+def _average(model: GPTModel) -> None:
+    """For wrappers that average by themselves, and refuse a loss that is normalized."""
+    if KNOWS_NORMALIZED:
+        model.config.loss_is_normalized = False
 
 
 def ddp_model(per_token: bool = False, dtype: torch.dtype = torch.float64) -> Any:
@@ -168,6 +181,7 @@ def fully_sharded(model: GPTModel, strategy: str) -> Any:
     """
     _put_meshes_on_cpu()
     if strategy == "torch":
+        _average(model)
         settings = TorchFullyShardedDataParallelConfig()
         return TorchFullyShardedDataParallel(model.config, settings, model)
     settings = DistributedDataParallelConfig(

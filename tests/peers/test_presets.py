@@ -70,7 +70,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "nemo-rl/token_level": lambda sums: sums[KEPT].sum() / TOKENS[KEPT].sum(),
     "nemo-rl/sequence_level": lambda sums: (sums / TOKENS.clamp(min=1))[KEPT].sum() / KEPT.sum(),
     "areal/token_mean": lambda sums: sums.sum() / TOKENS.sum(),
-    "areal/seq_mean": lambda sums: (sums / TOKENS)[ACTIVE].mean(),
+    "areal/seq_mean": lambda sums: (sums[ACTIVE] / TOKENS[ACTIVE]).mean(),
     "areal/prompt_mean": lambda sums: (
         grouped(sums, PROMPTS) / len(PROMPTS.flatten()[ACTIVE].unique())
     ),

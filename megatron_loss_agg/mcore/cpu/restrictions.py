@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import utils
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.extensions import transformer_engine
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
@@ -30,6 +31,7 @@ def install() -> None:
     _route_without_transformer_engine()
     _allow_sequence_parallel_norms()
     _norm_without_transformer_engine()
+    _predict_tokens_without_transformer_engine()
 
 
 def _wait_inside_streams() -> None:
@@ -122,3 +124,9 @@ def _norm_without_transformer_engine() -> None:
         return WrappedTorchNorm(config, hidden_size, eps)
 
     transformer_engine.TENorm.__new__ = construct
+
+
+def _predict_tokens_without_transformer_engine() -> None:
+    """From 0.20 on, MTP asks whether a layer is of classes that are none without it."""
+    if not transformer_engine.HAVE_TE:
+        vars(multi_token_prediction).update(is_inference_column_parallel_linear=lambda layer: False)

@@ -1,0 +1,43 @@
+"""Print ci/next.md, the section of docs/verified.md on Megatron-LM's next release.
+
+python ci/next.py REPORT.xml "COMMIT, DATE" LAUNCHES.md
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from verified import GRADIENTS, TITLES, gradient_row, passed, read, title
+
+HEAD = """\
+## The next release of Megatron-Core
+
+Written by `bash ci/next.sh CHECKOUT`, on [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) at
+`{commit}`, dated {date}: Megatron-Core {version}.
+The tests are those of the older releases above, and those of fully sharded wrappers, of the losses
+that the host scales (routers, multi-token prediction, the indexer of sparse attention) and of the
+settings that are refused (hybrid and dynamic context parallelism, generalised tensor parallelism).
+"""
+
+
+def main(report: str, checkout: str, launches: str) -> None:
+    version, cases = read(report)
+    commit, date = checkout.split(", ")
+    print(HEAD.format(commit=commit, date=date, version=version))
+    print(f"| Megatron-Core | comparisons that hold | {' | '.join(TITLES.values())} |")
+    print("|---|---|---|---|")
+    print(gradient_row(version, [case for case in cases if title(case) == GRADIENTS]))
+    modules: dict[str, list[bool]] = {}
+    for case in cases:
+        if title(case) != GRADIENTS:
+            modules.setdefault(title(case)[0], []).append(passed(case))
+    print("\n| tests | passed |\n|---|---|")
+    for module, results in sorted(modules.items()):
+        print(f"| `{module.replace('.', '/')}.py` | {sum(results)} of {len(results)} |")
+    print("\nIts scripts, on two ranks with `--loss-aggregation sample_mean` and the audit:\n")
+    print(f"| script | said |\n|---|---|\n{Path(launches).read_text()}", end="")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
