@@ -346,5 +346,7 @@ def test_api_pages_hold_every_public_name_and_render_the_sections_of_its_docstri
     for name, page in pages.items():
         assert re.findall(r"<p>\s*(?:Args|Attributes|Returns|Raises)\b.*?:", page) == [], name
         assert "::\n" not in page and "<p>::" not in page, name
+    first = (tmp_path / "index.html").read_text()  # the README, with links into the site
+    assert "<h1" in first and 'href="modes.html"' in first and '="docs/' not in first
     guide = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "custom_loop.html").read_text()))
     assert (ROOT / "examples/custom_loop.py").read_text().strip() in guide

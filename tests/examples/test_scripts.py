@@ -70,8 +70,9 @@ def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) ->
 
 
 @pytest.mark.host
-def test_the_custom_loop_proves_its_gradient() -> None:
-    errors = re.findall(r"gradient error (\S+)", torchrun(2, "examples/custom_loop.py", "--cpu"))
+@pytest.mark.parametrize("script", ["custom_loop", "dpo"])
+def test_the_custom_loops_prove_their_gradients(script: str) -> None:
+    errors = re.findall(r"gradient error (\S+)", torchrun(2, f"examples/{script}.py", "--cpu"))
     assert len(errors) == 5
     assert all(float(error) < 1e-12 for error in errors)
 
