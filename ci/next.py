@@ -30,7 +30,7 @@ def main(report: str, checkout: str, launches: str) -> None:
     print(gradient_row(version, [case for case in cases if title(case) == GRADIENTS]))
     modules: dict[str, list[bool]] = {}
     for case in cases:
-        if title(case) != GRADIENTS:
+        if title(case) != GRADIENTS and case.find("skipped") is None:
             modules.setdefault(title(case)[0], []).append(passed(case))
     print("\n| tests | passed |\n|---|---|")
     for module, results in sorted(modules.items()):

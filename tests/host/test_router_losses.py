@@ -36,8 +36,9 @@ from tests.host.scripts import with_labels
 from tests.host.steps import N_MB, PLACES, batches
 
 pytestmark = pytest.mark.host
-if not version("megatron-core").startswith("0.19."):
-    pytest.skip("see test_dataset_reports", allow_module_level=True)
+has_the_formula = pytest.mark.skipif(
+    not version("megatron-core").startswith("0.19."), reason="see test_dataset_reports"
+)
 
 Config = dict[str, Any]
 # Of a difference of two gradients, each exact to 1e-14; the loss is a tenth of it or more.
@@ -364,12 +365,14 @@ def worst_errors(name: str, runs: list[Run], *extensions: Any) -> dict[Run, floa
     return dict(zip(runs, map(max, zip(*ranks, strict=True)), strict=True))
 
 
+@has_the_formula
 @pytest.mark.parametrize("name", RUNS)
 def test_the_gradient_is_that_of_the_formula(name: str) -> None:
     for one, error in worst_errors(name, RUNS[name], RouterLosses()).items():
         assert error <= ROUNDING, one
 
 
+@has_the_formula
 def test_the_hosts_own_weights_are_others() -> None:
     """``T / N`` times the formula's under the flag; without it, each microbatch weighs as much."""
     of_host = worst_errors("dp1", [run for run in RUNS["dp1"] if run.kinds == ALL])
