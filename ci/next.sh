@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash ci/next.sh CHECKOUT [PATCH ...]
 #
-# Runs the exactness tests, the audit and one launch of each stock script on CHECKOUT instead of the
+# Runs the exactness tests, the audit and launches of two stock scripts on CHECKOUT instead of the
 # released Megatron-Core; then, without patches, writes ci/next.md, a section of docs/verified.md.
 #
 # CHECKOUT is a clone of Megatron-LM, or its git directory. It is only read: its commit is unpacked

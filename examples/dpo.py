@@ -60,7 +60,9 @@ def pair_losses(of_answers: Tensor, batch: Batch) -> Tensor:
 
 
 def read(batch: Batch) -> Microbatch:
-    return Microbatch(torch.ones(len(batch["tokens"]), 1), prompt_ids=batch["prompt_ids"])  # (1)
+    tokens, prompt_ids = batch["tokens"], batch["prompt_ids"]
+    each = torch.ones(len(tokens), 1)
+    return Microbatch(each, prompt_ids=prompt_ids, routed_tokens=tokens.numel())  # (1)
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:

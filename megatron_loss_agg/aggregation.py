@@ -6,9 +6,10 @@ these over those of the next, and so on; the last one pools its tokens. So token
 
     w_t = m_t / (D * M_within(s) * C(s) * N_across)
 
-``N_across`` is the number of the outermost groups in the whole optimizer step, ``C`` the product of
-the numbers of groups that share a parent with one of those around ``s`` (1 on a path of one unit),
-``M_within`` the mask sum of the innermost one, and ``D`` the divisor. A sample's own weight ``v_s``
+``N_across`` is the number of the outermost groups in the whole optimizer step; ``C`` the product,
+over all units of the path but the first, of the number of groups that have the same parent as that
+of ``s`` (1 on a path of one unit); ``M_within`` the mask sum of the innermost group, and ``D`` the
+divisor. A sample's own weight ``v_s``
 multiplies it; if such weights count, ``V_across`` takes the place of ``N_across``:
 
     w_t = v_s m_t / (D * M_within(s) * C(s) * V_across)
@@ -84,12 +85,13 @@ class LossAggregation:
     divisor: float | None = None
     """D of `constant` and `sum`, in tokens."""
     empty: str = "count"
-    """Whether groups without active tokens are included in N_across: `count` or `skip`."""
+    """Whether groups without active tokens are included in N_across and C: `count` or `skip`."""
     count: str | None = None
     """Unit of N_across, if not the mode's own."""
     levels: Sequence[str] | None = None
-    """For `nested_mean`: units from outside to inside, such as ("prompt", "rollout", "sample"): the
-    mean over prompts of the mean over their rollouts of the mean over these ones' samples.
+    """For `nested_mean`: units from outside to inside, such as ("prompt", "rollout", "sample") or
+    "prompt,rollout,sample": the mean over prompts of the mean over each prompt's rollouts of the
+    mean over their samples.
     """
     rejected: str | None = None
     """Whether rejected samples (weight 0) are included in M_within and N_across: `count` or
@@ -200,6 +202,8 @@ class LossAggregation:
 
     def _check_levels(self) -> None:
         levels: Any = self.levels
+        if isinstance(levels, str):
+            levels = [unit.strip() for unit in levels.split(",")]
         if self.mode != "nested_mean":
             if levels is not None:
                 raise ModeError(f"levels={levels!r} with mode {self.mode!r}; expected none")
@@ -274,8 +278,10 @@ def terms_in_words(terms: Mapping[str, Term]) -> str:
         label, mode = aggregation.label, aggregation.mode
         settings = [] if label == mode else [label]
         for x in fields(aggregation):
-            value = getattr(aggregation, x.name)
-            if x.name not in ("mode", "name") and value != x.default:
+            value, default = getattr(aggregation, x.name), x.default
+            if x.name == "empty" and label in PRESETS:
+                default = PRESETS[label].empty
+            if x.name not in ("mode", "name") and value != default:
                 settings.append(f"{x.name.replace('_', ' ')}: {_shown(value)}")
         shown = f"{mode} ({', '.join(settings)})" if settings else mode
         coefficient = "" if term.coefficient == 1 else f"{term.coefficient!r} * "

@@ -85,7 +85,7 @@ def test_every_part_of_the_benchmarks_measures_something(tmp_path: Path) -> None
 
 # `patches/check.py`, on folders that hold the lines that the patches sit between, so that every
 # patch fits. Whether it fits the framework itself is seen where its tests patch the framework's
-# code: those of verl and SkyRL do, and `ci/frameworks.sh` for the others.
+# code: those of verl and SkyRL do, and `ci/frameworks.sh` and `ci/next.sh` for the others.
 
 PATCHES = ROOT / "patches"
 MEGATRON = sorted(PATCHES.glob("core_v*.patch"))

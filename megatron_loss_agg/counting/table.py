@@ -140,8 +140,8 @@ class Table:
             mask, number = groups.summed(self._mask_S), groups.summed(self._counted_S)
             weighted_tokens = groups.summed(self._weight_S * self._mask_S)
             mean_weight = groups.summed(self._weight_S * self._counted_S) / number
-            value.index_copy_(0, groups.place, siblings_S)
-            value = (weighted_tokens / mask).where(mask > 0, mean_weight) / value
+            siblings = value.index_copy(0, groups.place, siblings_S)
+            value = (weighted_tokens / mask).where(mask > 0, mean_weight) / siblings
         across = float(value[counted].sum())
         if unit == "microbatch" and agg.empty == "count":
             across += self._microbatches - int(counted.sum())  # those without samples

@@ -63,10 +63,10 @@ def explain(
     shown: dict[str, Shares] = {}
     left_out: dict[str, str] = {}
     for name in modes:
+        if name == "nested_mean" and levels is None:
+            left_out[name] = "needs --levels"
+            continue
         try:
-            if name == "nested_mean" and levels is None:
-                left_out[name] = "needs --levels"
-                continue
             agg = _aggregation(name, divisor, levels, empty)
         except DivisorError:
             if divisor is not None:
@@ -93,9 +93,11 @@ def _aggregation(
         takes = name in PRESETS and PRESETS[name].needs_divisor
         return LossAggregation.preset(name, divisor=divisor if takes else None, empty=empty)
     takes = name in MODES and MODES[name].divisor != "refused"
-    path = levels.split(",") if levels is not None and name == "nested_mean" else None
     return LossAggregation(
-        mode=name, divisor=divisor if takes else None, levels=path, empty=empty or "count"
+        mode=name,
+        divisor=divisor if takes else None,
+        levels=levels if name == "nested_mean" else None,
+        empty=empty or "count",
     )
 
 

@@ -20,7 +20,7 @@ from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coeff
 class SequenceSum:
     """``out_s = sum_{u in s} m_u x_u`` of each sequence ``s``: [sequences], the same on all ranks.
 
-    The log-probability of a whole answer, for one, if ``x`` is that of its tokens. A call takes one
+    With log-probabilities of tokens as ``x``, these are those of whole answers. A call takes one
     all-reduce over the context-parallel group, and so does its backward, since every rank's loss
     depends on every rank's values: for a `TokenLoss` that is ``whole="reduced_grad"``. All ranks
     must therefore call it, and run backward, the same number of times, even without active tokens.
@@ -81,8 +81,8 @@ class SequenceSum:
         check_tensors(MaskError, "floating-point", local_loss_mask=self._mask, values=values)
         kept = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
         # The extra entry is for tokens outside all sequences; their mask is 0.
-        none_S = kept.new_zeros(len(self.mask_sum_S) + 1)
-        sum_S = none_S.index_add(0, self.sample_T, kept.reshape(-1))[:-1]
+        zero_S = kept.new_zeros(len(self.mask_sum_S) + 1)
+        sum_S = zero_S.index_add(0, self.sample_T, kept.reshape(-1))[:-1]
         if self._group is None:
             return sum_S
         total_S: Tensor = _SumOverRanks.apply(sum_S, self._group)  # type: ignore[no-untyped-call]

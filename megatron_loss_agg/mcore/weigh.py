@@ -24,7 +24,7 @@ from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
-from megatron_loss_agg.mcore.splits import only
+from megatron_loss_agg.mcore.splits import MicrobatchShape, only
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.weights import at_least_fp32, moved, sample_coefficients, token_weights_of
 
@@ -91,8 +91,8 @@ class Weigher:
     def of_term(self, name: str, mask: Tensor) -> LocalWeights:
         """For the ``mask`` of the loss function."""
         term, aggregation = self.plan.terms[name], self.call.terms[name].aggregation
-        is_whole = aggregation.units <= {"step", "microbatch"}
-        by_sample = aggregation.function is not None or not is_whole
+        units = aggregation.units
+        by_sample = aggregation.function is not None or not units <= {"step", "microbatch"}
         shape, size = term.shapes[self.i], self.call.groups.cp_size
         if self.model_call is None and (by_sample or size > 1):
             raise HostError(
@@ -107,13 +107,8 @@ class Weigher:
             rows = shape.samples if sequences is None else 1
             coefficient_S = self._late(aggregation, term.counts.across, mask, rows)
             return LocalWeights(coefficient_S, None, self.copies, {}, None)
-        # Of one sequence, or one number for each sample, the offsets are known.
-        needs_starts = shape.mask[-1] > 1 and not sequences == shape.samples == 1
-        if by_sample and shape.starts is None and sequences is not None and needs_starts:
-            raise GroupError(
-                "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
-                f"expected that key: add it, or {HOW_TO_READ}"
-            )
+        if by_sample and shape.starts is None and self.model_call is not None:
+            _check_unpacked(mask, shape, self.model_call)
         _check_shape(mask, shape.mask, size, self.copies)
         starts, layouts = self._places(term, mask)
         custom = None if term.custom is None else term.custom[self.i]
@@ -168,6 +163,20 @@ def _local_starts(
         active = mask.reshape(-1).cpu() != 0
         only({k: token_weights_of(telling_S, active, x, torch.float64) for k, x in found.items()})
     return next(iter(found.values()))
+
+
+def _check_unpacked(mask: Tensor, shape: MicrobatchShape, model_call: ModelCall) -> None:
+    """Raise GroupError for a pack without offsets, unless it is one sequence.
+
+    A microbatch of one number for each sample, and not for each token, needs none.
+    """
+    sequences = model_call.packed_sequences
+    by_token = shape.mask[-1] > 1 or any(x.numel() == mask.numel() for x in model_call.inputs)
+    if sequences is not None and by_token and not sequences == shape.samples == 1:
+        raise GroupError(
+            "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
+            f"expected that key: add it, or {HOW_TO_READ}"
+        )
 
 
 def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, copies: int) -> None:

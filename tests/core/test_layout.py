@@ -63,7 +63,9 @@ def held_by(kind: str, whole: Any, cp: int, rank: int) -> list[int]:
     form=st.sampled_from([*FORMS]),
     changes=changes(["whole"], ["cp_size", "cp_rank"]),
 )
-@example("bshd", 2, [1], (-1,), "as it is", {"cp_size": "Fraction(1, 3)"})  # once accepted
+@example(
+    "bshd", 2, [1], (-1,), "as it is", {"cp_size": "Fraction(1, 3)"}
+)  # it compares with integers
 @settings(max_examples=150, deadline=None)
 @exact_or_refused
 def test_every_position_is_held_once_and_joining_is_the_inverse(

@@ -73,7 +73,8 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
         for levels in (
             None,
             (),
-            "prompt",
+            "",
+            "prompt;sample",
             ["sample", "prompt"],
             ["prompt", "prompt"],
             ["turn"],

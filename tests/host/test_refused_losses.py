@@ -128,6 +128,20 @@ def apart(losses: Tensor) -> Tensor:
     return torch.zeros_like(losses, requires_grad=True)
 
 
+def by_sample(batch: dict[str, Tensor]) -> Microbatch:
+    return Microbatch(torch.ones(len(batch["prompt_ids"]), 1))
+
+
+def of_own_tokens(iterator: Any, model: Any) -> Any:
+    """Losses by sample from this rank's tokens alone."""
+    output, loss_func = whole.script("local_grad", gathers=False)(iterator, model)
+
+    def compute(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return (loss_func.compute(x)[0] * loss_func.loss_mask).sum().expand(2), {}
+
+    return output, TokenLoss(compute, torch.ones(2), "local_grad")
+
+
 def a_row(rank: int) -> Iterator[Any]:
     return batches(((0,),), "bshd")
 
@@ -164,6 +178,11 @@ OF_WHOLE_LOSSES = {
     "parts said to be whole": of_whole(
         whole.script("local_grad", gathers=False),
         "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
+    ),
+    "losses by sample of each rank's own tokens": of_whole(
+        of_own_tokens,
+        "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
+        reads=by_sample,
     ),
     "whole losses of an odd length": of_whole(
         all_but_the_last, reads=scripts.without_the_last, data=a_row

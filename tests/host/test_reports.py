@@ -58,9 +58,6 @@ LOOPS = {"train": (False, Loop()), "eval": (True, Loop()), "sft_eval": (True, SF
 STEPS: dict[str, Case] = {}
 for loss, flag, way in grid(2, LOSSES, (False, True), tuple(LOOPS)):
     forward_only, loop = LOOPS[way]
-    # Under the flag, fractions of `token_mean` are refused: see test_refusals.
-    if (loss.mode, loss.masks, flag) == ("token_mean", "fractional", True) and way != "sft_eval":
-        continue
     case = dataclasses.replace(
         loss,
         places=deal(2, 3),

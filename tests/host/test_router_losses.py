@@ -37,7 +37,8 @@ from tests.host.steps import N_MB, PLACES, batches
 
 pytestmark = pytest.mark.host
 has_the_formula = pytest.mark.skipif(
-    not version("megatron-core").startswith("0.19."), reason="see test_dataset_reports"
+    not version("megatron-core").startswith("0.19."),
+    reason="RouterLosses is refused: see test_dataset_reports",
 )
 
 Config = dict[str, Any]

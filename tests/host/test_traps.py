@@ -79,11 +79,10 @@ ON_TWO_DATA_PARALLEL_RANKS = {  # d = 2, c = 1
     "divided by steps": Trap(lambda s, t: (s / N_MB, count(t)), PER_TOKEN, 1 / N_MB),
     # Right: S / T. The host divides it by n_mb, and by d, which alone is undone.
     "not times microbatches": Trap(lambda s, t: (s / T * 2,), Case("token_mean"), 1 / N_MB),
-    # Right: S / T. The count of every microbatch is cut to an integer: S / sum(int). Ours is a sum
-    # with the divisor T: under the flag, `token_mean` refuses fractions.
+    # Right: S / T. The count of every microbatch is cut to an integer: S / sum(int).
     "fraction lost": Trap(
         lambda s, t: (s, count(t)),
-        Case("sum", {"divisor": FRACTIONS}, masks="fractional", per_token=True),
+        Case("token_mean", masks="fractional", per_token=True),
         FRACTIONS / WHOLE,
     ),
 }

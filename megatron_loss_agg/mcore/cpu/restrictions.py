@@ -127,6 +127,6 @@ def _norm_without_transformer_engine() -> None:
 
 
 def _predict_tokens_without_transformer_engine() -> None:
-    """From 0.20 on, MTP asks whether a layer is of classes that are none without it."""
+    """From 0.20 on, MTP calls isinstance with its classes, which are then None."""
     if not transformer_engine.HAVE_TE:
         vars(multi_token_prediction).update(is_inference_column_parallel_linear=lambda layer: False)

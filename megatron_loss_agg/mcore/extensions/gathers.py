@@ -27,9 +27,9 @@ from megatron_loss_agg.mcore.token_loss import TokenLoss
 class GatherCheck(Extension):
     """Raises, on all context-parallel ranks, if losses were gathered otherwise than declared.
 
-    In the first training step ``compute`` is called twice more for each term, with copies of what
-    the model returned. Not seen are a gather in the forward step, before ``compute``, and a factor
-    by which a gather multiplies gradients.
+    Or if the ranks have different losses. In the first training step ``compute`` is called twice
+    more for each term, with copies of what the model returned. Not seen are a gather in the forward
+    step, before ``compute``, and a factor by which a gather multiplies gradients.
     """
 
     def __init__(self) -> None:
@@ -80,8 +80,10 @@ def _measured(
         )
         if not losses.requires_grad:
             continue  # refused by the hook
+        losses = losses.reshape(-1)[mask.reshape(-1) != 0]
+        _check_same(name, loss_func, losses.detach(), groups.cp)
         is_own = groups.cp_rank == rank
-        loss = losses.reshape(-1)[mask.reshape(-1) != 0].sum() * float(is_own)
+        loss = losses.sum() * float(is_own)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         reached = any(g is not None and bool(g.nan_to_num().any()) for g in gradients)
         own, other = own or (reached and is_own), other or (reached and not is_own)
@@ -89,6 +91,19 @@ def _measured(
     if other:
         return "reduced_grad"
     return "local_grad" if own else None
+
+
+def _check_same(name: str, loss_func: TokenLoss, losses: Tensor, cp: dist.ProcessGroup) -> None:
+    """Raise LayoutError, on all ranks of ``cp``, unless they have the same losses."""
+    sizes = losses.double().nan_to_num().abs()
+    of_ranks = all_gather(torch.stack([sizes.sum(), sizes.square().sum()]).cpu(), cp)
+    if not torch.allclose(of_ranks, of_ranks[:1], rtol=1e-3, atol=0):
+        raise LayoutError(
+            f"the losses of {name!r} differ between context-parallel ranks, and TokenLoss(whole="
+            f"{loss_func.whole!r}) says that every rank has all of them; expected the same on all: "
+            "of log-probabilities that were gathered, or summed by SequenceSum(microbatch, layout, "
+            "group); or this rank's losses and mask without whole="
+        )
 
 
 def _copied(arguments: Any, cp: dist.ProcessGroup) -> tuple[Any, list[Tensor]]:

@@ -136,8 +136,8 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
 
     chunk, groups = call.chunks[-1], call.pg_collection
     # From 0.20 on, FullyShardedDataParallel makes one of two classes; V1 is that of older releases.
-    ours = (x for x in type(chunk).__mro__ if x.__module__.startswith(distributed.__name__))
-    names = (base.__name__.removesuffix("V1") for base in ours)
+    bases = (x for x in type(chunk).__mro__ if x.__module__.startswith(distributed.__name__))
+    names = (base.__name__.removesuffix("V1") for base in bases)
     name = next((name for name in names if name in WRAPPERS), None)
     if name is None:
         alone = all(dist.get_world_size(group) == 1 for group in _data_groups(call))

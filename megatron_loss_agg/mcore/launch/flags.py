@@ -21,7 +21,10 @@ _ALIKE = 0.85
 
 _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     "divisor": ("D", "the D of 'constant' and 'sum', a number above 0"),
-    "levels": ("UNIT,UNIT,...", "for 'nested_mean': from outside to inside: prompt,rollout,sample"),
+    "levels": (
+        "UNIT,UNIT,...",
+        "for 'nested_mean': its units from outside to inside, such as prompt,rollout,sample",
+    ),
     "empty": (
         "{count,skip}",
         "whether groups without active tokens count (default: count, or as the preset has it)",
@@ -139,10 +142,8 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
         if "/" in mode:
             raise FunctionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
         options["function"] = load(f"{FLAG}-function", options["function"])
-    if "levels" in options:
-        if "/" in mode:
-            raise ModeError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
-        options["levels"] = options["levels"].split(",")
+    if "levels" in options and "/" in mode:
+        raise ModeError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
     if "/" in mode:
         return LossAggregation.preset(mode, **options)
     return LossAggregation(mode=mode, **options)
