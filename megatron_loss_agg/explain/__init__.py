@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             raise InputError(f"{given[0]} with --jsonl; expected its values on the file's lines")
         samples = from_jsonl(args.jsonl)
     modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
-    shown, left_out = explain(samples, modes, args.divisor, args.levels, args.empty)
+    shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
     if args.plot is not None:
         from megatron_loss_agg.explain.picture import draw
 

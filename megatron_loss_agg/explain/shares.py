@@ -49,8 +49,8 @@ def explain(
     samples: Sequence[Sample],
     modes: Iterable[str],
     divisor: float | None,
-    levels: str | None,
     empty: str | None,
+    levels: str | None = None,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -67,7 +67,7 @@ def explain(
             left_out[name] = "needs --levels"
             continue
         try:
-            agg = _aggregation(name, divisor, levels, empty)
+            agg = _aggregation(name, divisor, empty, levels)
         except DivisorError:
             if divisor is not None:
                 raise
@@ -86,7 +86,7 @@ def explain(
 
 
 def _aggregation(
-    name: str, divisor: float | None, levels: str | None, empty: str | None
+    name: str, divisor: float | None, empty: str | None, levels: str | None
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
     if "/" in name:
