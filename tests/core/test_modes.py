@@ -44,17 +44,19 @@ BY_HAND: dict[str, tuple[list[float], list[float]]] = {
 }
 
 
+def divided(divisors: list[float]) -> list[float]:
+    """The weight of every token."""
+    pairs = zip(SAMPLES, divisors, strict=True)
+    return [s.weight * m / divisor for s, divisor in pairs for m in s.mask]
+
+
 @pytest.mark.parametrize("counting", [False, True], ids=["skipped", "counted"])
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_are_those_derived_by_hand_and_so_are_the_oracles(mode, counting):
     given = lay(SAMPLES, "thd")
     agg = aggregation(mode, sample_weights="count" if counting else "skip")
     w = token_weights(agg, **given, dtype=F64)
-    expected = [
-        s.weight * m / divisor
-        for s, divisor in zip(SAMPLES, BY_HAND[mode][counting], strict=True)
-        for m in s.mask
-    ]
+    expected = divided(BY_HAND[mode][counting])
     assert_same([(w, expected), (expected_weights(agg, [[Read.of(given)]]), expected)], 1e-15)
     del given["sample_weights"]
     plain = token_weights(aggregation(mode), **given)
@@ -80,11 +82,7 @@ def test_means_of_means_are_those_derived_by_hand_and_so_are_the_oracles(levels,
     choice = "count" if counting else "skip"
     agg = LossAggregation(mode="nested_mean", levels=levels, sample_weights=choice)
     w = token_weights(agg, **given, dtype=F64)
-    expected = [
-        s.weight * m / divisor
-        for s, divisor in zip(SAMPLES, NESTED[levels][counting], strict=True)
-        for m in s.mask
-    ]
+    expected = divided(NESTED[levels][counting])
     assert_same([(w, expected), (expected_weights(agg, [[Read.of(given)]]), expected)], 1e-15)
 
 
