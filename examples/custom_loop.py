@@ -124,7 +124,7 @@ def build() -> DistributedDataParallel:
     return DistributedDataParallel(config, settings, model)
 
 
-def main() -> None:
+def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     if "--cpu" not in sys.argv:
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("gloo" if "--cpu" in sys.argv else "nccl")
@@ -132,7 +132,35 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     ddp = build()
-    optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.5)
+    return ddp, torch.optim.SGD(ddp.module.parameters(), lr=0.5)
+
+
+def prove(step: int, ddp: DistributedDataParallel, expected: list[Tensor]) -> float:
+    """The error of the gradient, relative and norm-wise; raises if it is more than rounding."""
+    got = [parameter.main_grad for parameter in ddp.module.parameters()]
+    difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
+    error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
+    if not error < 1e-14:  # NaN neither
+        raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-14")
+    return error
+
+
+def update(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in ddp.module.parameters():
+        parameter.grad = parameter.main_grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def report(step: int, reports: list[Batch], error: float) -> None:
+    loss = sum(of_microbatch["prompt_mean loss"] for of_microbatch in reports)
+    dist.all_reduce(loss)
+    if dist.get_rank() == 0:
+        print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")
+
+
+def main() -> None:
+    ddp, optimizer = start()
 
     hook = LossHook(LossAggregation(mode="prompt_mean"))  # (1)
     forward_backward = hook.wrap(get_forward_backward_func())  # (2)
@@ -148,20 +176,9 @@ def main() -> None:
             seq_length=LENGTH,
             micro_batch_size=1,
         )
-        expected = prompt_mean_gradient(ddp.module, whole)
-        got = [parameter.main_grad for parameter in ddp.module.parameters()]
-        difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
-        error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
-        if not error < 1e-14:  # NaN neither
-            raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-14")
-        for parameter in ddp.module.parameters():
-            parameter.grad = parameter.main_grad
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = sum(report["prompt_mean loss"] for report in reports)
-        dist.all_reduce(loss)
-        if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")
+        error = prove(step, ddp, prompt_mean_gradient(ddp.module, whole))
+        update(ddp, optimizer)
+        report(step, reports, error)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,19 @@ A preference loss has one number for each pair of answers, not one for each toke
 with the log-probabilities of a chosen and a rejected answer under the model, ``p``, and under a
 reference model, ``q``. For the hook a pair is a sample of one token, see (1) and (2):
 ``sample_mean`` is the mean over pairs, ``prompt_mean`` that over prompts. The gradient of every
-step is proved to be that of the whole step in one process. The model is custom_loop.py's.
+step is proved to be that of the whole step in one process. The model, and what surrounds a step,
+are those of custom_loop.py.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from custom_loop import LENGTH, VOCAB, Batch, build, logits_of  # enables --cpu
-from megatron.core import parallel_state, tensor_parallel
+from custom_loop import LENGTH, VOCAB, Batch, logits_of, prove, report, start, update
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -94,14 +93,7 @@ def prompt_mean_gradient(model: Any, whole: Batch) -> list[Tensor]:
 
 
 def main() -> None:
-    if "--cpu" not in sys.argv:
-        torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("gloo" if "--cpu" in sys.argv else "nccl")
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(1)
-    ddp = build()
-    optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.5)
+    ddp, optimizer = start()
     hook = LossHook(LossAggregation(mode="prompt_mean"), read_batch=read)
     forward_backward = hook.wrap(get_forward_backward_func())
 
@@ -117,20 +109,9 @@ def main() -> None:
             seq_length=LENGTH,
             micro_batch_size=1,
         )
-        expected = prompt_mean_gradient(ddp.module, whole)
-        got = [parameter.main_grad for parameter in ddp.module.parameters()]
-        difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
-        error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
-        if not error < 1e-14:  # NaN neither
-            raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-14")
-        for parameter in ddp.module.parameters():
-            parameter.grad = parameter.main_grad
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = sum(report["prompt_mean loss"] for report in reports)
-        dist.all_reduce(loss)
-        if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")
+        error = prove(step, ddp, prompt_mean_gradient(ddp.module, whole))
+        update(ddp, optimizer)
+        report(step, reports, error)
 
 
 if __name__ == "__main__":
