@@ -22,6 +22,7 @@ outer mean: its ``V_across`` is the mean weight of the step's tokens.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -182,7 +183,7 @@ class LossAggregation:
         """The unit whose number of groups divides a token's weight."""
         return self.count or next(iter(self.path), None)  # type: ignore[return-value]
 
-    @property
+    @functools.cached_property
     def units(self) -> set[Unit]:
         """All units by which it groups tokens."""
         return {unit for unit in (self.within, self.across, *self.path) if unit is not None}

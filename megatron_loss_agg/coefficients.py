@@ -29,8 +29,6 @@ class StepCoefficients:
     """``c_s``, fp64; see `coefficients`."""
     mask_sum_S: Tensor
     """``M_s``, fp64; see `mask_sums`."""
-    sums_by_unit: Mapping[Unit, Tensor]
-    """fp64; see `group_sums`."""
     groups_by_unit: Mapping[Unit, tuple[Tensor, Tensor]]
     """See `groups`."""
 
@@ -49,19 +47,6 @@ class StepCoefficients:
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
         return self._of_microbatch(self.mask_sum_S, i)
-
-    def group_sums(self, unit: Unit, i: int) -> Tensor:
-        """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
-
-        Raises:
-            GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
-        """
-        if unit not in self.sums_by_unit:
-            raise GroupError(
-                f"no sums by {unit!r} in this plan; expected one of "
-                f"{', '.join(sorted(self.sums_by_unit))}"
-            )
-        return self._of_microbatch(self.sums_by_unit[unit], i)
 
     def groups(self, unit: Unit) -> tuple[Tensor, Tensor]:
         """All groups of the whole step, the same on every rank: ids and mask sums.

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.coefficients import StepCoefficients
 from megatron_loss_agg.collectives import abandon, abandoning_on_error
-from megatron_loss_agg.counting.exchange import LocalTerm, count_step
+from megatron_loss_agg.counting.exchange import Counted, LocalTerm, count_step
 from megatron_loss_agg.counting.samples import Samples, read_terms
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
 from megatron_loss_agg.microbatch import (
@@ -52,6 +52,8 @@ class StepPlan(StepCoefficients):
     """Copies of this rank's, in order; empty in a plan from mask sums."""
     active_tokens: Sequence[int]
     """Positions with a nonzero mask, of each microbatch; empty in a plan from mask sums."""
+    counted: Counted
+    """From which `group_sums` are read."""
 
     @classmethod
     def build(
@@ -121,10 +123,11 @@ class StepPlan(StepCoefficients):
         parts = zip(local.items(), count_step(local, group), read, strict=True)
         plans = {
             name: StepPlan(
-                **vars(counted),
+                **vars(counted.coefficients),
                 aggregation=term.agg,
                 microbatches=own,
                 active_tokens=term.samples.active_tokens,
+                counted=counted,
             )
             for (name, term), counted, (own, _) in parts
         }
@@ -171,7 +174,13 @@ class StepPlan(StepCoefficients):
                     "use StepPlan.build"
                 )
         (counted,) = count_step({"": local}, group)
-        return cls(**vars(counted), aggregation=agg, microbatches=(), active_tokens=())
+        return cls(
+            **vars(counted.coefficients),
+            aggregation=agg,
+            microbatches=(),
+            active_tokens=(),
+            counted=counted,
+        )
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -204,6 +213,20 @@ class StepPlan(StepCoefficients):
         if rejected is not None:
             kept = token_weights_of((~rejected).double(), mask, starts, dtype)
         return custom_weights(functools.partial(function, self, i), mask, kept, dtype)
+
+    def group_sums(self, unit: Unit, i: int) -> Tensor:
+        """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
+
+        Raises:
+            GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
+        """
+        known = {"step", "microbatch", "sample", *self.groups_by_unit}
+        if unit not in known:
+            raise GroupError(
+                f"no sums by {unit!r} in this plan; expected one of {', '.join(sorted(known))}"
+            )
+        sums_S = self.counted.table.group_sums(unit)[self.counted.own]
+        return self._of_microbatch(sums_S, i)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.

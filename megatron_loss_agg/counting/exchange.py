@@ -31,6 +31,14 @@ class Record(NamedTuple):
     unequal: int
 
 
+class Counted(NamedTuple):
+    """What all ranks' samples say of one term."""
+
+    coefficients: StepCoefficients
+    table: Table  # of all ranks' samples
+    own: slice  # this rank's rows of it
+
+
 class LocalTerm:
     """One term of the loss on this rank.
 
@@ -115,9 +123,7 @@ class LocalTerm:
         return records, torch.cat(columns, dim=1), rest
 
 
-def count_step(
-    terms: Mapping[str, LocalTerm], group: dist.ProcessGroup | None
-) -> list[StepCoefficients]:
+def count_step(terms: Mapping[str, LocalTerm], group: dist.ProcessGroup | None) -> list[Counted]:
     """Count every term over ``group``, in two collectives; every rank raises, or none."""
     rows = gathered(
         torch.cat([term.packed() for term in terms.values()]),
@@ -137,10 +143,7 @@ def count_step(
     return counted
 
 
-def _counted(
-    term: LocalTerm, records: Sequence[Record], columns: Tensor, rank: int
-) -> StepCoefficients:
-    """What all ranks' samples say of this ``rank``'s."""
+def _counted(term: LocalTerm, records: Sequence[Record], columns: Tensor, rank: int) -> Counted:
     _check_sharded_samples(records)
     samples, total = term.samples, Record(*map(sum, zip(*records, strict=True)))
     units: list[Unit] = ["microbatch", "sample", *term.units]
@@ -168,16 +171,15 @@ def _counted(
         positions=total.positions if knows_masks else None,
         unequal=total.unequal > 0,
     )
-    by_unit: list[Unit] = ["step", "microbatch", "sample", *known]
-    return StepCoefficients(
+    coefficients = StepCoefficients(
         counts=counts,
         sizes=samples.sizes,
-        # Copies, since these are parts of all ranks' samples.
+        # A copy, since it is a part of all ranks' samples.
         coefficient_S=table.coefficients(siblings_S, across)[own].clone(),
         mask_sum_S=samples.sums_S,
-        sums_by_unit={unit: table.group_sums(unit)[own].clone() for unit in by_unit},
         groups_by_unit=groups,
     )
+    return Counted(coefficients, table, own)
 
 
 def _defining(term: LocalTerm) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import ModeError, ReportError
@@ -78,9 +79,8 @@ class MicrobatchLoss:
         return self.local[self.first].copies
 
     @functools.cached_property
-    def mask_sum(self) -> Tensor:
-        """Of the first term."""
-        return self.masks[self.first].sum()
+    def mask_sums(self) -> Mapping[str, Tensor]:
+        return {name: mask.sum() for name, mask in self.masks.items()}
 
     def sum_pair(self, key: str, part: Tensor, denominator: float = 1.0) -> Tensor:
         """The pair for this rank's part of a sum over the step, whose quotient becomes the sum.
@@ -89,7 +89,7 @@ class MicrobatchLoss:
         """
         call, part, copies = self.call, detached(part), self.copies
         if self.plan.divided_by_host:
-            return _pair(part, self.mask_sum, copies)
+            return _pair(part, self.mask_sums[self.first], copies)
         pairs = self.plan.first.counts.microbatches * call.groups.cp_size  # of the step
         if call.running_means is not None:
             value = call.running_means[key].add(part, denominator, self.i == call.first)
@@ -103,7 +103,7 @@ class MicrobatchLoss:
         losses, mask = self.losses[self.first].detach(), self.masks[self.first].flatten()
         total = in_dtype(weighted_sum_of_fitting(mask, losses), self.total.dtype)
         if self.call.running_means is None:
-            return _pair(total, self.mask_sum, self.copies)
+            return _pair(total, self.mask_sums[self.first], self.copies)
         tokens = self.plan.first.counts.all_tokens
         return self.sum_pair(key, total / (tokens or 1.0), tokens)
 
@@ -123,9 +123,10 @@ class MicrobatchLoss:
 
 def _pair(total: Tensor, count: Tensor | float, copies: int = 1) -> Tensor:
     """[2]: both, divided by ``copies``; in the dtype of ``total``. Waits for no device."""
-    if not isinstance(count, Tensor):
-        count = torch.full_like(total, count)
-    pair = torch.stack([total, in_dtype(count, total.dtype)])
+    if isinstance(count, Tensor):
+        pair = torch.stack([total, in_dtype(count, total.dtype)])
+    else:
+        pair = pad(total.view(1), (0, 1), value=count)
     return pair if copies == 1 else pair / copies
 
 

@@ -17,7 +17,7 @@ from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
 from megatron_loss_agg.errors import MaskError, ModeError, StepError
 from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension, settings_of
-from megatron_loss_agg.mcore.host import Call, Loop, stock
+from megatron_loss_agg.mcore.host import Call, Loop, defaults_of, stock
 from megatron_loss_agg.mcore.reading.ahead import LookAhead, Source
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch, reading
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, read_samples
@@ -83,6 +83,7 @@ class Hook:
             AggregationError: when called; every error of this package, see docs/errors.md.
         """
         schedule = stock(forward_backward)
+        defaults = defaults_of(schedule)
         self._evaluation = defaultdict(RunningMean)  # of the next one: Megatron asks for each
 
         @functools.wraps(schedule)
@@ -90,8 +91,7 @@ class Hook:
             if arguments.get("collect_non_loss_data"):  # no loss is computed
                 return schedule(**arguments)
             call = Call.of(
-                schedule,
-                arguments,
+                defaults | arguments,
                 terms=self.terms,
                 loop=self._loop,
                 settings=self._settings,

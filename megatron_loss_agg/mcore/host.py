@@ -176,13 +176,10 @@ class Call:
     running_means: Mapping[str, RunningMean] | None = None  # by report; see `Loop`
 
     @classmethod
-    def of(cls, schedule: Callable[..., Any], given: Mapping[str, Any], **of_hook: Any) -> Call:
-        """From the ``given`` arguments of the schedule; and the fields from ``terms`` on."""
+    def of(cls, arguments: Mapping[str, Any], **of_hook: Any) -> Call:
+        """From the ``arguments`` of the schedule; and the fields from ``terms`` on."""
         from megatron.core.utils import get_model_config
 
-        # The defaults of a `functools.partial` are arguments, too.
-        parameters = inspect.signature(schedule).parameters.values()
-        arguments = {x.name: x.default for x in parameters if x.default is not x.empty} | {**given}
         required = ("forward_step_func", "data_iterator", "model", "num_microbatches")
         if missing := [name for name in required if name not in arguments]:
             raise HostError(
@@ -248,6 +245,13 @@ class Call:
             stack.callback(vars(self.config).update, saved)
             vars(self.config).update(dict.fromkeys(names))
             yield
+
+
+def defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that ``schedule`` is called with if it is given none."""
+    # Those of a `functools.partial`, too.
+    parameters = inspect.signature(schedule).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
 
 
 def chunks_of(model: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -179,9 +179,8 @@ def _planned_term(
             for m, x in zip(microbatches, shapes, strict=True)
         ]
     dtype = at_least_fp32(torch.get_default_dtype())
-    known = {x.name: getattr(plan, x.name) for x in fields(StepCoefficients)}
     return PlannedTerm(
-        **{**known, "sums_by_unit": {}},  # only custom functions ask for them
+        **vars(plan.counted.coefficients),
         shapes=shapes,
         ids={unit: [getattr(m, f"{unit}_ids").cpu() for m in microbatches] for unit in units},
         custom=[plan.weights(i, dtype) for i in range(len(shapes))] if is_custom else None,

@@ -3,8 +3,8 @@
 The weights follow the mask that the script passes to its loss function. They are right only if its
 sums are those that were counted, over the ranks that split its tokens:
 
-    sum_t m_t = M_s                                         of each sample
-    sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   of packs, after the first step
+    sum_t m_t = M_s                                         of each sample, in the first step
+    sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   of each microbatch, after it
 
 In the first step the tokens are compared, too, by fingerprints (see `reading.prints`): ranks may
 hold some twice and lack others, and forward steps may use those of another microbatch.
@@ -47,7 +47,7 @@ class MaskCheck(Extension):
 
     @contextmanager
     def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
-        # In the first step, also compare tokens, and sums of packs by sample.
+        # In the first step, also compare tokens, and sums by sample.
         verifies = bool(self.needs)
         copies, cp_size, cp = 1, call.groups.cp_size, call.groups.cp
         numbers: dict[int, list[_Number]] = {}  # by microbatch: see `_numbers`
@@ -111,16 +111,14 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
         yield (~legal).sum(), none
         return
     planned_S = term.mask_sums(x.i)
-    packed, follows = local.starts is not None, term.custom is None
-    if packed or not follows:
-        yield mask.sum(), planned_S.sum
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.
-    is_known = cp_size == 1 or local.copies > 1 or local.split is not None
-    if packed and follows and not (verifies and is_known):
-        yield w_T.sum(), functools.partial(torch.dot, term.coefficients(x.i), planned_S)
-    else:
+    known = local.starts is None or cp_size == 1 or local.copies > 1 or local.split is not None
+    if verifies and known:
         yield local.sums(mask), lambda: planned_S
-    if not follows:  # weights where the mask is 0
+    yield x.mask_sums[name], planned_S.sum
+    if term.custom is None:
+        yield w_T.sum(), functools.partial(torch.dot, term.coefficients(x.i), planned_S)
+    else:  # weights where the mask is 0
         yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), none
 
 

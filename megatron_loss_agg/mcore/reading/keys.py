@@ -112,7 +112,7 @@ def identified(microbatch: Any, batch: Any) -> Any:
         return microbatch
     number = microbatch.loss_mask.numel()
     token_ids = [x for x in given if holds_integers(x) and x.numel() == number]
-    return dataclasses.replace(microbatch, token_ids=token_ids)
+    return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
 
 
 def listed_in_full(microbatches: Any, number: int) -> list[Any]:
