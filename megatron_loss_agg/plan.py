@@ -174,13 +174,8 @@ class StepPlan(StepCoefficients):
                     "use StepPlan.build"
                 )
         (counted,) = count_step({"": local}, group)
-        return cls(
-            **vars(counted.coefficients),
-            aggregation=agg,
-            microbatches=(),
-            active_tokens=(),
-            counted=counted,
-        )
+        known = vars(counted.coefficients)
+        return cls(**known, aggregation=agg, microbatches=(), active_tokens=(), counted=counted)
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -222,11 +217,9 @@ class StepPlan(StepCoefficients):
         """
         known = {"step", "microbatch", "sample", *self.groups_by_unit}
         if unit not in known:
-            raise GroupError(
-                f"no sums by {unit!r} in this plan; expected one of {', '.join(sorted(known))}"
-            )
-        sums_S = self.counted.table.group_sums(unit)[self.counted.own]
-        return self._of_microbatch(sums_S, i)
+            expected = ", ".join(sorted(known))
+            raise GroupError(f"no sums by {unit!r} in this plan; expected one of {expected}")
+        return self._of_microbatch(self.counted.table.group_sums(unit)[self.counted.own], i)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
