@@ -1,4 +1,4 @@
-"""The order of all tests."""
+"""The order of all tests, and which need Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,3 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     folders = {item: item.path.relative_to(tests).parts[0] for item in items}
     items.sort(key=lambda i: LONG.index(folders[i]) if folders[i] in LONG else len(LONG))
+    for item in items:
+        if folders[item] == "host":
+            item.add_marker("host")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss
+from tests.host import gpt, parallel_state
 
 
 def without_mask(stock: Any, mask: Tensor) -> Any:
@@ -40,11 +41,9 @@ def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any
     return lambda stock, mask: functools.partial(stock, change(mask))
 
 
-def of_terms(iterator: Any, model: Any, names: Iterable[str]) -> Any:
-    """Terms of these names, all of the same losses."""
-    from tests.host import gpt
-
-    losses, loss_func = gpt.forward_step(iterator, model)
+def of_terms(iterator: Any, model: Any, names: Iterable[str], step: Any = None) -> Any:
+    """Terms of these names, all of the same losses: those of a forward step."""
+    losses, loss_func = (step or gpt.forward_step)(iterator, model)
     return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
 
 
@@ -67,10 +66,14 @@ def without_the_last(batch: Any) -> Microbatch:
     return Microbatch(batch["loss_mask"][:, :-1])
 
 
+def samples_alone(batch: Any) -> LateMicrobatch:
+    """A reader of rows or a pack, whose mask the model makes."""
+    offsets = batch.get("cu_seqlens")
+    return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
+
+
 def transposed(iterator: Any, model: Any) -> Any:
     """As of a model whose output is [seq, samples]."""
-    from tests.host import gpt
-
     losses, loss_func = gpt.forward_step(iterator, model)
     (mask,) = loss_func.args
     return losses.T, functools.partial(loss_func.func, mask.T.contiguous())
@@ -79,8 +82,6 @@ def transposed(iterator: Any, model: Any) -> Any:
 def packed_call(iterator: Any, model: Any, by_position: bool = False) -> Any:
     """Calls the model with packed sequences, whatever the batch says."""
     from megatron.core.packed_seq_params import PackedSeqParams
-
-    from tests.host import gpt
 
     batch = gpt.received(iterator)
     tokens, mask = batch["tokens"].view(1, -1), batch["loss_mask"]
@@ -98,8 +99,6 @@ def packed_call(iterator: Any, model: Any, by_position: bool = False) -> Any:
 
 def edits_its_mask(iterator: Any, model: Any) -> Any:
     """Shifts the mask of the batch in place before it is used."""
-    from tests.host import gpt
-
     batch = next(iterator)
     batch["loss_mask"].copy_(batch["loss_mask"].roll(1, dims=-1))
     batch["loss_mask"][..., 0] = 0
@@ -108,16 +107,12 @@ def edits_its_mask(iterator: Any, model: Any) -> Any:
 
 def draws_twice(iterator: Any, model: Any) -> Any:
     """Takes two batches for a microbatch, and uses the second."""
-    from tests.host import gpt
-
     next(iterator)
     return gpt.forward_step(iterator, model)
 
 
 def past_the_model(iterator: Any, model: Any) -> Any:
     """Computes losses with the model's layers, and without the model's own call."""
-    from tests.host import gpt
-
     mask = next(iterator)["loss_mask"]
     weight = next(model.parameters())
     return weight.sum() + torch.zeros_like(mask), functools.partial(gpt.stock_loss_func, mask)
@@ -125,8 +120,6 @@ def past_the_model(iterator: Any, model: Any) -> Any:
 
 def with_labels(iterator: Any, model: Any, **change: Any) -> Any:
     """The model computes the losses, as in Megatron's scripts; with other arguments than these."""
-    from tests.host import gpt
-
     tokens, labels, mask, packed = gpt.local_batch(iterator)
     given = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed, **change}
     losses = model(tokens, gpt.positions_like(tokens), None, **given)
@@ -149,10 +142,6 @@ def of_parts(
     """
 
     def forward_step(iterator: Any, model: Any) -> Any:
-        from megatron.core import parallel_state
-
-        from tests.host import gpt
-
         batch = next(iterator)
         size = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()

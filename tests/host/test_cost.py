@@ -16,12 +16,11 @@ from torch import Tensor
 from megatron_loss_agg import LossAggregation, Term
 from megatron_loss_agg.mcore import LossHook
 from tests.core.operations import WAITS, Operations
+from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Case, models_of, take
 from tests.host.harness import TOPOLOGIES, run_host_ranks
 from tests.host.scripts import of_terms
 from tests.host.steps import PLACES, aggregation, batch_of, sequences
-
-pytestmark = pytest.mark.host
 
 FEW, MANY = 2, 12  # samples a microbatch
 
@@ -32,8 +31,6 @@ def batch(samples: int, layout: str) -> dict[str, Any]:
 
 def counted_on_host() -> dict[Any, Any]:
     """Every rank, DP 2: operations of one microbatch's loss, and all-gathers of one step."""
-    from tests.host import gpt
-
     gpt.initialize()
     ddp = gpt.ddp_model()
     losses: list[list[str]] = []
@@ -87,10 +84,7 @@ def test_a_term_more_costs_its_weights_its_sum_and_its_report(counted, layout, m
 
 def bytes_before_the_schedule(samples: int) -> int:
     """Every rank, TP 2, of which the first alone reads: what is broadcast of the step's plan."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from torch.distributed import distributed_c10d
-
-    from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)
     names = ("policy", "kl")
@@ -105,7 +99,7 @@ def bytes_before_the_schedule(samples: int) -> int:
 
     def schedule(**arguments: Any) -> Any:
         before[0] = sent[0]
-        return get_forward_backward_func()(**arguments)
+        return pipeline_parallel.get_forward_backward_func()(**arguments)
 
     data = iter([batch(samples, "thd")]) if gpt.reads_data() else None
     with mock.patch.object(distributed_c10d, "broadcast", counting):

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout
+from tests.host import gpt
 from tests.host.harness import error_of, run_host_ranks
-
-pytestmark = pytest.mark.host
 
 
 def test_nothing_changes_before_enable() -> None:
@@ -115,8 +114,6 @@ def attention(cp: int, **config: Any) -> Any:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from tests.host import gpt
 
     gpt.initialize(cp)
     torch.set_default_dtype(torch.float64)

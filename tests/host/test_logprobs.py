@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron_loss_agg import policy, weighted_sum
 from megatron_loss_agg.mcore import logprobs
+from tests.host import gpt
 from tests.host.harness import error_of, run_host_ranks
-
-pytestmark = pytest.mark.host
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
 F64 = torch.float64
@@ -67,8 +66,6 @@ def taken(functions: Any, tp: int, kind: str, temperature: float) -> dict[str, l
 
 
 def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
-    from tests.host import gpt
-
     gpt.initialize(tensor_model_parallel_size=tp)
     with gpt.KeepDouble():
         return [taken(ours, tp, *case) for case in CASES]
@@ -89,8 +86,6 @@ def against_megatron(dtype: torch.dtype) -> list[list[Tensor]]:
     """Value and gradient of Megatron's own cross entropy, negated, and of ours."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from tests.host import gpt
-
     gpt.initialize(tensor_model_parallel_size=2)
     logits, labels, pull, _ = data()
     results = []
@@ -110,8 +105,6 @@ def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
 
 def overwritten() -> list[str | None]:
     """One rank: which calls leave logits as they were; and the errors of those that did not."""
-    from tests.host import gpt
-
     gpt.initialize()
     labels, kept = torch.zeros(2, 1, dtype=torch.int64), torch.randn(2, 1, 5)
     logits, halved = kept.clone(), kept.bfloat16()
@@ -140,8 +133,6 @@ def test_overwritten_logits_are_refused() -> None:
 
 def unusable() -> tuple[list[list[float]], list[str | None]]:
     """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts; errors."""
-    from tests.host import gpt
-
     gpt.initialize()
     w, labels = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
     rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
@@ -184,7 +175,6 @@ def peaks(dtype: torch.dtype) -> dict[str, float]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from benchmarks.memory import LiveBytes
-    from tests.host import gpt
 
     gpt.initialize(tensor_model_parallel_size=2)
     tokens, vocab = 64, 4096

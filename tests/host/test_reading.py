@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Audit, Loop, LossHook, Prefetch, read_batch
 from tests.core.operations import Operations
+from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
@@ -31,8 +32,6 @@ from tests.host.steps import (
     sequences,
     weights_of,
 )
-
-pytestmark = pytest.mark.host
 
 PATIENCE = 30.0  # seconds until a test that would hang fails
 
@@ -183,8 +182,6 @@ def errors_of_run(wanted: list[Gradient]) -> dict[tuple[str, bool], list[float]]
     """One rank, for each iterator in each loop: each step's gradient error."""
     from megatron.core import rerun_state_machine
 
-    from tests.host import gpt, gradients
-
     gpt.initialize()
     rerun_state_machine.initialize_rerun_state_machine()
     model = gpt.ddp_model()
@@ -225,8 +222,6 @@ def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
     """As in pretrain_gpt.py under ``--check-for-spiky-loss``."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    from tests.host import gpt
-
     machine = get_rerun_state_machine()
     loss, *others = gpt.stock_loss_func(loss_mask, output)
     machine.validate_result(
@@ -244,8 +239,6 @@ def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
 def reruns_on_host() -> dict[str, list[Tensor]]:
     """Every rank, DP 2: the gradients of each run of two usual steps and of a spiky one."""
     from megatron.core import rerun_state_machine
-
-    from tests.host import gpt, gradients
 
     gpt.initialize()
     ddp, hook = gpt.ddp_model(), LossHook(aggregation("prompt_mean"))
@@ -294,8 +287,6 @@ def read_step(iterator: Any, number: int) -> list[Microbatch]:
 
 
 def one_by_one(iterator: Iterator[Any], model: Any) -> Any:
-    from tests.host import gpt
-
     before = len(DRAWN)
     made = gpt.forward_step(iterator, model)
     assert len(DRAWN) == before + 1
@@ -304,8 +295,6 @@ def one_by_one(iterator: Iterator[Any], model: Any) -> Any:
 
 def emptying(iterator: Iterator[Any], model: Any) -> Any:
     """As scripts that put their part of the tokens into the batch, it changes the batch."""
-    from tests.host import gpt
-
     batch = next(iterator)
     kept = dict(batch)
     batch.clear()
@@ -325,29 +314,21 @@ def test_a_step_at_hand_and_a_changed_batch_of_an_evaluation_are_exact(name: str
 
 
 def outputs(iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
     return gpt.forward_step(iterator, model)[0], None
 
 
 def log_probs(iterator: Any, model: Any) -> Any:
     """A loss function without a mask."""
-    from tests.host import gpt
-
     losses, _ = gpt.forward_step(iterator, model)
     return losses, lambda output: (output.sum(), {"log_probs": output.detach()})
 
 
 def collecting(iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
     losses, _ = gpt.forward_step(iterator, model)
     return losses, lambda output, non_loss_data: output if non_loss_data else None
 
 
 def frozen(iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
     output, loss_func = gpt.forward_step(iterator, model)
     return output.detach(), loss_func
 
@@ -363,8 +344,6 @@ LEFT: dict[str, tuple[Any, dict[str, bool]]] = {
 
 def left_to_the_host(cp: int) -> dict[str, list[tuple[Any, ...]]]:
     """Every rank: what becomes of calls without a hook, and with one."""
-    from tests.host import gpt
-
     gpt.initialize(cp=cp)
     model = gpt.ddp_model()
 

@@ -22,8 +22,6 @@ from tests.host import scripts
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn
 from tests.host.steps import Counted, batches
 
-pytestmark = pytest.mark.host
-
 Batch = dict[str, Any]
 STEP: tuple[dict[str, Any], ...] = ({},)
 CHANGED = "MaskError: the loss function's mask is not this rank's part ... read_batch"

@@ -29,14 +29,12 @@ from megatron_loss_agg.mcore import (
     read_batch,
     read_samples,
 )
-from megatron_loss_agg.mcore.extensions import with_checks
-from megatron_loss_agg.mcore.hook import Hook
-from tests.host import scripts
+from megatron_loss_agg.mcore.extensions import with_checks  # each alone
+from megatron_loss_agg.mcore.hook import Hook  # has no checks by itself
+from tests.host import gpt, pipeline_parallel, scripts
 from tests.host.harness import TOPOLOGIES
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn, thd
 from tests.host.steps import Counted, aggregation
-
-pytestmark = pytest.mark.host
 
 PACKS = {"topology": "cp2", "data": partial(Counted, layout="thd")}
 EMPTY = partial(Counted, active=())
@@ -180,8 +178,6 @@ def failing_loop(hook: LossHook) -> None:
 
 def of_another_hook(hook: LossHook) -> None:
     """A call on the gradients that another hook's call left."""
-    from tests.host import gpt
-
     model = gpt.ddp_model()
     for one in (hook_of("sum")(0), hook):
         gpt.run_step(one, model, Counted(0), Counted.N_MB, zero_grad=False)
@@ -209,19 +205,13 @@ CALLS = {
 
 def one_less(**arguments: Any) -> Any:
     """Megatron's schedule, for fewer microbatches than it is told."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     arguments["num_microbatches"] -= 1
-    return get_forward_backward_func()(**arguments)
+    return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
 def without_a_number(hook: LossHook, **bound: int) -> None:
     """A call without ``num_microbatches``, which a schedule may have already."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from tests.host import gpt
-
-    hook.wrap(partial(get_forward_backward_func(), **bound))(
+    hook.wrap(partial(pipeline_parallel.get_forward_backward_func(), **bound))(
         forward_step_func=gpt.forward_step,
         data_iterator=Counted(0),
         model=[gpt.ddp_model()],
@@ -233,7 +223,6 @@ def without_a_number(hook: LossHook, **bound: int) -> None:
 
 def in_group(size: int, iterator: Any, model: Any) -> Any:
     """Packs whose context-parallel group is one of their own, of ``size`` ranks."""
-    from tests.host import gpt
 
     def set_size(module: Any, args: Any, kwargs: Any) -> Any:
         packed = dataclasses.replace(kwargs["packed_seq_params"], local_cp_size=size)
@@ -309,8 +298,6 @@ def absent(topology: str) -> Row:
     last = TOPOLOGIES[topology].world_size - 1
 
     def run(hook: LossHook) -> None:
-        from tests.host import gpt
-
         if dist.get_rank() != last:
             gpt.run_step(hook, gpt.ddp_model(), Counted(0), Counted.N_MB)
 

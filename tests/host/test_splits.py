@@ -23,8 +23,6 @@ from tests.host.cases import Batch, Case, Found, run
 from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.refusals import Row, assert_told, hook_of
 
-pytestmark = pytest.mark.host
-
 LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
 TOKENS = sum(LENGTHS)
 LABELS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_loss_agg import CPLayout
 from megatron_loss_agg.mcore import TokenLoss
 from megatron_loss_agg.report import Sum
+from tests.host import gpt, parallel_state
 
 
 class Gathered(torch.autograd.Function):
@@ -50,8 +51,6 @@ class Consumed(torch.autograd.Function):
 
 def context_parallel() -> tuple[Any, int, int]:
     """The group, its size, and this rank's place."""
-    from megatron.core import parallel_state
-
     group = parallel_state.get_context_parallel_group()
     return group, dist.get_world_size(group), dist.get_rank(group)
 
@@ -98,8 +97,6 @@ def forward_step(
         metric: report the losses again, by the weights.
     """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    from tests.host import gpt
 
     batch = gpt.received(data_iterator)
     tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
