@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,6 +20,10 @@ from covertable import make
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
+from megatron_loss_agg.mcore import Loop, LossHook, read_batch
+from megatron_loss_agg.mcore.hook import Hook  # has no checks by itself
+from megatron_loss_agg.report import reduce_reports
+from tests.host import gpt, gradients, parallel_state, pipeline_parallel
 from tests.host.harness import EXACT, Topology, build_chunks, one_or_all, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import (
@@ -38,16 +42,15 @@ COVERS = os.environ.get("TEST_GRIDS") == "covering"
 Batch = dict[str, Any]
 
 
-def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows of one value of each axis: all of them; or under `COVERS` few, in which every
-    ``strength`` axes still have all combinations of their values.
-    """
-    rows = list(product(*(range(len(axis)) for axis in axes)))
-    if COVERS:
-        rows = sorted(
-            map(tuple, make([list(range(len(axis))) for axis in axes], strength=strength))
-        )
+def covering(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few rows of one value of each axis: every ``strength`` axes have all their combinations."""
+    rows = sorted(map(tuple, make([list(range(len(axis))) for axis in axes], strength=strength)))
     return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
+
+
+def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All rows; or under `COVERS` those of `covering`."""
+    return covering(strength, *axes) if COVERS else list(product(*axes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +101,10 @@ class Case:
         number = len(self.places[0])
         return f"{self.mode}{options}-{self.masks}-{dtype}-{self.layout}-{number}mb-{flag}"
 
+    def new_hook(self) -> Hook | None:
+        kind = LossHook if self.checked else Hook
+        return kind(self.terms or self.aggregation, **self.hook) if self.hooked else None
+
     def data(self, rank: int) -> Iterator[Batch]:
         """The batches of a data-parallel rank."""
         chosen = sequences(self.masks)
@@ -114,47 +121,62 @@ class Found(NamedTuple):
     reports: dict[str, float]  # of all microbatches and ranks; empty but on the last stage
 
 
-def expected_gradients(cases: Sequence[Case], model: str = "dense") -> list[Gradient]:
-    """The reference's, by the oracle's weights."""
-    losses = {case.loss: case.weights for case in cases}
-    gradients = {loss: reference(model).gradient(weights) for loss, weights in losses.items()}
-    return [gradients[case.loss] for case in cases]
+@functools.cache
+def _gradient(loss: tuple[Any, ...], model: str) -> Gradient:
+    """The reference's, by the oracle's weights; of `Case.loss`."""
+    mode, options, masks, places = loss
+    return reference(model).gradient(weights_of(mode, places, masks, **dict(options)))
 
 
 def run(
     topology: Topology, cases: Sequence[Case], expected: Sequence[Gradient] | None = None
 ) -> dict[Case, list[Found]]:
     """Every case on every rank; the gradients that are expected are the reference's by default."""
-    gradients = expected_gradients(cases, topology.model) if expected is None else expected
-    given = topology, list(cases), list(gradients)
+    if expected is None:
+        expected = [_gradient(case.loss, topology.model) for case in cases]
+    given = topology, list(cases), list(expected)
     ranks = run_host_ranks(_on_rank, topology.world_size, *given, timeout=600)
     assert len(ranks) == topology.world_size
     return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
 
 
-def assert_exact(topology: Topology, cases: Sequence[Case]) -> None:
-    """Every rank's gradient and the reported losses, of fp64 cases with the stock loss function."""
-    of_model = reference(topology.model)
-    for case, ranks in run(topology, cases).items():
-        tokens = weights_of("token_mean", case.places, case.masks)
-        losses = {"lm": tokens, case.mode: case.weights}
-        wanted = {f"{name} loss": of_model.loss(weights) for name, weights in losses.items()}
-        assert any(found.reports for found in ranks), case.name
-        for found in ranks:
-            assert case.call.get("forward_only") or found.error <= EXACT, case.name
-            assert found.reports in ({}, pytest.approx(wanted, rel=EXACT)), case.name
+Expected = tuple[Gradient, dict[str, float]]
+"""A gradient, and what is reported besides other things."""
+
+
+def by_the_oracle(case: Case, model: str = "dense") -> Expected:
+    """Of the stock loss function: the reference's, by the oracle's weights."""
+    tokens = weights_of("token_mean", case.places, case.masks)
+    losses = {"lm": tokens, case.mode: case.weights}
+    reports = {f"{name} loss": reference(model).loss(weights) for name, weights in losses.items()}
+    return _gradient(case.loss, model), reports
+
+
+def assert_exact(
+    topology: Topology,
+    cases: Sequence[Case],
+    expected: Callable[[Case], Expected] | None = None,
+) -> None:
+    """Every rank's gradient and reports, of fp64 cases; by default `by_the_oracle`."""
+    of = expected or functools.partial(by_the_oracle, model=topology.model)
+    wanted = {case: of(case) for case in cases}
+    found = run(topology, cases, [gradient for gradient, _ in wanted.values()])
+    for case, ranks in found.items():
+        reports = wanted[case][1]
+        assert not reports or any(rank.reports for rank in ranks), case
+        for rank in ranks:
+            assert case.call.get("forward_only") or rank.error <= EXACT, case
+            ours = {key: rank.reports.get(key) for key in reports}
+            assert not rank.reports or ours == pytest.approx(reports, rel=EXACT), case
 
 
 def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) -> list[Found]:
-    from megatron_loss_agg.mcore import Loop
-    from tests.host import gradients
-
     models = models_of(topology)
     hooks: dict[Case, Any] = {}
     found = []
     for case, gradient in zip(cases, expected, strict=True):
         chunks = models(case)
-        hooks[case] = hooks[case.after] if case.after else _hook_of(case)
+        hooks[case] = hooks[case.after] if case.after else case.new_hook()
         reports = take(case, topology, chunks, hooks[case])
         loop = case.hook.get("loop", Loop())
         found.append(
@@ -165,8 +187,6 @@ def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) ->
 
 def models_of(topology: Topology) -> Callable[[Case], list[Any]]:
     """Called on a rank: the model chunks of a case, built once for cases that can share them."""
-    from tests.host import gpt
-
     gpt.initialize(**topology.sizes)
     built: dict[str, list[Any]] = {}
 
@@ -179,22 +199,11 @@ def models_of(topology: Topology) -> Callable[[Case], list[Any]]:
     return chunks_of
 
 
-def _hook_of(case: Case) -> Any:
-    from megatron_loss_agg.mcore import LossHook
-    from megatron_loss_agg.mcore.hook import Hook
-
-    kind = LossHook if case.checked else Hook
-    return kind(case.terms or case.aggregation, **case.hook) if case.hooked else None
-
-
 def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) -> list[Any]:
     """Take the step, which leaves its gradient in ``chunks``; return its reports."""
-    from megatron_loss_agg.mcore import read_batch
-    from tests.host import gpt
-
     torch.set_default_dtype(case.dtype)
     rank, reads = gpt.data_rank(), gpt.reads_data()
-    hook = hook or _hook_of(case)
+    hook = hook or case.new_hook()
     options = {"forward_step_func": case.step or gpt.forward_step, **case.call}
     with torch.set_grad_enabled(not case.call.get("forward_only")):
         for _ in range(case.times):
@@ -206,6 +215,21 @@ def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) ->
             else:
                 reports = step(len(case.places[rank]))
     return reports
+
+
+def evaluate(
+    case: Case, calls: Sequence[Places], topology: Topology, chunks: list[Any], hook: Any
+) -> dict[str, float]:
+    """What Megatron's ``evaluate`` makes of the reports of calls, each of other samples."""
+    schedule = hook.wrap(pipeline_parallel.get_forward_backward_func())  # of one evaluation
+    way = {"hooked": False, "call": {"forward_only": True, "schedule": schedule}}
+    of_calls = [take(replace(case, places=x, **way), topology, chunks) for x in calls]
+    every = [report for reports in of_calls for report in reports]
+    keys = sorted({key for report in every for key in report})
+    if case.hook.get("loop", Loop()).averages_quotients:
+        means = [reduced(reports, averages_quotients=True) for reports in of_calls]
+        return {key: sum(of[key] for of in means) / len(calls) for key in keys}
+    return {key: gpt.reported([x for x in every if key in x], key) for key in keys}
 
 
 def in_calls(
@@ -223,11 +247,6 @@ def reduced(reports: list[dict[str, Any]], averages_quotients: bool = False) -> 
     """Of all microbatches and ranks: pairs as Megatron's training loop reduces them, or as its
     evaluation does under ``--sft``; and metrics as the package does.
     """
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.report import reduce_reports
-    from tests.host import gpt
-
     if not all(isinstance(x, Tensor) for report in reports for x in report.values()):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return reduce_reports(reports, group)

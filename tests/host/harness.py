@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.distributed import run_ranks
-from tests.host.steps import Places, batches
+from tests.host import gpt
 
 run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
 """`run_ranks` on ranks that have the real Megatron-Core imported, on the CPU."""
@@ -19,17 +19,21 @@ run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
 EXACT = 1e-14
 """Bound of a gradient's error in fp64, norm-wise and relative to the fp64 reference."""
 
+DEEP = {"num_layers": 4}  # two chunks on each of two pipeline stages
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "none",
+    "add_bias_linear": False,
+}
 # What decides the parameters of each model.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "deep": {"num_layers": 4},  # two chunks on each of two pipeline stages
-    "moe": {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_router_dtype": "fp64",
-        "moe_router_load_balancing_type": "none",
-        "add_bias_linear": False,
-    },
+    "shallow": {"num_layers": 1},
+    "deep": DEEP,
+    "moe": MOE,
+    "deep-moe": {**MOE, **DEEP},
 }
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -108,8 +112,6 @@ def build_chunks(
     topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64, **more: Any
 ) -> list[Any]:
     """This rank's model chunks in DDP, connected as `megatron.training` connects them."""
-    from tests.host import gpt
-
     stages = range(topology.chunks) if topology.chunks > 1 else [None]
     config = {**MODELS[topology.model], **topology.config, **more}
     models = [gpt.build(dtype, per_token, stage, **config) for stage in stages]
@@ -120,16 +122,6 @@ def build_chunks(
             if topology.aligned:
                 model.config.grad_sync_func = one_or_all([ddp.start_grad_sync for ddp in chunks])
     return chunks
-
-
-def data_for(topology: Topology, places: Places, layout: str, masks: str = "01") -> Any:
-    """What stock scripts give the schedule: data on the first tensor-parallel rank alone."""
-    from tests.host import gpt
-
-    place, reads = places[gpt.data_rank()], gpt.reads_data()
-    return one_or_all(
-        [batches(place, layout, masks) if reads else None for _ in range(topology.chunks)]
-    )
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:

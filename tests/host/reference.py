@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.host import gpt
 from tests.host.harness import MODELS, run_host_ranks
 from tests.host.steps import Weights, sequences
 
@@ -45,6 +46,12 @@ def reference(model: str = "dense") -> Reference:
     return Reference(*run_host_ranks(_tokens, 1, MODELS[model])[0])
 
 
+def gradient_of(loss: Tensor, model: torch.nn.Module) -> Gradient:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+    return dict(zip(names, found, strict=True))
+
+
 def relative_error(got: Gradient, expected: Gradient) -> float:
     """Norm-wise over all parameters, in fp64; absolute where no gradient is expected."""
     difference = sum((got[n].double() - g.double()).square().sum() for n, g in expected.items())
@@ -54,19 +61,12 @@ def relative_error(got: Gradient, expected: Gradient) -> float:
 
 def _tokens(config: dict[str, Any]) -> tuple[list[Tensor], list[Gradient]]:
     """One process: the two fields of `Reference`."""
-    from tests.host import gpt
-
     gpt.initialize()
     model = gpt.build(**config)
-    names, parameters = zip(*model.named_parameters(), strict=True)
     losses, gradients = [], []
     for sequence in sequences():
         of_sample = gpt.plain_losses(model, sequence)
-        rows = [
-            torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-            for loss in of_sample
-        ]
+        of_tokens = [gradient_of(loss, model) for loss in of_sample]
         losses.append(of_sample.detach())
-        columns = zip(*rows, strict=True)
-        gradients.append({n: torch.stack(c) for n, c in zip(names, columns, strict=True)})
+        gradients.append({n: torch.stack([g[n] for g in of_tokens]) for n in of_tokens[0]})
     return losses, gradients

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import LossHook
+from tests.host import gpt
 from tests.host.cases import Case, in_calls, models_of
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
@@ -96,10 +97,15 @@ def assert_told(module: str, name: str) -> None:
         error, says = errors[name], row.on_rank.get(rank, row.says)
         assert (error is None) == (not says), (rank, error)
         if error is not None:
-            kind, _, text = says.partition(": ")
-            assert error.startswith(f"{kind}: "), (rank, error)
-            assert [part for part in text.split(" ... ") if part not in error] == [], (rank, error)
-            assert "tensor(" not in error
+            assert_says(error, says)
+
+
+def assert_says(error: str, says: str) -> None:
+    """As `Row.says`."""
+    kind, _, text = says.partition(": ")
+    assert error.startswith(f"{kind}: "), error
+    assert [part for part in text.split(" ... ") if part not in error] == [], error
+    assert "tensor(" not in error
 
 
 def _rows(module: str) -> dict[str, Row]:
@@ -121,8 +127,6 @@ def _errors(module: str, topology: str) -> dict[str, str | None]:
 
 def _run(row: Row, models: Callable[[Case], Any]) -> None:
     """``row`` on this rank."""
-    from tests.host import gpt
-
     torch.set_default_dtype(row.dtype)
     hook = row.hook(dist.get_rank())
     if row.run is not None:

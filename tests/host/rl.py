@@ -22,7 +22,8 @@ from megatron_loss_agg.policy import (
     token_entropy,
 )
 from megatron_loss_agg.report import Max, Mean, Min, Sum
-from tests.host import whole
+from tests.host import gpt, whole
+from tests.host.reference import gradient_of
 from tests.host.steps import Sequence, aggregation, sequences, weights_of
 
 TERMS = {
@@ -60,8 +61,6 @@ def forward_step(
 ) -> tuple[Tensor, TokenLoss]:
     """The policy step; with a ``kind`` of `whole.gathered`, every rank holds all its losses."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    from tests.host import gpt
 
     batch = gpt.received(data_iterator)
     tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
@@ -121,8 +120,6 @@ def plain(model: Any, sequence: Sequence) -> dict[str, Tensor]:
 
 def reference() -> tuple[Any, dict[str, float]]:
     """One process: the gradient of the whole loss, and every number that is reported."""
-    from tests.host import gpt
-
     gpt.initialize()
     model = gpt.build()
     of_samples = [plain(model, sequence) for sequence in sequences()]
@@ -133,10 +130,8 @@ def reference() -> tuple[Any, dict[str, float]]:
         weights = [w for _, of in weights_of(term.aggregation.mode, everything) for w in of]
         sums[name] = (torch.tensor(weights) * x[name]).sum()
     total = sum(TERMS[name].coefficient * value for name, value in sums.items())
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    gradient = dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
     mask, ratio = x["mask"], x["ratio"][x["mask"] > 0]
-    return gradient, {
+    return gradient_of(total, model), {
         **{f"{name} {what}": float(v) for name, v in sums.items() for what in ("loss", "again")},
         "loss": float(total),
         "clip_fraction": float((x["clipped"] * mask).sum() / mask.sum()),

@@ -36,13 +36,9 @@ PLACES: dict[int, Places] = {
     2: (((5,), (0, 1), (2,), (3,)), ((4,), (6, 7), (8,), (9,))),
 }
 N_MB = 4
-# A few aggregations, and their options: `test_gradients` has them all.
-MODES: dict[str, dict[str, Any]] = {
-    "token_mean": {},
-    "sample_mean": {},
-    "prompt_mean": {},
-    "constant": {"divisor": 7.0},
-}
+# One coefficient for all samples, and one for each of the groups that lie on several ranks:
+# `test_gradients` has all aggregations.
+MODES = ("token_mean", "prompt_mean")
 
 
 @dataclass(frozen=True)
@@ -108,15 +104,12 @@ def aggregation(mode: str, **options: Any) -> LossAggregation:
 def weights_of(mode: str, places: Places, masks: str = "01", **options: Any) -> Weights:
     """The oracle's weights of ``aggregation(mode)`` over the step ``places``."""
     chosen = sequences(masks)
-    order = [i for rank in places for microbatch in rank for i in microbatch]
     if mode == "custom":
+        order = [i for rank in places for of_mb in rank for i in of_mb]
         return [(i, [m * m / len(order) for m in chosen[i].sample.mask]) for i in order]
     if mode == "constant":
         options.setdefault("divisor", 7.0)
-    step = [[[chosen[i].sample for i in place] for place in rank] for rank in places]
-    nested = oracle.step_weights(mode, step, **options)
-    flat = [sample for rank in nested for microbatch in rank for sample in microbatch]
-    return list(zip(order, flat, strict=True))
+    return weights_with(mode, places, lambda i, _: chosen[i].sample, **options)
 
 
 def weights_with(

@@ -17,13 +17,12 @@ from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
 from tests import oracle
-from tests.host.cases import Batch, Case, run
-from tests.host.harness import EXACT, TOPOLOGIES
-from tests.host.reference import Gradient, reference
+from tests.host import gpt
+from tests.host.cases import Batch, Case, Expected, assert_exact
+from tests.host.harness import TOPOLOGIES
+from tests.host.reference import reference
 from tests.host.scripts import by_sample
-from tests.host.steps import PLACES, Places, batch_of, sequences, weights_with
-
-pytestmark = pytest.mark.host
+from tests.host.steps import Places, batch_of, sequences, weights_with
 
 V = (0.5, 2.0, 1.0, 0.0, 0.25, 3.0, 1.0, 0.125, 1.5, 1.0)
 DATASETS = (2, 0, 1, 2, 0, 5, 1, 1, 0, 2)  # 5: the sample without tokens is alone
@@ -38,12 +37,13 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def expected(mode: str, options: dict[str, Any]) -> Gradient:
+def expected(case: Case) -> Expected:
     def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
-        weight = V[i] if "sample_weights" in options else 1.0
+        weight = V[i] if "sample_weights" in case.options else 1.0
         return dataclasses.replace(sequences()[i].sample, dataset=DATASETS[i], weight=weight)
 
-    return reference().gradient(weights_with(mode, PLACES[2], sample, **options))
+    weights = weights_with(case.mode, case.places, sample, **case.options)
+    return reference().gradient(weights), {f"{case.mode} loss": reference().loss(weights)}
 
 
 def with_datasets(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -71,9 +71,7 @@ def test_weights_by_sample_and_data_sets_are_exact(layout: str, per_token: bool)
         )
         for mode, options in OPTIONS
     ]
-    gradients = [expected(*given) for given in OPTIONS]
-    for case, ranks in run(TOPOLOGIES["dp2-cp2"], cases, gradients).items():
-        assert max(rank.error for rank in ranks) <= EXACT, case
+    assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
 
 
 LENGTH = 40  # of a pack: one item of the data set, which is padded at its end
@@ -101,8 +99,6 @@ def stacked(_: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 def forward_step(iterator: Any, model: Any) -> Any:
     """Several packs as the one long pack that the host calls its model with."""
-    from tests.host import gpt
-
     batch = next(iterator)
     ends = [row[: row.tolist().index(LENGTH) + 1] for row in batch["cu_seqlens"]]
     starts = torch.cat([torch.zeros(1), *(row[1:] + k * LENGTH for k, row in enumerate(ends))])
@@ -118,5 +114,4 @@ def test_stacked_packs_are_exact(name: str) -> None:
         Case(mode, places=places, per_token=per_token, **way)
         for mode, per_token in product(("token_mean", "sample_mean"), (False, True))
     ]
-    for case, ranks in run(TOPOLOGIES[topology], cases).items():
-        assert max(rank.error for rank in ranks) <= EXACT, case
+    assert_exact(TOPOLOGIES[topology], cases)

@@ -7,30 +7,21 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_loss_agg.mcore import DatasetReports, LossHook, RouterLosses, read_batch
-from tests.host.cases import Batch, Case, reduced
+from megatron_loss_agg.mcore import DatasetReports, RouterLosses, read_batch
+from tests.host import gpt
+from tests.host.cases import Batch, Case, evaluate, models_of, reduced, take
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.scripts import by_sample
-from tests.host.steps import (
-    EMPTY,
-    N_MB,
-    PLACES,
-    PROMPTS,
-    Places,
-    Weights,
-    aggregation,
-    weights_of,
-)
-
-pytestmark = pytest.mark.host
+from tests.host.steps import EMPTY, N_MB, PLACES, PROMPTS, Places, Weights, weights_of
 
 # Of each sample; a prompt's samples with tokens are of one. 5 has no token, and is never reported.
 DATASETS = (3, 3, 0, 12, 3, 5, 12, 3, 3, 0)
@@ -58,49 +49,38 @@ def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     return by_sample(batch, of_mb, **{key: DATASETS})
 
 
-def reported(topology: str) -> dict[Any, Any]:
+def case_of(mode: str, layout: str = "thd") -> Case:
+    hook = {"extensions": [DatasetReports()]}
+    return Case(mode, MODES[mode], layout=layout, batch=with_ids, hook=hook)
+
+
+def reported(name: str) -> dict[Any, Any]:
     """Every rank: what is reported by each step, and by an evaluation."""
-    from tests.host import gpt
-
-    gpt.initialize(**TOPOLOGIES[topology].sizes)
-    ddp, facts = gpt.ddp_model(), {}
-
-    def run(hook: LossHook, places: Places, layout: str, **options: Any) -> Any:
-        data = Case("", layout=layout, places=places, batch=with_ids).data(gpt.data_rank())
-        return gpt.run_step(hook, ddp, data, 2, **options)
-
+    topology, found = TOPOLOGIES[name], {}
+    chunks = models_of(topology)(case_of("sum"))
     for layout, mode in RUNS:
-        hook = LossHook(aggregation(mode, **MODES[mode]), extensions=[DatasetReports()])
-        trained = [reduced(run(hook, places, layout)) for places in STEPS]
-        with torch.no_grad():
-            calls = [run(hook, x, layout, forward_only=True) for x in EVALUATION]
-        every = [report for call in calls for report in call]
-        evaluated = {
-            key: gpt.reported([report for report in every if key in report], key)
-            for key in sorted({key for report in every for key in report})
-        }
-        facts[layout, mode] = trained, evaluated
-    facts["calls"] = of_calls(ddp)
-    return facts
+        case = case_of(mode, layout)
+        hook = case.new_hook()
+        steps = [take(replace(case, places=x), topology, chunks, hook) for x in STEPS]
+        evaluated = evaluate(case, EVALUATION, topology, chunks, hook)
+        found[layout, mode] = [*map(reduced, steps)], evaluated
+    found["calls"] = of_calls(chunks)
+    return found
 
 
-def of_calls(ddp: Any) -> list[tuple[Values, Values]]:
+def of_calls(chunks: Any) -> list[tuple[Values, Values]]:
     """What is reported by steps of two calls, with evaluations between them; and of one call."""
-    from tests.host import gpt
-
-    hook, other = (
-        LossHook(aggregation("sample_mean"), extensions=[DatasetReports()]) for _ in range(2)
-    )
+    hook, other = (case_of("sample_mean").new_hook() for _ in range(2))
     found = []
     for places in STEPS[::-1]:
-        batches = [*Case("", places=places, batch=with_ids).data(gpt.data_rank())]
+        batches = [*replace(case_of("sample_mean"), places=places).data(gpt.data_rank())]
         reports: list[Any] = []
         with hook.step([read_batch(batch) for batch in batches]):
             for batch in batches:
-                reports += gpt.run_step(hook, ddp, iter([batch]), 1, zero_grad=not reports)
+                reports += gpt.run_step(hook, chunks, iter([batch]), 1, zero_grad=not reports)
                 with torch.no_grad():
-                    gpt.run_step(hook, ddp, iter([batch]), 1, forward_only=True, zero_grad=False)
-        of_one_call = gpt.run_step(other, ddp, iter(batches), 2)
+                    gpt.run_step(hook, chunks, iter([batch]), 1, forward_only=True, zero_grad=False)
+        of_one_call = gpt.run_step(other, chunks, iter(batches), 2)
         found.append((reduced(reports), reduced(of_one_call)))
     return found
 

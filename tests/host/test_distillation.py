@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.mcore import Distillation, LossHook
+from tests.host import distillation, gpt, gradients
 from tests.host.cases import Found, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
 from tests.host.reference import Gradient, relative_error
+from tests.host.refusals import assert_says
 from tests.host.steps import Places, Weights, aggregation, weights_of
-
-pytestmark = pytest.mark.host
 
 # Two microbatches a rank, of unequal masks; one sample has no active token.
 PLACES: dict[int, Places] = {
@@ -37,9 +38,10 @@ REPORTS = {
 
 def by_hand(language: Weights, kd: Weights) -> list[Any]:
     """Of the teacher's top entries, and of its whole vocabulary."""
-    from tests.host import distillation as made
-
-    return [made.by_hand(language, kd, kl=kl) for kl in (made.sparse_kl, made.full_kl)]
+    return [
+        distillation.by_hand(language, kd, kl=kl)
+        for kl in (distillation.sparse_kl, distillation.full_kl)
+    ]
 
 
 @functools.cache
@@ -51,8 +53,6 @@ def expected(ranks: int, mode: str = MODE) -> Any:
 
 def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[Found]:
     """Every rank, for each layout and route."""
-    from tests.host import distillation, gpt, gradients
-
     gpt.initialize(**topology.sizes)
     places = PLACES[topology.data_parallel_size]
     found = []
@@ -97,8 +97,6 @@ def megatrons_own(data_iterator: Any, model: Any, folder: str) -> Any:
     """The model computes the losses, in fp32."""
     from megatron.training.distillation import LossFuncCallable
 
-    from tests.host import gpt
-
     tokens, labels, mask, _ = gpt.local_batch(data_iterator)
     losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
     loss = LossFuncCallable(folder)
@@ -108,9 +106,6 @@ def megatrons_own(data_iterator: Any, model: Any, folder: str) -> Any:
 def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
     """One rank: the errors of bad runs; and what is reported in evaluation."""
     from megatron.training.distillation import LossFuncCallable
-
-    from megatron_loss_agg.mcore import Distillation, LossHook
-    from tests.host import distillation, gpt
 
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
@@ -139,9 +134,7 @@ def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
 def test_a_loss_that_is_not_both_terms_is_refused_and_evaluation_has_one(tmp_path: Any) -> None:
     ((errors, evaluation),) = run_host_ranks(refusals, 1, str(tmp_path))
     for name, says in REFUSED.items():
-        kind, _, text = says.partition(": ")
-        assert errors[name].startswith(f"{kind}: "), errors[name]
-        assert [part for part in text.split(" ... ") if part not in errors[name]] == []
+        assert_says(errors[name], says)
     (_, numbers), _ = expected(1)
     wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
     assert evaluation == pytest.approx(wanted, rel=EXACT)
@@ -150,8 +143,6 @@ def test_a_loss_that_is_not_both_terms_is_refused_and_evaluation_has_one(tmp_pat
 def custom_loops(folder: str) -> list[Gradient]:
     """One rank: of the hook of the guide, the gradients of the host's loss and of the guide's."""
     from megatron.training.distillation import LossFuncCallable
-
-    from tests.host import distillation, gpt, gradients
 
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()

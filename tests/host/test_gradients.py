@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.host.cases import Case, grid, run
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, run_host_ranks
-from tests.host.reference import reference, relative_error
+from tests.host import gpt
+from tests.host.cases import Case, assert_exact, covering, grid, run
+from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
+from tests.host.reference import gradient_of, reference, relative_error
 from tests.host.steps import MODES, PLACES, Weights, deal, sequences
-
-pytestmark = pytest.mark.host
 
 LOSSES = [
     Case("token_mean"),
@@ -41,6 +40,7 @@ LOSSES = [
     Case("prompt_mean", masks="fractional"),
     Case("sample_mean", masks="fractional"),  # of which one sums to a quarter of a token
 ]
+MODEL = "shallow"  # there are many cases
 # Data parallel, context parallel; loss; dtype; layout; microbatches; the per-token flag.
 GRID = grid(
     3,
@@ -56,24 +56,21 @@ for (dp, cp), loss, dtype, layout, number, per_token in GRID:
 
 @functools.cache
 def errors(dp: int, cp: int) -> dict[Case, float]:
-    found = run(Topology(dp * cp, {"cp": cp}), list(CASES[dp, cp].values()))
+    found = run(Topology(dp * cp, {"cp": cp}, model=MODEL), list(CASES[dp, cp].values()))
     return {case: max(rank.error for rank in ranks) for case, ranks in found.items()}
 
 
 def unsplit_gradients(wanted: list[tuple[str, Weights]]) -> list[Any]:
     """One fp32 process: the gradients of whole steps, each of (masks, weights)."""
-    from tests.host import gpt
-
     gpt.initialize()
-    model = gpt.build(torch.float32)
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    model = gpt.build(torch.float32, **MODELS[MODEL])
     found = []
     for masks, weights in wanted:
         total = sum(
             (torch.tensor(w) * gpt.plain_losses(model, sequences(masks)[i])).sum()
             for i, w in weights
         )
-        found.append(dict(zip(names, torch.autograd.grad(total, parameters), strict=True)))
+        found.append(gradient_of(total, model))
     return found
 
 
@@ -84,7 +81,7 @@ def unsplit_fp32_errors() -> dict[tuple[Any, ...], float]:
     wanted = [(case.masks, case.weights) for case in steps.values()]
     (found,) = run_host_ranks(unsplit_gradients, 1, wanted)
     return {
-        loss: relative_error(got, reference().gradient(case.weights))
+        loss: relative_error(got, reference(MODEL).gradient(case.weights))
         for (loss, case), got in zip(steps.items(), found, strict=True)
     }
 
@@ -112,10 +109,9 @@ MORE = TOPOLOGIES.keys() - {"dp1", "dp2", "cp2", "dp2-cp2", "pp2-dp2-distributed
 def test_every_parallelism_of_the_host_is_exact(name: str) -> None:
     topology = TOPOLOGIES[name]
     places = PLACES[topology.data_parallel_size]
-    rows = grid(2, list(MODES), ("thd", "bshd"), topology.per_token_flags)
+    rows = covering(2, MODES, ("thd", "bshd"), topology.per_token_flags)
     of_rows = [
         Case(mode, layout=layout, places=places, per_token=per_token)
         for mode, layout, per_token in rows
     ]
-    for case, ranks in run(topology, of_rows).items():
-        assert max(rank.error for rank in ranks) <= EXACT, case.name
+    assert_exact(topology, of_rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import LateMicrobatch, read_samples
-from tests.host import whole
-from tests.host.cases import Batch, Case, run
-from tests.host.harness import EXACT, TOPOLOGIES
-from tests.host.reference import Gradient, reference
-from tests.host.scripts import of_terms
+from megatron_loss_agg.mcore import read_samples
+from tests.host import gpt, scripts, whole
+from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
+from tests.host.harness import TOPOLOGIES
+from tests.host.reference import reference
 from tests.host.steps import PLACES, aggregation, weights_of
-
-pytestmark = pytest.mark.host
 
 OPTIONS: dict[str, dict[str, Any]] = {"sum": {"divisor": 3.0}, "constant": {"divisor": 7.0}}
 SUMMED = ("sample_mean", "microbatch_mean")  # need sums of masks
@@ -42,16 +38,9 @@ def hidden(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 def forward_step(data_iterator: Any, model: Any, script: Any = None) -> Any:
     """`gpt.forward_step` or ``script``; shows the mask to the loss function alone."""
-    from tests.host import gpt
-
     batch = data_iterator and next(data_iterator)
     shown = batch and iter([{**batch, "loss_mask": batch["made"]}])
     return (script or gpt.forward_step)(shown, model)
-
-
-def count(batch: Any) -> LateMicrobatch:
-    offsets = batch.get("cu_seqlens")
-    return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
 
 
 def late(topology: str, mode: str, layout: str, per_token: bool, **more: Any) -> Case:
@@ -62,7 +51,7 @@ def late(topology: str, mode: str, layout: str, per_token: bool, **more: Any) ->
         places=PLACES[TOPOLOGIES[topology].data_parallel_size],
         per_token=per_token,
         batch=hidden,
-        hook={"read_batch": count if layout == "thd" else read_samples},
+        hook={"read_batch": scripts.samples_alone if layout == "thd" else read_samples},
         **{"step": forward_step, **more},
     )
 
@@ -74,7 +63,10 @@ WAYS_ON_CP2: list[dict[str, Any]] = [
     {"step": partial(forward_step, script=whole.script("reduced_grad"))},
     {"calls": (1, 3)},
 ]
-TWO_TERMS = {"terms": HALF, "step": partial(forward_step, script=partial(of_terms, names=HALF))}
+TWO_TERMS = {
+    "terms": HALF,
+    "step": partial(forward_step, script=partial(scripts.of_terms, names=HALF)),
+}
 
 
 def cases_of(topology: str) -> Iterator[Case]:
@@ -92,24 +84,17 @@ def cases_of(topology: str) -> Iterator[Case]:
             yield late(topology, "sample_mean", "bshd", per_token, **TWO_TERMS)
 
 
-def expected(case: Case) -> Gradient:
+def expected(case: Case) -> Expected:
     if not case.terms:
-        return reference().gradient(case.weights)
+        gradient, reports = by_the_oracle(case)
+        if case.step is not forward_step:  # a `TokenLoss` reports nothing by itself
+            del reports["lm loss"]
+        return gradient, reports
     half = [(k, [0.5 * x for x in w]) for k, w in weights_of("sum", case.places)]
-    return reference().gradient(case.weights + half)
+    reports = {"a loss": reference().loss(case.weights)}
+    return reference().gradient(case.weights + half), reports
 
 
 @pytest.mark.parametrize("topology", ["dp2", "cp2", "tp2-sp", "pp2"])
 def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str) -> None:
-    cases = [*cases_of(topology)]
-    found = run(TOPOLOGIES[topology], cases, [expected(case) for case in cases])
-    for case, ranks in found.items():
-        label = "a" if case.terms else case.mode
-        loss = reference().loss(case.weights)
-        tokens = reference().loss(dataclasses.replace(case, mode="token_mean", options={}).weights)
-        for error, reports in ranks:
-            assert error <= EXACT, case
-            if reports:
-                assert reports[f"{label} loss"] == pytest.approx(loss, rel=1e-13), case
-                assert reports.get("lm loss", tokens) == pytest.approx(tokens, rel=1e-13), case
-        assert reports  # of the last rank, which is on the last stage
+    assert_exact(TOPOLOGIES[topology], [*cases_of(topology)], expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import AggregationError, LossAggregation
-from megatron_loss_agg.mcore import Audit, LossHook, TokenLoss
-from tests.host.cases import Case, run
+from megatron_loss_agg.mcore import Audit, Loop, LossHook, TokenLoss
+from tests.host import gpt
+from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, run
 from tests.host.harness import TOPOLOGIES
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.steps import batches
-
-pytestmark = pytest.mark.host
 
 
 # Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
@@ -160,11 +160,10 @@ FORMS: dict[str, Form] = {
 
 def in_form(name: str, iterator: Any, model: Any) -> Any:
     """A forward step."""
-    from tests.host import gpt
-
     losses, loss_func = gpt.forward_step(iterator, model)
     (mask,) = loss_func.args
-    return FORMS[name].change(losses, mask), FORMS[name].make(mask)
+    form = (FORMS | MASKS)[name]
+    return form.change(losses, mask), form.make(mask)
 
 
 def test_a_masked_sum_or_mean_in_any_form_is_exact() -> None:
@@ -178,6 +177,54 @@ def test_a_masked_sum_or_mean_in_any_form_is_exact() -> None:
     ]
     for case, (found,) in run(TOPOLOGIES["dp1"], cases).items():
         assert found.error <= 1e-6, case.step
+
+
+# Other forms of the stock mask and losses; all mean the same. Of 529 active tokens: bf16 counts to
+# 256 one by one, uint8 to 255.
+MANY = (0, 8, 4) * 11 + (3,)
+DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64, torch.float32)
+MASKS: dict[str, Form] = {
+    **{
+        name: Form(lambda mask, change=change: functools.partial(gpt.stock_loss_func, change(mask)))
+        for name, change in {
+            "flat mask": Tensor.flatten,
+            "transposed in memory": lambda mask: mask.t().contiguous().t(),
+            **{f"{x}": lambda mask, x=x: mask.to(x) for x in DTYPES},
+        }.items()
+    },
+    **{
+        f"{x} where the mask is 0": Form(
+            lambda mask: functools.partial(gpt.stock_loss_func, mask),
+            change=lambda losses, mask, x=x: losses + torch.where(mask == 0, x, 0.0),
+        )
+        for x in (torch.nan, torch.inf)
+    },
+    # In another shape than the mask, and without a reduction.
+    "flat losses": Form(lambda mask: TokenLoss(lambda output: (output.flatten(), {}), mask)),
+}
+
+
+@pytest.mark.parametrize(
+    "mode, per_token", [("prompt_mean", False), ("prompt_mean", True), ("token_mean", True)]
+)
+def test_a_mask_of_any_dtype_and_masked_nan_or_infinity_change_nothing(
+    mode: str, per_token: bool
+) -> None:
+    way = {"layout": "bshd", "places": ((MANY,),), "hook": {"loop": Loop(of_megatron=True)}}
+    cases = {
+        Case(
+            mode, per_token=per_token, step=functools.partial(in_form, name), times=times, **way
+        ): name
+        for name, times in product(MASKS, (1, 2))
+    }
+
+    def expected(case: Case) -> Expected:
+        gradient, reports = by_the_oracle(case)
+        if cases[case] == "flat losses":  # which reports nothing by itself
+            del reports["lm loss"]
+        return gradient, reports
+
+    assert_exact(TOPOLOGIES["dp1"], [*cases], expected)
 
 
 ROWS = {

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from megatron_loss_agg import Term
 from megatron_loss_agg.mcore import MultiTokenPrediction
+from tests.host import gpt
 from tests.host.cases import Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
-from tests.host.reference import Gradient
+from tests.host.reference import Gradient, gradient_of
 from tests.host.scripts import with_labels
 from tests.host.steps import N_MB, PLACES, Weights, aggregation, sequences, weights_of
-
-pytestmark = pytest.mark.host
 
 DEPTHS, FACTOR = 2, 0.5
 CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
@@ -69,8 +68,6 @@ Step = list[tuple[str, Weights]]
 
 
 def oracle(step: Step) -> list[tuple[Gradient, list[float]]]:
-    from tests.host import gpt
-
     gpt.initialize()
     return alone(gpt.build(**CONFIG), step)
 
@@ -80,7 +77,6 @@ def alone(model: Any, step: Step) -> list[tuple[Gradient, list[float]]]:
 
     At depth d, the logits of position t predict label t + d, with the weight of that label.
     """
-    names, parameters = zip(*model.named_parameters(), strict=True)
     found = []
     for masks, weights in step:
         sums = [torch.zeros((), dtype=torch.float64) for _ in range(DEPTHS + 1)]
@@ -91,15 +87,12 @@ def alone(model: Any, step: Step) -> list[tuple[Gradient, list[float]]]:
                 losses = F.cross_entropy(logits[:kept], sequence.labels[depth:], reduction="none")
                 sums[depth] = sums[depth] + (w[depth:] * losses).sum()
         loss = sums[0] + FACTOR / DEPTHS * sum(sums[1:])
-        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-        found.append((dict(zip(names, gradients, strict=True)), [float(x) for x in sums]))
+        found.append((gradient_of(loss, model), [float(x) for x in sums]))
     return found
 
 
 def logits_of(model: Any, sequence: Any) -> list[Tensor]:
     """[tokens, vocabulary] of the main head, then of each depth; no loss of the host's is used."""
-    from tests.host import gpt
-
     seen: list[Tensor] = []
 
     def see(labels: Tensor, logits: Tensor) -> Tensor:

@@ -9,20 +9,18 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.mcore import read_samples
 from tests import oracle
+from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
-from tests.host.reference import relative_error
+from tests.host.reference import gradient_of, relative_error
 from tests.host.steps import PLACES, VOCAB, Places, weights_of
 from tests.host.test_late_masks import MODES, OPTIONS
 from tests.host.test_mtp import CASES, CONFIG, alone
-
-pytestmark = pytest.mark.host
 
 SIDE, PATCH = 4, 2  # of an image, and of its patches: four positions instead of its one token
 STEP: Places = (((0,), (1,)), ((2,), (3,)))  # numbers of batches
@@ -57,8 +55,6 @@ def llava_losses(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def llava_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    from tests.host import gpt
-
     losses, mask = llava_losses(model, next(data_iterator))
     return losses, partial(gpt.stock_loss_func, mask)
 
@@ -87,8 +83,6 @@ def llava_model(per_token: bool) -> Any:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from tests.host import gpt
 
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
@@ -119,24 +113,18 @@ def llava_model(per_token: bool) -> Any:
 
 def llava_errors() -> list[tuple[float, ...]]:
     """A rank, by case: the errors of the gradient and of both reports."""
-    from tests.host import gpt
-
     gpt.initialize()
     with gpt.KeepDouble():
         return [errors_of(case) for case in LLAVA]
 
 
 def errors_of(case: Case) -> tuple[float, ...]:
-    from tests.host import gpt
-
     model = llava_model(case.per_token)
     reports = reduced(take(case, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
     made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
-    names, parameters = zip(*model.named_parameters(), strict=True)
     loss = whole_loss(case.mode, made)
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, retain_graph=True)
-    found = {name: p.main_grad for name, p in zip(names, parameters, strict=True)}
-    error = relative_error(found, dict(zip(names, gradients, strict=True)))
+    found = {name: p.main_grad for name, p in model.named_parameters()}
+    error = relative_error(found, gradient_of(loss, model))
     shown = {"lm loss": whole_loss("token_mean", made), f"{case.mode} loss": loss}
     return error, *(abs(reports[key] / float(x) - 1) for key, x in shown.items())
 
@@ -165,8 +153,6 @@ def hybrid_error() -> float:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as mtp
     from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from tests.host import gpt, gradients
 
     gpt.initialize()
     norm, stack = LocalSpecProvider().layer_norm(), hybrid_stack()

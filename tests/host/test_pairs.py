@@ -6,9 +6,7 @@ the gradient of a token is the reference's, times the slope of the pair's loss, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from itertools import product
 from math import exp, log1p
 from typing import Any
 
@@ -20,14 +18,13 @@ from torch.nn.functional import log_softmax, logsigmoid
 from megatron_loss_agg import CPLayout, Microbatch, SequenceSum
 from megatron_loss_agg.mcore import TokenLoss
 from tests import oracle
-from tests.host.cases import Case, run
-from tests.host.harness import EXACT, TOPOLOGIES
+from tests.host import gpt
+from tests.host.cases import Case, Expected, assert_exact, covering
+from tests.host.harness import TOPOLOGIES
 from tests.host.reference import reference
 from tests.host.steps import PROMPTS, Places, sequences
 from tests.host.whole import context_parallel
 from tests.oracle import Sample
-
-pytestmark = pytest.mark.host
 
 BETA = 0.3
 # Pairs by data-parallel rank and microbatch; of one pair, an answer has no tokens.
@@ -51,8 +48,6 @@ def read(batch: dict[str, Tensor]) -> Microbatch:
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from tests.host import gpt
-
     batch = gpt.received(data_iterator)
     tokens, labels, _, packed = gpt.local_batch(iter([batch]))
     output = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
@@ -73,20 +68,18 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tenso
     return output, TokenLoss(compute, torch.ones(len(batch["prompt_ids"]) // 2), "reduced_grad")
 
 
-@functools.cache
-def expected(mode: str, ranks: int) -> tuple[Any, float]:
-    """The gradient and the loss of the step."""
+def expected(case: Case) -> Expected:
     step = [
         [[Sample((1.0,), prompt=PROMPTS[i]) for i in place[::2]] for place in rank]
-        for rank in PLACES[ranks]
+        for rank in case.places
     ]
     weights = [
         w
-        for rank in oracle.step_weights(mode, step, **MODES[mode])
+        for rank in oracle.step_weights(case.mode, step, **case.options)
         for microbatch in rank
         for (w,) in microbatch
     ]
-    order = [i for rank in PLACES[ranks] for place in rank for i in place]
+    order = [i for rank in case.places for place in rank for i in place]
     masks, losses = [s.sample.mask for s in sequences()], reference().losses
     pairs = zip(masks, losses, strict=True)
     log_prob = [-float(torch.tensor(m, dtype=x.dtype) @ x) for m, x in pairs]
@@ -96,7 +89,7 @@ def expected(mode: str, ranks: int) -> tuple[Any, float]:
         total += w * log1p(exp(-margin))
         slope = w * BETA / (1 + exp(margin))  # of the token losses of the chosen answer
         of_tokens += [(i, [slope * m for m in masks[i]]), (j, [-slope * m for m in masks[j]])]
-    return reference().gradient(of_tokens), total
+    return reference().gradient(of_tokens), {f"{case.mode} loss": total}
 
 
 @pytest.mark.parametrize("name", ["dp1", "dp2-cp2", "cp2", "pp2", "tp2"])
@@ -114,15 +107,8 @@ def test_losses_by_pair_are_exact(name: str) -> None:
             step=forward_step,
             times=2,  # the first step measures
         )
-        for (mode, options), layout, per_token in product(
-            MODES.items(), ("thd", "bshd"), (False, True)
+        for (mode, options), layout, per_token in covering(
+            2, [*MODES.items()], ("thd", "bshd"), (False, True)
         )
     ]
-    wanted = {case: expected(case.mode, ranks) for case in cases}
-    found = run(topology, cases, [gradient for gradient, _ in wanted.values()])
-    for case, of_ranks in found.items():
-        for error, reports in of_ranks:
-            assert error <= EXACT, case.name
-            if reports:
-                loss = reports[f"{case.mode} loss"]
-                assert loss == pytest.approx(wanted[case][1], rel=1e-12), case.name
+    assert_exact(topology, cases, expected)

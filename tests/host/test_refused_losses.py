@@ -25,8 +25,6 @@ from tests.host import scripts, whole
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
 from tests.host.steps import Counted, batches
 
-pytestmark = pytest.mark.host
-
 
 # Masks that the model makes.
 def mask_of(value: float, ranks: tuple[int, ...] = (0, 1)) -> Any:
@@ -41,17 +39,12 @@ def mask_of(value: float, ranks: tuple[int, ...] = (0, 1)) -> Any:
     return scripts.with_mask(change)
 
 
-def count(batch: Any) -> LateMicrobatch:
-    offsets = batch.get("cu_seqlens")
-    return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
-
-
 def one_more(batch: Any) -> LateMicrobatch:
     return LateMicrobatch(len(batch["tokens"]) + 1)
 
 
 def by_turns(batch: Any) -> Microbatch | LateMicrobatch:
-    return Microbatch(torch.ones(2, 3)) if batch["number"] % 2 else count(batch)
+    return Microbatch(torch.ones(2, 3)) if batch["number"] % 2 else scripts.samples_alone(batch)
 
 
 class Needing(Extension):
@@ -97,7 +90,10 @@ OF_LATE_MASKS = {
         "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more
     ),
     "a late mask of packs by sample": late(
-        "sample_mean", "MaskError: shape (1, 28) with 2 packed seq", reads=count, data=FLAT
+        "sample_mean",
+        "MaskError: shape (1, 28) with 2 packed seq",
+        reads=scripts.samples_alone,
+        data=FLAT,
     ),
     "late masks of some batches": late(
         "sum", "FunctionError: LateMicrobatch ... expected", reads=by_turns

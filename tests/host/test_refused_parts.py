@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.mcore import (
-    MultiTokenPrediction,
-    RouterLosses,
-    TokenLoss,
-    read_batch,
-)
-from tests.host import scripts, whole
+from megatron_loss_agg.mcore import MultiTokenPrediction, RouterLosses, read_batch
+from tests.host import gpt, pipeline_parallel, scripts, whole
 from tests.host.cases import Batch, Case, run
 from tests.host.harness import MODELS, Topology
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import aggregation, batches, sequences
-
-pytestmark = pytest.mark.host
 
 # Multi-token prediction.
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
@@ -41,19 +34,12 @@ def once_more(labels: bool, iterator: Any, model: Any) -> Any:
 
 def contiguous(iterator: Any, model: Any) -> Any:
     """Splits rows over context-parallel ranks in another way than the host moves labels."""
-    from tests.host import gpt
-
     _, size, rank = whole.context_parallel()
     batch = next(iterator)
     layout = CPLayout.contiguous(batch["tokens"].shape[1], size, rank)
     tokens, labels, mask = (layout.shard(batch[k]) for k in ("tokens", "labels", "loss_mask"))
     losses = model(tokens, gpt.positions_like(tokens), None, labels=labels, loss_mask=mask)
     return losses, partial(gpt.stock_loss_func, mask)
-
-
-def of_terms(names: Sequence[str], iterator: Any, model: Any) -> Any:
-    losses, loss_func = scripts.with_labels(iterator, model)
-    return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
 
 
 def alike(rank: int) -> Iterator[Any]:
@@ -71,6 +57,10 @@ def mtp(step: Any, says: str = "", cp: bool = False, terms: Any = "token_mean", 
         "model": MTP,
     }
     return Row(says, **{**one, "step": step, **more})
+
+
+def of_terms(*names: str) -> Any:
+    return partial(scripts.of_terms, names=names, step=scripts.with_labels)
 
 
 UNMASKED = partial(scripts.with_labels, loss_mask=None)
@@ -101,12 +91,12 @@ OF_MTP = {
         data=alike,
     ),
     "MTP of a term that weighs nothing": mtp(
-        partial(of_terms, "ab"),
+        of_terms(*"ab"),
         "ModeError: with the coefficient 0 of 'a', by which it multiplies MTP's",
         terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
     ),
     "MTP of a term named as a depth": mtp(
-        partial(of_terms, ("a", "mtp_1 a")),
+        of_terms("a", "mtp_1 a"),
         "ReportError: the loss function reports 'mtp_1 a loss'",
         terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
     ),
@@ -126,16 +116,12 @@ def one_more_token(batch: Batch) -> Microbatch:
 
 def without_the_function(**arguments: Any) -> Any:
     """A schedule that does not ask for the weights."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     arguments["model"][0].module.config.moe_grad_scale_func = None
-    return get_forward_backward_func()(**arguments)
+    return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
 def telling_padding(iterator: Any, model: Any) -> Any:
     """As scripts that tell the routers which tokens are padding: those beyond a ``length``."""
-    from tests.host import gpt
-
     batch = gpt.received(iterator)
     tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
     places = gpt.positions_like(tokens)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Loop, LossHook
+from megatron_loss_agg.mcore import Loop
 from tests import oracle
-from tests.host.cases import Case, Found, grid, reduced, run
+from tests.host import gpt
+from tests.host.cases import Case, Found, evaluate, grid, models_of, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.scripts import by_sample, of_terms
@@ -35,14 +35,11 @@ from tests.host.steps import (
 )
 from tests.host.test_gradients import LOSSES
 
-pytestmark = pytest.mark.host
-
 SFT = Loop(averages_quotients=True)  # how Megatron evaluates under --sft
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
     """Reports another pair of the script's own."""
-    from tests.host import gpt
 
     def with_another_key(stock: Any, mask: Tensor) -> Any:
         def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
@@ -127,36 +124,14 @@ for flag in (False, True):
 
 
 def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
-    """Every rank: what Megatron's ``evaluate`` makes of the reports of all calls; and of a second
-    evaluation, which begins anew, without tokens.
-    """
-    from tests.host import gpt
-
-    gpt.initialize()
-    ddp, found = gpt.ddp_model(), {}
+    """Every rank: of all calls; and of a second evaluation, which begins anew, without tokens."""
+    topology, found = TOPOLOGIES["dp2"], {}
+    models = models_of(topology)
     for key, case in cases.items():
-        hook = LossHook(case.terms or case.aggregation, **case.hook)
-        for name, calls in ((key, CALLS), ((key, "empty"), [NO_TOKENS])):
-            found[name] = values_of(case, calls, ddp, hook)
+        given = topology, models(case), case.new_hook()
+        found[key] = evaluate(case, CALLS, *given)
+        found[key, "empty"] = evaluate(case, [NO_TOKENS], *given)
     return found
-
-
-def values_of(case: Case, calls: list[Places], ddp: Any, hook: LossHook) -> dict[str, float]:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from tests.host import gpt
-
-    schedule = hook.wrap(get_forward_backward_func())  # of one evaluation
-    step = {"forward_step_func": case.step or gpt.forward_step, "schedule": schedule}
-    reports: list[list[Any]] = []
-    for places in calls:
-        data = dataclasses.replace(case, places=places).data(dist.get_rank())
-        with torch.no_grad():
-            reports.append(gpt.run_step(None, ddp, data, 2, forward_only=True, **step))
-    if case.hook.get("loop") == BY_CALL:
-        of_calls = [reduced(call, averages_quotients=True) for call in reports]
-        return {name: sum(of[name] for of in of_calls) / len(calls) for name in of_calls[0]}
-    return reduced([report for call in reports for report in call])
 
 
 @functools.cache

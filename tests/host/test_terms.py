@@ -19,14 +19,12 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests import oracle
-from tests.host import rl
-from tests.host.cases import Batch, Case, run
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
+from tests.host import gpt, gradients, rl
+from tests.host.cases import Batch, Case, Expected, assert_exact
+from tests.host.harness import TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
-
-pytestmark = pytest.mark.host
 
 # Steps of 1 and 3 microbatches for each number of data-parallel ranks; () is a padding microbatch.
 # Prompts lie on both ranks.
@@ -65,23 +63,18 @@ def expected_of_terms() -> tuple[Gradient, dict[str, float]]:
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
     gradient, numbers = expected_of_terms()
     assert 0 < numbers["clip_fraction"] < 1
-    cases = policy_cases(TOPOLOGIES[name])
-    for case, ranks in run(TOPOLOGIES[name], cases, [gradient] * len(cases)).items():
+
+    def expected(case: Case) -> Expected:
         total = case.hook.get("total", "loss")
-        wanted = {total if key == "loss" else key: x for key, x in numbers.items()}
-        for error, metrics in ranks:
-            assert error <= EXACT, case
-            if metrics:
-                assert metrics == pytest.approx(wanted, rel=EXACT, abs=1e-15), case
-        assert metrics  # of the last rank, which is on the last stage
+        return gradient, {total if key == "loss" else key: x for key, x in numbers.items()}
+
+    assert_exact(TOPOLOGIES[name], policy_cases(TOPOLOGIES[name]), expected)
 
 
 def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
     """Every rank, for each policy, of a step with tokens, an evaluation without and a step without:
     the error of each, and whether the last training step is known to be empty.
     """
-    from tests.host import gpt, gradients
-
     gpt.initialize(**topology.sizes)
     chunks = build_chunks(topology, False)
     found: dict[str, list[Any]] = {}
@@ -190,8 +183,6 @@ def read(batch: Batch) -> dict[str, Microbatch]:
 
 
 def masked_step(data_iterator: Any, model: Any) -> Any:
-    from tests.host import gpt
-
     batch = gpt.received(data_iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
     return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), batch["given"])
@@ -217,7 +208,10 @@ def masked_case(
     )
 
 
-def masked_gradient(modes: Modes, own: tuple[int, ...], places: Places) -> Gradient:
+def expected_of_masks(case: Case) -> Expected:
+    modes = {name: term.aggregation.mode for name, term in case.terms.items()}
+    own = case.batch.keywords["planned"]
+
     def sample(i: int, of_mb: tuple[int, ...]) -> oracle.Sample:
         whole = sequences()[i].sample
         mask = [*whole.mask]
@@ -225,11 +219,11 @@ def masked_gradient(modes: Modes, own: tuple[int, ...], places: Places) -> Gradi
             mask[mask.index(1)] = 0.0
         return dataclasses.replace(whole, mask=tuple(mask))
 
-    shorter = weights_of(modes["shorter"], places)
+    shorter = weights_of(modes["shorter"], case.places)
     if own:
-        shorter = weights_with(modes["shorter"], places, sample)
+        shorter = weights_with(modes["shorter"], case.places, sample)
     scaled = [(i, [COEFFICIENTS["shorter"] * x for x in w]) for i, w in shorter]
-    return reference().gradient(weights_of(modes["plain"], places) + scaled)
+    return reference().gradient(weights_of(modes["plain"], case.places) + scaled), {}
 
 
 # The second rank of two tensor-parallel ones gets its weights by pickle.
@@ -238,9 +232,7 @@ def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str)
     topology = TOPOLOGIES[name]
     ranks = topology.data_parallel_size
     cases = [masked_case(modes, own, own, ranks) for modes, own in MASKED.values()]
-    expected = [masked_gradient(modes, own, PLACES[:ranks]) for modes, own in MASKED.values()]
-    for case, of_ranks in run(topology, cases, expected).items():
-        assert max(rank.error for rank in of_ranks) <= EXACT, case
+    assert_exact(topology, cases, expected_of_masks)
 
 
 def changed(modes: Modes, *, later: bool) -> Row:

@@ -17,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host.cases import Case, run
-from tests.host.harness import EXACT, Topology
+from tests.host import gpt
+from tests.host.cases import Case, Expected, assert_exact
+from tests.host.harness import Topology
 from tests.host.reference import reference
 from tests.host.steps import LENGTHS, Places, sequences
-
-pytestmark = pytest.mark.host
 
 N_MB = 3
 # Sample 5, which has no loss token, is a microbatch of its own.
@@ -100,7 +99,6 @@ TRAPS = {1: ON_TWO_DATA_PARALLEL_RANKS, 2: ON_TWO_CONTEXT_PARALLEL_RANKS}
 
 def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
     """The forward step whose loss function has the defect."""
-    from tests.host import gpt
 
     def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
         return lambda output: (
@@ -113,14 +111,13 @@ def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
 
 @pytest.mark.parametrize("cp", TRAPS)
 def test_the_defect_is_off_by_its_factor_and_the_hook_is_exact(cp: int) -> None:
-    cases, expected = [], []
+    expected: dict[Case, Expected] = {}
     for name, trap in TRAPS[cp].items():
         assert abs(trap.factor - 1) > 1e-3, name
         right = dataclasses.replace(trap.right, places=PLACES[2 // cp])
         step = functools.partial(defective_step, cp=cp, name=name)
-        cases += [dataclasses.replace(right, step=step, hooked=False), right]
         gradient = reference().gradient(right.weights)
-        expected += [{key: g * trap.factor for key, g in gradient.items()}, gradient]
-    found = run(Topology(2, {"cp": cp}), cases, expected)
-    for case in cases:
-        assert max(rank.error for rank in found[case]) <= EXACT, case
+        off = {key: g * trap.factor for key, g in gradient.items()}
+        expected[dataclasses.replace(right, step=step, hooked=False)] = off, {}
+        expected[right] = gradient, {}
+    assert_exact(Topology(2, {"cp": cp}), [*expected], expected.__getitem__)

@@ -6,6 +6,7 @@ compared with the fp64 reference, whether the audit lets the step pass or not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -14,22 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg.mcore import Audit, LossHook
-from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, data_for, error_of, run_host_ranks
+from megatron_loss_agg.mcore import Audit
+from tests.host import gpt, gradients, parallel_state
+from tests.host.cases import Case, take
+from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference, relative_error
-from tests.host.steps import N_MB, PLACES, Places, aggregation, weights_of
-
-pytestmark = pytest.mark.host
+from tests.host.steps import PLACES, Places, weights_of
 
 TORCH = "torch"  # FSDP2; the others are what Megatron FSDP can shard
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 EXACT_FP32 = 3e-7  # bound of the error in fp32, in which Megatron FSDP keeps gradients
-TOPOLOGIES = {
-    "dp1": Topology(1),
-    "dp2": Topology(2),
-    "cp2": Topology(2, CP2),
-    "ep2": Topology(2, EP2, model="moe"),  # experts are not replicated
-    "ep2-dp4": Topology(4, EP2, model="moe"),
+# What is sharded how.
+WRAPPED = {
+    "dp1": (Topology(1), (STRATEGIES[-1], TORCH)),
+    "dp2": (Topology(2), (*STRATEGIES, TORCH)),
+    "cp2": (Topology(2, CP2), (STRATEGIES[-1], TORCH)),
+    "ep2": (Topology(2, EP2, model="moe"), STRATEGIES),  # experts are not replicated
+    "ep2-dp4": (Topology(4, EP2, model="moe"), STRATEGIES[::3]),
 }
 
 
@@ -38,26 +40,21 @@ def places_of(topology: Topology) -> Places:
     return PLACES.get(ranks) or PLACES[2] * (ranks // 2)
 
 
-def steps(topology: Topology, expected: Gradient) -> dict[tuple[str, bool], Any]:
+def steps(
+    topology: Topology, strategies: Sequence[str], expected: Gradient
+) -> dict[tuple[str, bool], Any]:
     """By strategy and per-token flag: how a step ends, and the error of its gradient."""
-    from tests.host import gpt
-
     gpt.initialize(**topology.sizes)
-
-    def step(model: Any) -> None:
-        model.zero_grad_buffer()
-        data = data_for(topology, places_of(topology), "thd")
-        gpt.run_step(LossHook(aggregation("prompt_mean")), model, data, N_MB)
 
     found = {}
     config = {**MODELS[topology.model], "transformer_impl": "local"}
-    strategies = STRATEGIES if topology.model == "moe" else (*STRATEGIES, TORCH)
     for strategy, per_token in product(strategies, (False, True)):
+        case = Case("prompt_mean", places=places_of(topology), per_token=per_token)
         model = gpt.fully_sharded(gpt.build(per_token=per_token, **config), strategy)
-        refused = error_of(step, model)
+        refused = error_of(take, case, topology, [model])
         if refused:
             with mock.patch.object(Audit, "start"):
-                step(model)
+                take(case, topology, [model])
         got = gradient_of(model, strategy)
         error = relative_error(got, {name: expected[name] for name in got})
         found[strategy, per_token] = refused, error
@@ -66,10 +63,6 @@ def steps(topology: Topology, expected: Gradient) -> dict[tuple[str, bool], Any]
 
 def gradient_of(model: Any, strategy: str) -> Gradient:
     """By parameter of the undivided model. Shards are flat, and in the order of ranks."""
-    from megatron.core import parallel_state
-
-    from tests.host import gradients
-
     inner = model.module if strategy == TORCH else model.module.module
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
@@ -84,12 +77,12 @@ def gradient_of(model: Any, strategy: str) -> Gradient:
     return found
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", WRAPPED)
 def test_what_passes_is_exact_and_what_is_refused_is_not(name: str) -> None:
-    topology = TOPOLOGIES[name]
+    topology, strategies = WRAPPED[name]
     weights = weights_of("prompt_mean", places_of(topology))
     expected = reference(topology.model).gradient(weights)
-    for rank in run_host_ranks(steps, topology.world_size, topology, expected):
+    for rank in run_host_ranks(steps, topology.world_size, topology, strategies, expected):
         for (strategy, per_token), (refused, error) in rank.items():
             bound = EXACT if strategy == TORCH else EXACT_FP32
             assert (error <= bound) == (refused is None), (strategy, per_token, error, refused)
