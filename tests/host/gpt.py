@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.distributed import DeviceMesh
@@ -106,9 +106,10 @@ def build(
     dtype: torch.dtype = torch.float64,
     per_token: bool = False,
     vp_stage: int | None = None,
+    layer: Callable[[Any], Any] | None = None,
     **config: Any,
 ) -> GPTModel:
-    """This rank's part of the model, or one chunk of it.
+    """This rank's part of the model, or one chunk of it, of the host's layers or of others.
 
     The same weights whatever the parallelism and dtype: each is an fp32 number.
     """
@@ -124,15 +125,17 @@ def build(
         **_parallel_sizes(),
         **config,
     }
-    transformer = TransformerConfig(**settings)
-    layer = get_gpt_layer_local_spec(num_experts=transformer.num_moe_experts)
+    kind = MLATransformerConfig if "multi_latent_attention" in config else TransformerConfig
+    transformer = kind(**settings)
+    layer = layer or (lambda x: get_gpt_layer_local_spec(num_experts=x.num_moe_experts))
+    spec = layer(transformer)
     mtp = None
     if transformer.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(transformer, layer, use_transformer_engine=False)
+        mtp = get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False)
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = GPTModel(
         transformer,
-        layer,
+        spec,
         vocab_size=VOCAB,
         max_sequence_length=256,
         position_embedding_type="rope",
@@ -143,7 +146,7 @@ def build(
     )
     for name, parameter in gradients.parts(model):
         parameter.data = gradients.initial_value(name, parameter).to(dtype)
-    return model
+    return model.to(dtype)  # routers keep a mean, in fp32
 
 
 def _parallel_sizes() -> dict[str, Any]:
