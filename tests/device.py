@@ -21,8 +21,8 @@ BACKEND = "device_only"
 """Of process groups: takes tensors on the device alone."""
 
 DEVICE = torch.device("privateuseone", 0)
-# Results whose size or value the host must know.
-_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+# Operations whose results' size or value the host must know.
+WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 
 
 class OnDevice(Tensor):
@@ -197,7 +197,7 @@ def _waits(name: str, given: list[Tensor], made: list[Tensor], kwargs: dict[str,
         # Memory of the CPU that can be swapped out is copied first, by the host.
         from_pinned = not _Stream.exists or hasattr(given[-1], "is_pinned_here")
         return not kwargs.get("non_blocking") or (off_cpu[1] and not from_pinned)
-    return name in _WAITS
+    return name in WAITS
 
 
 def _check_backend(name: str, args: Any, given: list[Tensor]) -> None:

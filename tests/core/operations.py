@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_loss_agg import weights
+from tests import device
 
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
+WAITS = {f"aten::{name}" for name in device.WAITS}
 VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 
 
@@ -25,7 +26,6 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.dtypes: set[torch.dtype] = set()
-        self.copies: list[str] = []  # from one device to another
         self._as_on_gpu = mock.patch.object(weights, "_is_known_finite", return_value=False)
 
     def __enter__(self) -> Operations:
@@ -42,9 +42,6 @@ class Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.dtypes.update(x.dtype for x in made if x.numel() > 1)
-        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        if len({x.device for x in (*made, *given)}) > 1:
-            self.copies.append(func._schema.name)
         return out
 
     @property

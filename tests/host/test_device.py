@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Term
+from megatron_loss_agg.mcore import Audit, Loop, TokenLoss, read_samples
+from megatron_loss_agg.mcore.host import ParallelGroups  # what a collective shows of neither
+from megatron_loss_agg.report import reduce_reports
 from tests import device
 from tests.distributed import run_ranks
-from tests.host.steps import aggregation, batches
-
-pytestmark = pytest.mark.host
+from tests.host import parallel_state
+from tests.host.cases import Batch, Case
+from tests.host.steps import Places, aggregation
 
 N_MB = 2
 BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
@@ -33,29 +36,24 @@ Seen = tuple[Sequence[str], Sequence[str]]
 TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), coefficient=0.1)}
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """What is aggregated, the layout of batches, and how."""
-
-    terms: Any
-    layout: str
-    per_token: bool = False
-    late: bool = False
-    forward_only: bool = False
-
-
+# By data-parallel rank.
+PLACES: Places = (((0, 1), (2, 3, 4)), ((3, 6), (7, 8, 9)))
+LATE = {"read_batch": read_samples}
 CASES = {
-    "rows": Case(aggregation("sample_mean"), "bshd"),
-    "rows-per-token": Case(aggregation("prompt_mean"), "bshd", per_token=True),
-    "packs": Case(aggregation("prompt_mean"), "thd"),
-    "packs-per-token": Case(aggregation("sample_mean"), "thd", per_token=True),
-    "packs-token-mean": Case(aggregation("token_mean"), "thd"),
-    "packs-evaluation": Case(aggregation("sample_mean"), "thd", forward_only=True),
-    "packs-of-two-terms": Case(TWO, "thd"),
-    "rows-of-two-terms": Case(TWO, "bshd", per_token=True),
-    "custom": Case(aggregation("custom"), "bshd"),
-    "late": Case(aggregation("sample_mean"), "bshd", late=True),
-    "late-token-mean": Case(aggregation("token_mean"), "bshd", per_token=True, late=True),
+    name: replace(case, places=PLACES)
+    for name, case in {
+        "rows": Case("sample_mean", layout="bshd"),
+        "rows-per-token": Case("prompt_mean", layout="bshd", per_token=True),
+        "packs": Case("prompt_mean"),
+        "packs-per-token": Case("sample_mean", per_token=True),
+        "packs-token-mean": Case("token_mean"),
+        "packs-evaluation": Case("sample_mean", call={"forward_only": True}),
+        "packs-of-two-terms": Case("", terms=TWO),
+        "rows-of-two-terms": Case("", terms=TWO, layout="bshd", per_token=True),
+        "custom": Case("custom", layout="bshd"),
+        "late": Case("sample_mean", layout="bshd", hook=LATE),
+        "late-token-mean": Case("token_mean", layout="bshd", per_token=True, hook=LATE),
+    }.items()
 }
 
 
@@ -117,9 +115,7 @@ class Script:
     of_losses: list[Seen] = field(default_factory=list)
 
     def data(self) -> Iterator[dict[str, Tensor]]:
-        """Of other samples on another rank; with masks that have irregular gaps."""
-        places = (((0, 1), (2, 3, 4)), ((3, 6), (7, 8, 9)))[dist.get_rank(self.groups.dp)]
-        for batch in batches(places, self.case.layout):
+        for batch in self.case.data(dist.get_rank(self.groups.dp)):
             yield {k: self.read(x.float() if k == "loss_mask" else x) for k, x in batch.items()}
 
     def run(self, hook: Any, model: Any, forward_only: bool = False) -> list[Any]:
@@ -156,8 +152,6 @@ class Script:
         return returned
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        from megatron_loss_agg.mcore import TokenLoss
-
         batch = next(data_iterator)
         size, rank = self.groups.cp.size(), self.groups.cp.rank()
         packed, layout = None, CPLayout.bshd(batch["tokens"].shape[1], size, rank)
@@ -167,7 +161,7 @@ class Script:
             layout = CPLayout.thd(starts, size, rank)
         tokens, mask = (layout.shard(batch[key]) for key in ("tokens", "loss_mask"))
         losses, mask = self.place(model(tokens, packed)), self.place(mask)
-        if isinstance(self.case.terms, dict):
+        if self.case.terms:
             return losses, TokenLoss(two_losses, mask, takes_weights=True)
         return losses, functools.partial(stock_loss_func, mask)
 
@@ -183,23 +177,19 @@ class Script:
 
 def hook_of(case: Case) -> Any:
     """With all checks but the audit, which needs a model in one of Megatron's wrappers."""
-    from megatron_loss_agg.mcore import Audit, Loop, LossHook, read_batch, read_samples
 
     class Unmeasured(Audit):
         def start(self, call: Any) -> None:
             """The model is in none of Megatron's wrappers."""
 
-    reads = read_samples if case.late else read_batch
-    extensions, loop = [Unmeasured()], Loop(of_megatron=True)
-    return LossHook(case.terms, extensions=extensions, read_batch=reads, loop=loop)
+    options = {"extensions": [Unmeasured()], "loop": Loop(of_megatron=True)}
+    return replace(case, hook={**case.hook, **options}).new_hook()
 
 
 def two_steps(case: Case, **loop: Any) -> tuple[list[Any], list[Any], Script]:
     """What the loss functions of two steps return, and the reports of the last one's ranks."""
-    from megatron_loss_agg.report import reduce_reports
-
     hook, model, returned = hook_of(case), Model(case.per_token), []
-    for forward_only in (False, case.forward_only):
+    for forward_only in (False, "forward_only" in case.call):
         last = Script(case, **loop)
         returned.append(last.run(hook, model, forward_only))
     reports = [reports for *_, reports in returned[-1]]
@@ -254,33 +244,28 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
 LONG = 2**15
 
 
-def one_long_pack() -> float:
-    """The loss of a step with one sample of many equal fractions."""
-    batch = {"tokens": torch.ones(1, LONG), "loss_mask": torch.full((1, LONG), 0.1)}
-    batch["cu_seqlens"] = batch["cu_seqlens_padded"] = torch.tensor([0, LONG], dtype=torch.int32)
-    case = Case(aggregation("sample_mean"), "thd")
+def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """One sample of many equal fractions."""
+    starts = torch.tensor([0, LONG], dtype=torch.int32)
+    rows = {"tokens": torch.ones(1, LONG), "loss_mask": torch.full((1, LONG), 0.1)}
+    return {**rows, "cu_seqlens": starts, "cu_seqlens_padded": starts}
 
-    class Long(Script):
-        def data(self) -> Iterator[dict[str, Tensor]]:
-            yield from [batch] * N_MB
 
-    returned = Long(case, groups_of()).run(hook_of(case), Model())
+def loss_of_long_packs() -> float:
+    case = Case("sample_mean", places=PLACES, batch=long_pack)
+    returned = Script(case, groups_of()).run(hook_of(case), Model())
     return sum(loss.item() for loss, *_ in returned) / N_MB
 
 
 def test_a_pack_of_many_equal_fractions_is_summed_exactly() -> None:
     """Added up one by one in fp32, its mask is 3e-4 off, and would be taken for another."""
-    assert run_ranks(one_long_pack, 1, preload="megatron.core.utils") == [
+    assert run_ranks(loss_of_long_packs, 1, preload="megatron.core.utils") == [
         pytest.approx(1.0, rel=1e-6)
     ]
 
 
 def counting_group(gloo_beside: bool) -> tuple[bool, bool]:
     """Whether counts go over a group of their own, and whether it is gloo's."""
-    from megatron.core import parallel_state
-
-    from megatron_loss_agg.mcore.host import ParallelGroups  # what a collective shows of neither
-
     parallel_state.initialize_model_parallel(create_gloo_process_groups=gloo_beside)
     group = ParallelGroups.of().dp
     is_own = group is not parallel_state.get_data_parallel_group()
