@@ -8,7 +8,6 @@ import io
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import Audit, LossHook
+from tests.host import gpt, parallel_state
 from tests.host.harness import MODELS, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.steps import aggregation, batches
-
-pytestmark = pytest.mark.host
 
 STEP = ((0, 1), (2,), (3, 4))
 ONE = pytest.approx(1.0, rel=1e-6)
@@ -30,8 +28,6 @@ Found = tuple[float | None, str | None]
 
 def audited(model: Any, auditor: Audit | None = None, places: Any = STEP) -> Found:
     """What the audit measures before a step of ``model``, and how the step ends."""
-    from tests.host import gpt
-
     auditor = auditor or Audit()
     hook = LossHook(aggregation("sum"), extensions=[auditor])
 
@@ -46,8 +42,6 @@ def audited(model: Any, auditor: Audit | None = None, places: Any = STEP) -> Fou
 
 
 def built(per_token: bool = False, config: dict[str, Any] | None = None, **ddp: Any) -> Any:
-    from tests.host import gpt
-
     return gpt.data_parallel(gpt.build(torch.float32, per_token, **config or {}), **ddp)
 
 
@@ -70,7 +64,6 @@ def moved_factor(length: int, factor: float) -> Any:
 
 def scaled_gradients(dense: float, experts: float, over_dp: bool = False) -> Any:
     """A DDP that averages over other groups than it should; ``over_dp``: and sums over these."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import distributed_data_parallel
 
     buffer = distributed_data_parallel._ParamAndGradBuffer
@@ -93,8 +86,6 @@ def no_finalization(model: Any, num_tokens: Any = None, **options: Any) -> None:
 
 def scaling_alone(model: Any, num_tokens: Any = None, **options: Any) -> None:
     """Averages gradients, without a sum: right on the mean only if all ranks have the same."""
-    from megatron.core import parallel_state
-
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
     for ddp in model:
         ddp.scale_gradients(1 / ranks if num_tokens is None else 1 / (ranks * num_tokens))
@@ -102,83 +93,76 @@ def scaling_alone(model: Any, num_tokens: Any = None, **options: Any) -> None:
 
 def without_experts(model: Any, num_tokens: Any = None, **options: Any) -> None:
     """Neither averages nor sums the gradients of experts: right if all ranks have the same."""
-    from tests.host import gpt
-
     for ddp in model:
         ddp.expert_parallel_bucket_groups = []
-    gpt.SETTINGS["finalize_model_grads_func"](model, num_tokens)
+    gpt.finalize_model_grads(model, num_tokens)
 
 
-@dataclass(frozen=True)
-class Host:
-    """A changed host, and what is said of it without and with the per-token flag."""
-
-    said: tuple[str | None, str | None] = (None, None)
-    patch: Callable[[], Any] = contextlib.nullcontext
-    finalize: Any = "stock"  # the function, under this or another name
-
-    @classmethod
-    def patched(cls, said: str, patch: Any, *args: Any) -> Host:
-        return cls((said, said), functools.partial(patch, *args))
-
-    @classmethod
-    def finalized(cls, finalize: Any) -> Host:
-        said = called(getattr(finalize, "__name__", "None"))
-        return cls((said, said), finalize=finalize)
+def finalized(finalize: Any) -> Any:
+    return mock.patch.dict(gpt.SETTINGS, finalize_model_grads_func=finalize)
 
 
 def called(name: str) -> str:
     return f"config.finalize_model_grads_func={name} ("
 
 
-# By topology.
-HOSTS: dict[str, dict[str, Host]] = {
-    "dp1": {},
-    "dp2": {},
+Said = str | None
+# By topology: a changed host, and what is said of it without and with the per-token flag.
+Hosts = dict[str, tuple[Said, Said, Callable[[], Any]]]
+SOUND: Hosts = {"sound": (None, None, contextlib.nullcontext)}
+
+
+def broken(says: str, patch: Callable[..., Any], *args: Any) -> tuple[Said, Said, Any]:
+    return says, says, functools.partial(patch, *args)
+
+
+HOSTS: dict[str, Hosts] = {
+    "dp1": SOUND,
+    "dp2": SOUND,
     "cp2": {
+        **SOUND,
         # 0.11 lacks the factor of the context-parallel size for a pair that later releases have;
         # 0.12 has it for a triple, too.
-        "0.11": Host(("would be 0.5 times", None), functools.partial(moved_factor, 2, 0.5)),
-        "0.12": Host((None, "would be 2 times"), functools.partial(moved_factor, 3, 2)),
+        "0.11": ("would be 0.5 times", None, functools.partial(moved_factor, 2, 0.5)),
+        "0.12": (None, "would be 2 times", functools.partial(moved_factor, 3, 2)),
     },
     "dp2-cp2": {
-        "no-op": Host.finalized(no_finalization),
-        "no sum": Host.finalized(scaling_alone),
-        "none": Host.finalized(None),
-        "no CP": Host.patched("with DistributedDataParallel and", scaled_gradients, 2.0, 1.0, True),
-        "twice": Host.patched(
+        **SOUND,
+        "no-op": broken(called("no_finalization"), finalized, no_finalization),
+        "no sum": broken(called("scaling_alone"), finalized, scaling_alone),
+        "none": broken(called("None"), finalized, None),
+        "no CP": broken("with DistributedDataParallel and", scaled_gradients, 2.0, 1.0, True),
+        "twice": broken(
             "gradients would be 0.25 times the planned ones", scaled_gradients, 0.25, 1.0
         ),
     },
     # Factors of dense and of experts' gradients: NaN is farther off than any number.
     "ep2-tp2-sp": {
-        "other experts": Host.patched("would be 2 times", scaled_gradients, 1.0, 2.0),
-        "NaN": Host.patched("would be nan times", scaled_gradients, math.nan, 3.0),
-        "NaN of experts": Host.patched("would be nan times", scaled_gradients, 1.0, math.nan),
-        "unsummed experts": Host.finalized(without_experts),
+        **SOUND,
+        "other experts": broken("would be 2 times", scaled_gradients, 1.0, 2.0),
+        "NaN": broken("would be nan times", scaled_gradients, math.nan, 3.0),
+        "NaN of experts": broken("would be nan times", scaled_gradients, 1.0, math.nan),
+        "unsummed experts": broken(called("without_experts"), finalized, without_experts),
     },
 }
+# These cannot do with shards of gradients.
+UNSHARDED = ("no-op", "no sum", "none", "no CP", "unsummed experts")
 
 
 def measure_hosts(name: str) -> tuple[dict[tuple[str, bool, bool], Found], str]:
     """On every rank: by host, per-token flag and whether the optimizer is distributed; and what
     is printed.
     """
-    from tests.host import gpt
-
     topology, found = TOPOLOGIES[name], {}
     gpt.initialize(**topology.sizes)
     config = {**MODELS[topology.model], **topology.config}
-    hosts = {"sound": Host(), **HOSTS[name]}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for case, per_token, shards in product(hosts, (False, True), (False, True)):
-            changed = hosts[case]
-            if shards and (changed.finalize != "stock" or case == "no CP"):
-                continue  # these cannot do with shards of gradients
-            with changed.patch():
+        for case, per_token, shards in product(HOSTS[name], (False, True), (False, True)):
+            if shards and case in UNSHARDED:
+                continue
+            *_, patch = HOSTS[name][case]
+            with patch():
                 ddp = built(per_token, config, use_distributed_optimizer=shards)
-                if changed.finalize != "stock":
-                    ddp.config.finalize_model_grads_func = changed.finalize
                 found[case, per_token, shards] = audited(ddp, Audit(repeat=True))
     return found, printed.getvalue()
 
@@ -188,7 +172,7 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
     ranks = run_host_ranks(measure_hosts, TOPOLOGIES[name].world_size, name)
     for rank, (found, printed) in enumerate(ranks):
         for (case, per_token, _), (measured, error) in found.items():
-            said = HOSTS[name].get(case, Host()).said[per_token]
+            said = HOSTS[name][case][per_token]
             assert measured == (ONE if said is None else None), case
             assert error is None if said is None else said in str(error), (case, error)
         factors = re.findall(r"audit: gradients are ([\d.]+) times the planned ones", printed)
@@ -198,8 +182,6 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
 
 def measure_unequal_numbers() -> list[Found]:
     """On every rank of DP 2: by the per-token flag, and by numbers of microbatches on the ranks."""
-    from tests.host import gpt
-
     gpt.initialize()
     found = []
     for per_token in (False, True):
@@ -224,8 +206,6 @@ def measure_wrappers() -> dict[str, Found]:
     """On every rank: of models in no wrapper that can be measured, and with other arguments."""
     from megatron.core.distributed import DistributedDataParallel
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-    from tests.host import gpt
 
     gpt.initialize()
     trust = functools.partial(Audit, trust=True)
