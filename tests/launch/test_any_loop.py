@@ -124,7 +124,7 @@ RUNS = {
     ),
     "without flags": Run(loop(), 0, {STOCK: 1}, flags=()),
     "flags in the environment": Run(
-        loop(), 0, {STEPPED: 1}, flags=(), forked=False, environment={VARIABLE: " ".join(MODE)}
+        loop(), 0, {STEPPED: 1}, flags=(), environment={VARIABLE: " ".join(MODE)}
     ),
     "a schedule that was taken before": Run(
         loop("early", TAKEN + PATCHED), 1, {BEFORE_SGD: 2, "stepped": 0}, ranks=2, starter=()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_loss_agg.mcore.launch.doctor import check_release
+from megatron_loss_agg.mcore.launch.doctor import check_release  # of any release
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,7 @@ import json
 import sys
 from megatron_loss_agg.__main__ import main
 
+print(main(["doctor"]))
 for flags in json.loads(sys.argv[1]):
     print(main(["doctor", "--json", "--", *flags.split()]))
 """
@@ -41,17 +42,6 @@ def doctor(*args: str, program: tuple[str, ...] = ("-m", "megatron_loss_agg", "d
     return subprocess.run(
         [sys.executable, *program, *args], cwd=ROOT, capture_output=True, text=True
     )
-
-
-@pytest.mark.host
-def test_this_environment_is_fit() -> None:
-    done = doctor()
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert {line.split()[0] for line in lines} <= {"OK", "WARN"}
-    checks = [line.split()[1] for line in lines]
-    assert checks[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "seams"]
-    assert lines[4].endswith("wrap Megatron's schedules, optimizers, megatron.training")
 
 
 MODE, LATE = "@ prompt_mean", "@-mask model @ token_mean"
@@ -75,11 +65,17 @@ FLAGS = {
 
 
 @pytest.mark.host
-def test_flags_of_a_launch_script_are_checked_against_each_other() -> None:
+def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> None:
     given = [flags.replace("@", "--loss-aggregation") for flags in FLAGS]
     done = doctor(json.dumps(given), program=("-c", SEVERAL))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    checks, (code, *lines) = lines[: -2 * len(FLAGS) - 1], lines[-2 * len(FLAGS) - 1 :]
+    assert code == "0", checks
+    assert {line.split()[0] for line in checks} <= {"OK", "WARN"}
+    found = [line.split()[1] for line in checks]
+    assert found[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "seams"]
+    assert checks[4].endswith("wrap Megatron's schedules, optimizers, megatron.training")
     for report, code, said in zip(lines[::2], lines[1::2], FLAGS.values(), strict=True):
         found = json.loads(report)
         (last,) = (finding for finding in found["findings"] if finding["check"] == "flags")

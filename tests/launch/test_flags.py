@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.aggregation import MODES
 from megatron_loss_agg.errors import MaskError, ModeError
 from megatron_loss_agg.mcore import LossHook
 from megatron_loss_agg.mcore.flags import VARIABLE, add_arguments, aggregation_from_environment
 from megatron_loss_agg.mcore.install import hook_from_args
-from megatron_loss_agg.mcore.launch.once import refuse
-from megatron_loss_agg.presets import PRESETS
+from megatron_loss_agg.mcore.launch.once import refuse  # how a launcher ends
+from megatron_loss_agg.presets import PRESETS  # all of them
+from tests import oracle
 from tests.distributed import run_ranks
 from tests.launch.processes import ROOT, refusals
 
@@ -60,10 +60,10 @@ def test_the_flag_set_is_frozen() -> None:
     assert found == expected
 
 
-WITHOUT_OPTIONS = sorted(MODES.keys() - {"constant", "nested_mean", "custom"})
+MODES = sorted({*oracle.INNER} - {"constant"})  # that need no option
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_OPTIONS, *PRESETS])
+@pytest.mark.parametrize("name", [*MODES, *PRESETS])
 def test_every_mode_and_every_preset_is_a_value(name: str) -> None:
     if name in MODES:
         assert given(f"@ {name}") == LossAggregation(mode=name)

@@ -77,16 +77,15 @@ def runs(folder: Path) -> dict[str, Run]:
         "empty steps": start(LAUNCHER, [*mode, *empty], folder / "empty"),
         "without the plugin": start([str(starter)], [], folder / "without"),
         "without the flag": start(LAUNCHER, [], folder / "launched"),
-        "with the flag": start(LAUNCHER, mode, folder / "aggregated", forked=False),
+        "with the flag": start(LAUNCHER, mode, folder / "aggregated"),
     }
 
 
-def start(starter: Sequence[str], extra: list[str], save: Path, forked: bool = True) -> Run:
+def start(starter: Sequence[str], extra: list[str], save: Path) -> Run:
     """Two data-parallel ranks, which log to a file each: lines never mix."""
     flags = [*SHORT, *QUIET, "--save-interval", str(ITERATIONS), *extra, "--save", str(save)]
     logs = [save.with_suffix(f".{rank}.log") for rank in range(2)]
-    launch = processes.run_forked if forked else processes.run_afresh
-    codes = launch([*starter, str(SCRIPT), *flags], logs)
+    codes = processes.run_forked([*starter, str(SCRIPT), *flags], logs)
     text = [log.read_text() for log in logs]
     assert codes == [0, 0], text[0][-4000:]
     # Without what differs from run to run: the date and the time that a step took.
