@@ -32,23 +32,40 @@ def parts(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
         yield name, parameter
 
 
-def initial_value(name: str, parameter: Parameter) -> Tensor:
+def initial_value(name: str, parameter: Parameter, gated: bool = False) -> Tensor:
     """This rank's part of the whole parameter: the same fp32 numbers in every topology."""
     shape = list(parameter.shape)
     if is_split(parameter):
         shape[parameter.partition_dim] *= dist.get_world_size(group_of(parameter))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(shape, generator=generator, dtype=torch.float32)
-    return part_of(noise * 0.2 + (len(shape) == 1), parameter)
+    return part_of(noise * 0.2 + (len(shape) == 1), parameter, gated)
 
 
-def part_of(whole: Tensor, parameter: Parameter) -> Tensor:
-    """What of ``whole``, which belongs to the undivided parameter, belongs to this rank's."""
+def part_of(whole: Tensor, parameter: Parameter, gated: bool = False) -> Tensor:
+    """What of ``whole``, which belongs to the undivided parameter, belongs to this rank's.
+
+    Args:
+        gated: the parameter is a gate and, behind it, a projection, each of which is divided.
+    """
     if not is_split(parameter):
         return whole
-    group = group_of(parameter)
-    pieces = whole.chunk(dist.get_world_size(group), dim=parameter.partition_dim)
-    return pieces[dist.get_rank(group)]
+    group, dim = group_of(parameter), parameter.partition_dim
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = whole.chunk(1 + gated, dim=dim)
+    return torch.cat([part.chunk(ranks, dim=dim)[rank] for part in parts], dim=dim)
+
+
+def whole_of(parameter: Parameter, gated: bool = False) -> Tensor:
+    """The undivided parameter, from the parts of all ranks."""
+    mine = parameter.detach().clone()
+    if not is_split(parameter):
+        return mine
+    group, dim = group_of(parameter), parameter.partition_dim
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, mine, group=group)
+    parts = zip(*(x.chunk(1 + gated, dim=dim) for x in of_ranks), strict=True)
+    return torch.cat([piece for part in parts for piece in part], dim=dim)
 
 
 def of(model: Any) -> Gradient:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_loss_agg import Microbatch
+from megatron_loss_agg.mcore import read_batch
+
 SEQ_LENGTH = 32
 VOCAB = 128  # token 127 ends a document
 VALIDATION = 1000  # first item of the validation data
@@ -166,9 +169,6 @@ def datasets(args: Any, sizes: list[int | None]) -> list[Any]:
 
 def read_by_number(batch: dict[str, Tensor]) -> Any:
     """For ``--loss-aggregation-batch``: the microbatch, its ids from the items' numbers."""
-    from megatron_loss_agg import Microbatch
-    from megatron_loss_agg.mcore import read_batch
-
     keys = ("loss_mask", "cu_seqlens")
     found = read_batch({key: batch[key] for key in keys if key in batch})
     ids: list[tuple[int, int]] = []

@@ -124,9 +124,9 @@ def _compared(case: Case, folder: Path, results: list[Any]) -> dict[str, Any]:
     told = {"mode": mode.mode, "divisor": mode.divisor, "empty": empty}
     given = cases.reference_argv(case), str(folder / "log"), step, told
     (reference,) = on_ranks(1, "reference_main", *given)
-    errors = [_error(result.parts, cases.rate_of(case), *reference) for result in results]
+    errors = [_error(result.parameters, cases.rate_of(case), *reference) for result in results]
     error = max(errors, default=math.nan)
-    names = {part.name for result in results for part in result.parts}
+    names = {name for result in results for name in result.parameters}
     if other := names ^ set(reference.start):
         return {"outcome": "CRASH", "text": f"parameters differ: {sorted(other)}"}
     half = case["precision"] != "fp32" or "fused" in case["loss"]
@@ -150,13 +150,16 @@ def _last_step(results: list[Any]) -> list[list[list[int]]]:
 
 
 def _error(
-    parts: list[Any], rate: float, start: dict[str, Tensor], gradient: dict[str, Tensor]
+    parameters: dict[str, Tensor],
+    rate: float,
+    start: dict[str, Tensor],
+    gradient: dict[str, Tensor],
 ) -> float:
-    """Of one rank's change of its parameters, norm-wise and relative."""
+    """Of the change of one rank's parameters, norm-wise and relative."""
     off = size = 0.0
-    for part in parts:
-        wanted = -rate * part.of(gradient[part.name])
-        difference = part.value.double() - part.of(start[part.name]).double() - wanted
+    for name, value in parameters.items():
+        wanted = -rate * gradient[name]
+        difference = value.double() - start[name].double() - wanted
         off += float(difference.square().sum())
         size += float(wanted.square().sum())
     return math.sqrt(off / size) if size else off  # a step without tokens changes nothing

@@ -12,13 +12,11 @@ import os
 import re
 import sys
 import traceback
-import zlib
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets import utils as datasets_utils
 from megatron.core.enums import ModelType
@@ -39,11 +37,10 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.initialize import initialize_megatron
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_loss_agg import AggregationError
 from megatron_loss_agg.mcore.cpu import set_default_flags
-from tests.host.gradients import group_of, is_split, parts
+from tests.host import gradients
 from tests.oracle import Sample, step_weights
 from tests.sweep import data
 
@@ -53,58 +50,23 @@ KEYS = (
 )
 
 
-class Part(NamedTuple):
-    """A piece of an undivided parameter, as one rank holds it."""
-
-    name: str  # in the undivided model
-    value: Tensor
-    dim: int  # the axis that is divided; -1: the whole parameter
-    pieces: int
-    piece: int
-    gated: bool  # each rank holds its piece of the gate, then its piece of the up projection
-
-    def of(self, whole: Tensor) -> Tensor:
-        """What of the undivided ``whole`` belongs here."""
-        if self.dim < 0:
-            return whole
-        if not self.gated:
-            return whole.chunk(self.pieces, dim=self.dim)[self.piece]
-        halves = whole.chunk(2, dim=self.dim)
-        return torch.cat([h.chunk(self.pieces, dim=self.dim)[self.piece] for h in halves], self.dim)
+def is_gated(name: str, config: Any) -> bool:
+    return config.gated_linear_unit and "linear_fc1." in name
 
 
-def parts_of(model: Any) -> list[Part]:
-    return [
-        _part(name, parameter, model.config)._replace(value=parameter.detach().clone())
-        for name, parameter in parts(model)
-    ]
+def fill(model: Any) -> None:
+    """Weights that do not depend on how the model is divided, the same in fp32, bf16 and fp16."""
+    for name, parameter in gradients.parts(model):
+        value = gradients.initial_value(name, parameter, is_gated(name, model.config))
+        parameter.data.copy_(value.bfloat16())
 
 
-def initial_parts(model: Any) -> None:
-    """Fill ``model`` with weights that do not depend on how it is divided."""
-    for name, parameter in parts(model):
-        part = _part(name, parameter, model.config)
-        shape = list(parameter.shape)
-        if part.dim >= 0:
-            shape[part.dim] *= part.pieces
-        parameter.data.copy_(part.of(initial_value(name, shape)))
-
-
-def initial_value(name: str, shape: list[int]) -> Tensor:
-    """fp32, and the same number in bf16 and fp16."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    noise = torch.randn(shape, generator=generator)
-    # Of this size a loss is far from uniform, and a router's choices are far from ties.
-    return (noise * 0.2 + (len(shape) == 1)).bfloat16().float()
-
-
-def _part(name: str, parameter: Parameter, config: Any) -> Part:
-    gated = config.gated_linear_unit and "linear_fc1." in name
-    if not is_split(parameter):
-        return Part(name, parameter, -1, 1, 0, gated)
-    group = group_of(parameter)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return Part(name, parameter, parameter.partition_dim, size, rank, gated)
+def parameters_of(model: Any) -> dict[str, Tensor]:
+    """Undivided."""
+    return {
+        name: gradients.whole_of(parameter, is_gated(name, model.config))
+        for name, parameter in gradients.parts(model)
+    }
 
 
 class Ended(Exception):
@@ -115,7 +77,7 @@ class Ended(Exception):
 class Result:
     """What one rank knows after a launch."""
 
-    parts: list[Part] = field(default_factory=list)  # its parameters as they are now
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of its models, as they are now
     # Iteration, data-parallel rank, items; in the order in which they were drawn.
     drawn: list[tuple[int, int, list[int]]] = field(default_factory=list)
     microbatches: int = 0  # of the last step
@@ -239,7 +201,7 @@ def keep_models(found: list[GPTModel]) -> None:
 
     def construct_and_fill(self: GPTModel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        initial_parts(self)
+        fill(self)
         found.append(self)
 
     GPTModel.__init__ = construct_and_fill
@@ -268,7 +230,8 @@ def rank_main(argv: list[str], log: str, with_plugin: bool = True) -> Result:
             raise Ended(_ended(end)) from None
     except BaseException as error:
         raise Ended(_ended(error)) from None
-    result.parts = [part for model in models for part in parts_of(model)]
+    for model in models:
+        result.parameters |= parameters_of(model)
     return result
 
 

@@ -12,7 +12,7 @@ from tests.sweep import cases
 from tests.sweep.factors import FACTORS
 from tests.sweep.launch import host_flags, run_case
 
-PART = random.Random(0).sample(cases.everything(), 24)
+PART = random.Random(0).sample(cases.everything(), 16)
 
 
 @pytest.mark.host
