@@ -14,7 +14,8 @@ import torch
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
 from megatron_loss_agg.errors import GroupError
-from megatron_loss_agg.mcore.reading.keys import read_batch, reading
+from megatron_loss_agg.mcore import read_batch
+from megatron_loss_agg.mcore.reading.keys import reading  # for terms that use some keys alone
 from tests.core.meaning import F64, MODES, Read, aggregation, assert_same, expected_weights, lay
 from tests.oracle import Sample
 
@@ -42,30 +43,7 @@ BY_HAND: dict[str, tuple[list[float], list[float]]] = {
     "sum": ([4.0] * 3, [4.0] * 3),  # D
     "microbatch_mean": ([5.0] * 3, [5.0] * 3),  # one microbatch of 5 tokens and mean weight 1
 }
-
-
-def divided(divisors: list[float]) -> list[float]:
-    """The weight of every token."""
-    pairs = zip(SAMPLES, divisors, strict=True)
-    return [s.weight * m / divisor for s, divisor in pairs for m in s.mask]
-
-
-@pytest.mark.parametrize("counting", [False, True], ids=["skipped", "counted"])
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_are_those_derived_by_hand_and_so_are_the_oracles(mode, counting):
-    given = lay(SAMPLES, "thd")
-    agg = aggregation(mode, sample_weights="count" if counting else "skip")
-    w = token_weights(agg, **given, dtype=F64)
-    expected = divided(BY_HAND[mode][counting])
-    assert_same([(w, expected), (expected_weights(agg, [[Read.of(given)]]), expected)], 1e-15)
-    del given["sample_weights"]
-    plain = token_weights(aggregation(mode), **given)
-    assert plain.dtype == torch.float32
-    if "mean" in mode:
-        assert (w if counting else plain).sum().item() == pytest.approx(1, rel=1e-6)
-
-
-# The divisors of the same samples, as above. Of prompt 7 there are two samples, of prompt 9 one.
+# Means of means. Of prompt 7 there are two samples, of prompt 9 one.
 NESTED = {
     # 2 * 2 * M_s in prompt 7, 2 * M_s in prompt 9; V = (0.5 + 2) / 2 + 1
     ("prompt", "sample"): ([8.0, 4, 4], [2.25 * 4, 2.25 * 2, 2.25 * 2]),
@@ -75,15 +53,26 @@ NESTED = {
 }
 
 
+def divided(divisors: list[float]) -> list[float]:
+    """The weight of every token."""
+    pairs = zip(SAMPLES, divisors, strict=True)
+    return [s.weight * m / divisor for s, divisor in pairs for m in s.mask]
+
+
 @pytest.mark.parametrize("counting", [False, True], ids=["skipped", "counted"])
-@pytest.mark.parametrize("levels", NESTED)
-def test_means_of_means_are_those_derived_by_hand_and_so_are_the_oracles(levels, counting):
+@pytest.mark.parametrize("mode", [*MODES, *NESTED])
+def test_weights_are_those_derived_by_hand_and_so_are_the_oracles(mode, counting):
     given = lay(SAMPLES, "thd")
-    choice = "count" if counting else "skip"
-    agg = LossAggregation(mode="nested_mean", levels=levels, sample_weights=choice)
+    of_mode = {"mode": mode} if mode in MODES else {"mode": "nested_mean", "levels": mode}
+    agg = aggregation(**of_mode, sample_weights="count" if counting else "skip")
     w = token_weights(agg, **given, dtype=F64)
-    expected = divided(NESTED[levels][counting])
+    expected = divided((BY_HAND | NESTED)[mode][counting])
     assert_same([(w, expected), (expected_weights(agg, [[Read.of(given)]]), expected)], 1e-15)
+    del given["sample_weights"]
+    plain = token_weights(aggregation(**of_mode), **given)
+    assert plain.dtype == torch.float32
+    if "mean" in agg.mode:
+        assert (w if counting else plain).sum().item() == pytest.approx(1, rel=1e-6)
 
 
 def test_a_group_with_two_parents_is_refused_and_all_are_named():

@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 
 PATIENCE = timedelta(seconds=30)
 """After which a rank that waits for another one gives up; a step takes milliseconds."""
-NUMBER = 150  # of steps
+NUMBER = 100  # of steps
 TOPOLOGIES = [(2, 1), (3, 1), (2, 2)]  # data-parallel and context-parallel ranks
 BY_SAMPLE = (*(f"{unit}_ids" for unit in UNITS), "rejected", "sample_weights")
 
