@@ -31,7 +31,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
-from megatron_loss_agg.presets import PRESETS
+from megatron_loss_agg.presets import PRESETS, SYSTEMS, presets_of
 
 Unit = Literal["step", "microbatch", "sample", "rollout", "prompt", "dataset"]
 """A way to group the tokens of an optimizer step."""
@@ -143,9 +143,9 @@ class LossAggregation:
         ``empty`` and ``rejected`` override the preset's own choice.
         """
         if name not in PRESETS:
-            system, _, _ = name.partition("/")
-            known = [x for x in PRESETS if x.startswith(f"{system}/")] or [*PRESETS]
-            hint = _did_you_mean(name, known)
+            system, _, own = name.partition("/")
+            known = presets_of(system) or [f"{x}/..." for x in SYSTEMS]
+            hint = _did_you_mean(name, presets_of(system) or PRESETS) if own else ""
             raise ModeError(f"unknown preset {name!r}; {hint}expected one of {', '.join(known)}")
         preset = PRESETS[name]
         if preset.needs_divisor != (divisor is not None):

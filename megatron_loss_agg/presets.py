@@ -30,7 +30,19 @@ _NEMO = "NVIDIA-NeMo/RL at 7ea279a: ClippedPGLossFn, on process_global_batch"
 _AREAL = "areal-project/AReaL at cbff54d: MegatronEngine.train_batch, on ppo_actor_loss_fn"
 _AREAL_MODES = "areal-project/AReaL at 5f61b97 (its unmerged request 1546): PolicyGradientReduction"
 _MEGATRON = "megatron-core 0.19.2: forward_step_calc_loss"
+_BRIDGE = "megatron-bridge 0.6.2: create_masked_next_token_loss_function"
+_MILES = "radixark/miles at 31f1ca9: loss_function"
+_MILES_REDUCER = "radixark/miles at 31f1ca9: loss_function, with examples/experimental/DrGRPO"
+_ROLL = "alibaba/ROLL at 8eb27cc: agg_loss, in functionals"
+_TUNIX = "google/tunix at c7d8950: aggregate_loss"
+_PRIME_RL = "PrimeIntellect-ai/prime-rl at 559b447: compute_loss"
+_SWIFT = "ms-swift 4.6.0: MegatronGRPOTrainer.loss_func"
+_TRINITY = "trinity-rft 0.6.0: PPOPolicyLossFn, as its verl_legacy trainer scales it"
 
+_MAX_1 = (
+    "divides by the sum over samples of max(M_s, 1): a sample without tokens counts as one token"
+)
+_N_TIMES = "its verl trainer does not divide by the n microbatches of a rank: n times as much"
 _GENERATION_BATCH = (
     "divides by the tokens of the generation batch times the step's fraction of its microbatches: "
     "the same only where one step uses the whole generation batch"
@@ -53,12 +65,7 @@ PRESETS: dict[str, Preset] = {
         caveat="without loss_scale_factor it divides by the padded width of the microbatch; before "
         "2026 (up to 0.7.0) it did not divide by the number of samples",
     ),
-    "slime/token_mean": Preset(
-        "token_mean",
-        _SLIME,
-        caveat="divides by the sum over samples of max(M_s, 1): a sample without tokens counts as "
-        "one token",
-    ),
+    "slime/token_mean": Preset("token_mean", _SLIME, caveat=_MAX_1),
     "slime/sample_mean": Preset("rollout_mean", _SLIME),
     "slime/prompt_mean": Preset(
         "prompt_mean",
@@ -66,6 +73,9 @@ PRESETS: dict[str, Preset] = {
         caveat="takes the number of prompts to be that of rollouts over n_samples_per_prompt",
     ),
     "slime/constant": Preset("constant", _SLIME_MODES, needs_divisor=True, count="rollout"),
+    "miles/token_mean": Preset("token_mean", _MILES, caveat=_MAX_1),
+    "miles/sample_mean": Preset("rollout_mean", _MILES),
+    "miles/constant": Preset("constant", _MILES_REDUCER, needs_divisor=True, count="rollout"),
     "open-instruct/token": Preset("token_mean", _OPEN_INSTRUCT),
     "open-instruct/constant": Preset("sum", _OPEN_INSTRUCT, needs_divisor=True),
     # Samples outside of NeMo-RL's sample mask are rejected.
@@ -75,6 +85,34 @@ PRESETS: dict[str, Preset] = {
     "areal/seq_mean": Preset("sample_mean", _AREAL_MODES, empty="skip"),
     "areal/prompt_mean": Preset("prompt_mean", _AREAL_MODES, empty="skip"),
     "areal/constant": Preset("constant", _AREAL_MODES, needs_divisor=True, empty="skip"),
+    "roll/token-mean": Preset(
+        "token_mean", _ROLL, caveat="adds up masked tokens, too, whose losses it made 0 before"
+    ),
+    "roll/seq-mean-token-sum": Preset("sample_sum", _ROLL, empty="skip"),
+    "roll/seq-mean-token-mean": Preset("sample_mean", _ROLL, empty="skip"),
+    "roll/seq-mean-token-sum-norm": Preset(
+        "sum", _ROLL, needs_divisor=True, caveat="its D is the padded width of the microbatch"
+    ),
+    "tunix/token-mean": Preset("token_mean", _TUNIX),
+    "tunix/sequence-mean-token-mean": Preset("sample_mean", _TUNIX, empty="skip"),
+    "tunix/sequence-mean-token-scale": Preset(
+        "constant", _TUNIX, needs_divisor=True, empty="skip", caveat="its D is the padded width"
+    ),
+    "tunix/seq-mean-token-sum": Preset("sample_sum", _TUNIX, empty="skip"),
+    "tunix/sequence-mean-token-sum-norm": Preset(
+        "sample_sum", _TUNIX, caveat="samples without tokens do not count where it packs"
+    ),
+    "prime-rl/default": Preset("token_mean", _PRIME_RL),
+    "trinity/token-mean": Preset("microbatch_mean", _TRINITY, caveat=_N_TIMES),
+    "trinity/seq-mean-token-sum": Preset("sample_sum", _TRINITY, caveat=_N_TIMES),
+    "trinity/seq-mean-token-mean": Preset("sample_mean", _TRINITY, caveat=_N_TIMES),
+    "ms-swift/grpo": Preset("sample_mean", _SWIFT),
+    "ms-swift/sapo": Preset("sample_mean", _SWIFT),
+    "ms-swift/bnpo": Preset("token_mean", _SWIFT),
+    "ms-swift/dapo": Preset("token_mean", _SWIFT),
+    "ms-swift/cispo": Preset("token_mean", _SWIFT),
+    "ms-swift/fipo": Preset("token_mean", _SWIFT),
+    "ms-swift/dr_grpo": Preset("constant", _SWIFT, needs_divisor=True),
     "trl/grpo": Preset("sample_mean", _TRL),
     "trl/bnpo": Preset("microbatch_mean", _TRL),
     "trl/dapo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
@@ -89,5 +127,14 @@ PRESETS: dict[str, Preset] = {
     ),
     "megatron/default": Preset("microbatch_mean", _MEGATRON),
     "megatron/per-token": Preset("token_mean", _MEGATRON),
+    "megatron-bridge/default": Preset("microbatch_mean", _BRIDGE),
+    "megatron-bridge/per-token": Preset("token_mean", _BRIDGE),
 }
 """``system/its own name`` -> the aggregation with that system's formula."""
+
+SYSTEMS = tuple(dict.fromkeys(name.partition("/")[0] for name in PRESETS))
+
+
+def presets_of(system: str) -> list[str]:
+    """The names of its presets; none for a system that has none here."""
+    return [name for name in PRESETS if name.startswith(f"{system}/")]

@@ -182,6 +182,10 @@ BAD_FLAGS = {
     "@ bogus": "ModeError|unknown mode 'bogus'|expected one of token_mean, ",
     "@=": "ModeError|unknown mode ''",
     "@ verl/bogus": "ModeError|unknown preset 'verl/bogus'|verl/token-mean",
+    **{
+        f"@ verl{x}": f"ModeError|unknown preset 'verl{x}'; expected one of verl/t"
+        for x in ("", "/")
+    },
     **{f"@{x}": f"ModeError|@{x.split()[0]} without @; |give a mode, or drop it" for x in ALONE},
     **{f"@ sample_mean @{x} maybe": f"ModeError|maybe|expected {y}" for x, y in CHOICES.items()},
     **{

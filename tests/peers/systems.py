@@ -1,17 +1,12 @@
 """Other systems' own policy losses, with what their trainers compute for them, in one step.
 
-    python -m tests.peers.systems SYSTEM FILE    writes the gradient of each of its losses to FILE
-
-Two data-parallel ranks with three microbatches of two samples. Masks are uneven; one sample is
-empty, and so is one microbatch, which is one prompt. Gradients are those of the policy loss by the
-log-probabilities, where the ratio is 1: ``-A_t * w_t``.
+python -m tests.peers.systems SYSTEM FILE    writes the gradient of each of its losses to FILE
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,58 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.peers.on_megatron import megatron, megatron_bridge, ms_swift
 from tests.peers.standins import use_peers
-
-RANKS, PER_RANK, ROWS, SEQ = 2, 3, 2, 5
-SAMPLES = RANKS * PER_RANK * ROWS
-DIVISOR = 7  # the systems' "maximum length", deliberately not the padded width
-_ROWS = """
-    11000 10000  11111 01100  00000 11100
-    00010 01010  00000 00000  11110 10100
-"""
-_BITS = torch.tensor([int(bit) for row in _ROWS.split() for bit in row], dtype=torch.float64)
-MASKS = _BITS.reshape(RANKS, PER_RANK, ROWS, SEQ)
-PROMPTS = torch.tensor([3, 3, 3, -9, -9, -9, 0, 0, 7, 7, 5, 5]).reshape(RANKS, PER_RANK, ROWS)
-LOG_PROBS = torch.linspace(-4.0, -0.5, MASKS.numel(), dtype=torch.float64).reshape(MASKS.shape)
-# One for each sample, all different, of both signs.
-ADVANTAGES = torch.linspace(-1.0, 1.3, SAMPLES, dtype=torch.float64).reshape(RANKS, PER_RANK, ROWS)
-
-MicrobatchLoss = Callable[[int, int, Tensor], Tensor]
-"""(rank, i, log-probabilities) -> what the trainer calls backward on."""
-
-
-def gradient(loss: MicrobatchLoss) -> Tensor:
-    """What the optimizer gets: gradients add up over microbatches, and DDP averages over ranks."""
-    log_probs = LOG_PROBS.clone().requires_grad_()
-    for rank in range(RANKS):
-        for i in range(PER_RANK):
-            loss(rank, i, log_probs[rank, i]).backward()
-    assert log_probs.grad is not None
-    return log_probs.grad / RANKS
-
-
-def megatron() -> dict[str, MicrobatchLoss]:
-    """Its schedule with a stock loss function, which returns a sum and its number of tokens."""
-    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-
-    def loss(per_token: bool, rank: int, i: int, log_probs_BT: Tensor) -> Tensor:
-        mask_BT = MASKS[rank, i]
-        losses_BT = -ADVANTAGES[rank, i].unsqueeze(-1) * log_probs_BT
-
-        def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return (output * mask_BT).sum(), mask_BT.sum().int(), {}
-
-        config = SimpleNamespace(calculate_per_token_loss=per_token, timers=None)
-        scaled, tokens = forward_step_calc_loss(
-            *(SimpleNamespace(), losses_BT, loss_func, config, None, False, PER_RANK, []),
-            cp_group_size=1,
-            is_last_stage=True,
-        )
-        assert tokens == mask_BT.sum()
-        # Under the flag, DDP adds up over ranks, and `finalize_model_grads` divides by all tokens.
-        return scaled * RANKS / MASKS.sum() if per_token else scaled
-
-    return {"megatron/default": partial(loss, False), "megatron/per-token": partial(loss, True)}
+from tests.peers.step import (
+    ADVANTAGES,
+    DIVISOR,
+    LOG_PROBS,
+    MASKS,
+    PER_RANK,
+    PROMPTS,
+    RANKS,
+    ROWS,
+    SAMPLES,
+    SEQ,
+    MicrobatchLoss,
+    gradient,
+)
 
 
 def _use_skyrl() -> None:
@@ -223,6 +182,24 @@ def verl() -> dict[str, MicrobatchLoss]:
     }
 
 
+def trinity() -> dict[str, MicrobatchLoss]:
+    """With what its `verl_legacy` trainer does: it divides by the number of microbatches."""
+    use_peers("tensordict ray transformers omegaconf safetensors datasets pandas")
+    from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
+
+    def loss(mode: str, rank: int, i: int, log_probs_BT: Tensor) -> Tensor:
+        found, _ = PPOPolicyLossFn(clip_range=0.2, loss_agg_mode=mode)(
+            logprob=log_probs_BT,
+            old_log_probs=LOG_PROBS[rank, i],
+            response_mask=MASKS[rank, i],
+            advantages=ADVANTAGES[rank, i].unsqueeze(-1).expand(ROWS, SEQ),
+        )
+        return found / PER_RANK
+
+    names = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    return {f"trinity/{mode}": partial(loss, mode) for mode in names}
+
+
 def clip_cov(path: str) -> None:
     """Tokens that SkyRL's Clip-Cov finds in its window of covariances, and so keeps unlearned."""
     _use_skyrl()
@@ -253,7 +230,11 @@ def clip_cov(path: str) -> None:
     torch.save(counts, path)
 
 
-SYSTEMS = {system.__name__: system for system in (megatron, skyrl, trl, verl)}
+SYSTEMS = {
+    system.__name__.replace("_", "-"): system
+    for system in (megatron, megatron_bridge, ms_swift, skyrl, trinity, trl, verl)
+}
+"""By what stands before the slash in their presets."""
 
 if __name__ == "__main__":
     system, path = sys.argv[1:]

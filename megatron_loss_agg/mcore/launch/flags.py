@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import FunctionError, InputError, ModeError
+from megatron_loss_agg.presets import SYSTEMS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -138,13 +139,14 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
             raise ModeError(f"{flag} without {FLAG}; give a mode, or drop it")
         return None
     options = {name: x for name, x in further.items() if name in _OF_AGGREGATION}
+    is_preset = "/" in mode or mode in SYSTEMS  # a system alone: the error lists its presets
     if "function" in options:
-        if "/" in mode:
+        if is_preset:
             raise FunctionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
         options["function"] = load(f"{FLAG}-function", options["function"])
-    if "levels" in options and "/" in mode:
+    if "levels" in options and is_preset:
         raise ModeError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
-    if "/" in mode:
+    if is_preset:
         return LossAggregation.preset(mode, **options)
     return LossAggregation(mode=mode, **options)
 

@@ -1,0 +1,104 @@
+"""Heads that make token losses from hidden states, without logits: weights compose with each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.host.cases import Case, run
+from tests.host.harness import TOPOLOGIES
+from tests.host.steps import PLACES
+from tests.peers.standins import PEERS, use_peers
+
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.skipif(not PEERS.is_dir(), reason="bash ci/test.sh installs the heads"),
+]
+
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden [tokens, hidden], weight [vocab, hidden], labels [tokens]) -> losses [tokens]"""
+
+
+def torchs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from torch.nn.functional import linear_cross_entropy
+
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=3)
+    return linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
+
+
+def ligers(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    if "liger_kernel" not in sys.modules:
+        use_peers("transformers")
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels on the CPU
+        for name in [x for x in sys.modules if x.startswith("triton") and "._C" not in x]:
+            del sys.modules[name]
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(hidden, weight, labels, reduction="none")
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The logits, and torch's cross entropy of them."""
+    return F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+
+
+def cuts(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Cut Cross-Entropy's function for devices without its kernels; a compiler takes minutes."""
+    use_peers("")
+    from cut_cross_entropy import linear_cross_entropy
+
+    torch.compiler.set_stance("force_eager")
+    return linear_cross_entropy(hidden, weight, labels, reduction="none", impl="torch_compile")
+
+
+def forward_step(data_iterator: Any, model: Any, head: Head) -> Any:
+    """The model returns hidden states, and the loss function has the head."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    from megatron_loss_agg.mcore import TokenLoss
+    from tests.host import gpt
+
+    layer = get_attr_wrapped_model(model, "output_layer")
+    layer.forward = lambda hidden, weight=None, **_: (hidden, None)
+    tokens, labels, mask, packed = gpt.local_batch(data_iterator)
+    output = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
+
+    def compute(hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        losses = head(hidden.flatten(0, 1), layer.weight, labels.flatten())
+        return losses.view_as(labels), {}
+
+    return output, TokenLoss(compute, mask.to(output.dtype))
+
+
+def cases_of(head: Head) -> list[Case]:
+    return [
+        Case(
+            mode,
+            masks="fractional",
+            places=PLACES[1],
+            per_token=per_token,
+            dtype=torch.float32,
+            step=partial(forward_step, head=head),
+        )
+        for mode in ("sample_mean", "token_mean")
+        for per_token in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("head", [torchs, ligers, cuts])
+def test_the_gradient_is_that_of_the_whole_step(head: Head) -> None:
+    if head is torchs and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip("torch has it from 2.13 on")
+    found = run(TOPOLOGIES["cp2"], [*cases_of(plain), *cases_of(head)])
+    errors = [max(x.error for x in ranks) for ranks in found.values()]
+    for case, rounding, error in zip([*found][4:], errors[:4], errors[4:], strict=True):
+        # Of the whole model, the head's weight included, whose fp32 alone costs the first one.
+        assert rounding <= 2e-7 and error <= rounding + 5e-8, (case.name, rounding, error)
