@@ -1,0 +1,139 @@
+"""``explain --data``: what stock Megatron weighs the tokens of a run's own data by."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation
+from megatron_loss_agg.errors import InputError
+from megatron_loss_agg.explain.rows import Layout, Rows, rows_of
+from megatron_loss_agg.explain.samples import Sample
+from megatron_loss_agg.explain.shares import Shares, explain
+from megatron_loss_agg.explain.table import aligned
+from megatron_loss_agg.microbatch import Microbatch
+
+Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
+"""(Megatron's flags, number) -> the first rows or packs of the run's training data."""
+
+
+def answer(args: argparse.Namespace, flags: Sequence[str], read: Read) -> str:
+    """One screen for the ``args`` of ``explain --data``, and Megatron's ``flags``.
+
+    Raises:
+        AggregationError: bad data or flags.
+    """
+    layout = _layout(flags)
+    twice = 2 * layout.micro_batch_size
+    against = f"--micro-batch-size {1 if layout.global_batch_size % twice else twice}"
+    against = args.against or against
+    other = _layout([*flags, *shlex.split(against)])
+    if other.global_batch_size != layout.global_batch_size:
+        raise InputError("--against has another --global-batch-size; expected the same step")
+    number = args.samples or max(1024, layout.global_batch_size)
+    given = rows_of(args.data, number) if args.data else read(flags, number)
+    cp_sizes = layout.context_parallel_size, other.context_parallel_size
+    with contextlib.redirect_stdout(sys.stderr):  # what Megatron says
+        rows = Rows.of(_with_progress(given, number), layout.global_batch_size, cp_sizes)
+    active_SC, tokens_S = rows.tokens_SC > 0, rows.tokens_SC.sum(1)
+    if not bool(active_SC.any()):
+        raise InputError(
+            "no step with loss tokens; expected at least one of --global-batch-size "
+            f"{layout.global_batch_size} rows, see --samples"
+        )
+    modes = (args.modes or "token_mean,sample_mean").split(",")
+    steps = []
+    for tokens in tokens_S.split(torch.bincount(rows.step_S).tolist()):
+        samples = [Sample(x) for x in tokens.tolist()]
+        shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
+        steps.append(shown)
+    stock_SC, other_SC = rows.stock(layout), rows.stock(other)
+    weights = {"stock": stock_SC}
+    for mode in steps[0]:
+        relative_S = torch.cat([step[mode].relative_to_token_mean for step in steps])
+        weights[mode] = relative_S[:, None].expand_as(stock_SC)
+    if args.plot is not None:
+        _draw(args.plot, rows.tokens_SC[rows.step_S == 0], stock_SC, steps[0])
+    share_SC = rows.tokens_SC / torch.bincount(rows.step_S, weights=tokens_S)[rows.step_S, None]
+    moved = ((stock_SC - other_SC).abs() * share_SC)[active_SC].sum() / len(steps) / 2
+    quotient = (stock_SC / other_SC)[active_SC]
+    return "\n".join(
+        [
+            f"Stock Megatron weighs a token {_span(stock_SC[active_SC])} times what token_mean "
+            "weighs it,",
+            f"steps: {len(steps):,}, of {layout.global_batch_size:,} rows; samples: "
+            f"{len(tokens_S):,}; loss tokens: {float(tokens_S.sum()):,.15g}",
+            f"stock: w_t = m_t / {layout.divisor}",
+            *(f"{mode}: {x.formula} in the first step" for mode, x in steps[0].items()),
+            *(f"left out: {mode} {why}" for mode, why in left_out.items()),
+            "",
+            "Weight of a token, as a multiple of token_mean, for samples of so many loss tokens",
+            aligned(_by_length(tokens_S, active_SC, weights)),
+            "",
+            f"With {against} stock Megatron has {float(100 * moved):.1f} % of the weight on other",
+            f"tokens, and weighs one up to {float(quotient.max(1 / quotient).max()):.2f} times as "
+            "much, or as little.",
+            "Every mode of --loss-aggregation but microbatch_mean weighs a token alike in both.",
+        ]
+    )
+
+
+def _layout(flags: Sequence[str]) -> Layout:
+    """That of Megatron's flags; others are ignored."""
+    parser = argparse.ArgumentParser("megatron_loss_agg explain --data", allow_abbrev=False)
+    parser.add_argument("--micro-batch-size", type=int, default=0)
+    parser.add_argument("--global-batch-size", type=int, default=0)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    layout = Layout(**vars(parser.parse_known_args(flags)[0]))
+    if min(layout[:3]) < 1 or layout.global_batch_size % layout.micro_batch_size:
+        raise InputError(
+            f"--micro-batch-size {layout.micro_batch_size}, --global-batch-size "
+            f"{layout.global_batch_size} after --; expected the run's own, the first a divisor"
+        )
+    return layout
+
+
+def _with_progress(rows: Iterable[Microbatch], number: int) -> Iterable[Microbatch]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return rows
+    return tqdm(rows, total=number, unit=" rows", disable=None)  # None: shown on a terminal
+
+
+def _by_length(
+    tokens_S: Tensor, active_SC: Tensor, weights: Mapping[str, Tensor]
+) -> dict[str, list[str]]:
+    """Columns: of each quarter of the samples, by length, the least and largest weights."""
+    lengths = tokens_S[tokens_S > 0].sort().values
+    cuts = lengths[[len(lengths) * k // 4 for k in range(4)]].unique()
+    quarter_S = torch.bucketize(tokens_S, cuts, right=True)  # 0: without tokens
+    members = [quarter_S == k for k in range(1, len(cuts) + 1)]
+    columns = {"loss tokens": [_span(tokens_S[own_S], ",.10g") for own_S in members]}
+    columns["samples"] = [f"{int(own_S.sum()):,}" for own_S in members]
+    for mode, x_SC in weights.items():
+        columns[mode] = [_span(x_SC[own_S][active_SC[own_S]]) for own_S in members]
+    return columns
+
+
+def _span(x: Tensor, form: str = ".2f") -> str:
+    return " to ".join(dict.fromkeys(format(float(end), form) for end in x.aminmax()))
+
+
+def _draw(path: str, tokens_SC: Tensor, stock_SC: Tensor, shown: Mapping[str, Shares]) -> None:
+    """The first step, of stock Megatron with each sample's mean weight."""
+    from megatron_loss_agg.explain.picture import draw
+
+    tokens_S = tokens_SC.sum(1)
+    mean_S = (stock_SC[: len(tokens_S)] * tokens_SC).sum(1) / tokens_S.clamp(min=1e-300)
+    like_stock = LossAggregation(mode="microbatch_mean")
+    stock = Shares(like_stock, tokens_S, mean_S / tokens_S.sum(), formula="")
+    draw(path, [Sample(x) for x in tokens_S.tolist()], {"stock": stock, **shown})
+    print(f"drawn: {path}, of the first step", file=sys.stderr)
