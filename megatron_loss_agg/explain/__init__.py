@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 from collections.abc import Sequence
 
 from megatron_loss_agg.errors import InputError
-from megatron_loss_agg.explain.data import Read, answer
+from megatron_loss_agg.explain import data
 from megatron_loss_agg.explain.samples import LISTS, from_jsonl, from_lists
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
 from megatron_loss_agg.explain.table import as_json, as_text
 
 __all__ = ["main"]
 
-_REFUSED = {
-    "lengths": ("samples", "against"),
-    "jsonl": ("samples", "against", *LISTS),
-    "data": ("json", *LISTS),
-}
-"""Where samples are read from, and the options that it has no use for."""
 
-
-def main(argv: Sequence[str], read: Read) -> int:
-    """Print the table, save the plot, and return the exit code.
-
-    Args:
-        read: reads a run's own data from the flags after ``--``.
+def main(argv: Sequence[str], read: data.Read) -> int:
+    """Print the table, save the plot, and return the exit code; ``read`` is for ``--data``.
 
     Raises:
         AggregationError: bad input.
     """
-    own = list(itertools.takewhile(lambda arg: arg != "--", argv))
-    args, flags = _parser().parse_args(own), argv[len(own) + 1 :]
-    source = next(x for x in _REFUSED if getattr(args, x) is not None)
-    for option in _REFUSED[source]:
-        if getattr(args, option):
-            raise InputError(f"--{option} with --{source}; expected none, see explain --help")
-    if flags and source != "data":
-        raise InputError(f"flags after -- with --{source}; expected them with --data")
-    return _printed(answer(args, flags, read) if source == "data" else _table(args))
-
-
-def _table(args: argparse.Namespace) -> str:
+    if argv[:1] == ["--data"]:
+        return data.main(argv[1:], read)
+    args = _parser().parse_args(argv)
+    lists = {name: getattr(args, name) for name in LISTS}
     if args.jsonl is None:
-        samples = from_lists(args.lengths, **{name: getattr(args, name) for name in LISTS})
+        samples = from_lists(args.lengths, **lists)
     else:
+        if given := [f"--{name}" for name, value in lists.items() if value is not None]:
+            raise InputError(f"{given[0]} with --jsonl; expected its values on the file's lines")
         samples = from_jsonl(args.jsonl)
     modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
     shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
@@ -56,12 +39,9 @@ def _table(args: argparse.Namespace) -> str:
 
         draw(args.plot, samples, shown)
         print(f"drawn: {args.plot}", file=sys.stderr)
-    return (as_json if args.json else as_text)(samples, shown, left_out)
-
-
-def _printed(text: str) -> int:
+    table = as_json if args.json else as_text
     try:
-        print(text, flush=True)
+        print(table(samples, shown, left_out), flush=True)
     except BrokenPipeError:  # closed by the reader, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -71,8 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg explain",
         description="Show each sample's share of the gradient, and the weight of its tokens, under "
-        "each mode of loss aggregation.",
-        usage="%(prog)s [options] [-- [SCRIPT] FLAG ...]",
+        "each mode of loss aggregation. Of the data of a run: explain --data --help",
         allow_abbrev=False,
     )
     step = parser.add_mutually_exclusive_group(required=True)
@@ -83,20 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         help='the samples as lines {"length": n or "loss_mask": [...], "prompt": any, '
         '"rollout": any, "dataset": any, "microbatch": any, "rank": any}; '
         "all but the first are optional",
-    )
-    step.add_argument(
-        "--data",
-        metavar="FILE",
-        nargs="?",
-        const="",
-        help="the data of a run whose flags stand after --: what stock Megatron weighs its tokens "
-        "by; or of FILE, with a length, or an object as above, a row",
-    )
-    parser.add_argument("--samples", metavar="N", type=int, help="read N rows of --data")
-    parser.add_argument(
-        "--against",
-        metavar="FLAGS",
-        help="another layout for --data (default: twice the --micro-batch-size)",
     )
     for name, unit in LISTS.items():
         parser.add_argument(

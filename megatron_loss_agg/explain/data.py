@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,21 +24,23 @@ Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
 """(Megatron's flags, number) -> the first rows or packs of the run's training data."""
 
 
-def answer(args: argparse.Namespace, flags: Sequence[str], read: Read) -> str:
-    """One screen for the ``args`` of ``explain --data``, and Megatron's ``flags``.
+def main(argv: Sequence[str], read: Read) -> int:
+    """Print the answer for the arguments after ``--data``, save the plot, and return the exit code.
 
     Raises:
         AggregationError: bad data or flags.
     """
+    own = list(itertools.takewhile(lambda arg: arg != "--", argv))
+    args, flags = _parser().parse_args(own), argv[len(own) + 1 :]
     layout = _layout(flags)
     twice = 2 * layout.micro_batch_size
-    against = f"--micro-batch-size {1 if layout.global_batch_size % twice else twice}"
-    against = args.against or against
+    default = f"--micro-batch-size {1 if layout.global_batch_size % twice else twice}"
+    against = args.against or default
     other = _layout([*flags, *shlex.split(against)])
     if other.global_batch_size != layout.global_batch_size:
         raise InputError("--against has another --global-batch-size; expected the same step")
-    number = args.samples or max(1024, layout.global_batch_size)
-    given = rows_of(args.data, number) if args.data else read(flags, number)
+    number = max(1024, layout.global_batch_size) if args.samples is None else args.samples
+    given = rows_of(args.file, number) if args.file else read(flags, number)
     cp_sizes = layout.context_parallel_size, other.context_parallel_size
     with contextlib.redirect_stdout(sys.stderr):  # what Megatron says
         rows = Rows.of(_with_progress(given, number), layout.global_batch_size, cp_sizes)
@@ -47,11 +50,10 @@ def answer(args: argparse.Namespace, flags: Sequence[str], read: Read) -> str:
             "no step with loss tokens; expected at least one of --global-batch-size "
             f"{layout.global_batch_size} rows, see --samples"
         )
-    modes = (args.modes or "token_mean,sample_mean").split(",")
     steps = []
     for tokens in tokens_S.split(torch.bincount(rows.step_S).tolist()):
         samples = [Sample(x) for x in tokens.tolist()]
-        shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
+        shown, left_out = explain(samples, args.modes.split(","), args.divisor, args.empty)
         steps.append(shown)
     stock_SC, other_SC = rows.stock(layout), rows.stock(other)
     weights = {"stock": stock_SC}
@@ -63,25 +65,45 @@ def answer(args: argparse.Namespace, flags: Sequence[str], read: Read) -> str:
     share_SC = rows.tokens_SC / torch.bincount(rows.step_S, weights=tokens_S)[rows.step_S, None]
     moved = ((stock_SC - other_SC).abs() * share_SC)[active_SC].sum() / len(steps) / 2
     quotient = (stock_SC / other_SC)[active_SC]
-    return "\n".join(
-        [
-            f"Stock Megatron weighs a token {_span(stock_SC[active_SC])} times what token_mean "
-            "weighs it,",
-            f"steps: {len(steps):,}, of {layout.global_batch_size:,} rows; samples: "
-            f"{len(tokens_S):,}; loss tokens: {float(tokens_S.sum()):,.15g}",
-            f"stock: w_t = m_t / {layout.divisor}",
-            *(f"{mode}: {x.formula} in the first step" for mode, x in steps[0].items()),
-            *(f"left out: {mode} {why}" for mode, why in left_out.items()),
-            "",
-            "Weight of a token, as a multiple of token_mean, for samples of so many loss tokens",
-            aligned(_by_length(tokens_S, active_SC, weights)),
-            "",
-            f"With {against} stock Megatron has {float(100 * moved):.1f} % of the weight on other",
-            f"tokens, and weighs one up to {float(quotient.max(1 / quotient).max()):.2f} times as "
-            "much, or as little.",
-            "Every mode of --loss-aggregation but microbatch_mean weighs a token alike in both.",
-        ]
+    lines = [
+        f"Stock Megatron weighs a token {_span(stock_SC[active_SC])} times what token_mean "
+        "weighs it,",
+        f"steps: {len(steps):,}, of {layout.global_batch_size:,} rows; samples: "
+        f"{len(tokens_S):,}; loss tokens: {float(tokens_S.sum()):,.15g}",
+        f"stock: w_t = m_t / {layout.divisor}",
+        *(f"{mode}: {x.formula} in the first step" for mode, x in steps[0].items()),
+        *(f"left out: {mode} {why}" for mode, why in left_out.items()),
+        "",
+        "Weight of a token, as a multiple of token_mean, for samples of so many loss tokens",
+        aligned(_by_length(tokens_S, active_SC, weights)),
+        "",
+        f"With {against} stock Megatron has {float(100 * moved):.1f} % of the weight on other",
+        f"tokens, and weighs one up to {float(quotient.max(1 / quotient).max()):.2f} times as "
+        "much, or as little.",
+        "Every mode of --loss-aggregation but microbatch_mean weighs a token alike in both.",
+    ]
+    print(*lines, sep="\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron_loss_agg explain --data",
+        usage="%(prog)s [FILE] [options] -- [SCRIPT] FLAG ...",
+        description="Show what stock Megatron weighs the tokens of a run's own data by. Megatron "
+        "reads it from the run's flags; or a line of FILE is a row, as a length or a JSON object.",
+        allow_abbrev=False,
     )
+    parser.add_argument("file", metavar="FILE", nargs="?", help="lengths or loss masks")
+    parser.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")
+    parser.add_argument(
+        "--against", metavar="FLAGS", help="of another layout (default: twice --micro-batch-size)"
+    )
+    parser.add_argument("--modes", metavar="MODE,...", default="token_mean,sample_mean")
+    parser.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
+    parser.add_argument("--empty", choices=("count", "skip"), help="as of explain")
+    parser.add_argument("--plot", metavar="FILE", help="draw the first step (png, svg, pdf)")
+    return parser
 
 
 def _layout(flags: Sequence[str]) -> Layout:

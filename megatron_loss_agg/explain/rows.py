@@ -107,7 +107,7 @@ def rows_of(path: str, number: int) -> Iterator[Microbatch]:
     Raises:
         InputError: the file or a line cannot be read.
     """
-    for where, line in lines_of("--data", path, number):
+    for where, line in lines_of("--data", path, max(number, 0)):
         row: Any = {"length": line} if isinstance(line, int | float) else line
         mask = torch.tensor([[parsed(where, row).tokens]])
         try:

@@ -119,10 +119,7 @@ BAD_ARGUMENTS = {
     "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
-    "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected none",
-    "1 --samples 1": "InputError: --samples with --lengths; expected none",
-    "1 -- --micro-batch-size 1": "InputError: flags after -- with --lengths; expected them with",
-    "--data no/such/file --prompts 1": "InputError: --prompts with --data; expected none",
+    "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected its values",
     "--data no/such/file -- --micro-batch-size 2 --global-batch-size 2": (
         "InputError: --data no/such/file: "
     ),

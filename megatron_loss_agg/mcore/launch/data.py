@@ -18,13 +18,6 @@ from megatron_loss_agg.mcore.launch.seams import seams
 from megatron_loss_agg.mcore.reading.keys import read_batch
 from megatron_loss_agg.microbatch import Microbatch
 
-# Fields of Megatron's data set configuration whose flags have other names.
-_FLAGS = {
-    "random_seed": "seed",
-    "sequence_length": "seq_length",
-    "inter_document_masking": "dataloader_inter_document_masking",
-}
-
 
 def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
     """The first ``number`` rows or packs of training data that Megatron's flags ``argv`` name.
@@ -50,9 +43,8 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
     parser: Any = flags.Parser(add_help=False, allow_abbrev=False)
     args, _ = getattr(holder, name)(parser).parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        args.path_to_cache = folder
         try:
-            dataset = _training_set(args, number)
+            dataset = _training_set(args, number, folder)
             for place in range(min(number, len(dataset))):
                 yield read_batch(default_collate([dataset[place]]))
         except InputError:
@@ -64,7 +56,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
             ) from error
 
 
-def _training_set(args: Any, number: int) -> Any:
+def _training_set(args: Any, number: int, folder: str) -> Any:
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -88,6 +80,10 @@ def _training_set(args: Any, number: int) -> Any:
                 raise InputError(f"--data-path {path}: no file {file}; expected {kind}")
     args.rank = 0  # read by `build_tokenizer`
     given = vars(args) | {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "path_to_cache": folder,
+        "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
         "blend": blend,
         "blend_per_split": per_split and [training, None, None],
         "split": args.split or (blend and "969, 30, 1"),  # Megatron's default
@@ -95,8 +91,7 @@ def _training_set(args: Any, number: int) -> Any:
         "create_attention_mask": False,  # [seq, seq], which nothing reads
     }
     names = {x.name for x in dataclasses.fields(gpt_dataset.GPTDatasetConfig) if x.init}
-    options = {name: given[key] for name in names if (key := _FLAGS.get(name, name)) in given}
-    config = gpt_dataset.GPTDatasetConfig(**options)
+    config = gpt_dataset.GPTDatasetConfig(**{name: given[name] for name in names & given.keys()})
     if config.split_matrix:
         config.split_matrix[1:] = None, None  # validation and test, which may be empty
     mock = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
