@@ -34,8 +34,8 @@ def main(argv: Sequence[str], read: Read) -> int:
     args, flags = _parser().parse_args(own), argv[len(own) + 1 :]
     layout = _layout(flags)
     twice = 2 * layout.micro_batch_size
-    default = f"--micro-batch-size {1 if layout.global_batch_size % twice else twice}"
-    against = args.against or default
+    size = 1 if layout.global_batch_size % twice else twice
+    against = args.against or f"--micro-batch-size {size}"
     other = _layout([*flags, *shlex.split(against)])
     if other.global_batch_size != layout.global_batch_size:
         raise InputError("--against has another --global-batch-size; expected the same step")
@@ -50,36 +50,29 @@ def main(argv: Sequence[str], read: Read) -> int:
             "no step with loss tokens; expected at least one of --global-batch-size "
             f"{layout.global_batch_size} rows, see --samples"
         )
-    steps = []
-    for tokens in tokens_S.split(torch.bincount(rows.step_S).tolist()):
-        samples = [Sample(x) for x in tokens.tolist()]
-        shown, left_out = explain(samples, args.modes.split(","), args.divisor, args.empty)
-        steps.append(shown)
-    stock_SC, other_SC = rows.stock(layout), rows.stock(other)
-    weights = {"stock": stock_SC}
-    for mode in steps[0]:
-        relative_S = torch.cat([step[mode].relative_to_token_mean for step in steps])
-        weights[mode] = relative_S[:, None].expand_as(stock_SC)
+    stock = {"stock": rows.stock(layout), against: rows.stock(other)}
+    first_S = rows.step_S == 0
+    samples = [Sample(x) for x in tokens_S[first_S].tolist()]
+    shown, _ = explain(samples, ("token_mean", "sample_mean"), None, None)
     if args.plot is not None:
-        _draw(args.plot, rows.tokens_SC[rows.step_S == 0], stock_SC, steps[0])
+        _draw(args.plot, samples, rows.tokens_SC[first_S], stock["stock"][first_S], shown)
+    steps = int(rows.step_S[-1]) + 1
     share_SC = rows.tokens_SC / torch.bincount(rows.step_S, weights=tokens_S)[rows.step_S, None]
-    moved = ((stock_SC - other_SC).abs() * share_SC)[active_SC].sum() / len(steps) / 2
-    quotient = (stock_SC / other_SC)[active_SC]
+    one, two, share = (x[active_SC] for x in (*stock.values(), share_SC))
+    moved = float(100 * ((one - two).abs() * share).sum() / steps / 2)
+    quotient = float(torch.maximum(one / two, two / one).max())
     lines = [
-        f"Stock Megatron weighs a token {_span(stock_SC[active_SC])} times what token_mean "
-        "weighs it,",
-        f"steps: {len(steps):,}, of {layout.global_batch_size:,} rows; samples: "
-        f"{len(tokens_S):,}; loss tokens: {float(tokens_S.sum()):,.15g}",
+        f"Stock Megatron weighs a token {_span(one)} times what token_mean weighs it,",
+        f"steps: {steps:,}, of {layout.global_batch_size:,} rows; samples: {len(tokens_S):,}; "
+        f"loss tokens: {float(tokens_S.sum()):,.15g}",
         f"stock: w_t = m_t / {layout.divisor}",
-        *(f"{mode}: {x.formula} in the first step" for mode, x in steps[0].items()),
-        *(f"left out: {mode} {why}" for mode, why in left_out.items()),
+        *(f"{mode}: {x.formula} in the first step" for mode, x in shown.items()),
         "",
         "Weight of a token, as a multiple of token_mean, for samples of so many loss tokens",
-        aligned(_by_length(tokens_S, active_SC, weights)),
+        aligned(_by_length(tokens_S, active_SC, stock)),
         "",
-        f"With {against} stock Megatron has {float(100 * moved):.1f} % of the weight on other",
-        f"tokens, and weighs one up to {float(quotient.max(1 / quotient).max()):.2f} times as "
-        "much, or as little.",
+        f"Stock Megatron with {against}: {moved:.1f} % of the weight is on other tokens,",
+        f"and a token weighs up to {quotient:.2f} times as much, or as little.",
         "Every mode of --loss-aggregation but microbatch_mean weighs a token alike in both.",
     ]
     print(*lines, sep="\n")
@@ -99,9 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", metavar="FLAGS", help="of another layout (default: twice --micro-batch-size)"
     )
-    parser.add_argument("--modes", metavar="MODE,...", default="token_mean,sample_mean")
-    parser.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
-    parser.add_argument("--empty", choices=("count", "skip"), help="as of explain")
     parser.add_argument("--plot", metavar="FILE", help="draw the first step (png, svg, pdf)")
     return parser
 
@@ -123,11 +113,11 @@ def _layout(flags: Sequence[str]) -> Layout:
 
 
 def _with_progress(rows: Iterable[Microbatch], number: int) -> Iterable[Microbatch]:
-    try:
+    with contextlib.suppress(ImportError):
         from tqdm import tqdm
-    except ImportError:
-        return rows
-    return tqdm(rows, total=number, unit=" rows", disable=None)  # None: shown on a terminal
+
+        return tqdm(rows, total=number, unit=" rows", disable=None)  # None: shown on a terminal
+    return rows
 
 
 def _by_length(
@@ -149,13 +139,18 @@ def _span(x: Tensor, form: str = ".2f") -> str:
     return " to ".join(dict.fromkeys(format(float(end), form) for end in x.aminmax()))
 
 
-def _draw(path: str, tokens_SC: Tensor, stock_SC: Tensor, shown: Mapping[str, Shares]) -> None:
-    """The first step, of stock Megatron with each sample's mean weight."""
+def _draw(
+    path: str,
+    samples: Sequence[Sample],
+    tokens_SC: Tensor,
+    stock_SC: Tensor,
+    shown: Mapping[str, Shares],
+) -> None:
+    """The first step; of stock Megatron each sample's mean weight."""
     from megatron_loss_agg.explain.picture import draw
 
     tokens_S = tokens_SC.sum(1)
-    mean_S = (stock_SC[: len(tokens_S)] * tokens_SC).sum(1) / tokens_S.clamp(min=1e-300)
+    mean_S = (stock_SC * tokens_SC).sum(1) / tokens_S.clamp(min=1e-300) / tokens_S.sum()
     like_stock = LossAggregation(mode="microbatch_mean")
-    stock = Shares(like_stock, tokens_S, mean_S / tokens_S.sum(), formula="")
-    draw(path, [Sample(x) for x in tokens_S.tolist()], {"stock": stock, **shown})
+    draw(path, samples, {"stock": Shares(like_stock, tokens_S, mean_S, formula=""), **shown})
     print(f"drawn: {path}, of the first step", file=sys.stderr)

@@ -216,15 +216,15 @@ def test_what_stock_megatron_weighs_is_printed_as_the_guide_shows(capsys, tmp_pa
     lines = out.splitlines()
     assert lines[0].startswith("Stock Megatron weighs a token 0.67 to 2.00 times what token_mean")
     assert lines[1] == "steps: 1, of 4 rows; samples: 4; loss tokens: 16"
-    assert [line.split() for line in lines[8:12]] == [
-        # sample_mean: 16 / (4 * tokens)
-        ["1", "1", "2.00", "1.00", "4.00"],
-        ["3", "1", "2.00", "1.00", "1.33"],
-        ["4", "1", "0.67", "1.00", "1.00"],
-        ["8", "1", "0.67", "1.00", "0.50"],
+    assert [line.split() for line in lines[7:12]] == [
+        ["loss", "tokens", "samples", "stock", "--micro-batch-size", "4"],
+        ["1", "1", "2.00", "1.00"],
+        ["3", "1", "2.00", "1.00"],
+        ["4", "1", "0.67", "1.00"],
+        ["8", "1", "0.67", "1.00"],
     ]
-    assert "With --micro-batch-size 4 stock Megatron has 25.0 % " in out
-    assert "weighs one up to 2.00 times" in out
+    assert "Stock Megatron with --micro-batch-size 4: 25.0 % of the weight is on other" in out
+    assert "weighs up to 2.00 times" in out
 
 
 def test_masks_packs_and_a_picture_of_data(capsys, tmp_path):
@@ -233,14 +233,14 @@ def test_masks_packs_and_a_picture_of_data(capsys, tmp_path):
     pack = {"loss_mask": [1, 0, 1, 1, 1, 0], "cu_seqlens": [0, 2, 6]}
     path = write(tmp_path / "x.jsonl", pack, {"loss_mask": [0, *[1] * 8]}, {"length": 4}, "no row")
     run = ["--micro-batch-size", "1", "--global-batch-size", "3"]
-    plot, flags = tmp_path / "x.png", ["--samples", "3", "--modes", "sample_mean,rollout_mean"]
+    plot, flags = tmp_path / "x.png", ["--samples", "3"]
     assert main(["explain", "--data", path, *flags, "--plot", str(plot), "--", *run]) == 0
     out, err = capsys.readouterr()
     # M / (H M_h): 16 / (3 * 4), and 16 / (3 * 8) in the microbatch of 8 tokens.
     assert "weighs a token 0.67 to 1.33 times" in out and "samples: 4;" in out
-    assert "stock: w_t = m_t / (M_part * 3)\nsample_mean: w_t = m_t / (M_sample * 4) in" in out
-    assert "left out: rollout_mean needs" in out
-    assert "With --micro-batch-size 1 stock Megatron has 0.0 % " in out  # 2 does not divide 3
+    assert "stock: w_t = m_t / (M_part * 3)\ntoken_mean: w_t = m_t / 16 in" in out
+    assert "sample_mean: w_t = m_t / (M_sample * 4) in" in out
+    assert "with --micro-batch-size 1: 0.0 % " in out  # 2 does not divide 3
     assert err == f"drawn: {plot}, of the first step\n"
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -173,9 +173,12 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
 # Flags, and what is said: PATH is of a sound data set.
 REFUSED = {
     "--data-path PATH --split 0,1,1": "InputError: --split 0,1,1 has no training data; expected a",
-    "--data-path nowhere": "InputError: --data-path nowhere: no file nowhere.idx; expected a path",
-    "--data-path PATH.idx": "InputError: --data-path PATH.idx: no file PATH.idx.idx; expected a pa",
-    "--sft --data-path nowhere": "InputError: --data-path nowhere: no file nowhere; expected a",
+    "--data-path nowhere": (
+        "InputError: Megatron cannot read the data (AssertionError: One or both of the .idx and .bi"
+    ),
+    "--sft --data-path nowhere": (
+        "InputError: Megatron cannot read the data (ImportError: SFTDataset currently requires data"
+    ),
     "": "InputError: expected --seq-length and --data-path or --mock-data after --, without --fim",
     "--data-path PATH --fim-data": "InputError: expected --seq-length and --data-path or --mock",
     "--data-path PATH --tokenizer-type Llama2Tokenizer": "InputError: Megatron cannot read",

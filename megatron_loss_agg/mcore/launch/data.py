@@ -7,7 +7,6 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -72,12 +71,6 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
             "expected --seq-length and --data-path or --mock-data after --, without --fim-data; "
             "of a script with other data sets, give --data a file of lengths or loss masks"
         )
-    for path in training[0] if training else ():
-        files = [path] if args.sft else [f"{path}.idx", f"{path}.bin"]
-        for file in files:
-            if "://" not in path and not Path(file).is_file():
-                kind = "a JSONL file" if args.sft else "a path without its .idx and .bin"
-                raise InputError(f"--data-path {path}: no file {file}; expected {kind}")
     args.rank = 0  # read by `build_tokenizer`
     given = vars(args) | {
         "random_seed": args.seed,
