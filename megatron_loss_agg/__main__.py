@@ -42,8 +42,9 @@ def _run(args: list[str]) -> int | Callable[[], int]:
         return doctor.main(args[1:])
     if args[:1] == ["explain"]:
         from megatron_loss_agg import explain
+        from megatron_loss_agg.mcore.launch import data
 
-        return explain.main(args[1:])
+        return explain.main(args[1:], data.read)
     if args == ["--version"]:
         from megatron_loss_agg import __version__
 

@@ -18,9 +18,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
 
 LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def formula(agg: LossAggregation, tokens: float | None = None, across: float | None = None) -> str:
+    """The weight of a token in words, such as ``w_t = m_t / (M_sample * 10)``.
+
+    Args:
+        tokens, across: the step's ``M_step`` and ``N_across`` (or ``V_across``), if known.
+    """
+    if agg.mode == "custom":
+        return "w_t = function(plan, i)"
+    factors = [] if agg.divisor is None else [f"{agg.divisor:.10g}"]
+    if agg.within is not None:
+        is_known = agg.within == "step" and tokens is not None
+        factors.append(f"{tokens:.10g}" if is_known else f"M_{agg.within}")
+    if len(agg.path) > 1:
+        factors.append("C")
+    if agg.weighted or agg.across:
+        name = "V_across" if agg.weighted else f"N_{agg.across}"
+        factors.append(name if across is None else f"{across:.10g}")
+    product = " * ".join(factors)
+    divided = f" / ({product})" if len(factors) > 1 else f" / {product}" if factors else ""
+    return "w_t = " + ("m_t" if agg.sample_weights is None else "v_s * m_t") + divided
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -64,6 +64,10 @@ ELSEWHERE = {
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
         "tests/frameworks/test_bridge.py"
     ),
+    "python -m megatron_loss_agg explain --data": (
+        "tests/core/test_explain.py and tests/launch/test_data.py"
+    ),
+    "printf": "as above",
     "python patches/check.py": "tests/test_tools.py",
     "patch -p1": "tests/frameworks",
     "SKYRL=": "tests/frameworks",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_loss_agg.errors import InputError
+from megatron_loss_agg.explain import data
 from megatron_loss_agg.explain.samples import LISTS, from_jsonl, from_lists
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
 from megatron_loss_agg.explain.table import as_json, as_text
@@ -15,12 +16,14 @@ from megatron_loss_agg.explain.table import as_json, as_text
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the table, save the plot, and return the exit code.
+def main(argv: Sequence[str], read: data.Read) -> int:
+    """Print the table, save the plot, and return the exit code; ``read`` is for ``--data``.
 
     Raises:
         AggregationError: bad input.
     """
+    if argv[:1] == ["--data"]:
+        return data.main(argv[1:], read)
     args = _parser().parse_args(argv)
     lists = {name: getattr(args, name) for name in LISTS}
     if args.jsonl is None:
@@ -48,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg explain",
         description="Show each sample's share of the gradient, and the weight of its tokens, under "
-        "each mode of loss aggregation.",
+        "each mode of loss aggregation. Of the data of a run: explain --data --help",
         allow_abbrev=False,
     )
     step = parser.add_mutually_exclusive_group(required=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_loss_agg.aggregation import BY_ID
@@ -53,7 +54,7 @@ def from_lists(lengths: str, **lists: str | None) -> list[Sample]:
         raise InputError(f"lists of {numbers} values; expected one value for each sample in each")
     rows = zip(*columns.values(), strict=True)
     return [
-        _sample(f"sample {s}", dict(zip(columns, row, strict=True))) for s, row in enumerate(rows)
+        parsed(f"sample {s}", dict(zip(columns, row, strict=True))) for s, row in enumerate(rows)
     ]
 
 
@@ -67,17 +68,7 @@ def from_jsonl(path: str) -> list[Sample]:
         InputError: the file or a line cannot be read.
         GroupError: only some lines have a prompt, rollout, data set, microbatch or rank.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--jsonl {path}: {error}; expected a readable text file") from error
-    samples = []
-    for n, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                samples.append(_sample(f"{path}:{n}", json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}:{n}: {error}; expected one JSON object a line") from None
+    samples = [parsed(where, row) for where, row in lines_of("--jsonl", path)]
     if not samples:
         raise InputError(f"--jsonl {path}: no line; expected one JSON object for each sample")
     for name in COLUMNS:
@@ -90,7 +81,25 @@ def from_jsonl(path: str) -> list[Sample]:
     return samples
 
 
-def _sample(where: str, row: Any) -> Sample:
+def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Where each of the first ``number`` lines is, and its JSON value; empty ones are skipped.
+
+    Raises:
+        InputError: the file or a line cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = (numbered for numbered in enumerate(file, 1) if numbered[1].strip())
+            for n, line in itertools.islice(lines, number):
+                yield f"{path}:{n}", json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{n}: {error}; expected one JSON object a line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{flag} {path}: {error}; expected a readable text file") from error
+
+
+def parsed(where: str, row: Any) -> Sample:
+    """The sample of a line, or of values of the lists; InputError names ``where`` it is bad."""
     if not isinstance(row, dict) or ("length" in row) == ("loss_mask" in row):
         raise InputError(f"{where}: expected an object with either 'length' or 'loss_mask'")
     mask = row.get("loss_mask", [row.get("length")])

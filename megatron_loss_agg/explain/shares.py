@@ -15,6 +15,7 @@ from megatron_loss_agg.errors import DivisorError, InputError
 from megatron_loss_agg.explain.samples import LISTS, Sample
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.presets import PRESETS
+from megatron_loss_agg.weights import formula
 
 ALL_MODES = tuple(mode for mode in MODES if mode != "custom")
 
@@ -28,6 +29,8 @@ class Shares:
     tokens: Tensor
     # fp64 [samples]: weight of a token with mask 1; 0 for samples without tokens.
     per_token: Tensor
+    # See `weights.formula`.
+    formula: str
 
     @property
     def total(self) -> float:
@@ -118,7 +121,7 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(places.values()):
         per_token[members] = plan.coefficients(i)
-    return Shares(agg, tokens, per_token)
+    return Shares(agg, tokens, per_token, formula(agg, plan.counts.tokens, plan.counts.across))
 
 
 def _strings(values: Sequence[Any]) -> list[str] | None:

@@ -15,7 +15,7 @@ _WIDEST_ID = 16
 def as_text(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
-    """Two tables, of shares and of weights, with one row per sample."""
+    """Two tables, of shares and of weights, with one row per sample; and the formulas."""
     fixed = {
         "sample": [str(s) for s in range(len(samples))],
         "tokens": [f"{sample.tokens:.10g}" for sample in samples],
@@ -34,10 +34,13 @@ def as_text(
     }
     parts = [
         "Share of the gradient: the sample's part of the sum of all weights, in percent",
-        _aligned({**fixed, **shares}),
+        aligned({**fixed, **shares}),
         "",
         "Weight of one token of the sample, as a multiple of its weight under token_mean",
-        _aligned({**fixed, **weights}),
+        aligned({**fixed, **weights}),
+        "",
+        "Weight of one token with mask m_t",
+        *(f"{name}: {shares.formula}" for name, shares in shown.items()),
     ]
     if left_out:
         parts += ["", *(f"left out: {name} {why}" for name, why in left_out.items())]
@@ -56,6 +59,7 @@ def as_json(
                 "weight_per_token": shares.per_token.tolist(),
                 "relative_to_token_mean": shares.relative_to_token_mean.tolist(),
                 "sum_of_weights": shares.total,
+                "formula": shares.formula,
             }
             for name, shares in shown.items()
         },
@@ -69,7 +73,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= _WIDEST_ID else text[: _WIDEST_ID - 1] + "…"
 
 
-def _aligned(columns: Mapping[str, Sequence[str]]) -> str:
+def aligned(columns: Mapping[str, Sequence[str]]) -> str:
+    """Columns under their names, flush right."""
     cells = [
         [cell.rjust(max(map(len, [name, *column]))) for cell in [name, *column]]
         for name, column in columns.items()

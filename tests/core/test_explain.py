@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import random
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_loss_agg.__main__ import main
+from megatron_loss_agg.explain.rows import Layout, Rows
+from megatron_loss_agg.microbatch import Microbatch
 
 ROOT = Path(__file__).parents[2]
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -113,6 +120,18 @@ BAD_ARGUMENTS = {
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
     "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected its values",
+    "--data no/such/file -- --micro-batch-size 2 --global-batch-size 2": (
+        "InputError: --data no/such/file: "
+    ),
+    "--data x -- pretrain_gpt.py --micro-batch-size 2": (
+        "InputError: --micro-batch-size 2, --global-batch-size 0 after --; expected the run's own"
+    ),
+    "--data x -- --micro-batch-size 2 --global-batch-size 3": (
+        "InputError: --micro-batch-size 2, --global-batch-size 3 after --; expected the run's own"
+    ),
+    "--data x --against=--global-batch-size=4 -- --micro-batch-size 1 --global-batch-size 2": (
+        "InputError: --against has another --global-batch-size; expected the same step"
+    ),
 }
 
 
@@ -167,3 +186,160 @@ def test_the_guide_shows_what_is_printed(capsys):
     assert main(["explain", "--lengths", "10,1000,40", "--prompts", "0,0,1"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and f"```text\n{out}```\n" in guide
+
+
+def test_the_formula_has_the_numbers_of_the_step(capsys):
+    found = explained(capsys, *STEP, "--divisor", "100", "--empty", "skip")["modes"]
+    assert {mode: row["formula"].removeprefix("w_t = ") for mode, row in found.items()} == {
+        "token_mean": "m_t / 1050",
+        "sample_mean": "m_t / (M_sample * 3)",
+        **{f"{unit}_mean": f"m_t / (M_{unit} * 2)" for unit in UNITS},
+        "nested_mean": "m_t / (M_sample * C * 2)",
+        "sample_sum": "m_t / 3",
+        "constant": "m_t / (100 * 3)",
+        "sum": "m_t / 100",
+    }
+
+
+# Lengths of four rows. In a step of two microbatches of 4 and 12 tokens, M = 16, stock Megatron
+# weighs a token by 1 / (2 * 4) or 1 / (2 * 12): 16 / 8 = 2 or 16 / 24 = 0.67 times 1 / 16. In one
+# microbatch it is token_mean. The difference is (4 * |2 - 1| + 12 * |2/3 - 1|) / 16 / 2 = 25 %.
+FOUR = (1, 3, 8, 4)
+RUN = ["--", "pretrain_gpt.py", "--micro-batch-size", "2", "--global-batch-size", "4"]
+
+
+def test_what_stock_megatron_weighs_is_printed_as_the_guide_shows(capsys, tmp_path):
+    path = write(tmp_path / "lengths.txt", *FOUR, 100)  # the last is of no whole step
+    assert main(["explain", "--data", path, *RUN]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and f"```text\n{out}```\n" in (ROOT / "docs/explain.md").read_text()
+    lines = out.splitlines()
+    assert lines[0].startswith("Stock Megatron weighs a token 0.67 to 2.00 times what token_mean")
+    assert lines[1] == "steps: 1, of 4 rows; samples: 4; loss tokens: 16"
+    assert [line.split() for line in lines[7:12]] == [
+        ["loss", "tokens", "samples", "stock", "--micro-batch-size", "4"],
+        ["1", "1", "2.00", "1.00"],
+        ["3", "1", "2.00", "1.00"],
+        ["4", "1", "0.67", "1.00"],
+        ["8", "1", "0.67", "1.00"],
+    ]
+    assert "Stock Megatron with --micro-batch-size 4: 25.0 % of the weight is on other" in out
+    assert "weighs up to 2.00 times" in out
+
+
+def test_masks_packs_and_a_picture_of_data(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    # The same four samples as masks, two in a pack; and what nobody reads.
+    pack = {"loss_mask": [1, 0, 1, 1, 1, 0], "cu_seqlens": [0, 2, 6]}
+    path = write(tmp_path / "x.jsonl", pack, {"loss_mask": [0, *[1] * 8]}, {"length": 4}, "no row")
+    run = ["--micro-batch-size", "1", "--global-batch-size", "3"]
+    plot, flags = tmp_path / "x.png", ["--samples", "3"]
+    assert main(["explain", "--data", path, *flags, "--plot", str(plot), "--", *run]) == 0
+    out, err = capsys.readouterr()
+    # M / (H M_h): 16 / (3 * 4), and 16 / (3 * 8) in the microbatch of 8 tokens.
+    assert "weighs a token 0.67 to 1.33 times" in out and "samples: 4;" in out
+    assert "stock: w_t = m_t / (M_part * 3)\ntoken_mean: w_t = m_t / 16 in" in out
+    assert "sample_mean: w_t = m_t / (M_sample * 4) in" in out
+    assert "with --micro-batch-size 1: 0.0 % " in out  # 2 does not divide 3
+    assert err == f"drawn: {plot}, of the first step\n"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def stock_by_hand(
+    rows: list[tuple[list[float], list[int]]], mbs: int, gbs: int, cp: int
+) -> list[tuple[float, float, float]]:
+    """Of each sample: the sum of its weights, and the least and largest of a token.
+
+    As multiples of 1 / M. Sequences of ``rows`` (mask, offsets) are dealt in zigzag to ``cp``
+    ranks; a rank divides its sum of a microbatch by its tokens, and the ranks' and microbatches'
+    quotients are averaged.
+    """
+    found = []
+    for first in range(0, len(rows), gbs):
+        places, sums = [], defaultdict(float)
+        for row, (mask, offsets) in enumerate(rows[first : first + gbs]):
+            for start, end in itertools.pairwise(offsets):
+                chunk = (end - start) // (2 * cp)
+                tokens = []
+                for t in range(start, end):
+                    k = (t - start) // chunk if cp > 1 else 0
+                    part = row // mbs, min(k, 2 * cp - 1 - k)
+                    sums[part] += mask[t]
+                    tokens.append((mask[t], part))
+                places.append(tokens)
+        step, parts = sum(sums.values()), gbs // mbs * cp
+        for tokens in places:
+            w = [(m, step / parts / max(int(sums[part]), 1)) for m, part in tokens if m]
+            weights = [x for _, x in w] or [0.0]
+            found.append((sum(m * x for m, x in w), min(weights), max(weights)))
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("values", [(0.0, 1.0), (0.0, 0.25)])
+def test_stock_weights_are_those_of_a_reference(cp, values):
+    draw = random.Random(cp)
+    rows: list[tuple[list[float], list[int]]] = []
+    for _ in range(12):
+        offsets = [0]
+        for _ in range(draw.randint(1, 3)):
+            offsets.append(offsets[-1] + 8 * draw.randint(1, 3))
+        active = draw.choice((0.1, 0.5, 0.9))
+        rows.append(([values[draw.random() < active] for _ in range(offsets[-1])], offsets))
+    given = [
+        Microbatch(torch.tensor([mask]), torch.tensor(offsets) if k % 2 else None)
+        for k, (mask, offsets) in enumerate(rows)
+    ]
+    rows = [(m, offsets if k % 2 else [0, len(m)]) for k, (m, offsets) in enumerate(rows)]
+    read = Rows.of(given, 4, (cp, 2))
+    for mbs in (1, 2, 4):
+        weights = read.stock(Layout(mbs, 4, cp, False))
+        expected = stock_by_hand(rows, mbs, 4, cp)
+        for own, tokens, (total, least, most) in zip(
+            weights, read.tokens_SC, expected, strict=True
+        ):
+            assert float((own * tokens).sum()) == pytest.approx(total, rel=1e-13)
+            if most:
+                ends = [float(x) for x in own[tokens > 0].aminmax()]
+                assert ends == pytest.approx([least, most], rel=1e-13)
+    assert read.stock(Layout(1, 4, cp, True)).unique().tolist() == [1]
+
+
+BAD_ROWS = {
+    "{": "InputError: PATH:1: Expecting property name",
+    '"x"': "InputError: PATH:1: expected an object with either 'length' or 'loss_mask'",
+    "-1": "InputError: PATH:1: a bad length or loss_mask; expected a finite number",
+    '{"loss_mask": [1], "cu_seqlens": [0, 2]}': "InputError: PATH:1: microbatch 0 of 1 tokens",
+    '{"loss_mask": [1], "cu_seqlens": "x"}': "InputError: PATH:1: ",
+    "0": "InputError: no step with loss tokens; expected at least one of --global-batch-size 1 ro",
+    "": "InputError: no step with loss tokens; expected at least one of --global-batch-size 1 ro",
+}
+
+
+@pytest.mark.parametrize("line", BAD_ROWS)
+def test_bad_rows_are_named(capsys, tmp_path, line):
+    path = tmp_path / "data"
+    path.write_text(line)
+    run = ["--micro-batch-size", "1", "--global-batch-size", "1"]
+    said = refusal(capsys, "--data", str(path), "--", *run)
+    assert said.startswith(BAD_ROWS[line].replace("PATH", str(path)))
+    path.write_text("4")
+    split = refusal(capsys, "--data", str(path), "--", *run, "--context-parallel-size", "2")
+    assert split.startswith("LayoutError: sequence 0 has (padded) length 1; expected a multiple")
+    path.write_bytes(b"\xff")
+    assert refusal(capsys, "--data", str(path), "--", *run).startswith(f"InputError: --data {path}")
+
+
+def test_a_bar_shows_on_a_terminal_and_may_be_missing(capsys, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    path, terminal = write(tmp_path / "lengths.txt", *FOUR), Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["explain", "--data", path, *RUN]) == 0
+    assert "4/1024" in terminal.getvalue()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    out = capsys.readouterr().out
+    assert main(["explain", "--data", path, *RUN]) == 0
+    assert capsys.readouterr().out == out

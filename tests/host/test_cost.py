@@ -126,14 +126,15 @@ TERMS = {
 SAID: dict[str, tuple[Case, str, str]] = {
     "dp2-cp2": (
         Case("", terms=PRESET),
-        "token_mean (verl/token-mean); a step of 8 microbatches on 2 data-parallel ranks, "
-        "10 samples (packed sequences)",
+        f"token_mean (verl/token-mean); w_t = m_t / {TOKENS:g}; a step of 8 microbatches on 2 "
+        "data-parallel ranks, 10 samples (packed sequences)",
         "; context-parallel split: zigzag inside every sequence",
     ),
     "pp2": (
         Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),
         "policy: prompt_mean (skyrl/prompt_mean) + "
         "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
+        "w_t = m_t / (M_prompt * 4); w_t = v_s * m_t / 1634; "
         "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 4 prompts",
         "",
     ),
@@ -154,7 +155,7 @@ def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
     _, before, after = SAID[name]
     line = (
         f"loss aggregation: {before}, {TOKENS:g} tokens{after}; "
-        "measured gradients: 1.000000 times the planned ones\n"
+        "gradients are 1.000000 times the planned ones\n"
     )
     ranks = run_host_ranks(said, TOPOLOGIES[name].world_size, name)
     first = len(ranks) // 2 if name == "pp2" else 0  # of the last stage

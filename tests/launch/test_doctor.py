@@ -48,18 +48,21 @@ MODE, LATE = "@ prompt_mean", "@-mask model @ token_mean"
 # Flags of a launch script, with @ for --loss-aggregation, and what is found.
 FLAGS = {
     f"examples/pretrain_gpt.py --num-layers 2 {MODE}": (
-        "OK: prompt_mean, and no other flag conflicts with it; the batches must have prompt_ids"
+        "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
+        "the batches must have prompt_ids"
     ),
     f"nosuch.py {MODE}": "FAIL: nosuch.py is not a file; expected a training script",
     "--num-layers 2": "WARN: without --loss-aggregation the plugin does nothing",
-    f"--my-own-flag {MODE}": "WARN: prompt_mean; Megatron has no --my-own-flag",
+    f"--my-own-flag {MODE}": (
+        "WARN: prompt_mean; w_t = m_t / (M_prompt * N_prompt); Megatron has no --my-own-flag"
+    ),
     f"--num-layers two {MODE}": "FAIL: InputError: argument --num-layers: invalid int",
     "@ constant": "FAIL: DivisorError: mode 'constant' needs a div",
     # A module that lies beside the script.
-    f"tests/launch/test_doctor.py @-batch processes:run {MODE}": "OK: prompt_mean, and no",
+    f"tests/launch/test_doctor.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
     f"--cuda-graph-impl full_iteration {MODE}": "FAIL: HostError: --cuda-graph-impl full_iter",
     f"@-mod x {MODE}": "FAIL: ModeError: unknown flag --loss-aggregation-mod",
-    LATE: "OK: token_mean",
+    LATE: "OK: token_mean; w_t = m_t / M_step; no other",
     f"{LATE} --sft": "FAIL: ModeError: Loop(averages_quotients=True) (Meg",
 }
 

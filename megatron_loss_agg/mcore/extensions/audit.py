@@ -42,7 +42,7 @@ class Audit(Extension):
     def words(self) -> str:
         if self.measured is None:
             return "gradients not measured"
-        return f"measured gradients: {self.measured:.6f} times the planned ones"
+        return f"gradients are {self.measured:.6f} times the planned ones"
 
     def start(self, call: Call) -> None:
         """Measure the host for a training call. All ranks must call; if one raises, all do.
@@ -76,8 +76,7 @@ class Audit(Extension):
         if abs(measured - 1) <= _TOLERANCE:  # NaN is not
             self.measured = measured
             if self._repeat and dist.get_rank() == 0:
-                found = f"gradients are {measured:.6f} times the planned ones ({call.scale})"
-                print(f"loss aggregation audit: {found}", flush=True)
+                print(f"loss aggregation audit: {self.words()} ({call.scale})", flush=True)
         elif finalize is not None or not self._trusts:
             raise HostError(
                 f"gradients would be {measured:.6g} times the planned ones in megatron-core "

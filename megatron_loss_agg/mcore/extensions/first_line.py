@@ -11,6 +11,7 @@ from megatron_loss_agg.aggregation import terms_in_words
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
+from megatron_loss_agg.weights import formula
 
 
 class FirstLine(Extension):
@@ -37,8 +38,12 @@ class FirstLine(Extension):
 
         yield on_loss
         if call.ends_step and not plan.is_empty:
-            words = [x.words() for x in call.extensions]
-            said = [terms_in_words(call.terms), _step(call, plan), *sorted(splits), *words]
+            formulas = [
+                formula(term.aggregation, None if plan.is_late else n.tokens, n.across)
+                for term, n in ((call.terms[name], x.counts) for name, x in plan.terms.items())
+            ]
+            said = [terms_in_words(call.terms), *formulas, _step(call, plan), *sorted(splits)]
+            said += [x.words() for x in call.extensions]
             print(f"loss aggregation: {'; '.join(filter(None, said))}", flush=True)
             self._said = True
 

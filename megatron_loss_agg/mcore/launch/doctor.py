@@ -20,12 +20,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_loss_agg import __version__
-from megatron_loss_agg.aggregation import BY_ID
+from megatron_loss_agg.aggregation import BY_ID, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags
 from megatron_loss_agg.mcore.launch.install import hook_from_args
 from megatron_loss_agg.mcore.launch.seams import seams
+from megatron_loss_agg.weights import formula
 
 
 class Finding(NamedTuple):
@@ -143,7 +144,8 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     if hook is None:
         text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"
         return Finding("WARN", "flags", text)
-    mode = args.loss_aggregation
+    formulas = [formula(term.aggregation) for term in hook.terms.values()]
+    mode = "; ".join([terms_in_words(hook.terms), *formulas])
     if not with_host:
         text = f"{mode}; Megatron's own flags not checked: no megatron.training"
         return Finding("WARN", "flags", text)
@@ -154,7 +156,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     units = {unit for term in hook.terms.values() for unit in term.aggregation.units}
     needs = " and ".join(f"{unit}_ids" for unit in BY_ID if unit in units)
     read = f"; the batches must have {needs}" if needs else ""
-    return Finding("OK", "flags", f"{mode}, and no other flag conflicts with it{read}")
+    return Finding("OK", "flags", f"{mode}; no other flag conflicts with it{read}")
 
 
 def _imported(name: str) -> ModuleType | Exception:
