@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.__main__ import main
 from megatron_loss_agg.explain.rows import Layout, Rows
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.weights import formula
 
 ROOT = Path(__file__).parents[2]
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -343,3 +345,26 @@ def test_a_bar_shows_on_a_terminal_and_may_be_missing(capsys, tmp_path, monkeypa
     out = capsys.readouterr().out
     assert main(["explain", "--data", path, *RUN]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_the_formula_without_numbers_is_that_of_the_docstring():
+    # As doctor says it, before a step is counted.
+    for agg, expected in {
+        LossAggregation.preset("slime/constant", divisor=8): "m_t / (8 * N_rollout)",
+        LossAggregation(mode="token_mean"): "m_t / M_step",
+        LossAggregation(mode="sample_mean", sample_weights="skip"): (
+            "v_s * m_t / (M_sample * N_sample)"
+        ),
+        LossAggregation(mode="sample_mean", sample_weights="count"): (
+            "v_s * m_t / (M_sample * V_across)"
+        ),
+        LossAggregation(mode="token_mean", sample_weights="count"): (
+            "v_s * m_t / (M_step * V_across)"
+        ),
+        LossAggregation(mode="nested_mean", levels="prompt,sample"): (
+            "m_t / (M_sample * C * N_prompt)"
+        ),
+        LossAggregation(mode="sum"): "m_t",
+        LossAggregation(mode="custom", function=len): "function(plan, i)",
+    }.items():
+        assert formula(agg) == f"w_t = {expected}"
