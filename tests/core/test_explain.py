@@ -337,12 +337,13 @@ def test_a_bar_shows_on_a_terminal_and_may_be_missing(capsys, tmp_path, monkeypa
         def isatty(self) -> bool:
             return True
 
-    path, terminal = write(tmp_path / "lengths.txt", *FOUR), Terminal()
+    path, terminal = write(tmp_path / "lengths.txt", *FOUR, *FOUR), Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["explain", "--data", path, *RUN]) == 0
-    assert "4/1024" in terminal.getvalue()
+    assert "8/1024" in terminal.getvalue()
     monkeypatch.setitem(sys.modules, "tqdm", None)
     out = capsys.readouterr().out
+    assert "steps: 2, of" in out and ": 25.0 % of" in out
     assert main(["explain", "--data", path, *RUN]) == 0
     assert capsys.readouterr().out == out
 
