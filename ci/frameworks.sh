@@ -1,28 +1,35 @@
 #!/usr/bin/env bash
-# bash ci/frameworks.sh --slime PATH --nemo-rl PATH --areal PATH
+# bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH
 #
-# Runs the training steps of slime, NeMo-RL and AReaL, with and without our patches, against one fp64
-# process; then writes ci/frameworks.md, a section of docs/verified.md. With some of the three, their
-# tables are only printed.
+# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches, against
+# one fp64 process; then writes ci/frameworks.md, a section of docs/verified.md. With some of the
+# four, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name. It is only
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
 # the framework's page.
+#
+# --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
+# release on the package index. It prints a line for each, and writes nothing: the version, whether
+# the patch fits, and the largest errors of the gradient. Paths may then be left out.
 set -euo pipefail
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
-usage() { sed -n '2,11s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
+usage() { sed -n '2,15s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
 
 declare -A clones=() urls=(
     [slime]=https://github.com/THUDM/slime
+    [miles]=https://github.com/radixark/miles
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
     [areal]=https://github.com/areal-project/AReaL
 )
-while [[ $# -ge 2 && ($1 == --slime || $1 == --nemo-rl || $1 == --areal) ]]; do
+newest=
+if [[ ${1:-} == --newest ]]; then newest=yes && shift; fi
+while [[ $# -ge 2 && $1 == --* && -n ${urls[${1#--}]:-} ]]; do
     clones[${1#--}]=$(realpath "$2")
     shift 2
 done
-[[ $# -eq 0 && ${#clones[@]} -gt 0 ]] || usage
+[[ $# -eq 0 && ($newest || ${#clones[@]} -gt 0) ]] || usage
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
@@ -32,37 +39,104 @@ assert read() is not None"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# The section on one framework: its commit, and the table of its run.
-section() {
-    local name=$1 clone=$2 page=docs/frameworks/$1.md patch commit copy command flags
-    patch=$(echo patches/"$name"/*.patch)
-    commit=$(git -C "$clone" rev-parse --verify "$(basename "$patch" .patch)^{commit}")
+# Unpack a commit of a framework twice and patch one copy; fails if the patch does not fit.
+unpack() {
+    local name=$1 clone=$2 commit=$3 copy command
     for copy in stock patched; do
         mkdir -p "$scratch/$name/$copy"
         git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/$copy"
     done
     git init -q "$scratch/$name/patched" # as a clone is one, wherever the scratch folder lies
-    command=$(grep -m 1 "^git -C path/to/$name apply" "$page")
+    command=$(grep -m 1 "^git -C path/to/$name apply" "docs/frameworks/$name.md")
     bash -c "${command//path\/to\/$name/$scratch/$name/patched}"
-    flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "$page")
-    # AReaL has its configuration alone.
-    if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
+}
+
+# Run both copies; the table goes to a file beside them.
+compare() {
+    local name=$1
     if ! "$python" -W ignore -m "tests.frameworks.run_${name//-/_}" "$scratch/$name/stock" \
         "$scratch/$name/patched" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
         tail -n 30 "$scratch/$name.log" >&2
         return 1
     fi
+}
+
+# The section on one framework: its commit, and the table of its run.
+section() {
+    local name=$1 clone=$2 patch commit flags
+    patch=$(echo patches/"$name"/*.patch)
+    commit=$(git -C "$clone" rev-parse --verify "$(basename "$patch" .patch)^{commit}")
+    unpack "$name" "$clone" "$commit"
+    flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "docs/frameworks/$name.md")
+    # AReaL has its configuration alone.
+    if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
+    compare "$name"
     printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" "$patch"
     cat "$scratch/$name.md"
 }
 
-for name in slime nemo-rl areal; do
+# The line on a clone's newest commit. Gradients that a framework rounds to bf16 are left out.
+newest_commit() {
+    local name=$1 clone=$2 version result
+    version=$(git -C "$clone" log -1 --abbrev=7 --format='`%h` (%cs)')
+    result="its patch fits | not exact"
+    if ! unpack "$name" "$clone" HEAD 2>/dev/null; then
+        result="its patch does not fit |"
+    elif compare "$name"; then
+        result="its patch fits | $(awk -F ' *[|] *' '
+            /bf16/ || !/e[-+]/ { next }
+            $3 ~ /^stock/ { if ($6 + 0 > own) own = $6 + 0; next }
+            { if ($4 + 0 > ours) ours = $4 + 0 }
+            $3 !~ /^constant/ && $6 + 0 > without { without = $6 + 0 }
+            END { printf "%.1e; stock in its own modes %.1e, in others up to %.2f", ours, own, without }
+            ' "$scratch/$name.md")"
+    fi
+    echo "| $name | $version | $result |"
+}
+
+# The line on a package's newest release, which its tests run on unless they always do.
+newest_release() {
+    local name=$1 version result venv=$scratch/$1
+    version=$("$python" -m pip --disable-pip-version-check index versions "$name" 2>/dev/null |
+        sed -n '1s/.*(\(.*\))/\1/p')
+    result="is that of ci/peers.txt | by every test run"
+    if ! grep -q "^$name==$version\b" ci/peers.txt; then
+        "$python" -m venv --without-pip "$venv"
+        "$python" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+            >"$(echo "$venv"/lib/python3*/site-packages)/shared.pth"
+        cp -r "$(dirname "$python")/../peers" "$venv/peers"
+        rm -rf "$venv/peers/${name//-/_}"-*.dist-info
+        "$python" -m pip --quiet install --no-deps --no-compile --ignore-requires-python --upgrade \
+            --target "$venv/peers" "$name==$version"
+        result=$("$python" patches/check.py "$venv/peers" |
+            sed -n "/^$name: / { s///; s/ and is not applied.*//; s/ the version in.*//; p }")
+        if "$venv/bin/python" -m pytest -q -W ignore --timeout 600 "tests/frameworks/test_$2.py" \
+            </dev/null >"$scratch/$name.log" 2>&1; then
+            result="${result:-has none} | exact"
+        else
+            tail -n 30 "$scratch/$name.log" >&2
+            result="${result:-has none} | not exact"
+        fi
+    fi
+    echo "| $name | $version | $result |"
+}
+
+if [[ $newest ]]; then
+    printf '| framework | newest, %s | patch | gradient |\n|---|---|---|---|\n' "$(date +%F)"
+    newest_release verl verl
+    newest_release skyrl skyrl
+    newest_release ms-swift ms_swift
+    newest_release megatron-bridge bridge
+    for name in "${!clones[@]}"; do newest_commit "$name" "${clones[$name]}"; done
+    exit
+fi
+for name in slime miles nemo-rl areal; do
     if [[ -n ${clones[$name]:-} ]]; then section "$name" "${clones[$name]}" >>"$scratch/tables.md"; fi
 done
 cat "$scratch/tables.md"
-if [[ ${#clones[@]} -eq 3 ]]; then
+if [[ ${#clones[@]} -eq ${#urls[@]} ]]; then
     cat - "$scratch/tables.md" >ci/frameworks.md <<'HEAD'
-## slime, NeMo-RL and AReaL
+## slime, miles, NeMo-RL and AReaL
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of

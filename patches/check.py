@@ -33,8 +33,8 @@ def applies(patch: Path, folder: Path, *options: str) -> bool:
 
 
 def touched(patch: Path) -> list[str]:
-    """The files that ``patch`` changes, without those that it adds."""
-    return re.findall(r"^--- a/(\S+)", patch.read_text(), re.MULTILINE)
+    """The files of a package that ``patch`` changes, without those that it adds."""
+    return re.findall(r"^--- a/(?!\.|docs/|tests/)(\S+)", patch.read_text(), re.MULTILINE)
 
 
 def name_of(patch: Path) -> str:

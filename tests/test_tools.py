@@ -177,6 +177,15 @@ def test_a_patch_of_a_framework_is_applied_and_reverted_if_it_fits_the_version(
     assert f"{name_of(patch)} does not fit the version in {path}" in text
 
 
+def test_a_framework_is_recognised_by_its_package_alone(tmp_path: Path) -> None:
+    (patch,) = PATCHES.glob("miles/*.patch")
+    jobs = lay_out(tmp_path, patch) / ".github" / "workflows" / "pr-test.yml"
+    jobs.parent.mkdir(parents=True)
+    jobs.touch()  # the patch of slime changes a file of this name
+    code, text = check(tmp_path)
+    assert (code, "slime" in text) == (0, False)
+
+
 def test_a_folder_inside_a_repository_is_looked_at_itself(tmp_path: Path) -> None:
     # From inside a repository, git takes the paths of its own diffs from the root, and passes over
     # those that are not below the folder.

@@ -280,6 +280,7 @@ class Report:
         near: the stock run that a run is shown to differ from, if not the one with its options;
             None if it is as exact. It needs not differ from one of its own name.
         others: of the patched code, for tests of their own.
+        bound: of a gradient's error, besides twice that of the stock code.
     """
 
     name: str
@@ -289,6 +290,7 @@ class Report:
     runs: dict[str, Held]
     near: dict[str, str | None] = field(default_factory=dict)
     others: dict[str, Run] = field(default_factory=dict)
+    bound: float = BOUND
     batch: Batch = STEPS
     vocab: int = VOCAB
     rows: list[tuple[str, ...]] = field(default_factory=list)
@@ -348,7 +350,7 @@ class Report:
     def check_own(self, place: str, mode: str, got: Steps, expected: list[Expected]) -> float:
         """Stock code in a mode of its own; returns its error."""
         error, _ = errors(got, expected)
-        self.check(error < BOUND, f"{place}: stock {mode} is {error:.1e} off")
+        self.check(error < self.bound, f"{place}: stock {mode} is {error:.1e} off")
         self.rows.append((place, f"stock's own: {mode}", "", "", f"{error:.1e}"))
         return error
 
@@ -365,7 +367,8 @@ class Report:
         if isinstance(got, str):
             return self.check(False, f"{place}, {what}: {got}")
         error, metrics = errors(got, expected)
-        self.check(error < min(BOUND, 2 * own), f"{place}, {what}: {error:.1e} (stock {own:.1e})")
+        bound = min(self.bound, 2 * own)
+        self.check(error < bound, f"{place}, {what}: {error:.1e} (stock {own:.1e})")
         self.check(metrics < METRICS, f"{place}, {what}: metrics are {metrics:.1e} off")
         wrong = ""
         if stock is not None:

@@ -4,7 +4,7 @@
 
 Two checkouts, without and with the patch; the table goes to a file. Stood in for: Ray (data is
 handed over as it is), the inference servers, and the optimizer, which keeps the gradient that it is
-given.
+given. What does not depend on slime's modules serves `run_miles` too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from tests.frameworks.checkout_report import (
     Report,
     Run,
     Steps,
+    Train,
     exact,
     refused,
     stock,
@@ -114,7 +116,7 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
         validate_loss_aggregation_args(args)
     ddp = gpt.ddp_model(args.calculate_per_token_loss, torch.float32)
     if args.allgather_cp:
-        _split_contiguously(ddp)
+        split_contiguously(ddp)
     global_vars.set_args(args)
     rollout = _rollout_data(args, mpu.get_data_parallel_world_size(), log_probs)
     loss.compute_advantages_and_returns(args, rollout)
@@ -135,6 +137,7 @@ def _rollout_data(args: Namespace, dp: int, log_probs: list[LogProbs]) -> Any:
     """This rank's, by the controller and then by the actor."""
     from slime.backends.megatron_utils import actor, loss
     from slime.ray.rollout import RolloutManager
+    from slime.utils.types import Sample
 
     manager = Namespace(
         args=args,
@@ -147,27 +150,38 @@ def _rollout_data(args: Namespace, dp: int, log_probs: list[LogProbs]) -> Any:
         },
         _post_process_rewards=lambda samples: ([s.reward for s in samples],) * 2,
     )
-    whole = RolloutManager._convert_samples_to_train_data(manager, _samples(log_probs))
+    whole = RolloutManager._convert_samples_to_train_data(manager, samples(Sample, log_probs))
     shipped = RolloutManager._split_train_data_by_dp(manager, whole)
     rollout = actor.MegatronTrainRayActor._get_rollout_data(manager, shipped)
+    add_log_probs(rollout, log_probs, loss.slice_log_prob_with_cp)
+    return rollout
+
+
+def add_log_probs(
+    rollout: dict[str, Any], log_probs: list[LogProbs], slice_with_cp: Callable[..., Tensor]
+) -> None:
+    """As the forward passes of the policy and the reference do: on this rank's tokens."""
+    rows = rollout["sample_indices"], rollout["total_lengths"], rollout["response_lengths"]
     for key, parts in (
         ("log_probs", [x.old for x in log_probs]),
         ("ref_log_probs", [x.ref for x in log_probs]),
     ):
         of_all = [x for part in parts for x in part]
-        lengths = rollout["total_lengths"], rollout["response_lengths"]
         rollout[key] = [
-            loss.slice_log_prob_with_cp(of_all[i], total, response)
-            for i, total, response in zip(rollout["partition"], *lengths, strict=True)
+            slice_with_cp(of_all[i], *lengths) for i, *lengths in zip(*rows, strict=True)
         ]
-    return rollout
 
 
-def _samples(log_probs: list[LogProbs]) -> list[Any]:
-    from slime.utils.types import Sample
-
+def samples(sample: type, log_probs: list[LogProbs]) -> list[Any]:
+    """`STEPS`, in the framework's class."""
+    pairs = [
+        (answer, old)
+        for step, of_step in zip(STEPS, log_probs, strict=True)
+        for answer, old in zip(step, of_step.old, strict=True)
+    ]
     return [
-        Sample(
+        sample(
+            index=index,
             group_index=answer.prompt,
             rollout_id=answer.rollout,
             tokens=answer.tokens().tolist(),
@@ -177,12 +191,11 @@ def _samples(log_probs: list[LogProbs]) -> list[Any]:
             rollout_log_probs=old.tolist(),
             remove_sample=answer.removed,
         )
-        for step, of_step in zip(STEPS, log_probs, strict=True)
-        for answer, old in zip(step, of_step.old, strict=True)
+        for index, (answer, old) in enumerate(pairs)
     ]
 
 
-def _split_contiguously(ddp: Any) -> None:
+def split_contiguously(ddp: Any) -> None:
     """As models for slime's ``--allgather-cp`` split a packed row."""
     from megatron_loss_agg import CPLayout
     from megatron_loss_agg.mcore.cpu import attention
@@ -201,13 +214,14 @@ def _rejecting(held: Held) -> Held:
     return run, (losses, left)
 
 
-def main(without: str, patched: str, table: str) -> None:
+def report_on(name: str, train: Train, checkouts: tuple[str, str]) -> Report:
+    """With all runs, before any of them."""
     reducer = {"custom_pg_loss_reducer_function_path": "some.reducer"}
     rejected = "prompt_mean, tokens rejected in the loss"
-    report = Report(
-        "slime",
+    return Report(
+        name,
         train,
-        (without, patched),
+        checkouts,
         own={
             "rollout_mean": stock(with_entropy, "rollout_mean"),
             "with rejection": _rejecting(stock(with_entropy, "rollout_mean", **REJECTING)),
@@ -223,9 +237,18 @@ def main(without: str, patched: str, table: str) -> None:
         },
         near={"token_mean": "tokens"},
     )
-    report.compare("DP 2", 1)
-    report.compare("CP 2, zigzag", 2)
-    report.compare("CP 2, contiguous", 2, rope=False, allgather_cp=True)
+
+
+def compare(report: Report, **options: Any) -> None:
+    """In every topology."""
+    report.compare("DP 2", 1, **options)
+    report.compare("CP 2, zigzag", 2, **options)
+    report.compare("CP 2, contiguous", 2, rope=False, allgather_cp=True, **options)
+
+
+def main(without: str, patched: str, table: str) -> None:
+    report = report_on("slime", train, (without, patched))
+    compare(report)
     report.close(table)
 
 

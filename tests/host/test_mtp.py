@@ -14,12 +14,22 @@ from torch import Tensor
 
 from megatron_loss_agg import Term
 from megatron_loss_agg.mcore import MultiTokenPrediction
+from tests.frameworks.harness import text_of
 from tests.host import gpt
-from tests.host.cases import Case, run
+from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import Gradient, gradient_of
 from tests.host.scripts import with_labels
-from tests.host.steps import N_MB, PLACES, Weights, aggregation, sequences, weights_of
+from tests.host.steps import (
+    N_MB,
+    PLACES,
+    Sequence,
+    Weights,
+    aggregation,
+    batch_of,
+    sequences,
+    weights_of,
+)
 
 DEPTHS, FACTOR = 2, 0.5
 CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
@@ -32,6 +42,29 @@ def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any
     return Case(mode, **{"step": with_labels, "hook": hook, **given, **more})
 
 
+def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """Sequences with their last label as one more token, which has no target."""
+    layout = "thd" if "cu_seqlens" in batch else "bshd"
+    return batch_of([with_last_label(sequences()[i]) for i in of_mb], layout)
+
+
+def with_last_label(s: Sequence) -> Sequence:
+    mask = (*s.sample.mask, 0.0)
+    return Sequence(text_of(s), F.pad(s.labels, (0, 1)), dataclasses.replace(s.sample, mask=mask))
+
+
+def without_labels(iterator: Any, model: Any) -> Any:
+    """The model gives logits, and has the mask by token; as loops of reinforcement learning do."""
+    batch = gpt.received(iterator)
+    of_tokens = batch | {"loss_mask": batch["loss_mask"].roll(1, dims=-1)}
+    tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
+    given = {"loss_mask": gpt.local_batch(iter([of_tokens]))[2], "packed_seq_params": packed}
+    logits = model(tokens, gpt.positions_like(tokens), None, **given)
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return losses, functools.partial(gpt.stock_loss_func, mask)
+
+
+UNLABELLED = {"step": without_labels, "batch": whole_texts}
 QUARTER = {"token_mean": Term(aggregation("token_mean"), coefficient=0.25)}
 CASES = {
     # With "single" masks most context-parallel ranks have no token of most depths.
@@ -43,11 +76,14 @@ CASES = {
         "custom": case("thd", False, "custom"),
         "custom of fractions": case("bshd", True, "custom", "fractional"),
         "second step": case("bshd", True, "prompt_mean", times=2),
+        "packs without labels": case("thd", False, "prompt_mean", **UNLABELLED),
+        "rows without labels": case("bshd", True, "token_mean", **UNLABELLED),
         "evaluation": case("bshd", True, "prompt_mean", call={"forward_only": True}),
     },
     "dp2": {
         "packs": case("thd", True, "token_mean"),
         "rows": case("bshd", False, "prompt_mean"),
+        "packs without labels": case("thd", True, "prompt_mean", **UNLABELLED),
         "several calls": case("bshd", True, "prompt_mean", calls=(1, N_MB - 1)),
         "coefficient": case("bshd", False, "token_mean", terms=QUARTER),
         # The last one, on a model that has had the extension: the host's losses are its own again.
@@ -116,20 +152,27 @@ def references() -> dict[tuple[str, str], tuple[Gradient, list[float]]]:
     return dict(zip(wanted, run_host_ranks(oracle, 1, step, timeout=200)[0], strict=True))
 
 
-def packs() -> bool:
-    """Whether this release moves labels inside the sequences of a pack; others refuse packs."""
-    from megatron.core.transformer.multi_token_prediction import roll_tensor
+def supported() -> tuple[bool, bool]:
+    """Whether this release moves labels inside the sequences of a pack; others refuse packs.
 
-    return "packed_seq_params" in inspect.signature(roll_tensor).parameters
+    And whether it takes labels from the tokens; the MTP of others needs labels.
+    """
+    from megatron.core.transformer import multi_token_prediction as host
+
+    process = getattr(host, "process_mtp_loss", None)
+    return (
+        "packed_seq_params" in inspect.signature(host.roll_tensor).parameters,
+        process is not None and "input_ids" in inspect.signature(process).parameters,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
-    topology, (takes_packs,) = TOPOLOGIES[name], run_host_ranks(packs, 1)
+    topology, ((takes_packs, makes_labels),) = TOPOLOGIES[name], run_host_ranks(supported, 1)
     cases = {
         kind: dataclasses.replace(case, places=PLACES[topology.data_parallel_size])
         for kind, case in CASES[name].items()
-        if takes_packs or case.layout != "thd"
+        if (takes_packs or case.layout != "thd") and (makes_labels or case.batch is None)
     }
     expected, sums = zip(*(references()[c.mode, c.masks] for c in cases.values()), strict=True)
     gradients = list(expected)

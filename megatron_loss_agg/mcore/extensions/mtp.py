@@ -153,7 +153,9 @@ class _HostLosses:
             raise HostError(
                 "the model's masks of MTP are not the loss mask moved by the depth; expected a "
                 "model called with this rank's labels= and loss_mask=, and for packs Megatron-Core "
-                f"0.16 or later, which moves labels inside each: otherwise drop {_FLAG}"
+                "0.16 or later, which moves labels inside each; or without labels, which the host "
+                "then takes from the tokens, and with loss_mask= by token (the loss mask of "
+                f"position t at position t + 1): otherwise drop {_FLAG}"
             )
 
 
