@@ -86,7 +86,7 @@ PRESETS: dict[str, Preset] = {
     "areal/prompt_mean": Preset("prompt_mean", _AREAL_MODES, empty="skip"),
     "areal/constant": Preset("constant", _AREAL_MODES, needs_divisor=True, empty="skip"),
     "roll/token-mean": Preset(
-        "token_mean", _ROLL, caveat="adds up masked tokens, too, whose losses it made 0 before"
+        "token_mean", _ROLL, caveat="adds up masked tokens, too: right where their losses are 0"
     ),
     "roll/seq-mean-token-sum": Preset("sample_sum", _ROLL, empty="skip"),
     "roll/seq-mean-token-mean": Preset("sample_mean", _ROLL, empty="skip"),
@@ -103,7 +103,12 @@ PRESETS: dict[str, Preset] = {
         "sample_sum", _TUNIX, caveat="samples without tokens do not count where it packs"
     ),
     "prime-rl/default": Preset("token_mean", _PRIME_RL),
-    "trinity/token-mean": Preset("microbatch_mean", _TRINITY, caveat=_N_TIMES),
+    "trinity/token-mean": Preset(
+        "microbatch_mean",
+        _TRINITY,
+        caveat="by default (use_dynamic_bsz) microbatches weigh as many samples as they have; "
+        + _N_TIMES,
+    ),
     "trinity/seq-mean-token-sum": Preset("sample_sum", _TRINITY, caveat=_N_TIMES),
     "trinity/seq-mean-token-mean": Preset("sample_mean", _TRINITY, caveat=_N_TIMES),
     "ms-swift/grpo": Preset("sample_mean", _SWIFT),

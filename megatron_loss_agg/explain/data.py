@@ -51,22 +51,24 @@ def main(argv: Sequence[str], read: Read) -> int:
             f"{layout.global_batch_size} rows, see --samples"
         )
     stock = {"stock": rows.stock(layout), against: rows.stock(other)}
-    first_S = rows.step_S == 0
+    first = int(rows.step_S[active_SC.any(1)][0])  # of those with loss tokens
+    first_S = rows.step_S == first
     samples = [Sample(x) for x in tokens_S[first_S].tolist()]
     shown, _ = explain(samples, ("token_mean", "sample_mean"), None, None)
     if args.plot is not None:
         _draw(args.plot, samples, rows.tokens_SC[first_S], stock["stock"][first_S], shown)
+        print(f"drawn: {args.plot}, of step {first + 1}", file=sys.stderr)
     steps = int(rows.step_S[-1]) + 1
-    share_SC = rows.tokens_SC / torch.bincount(rows.step_S, weights=tokens_S)[rows.step_S, None]
-    one, two, share = (x[active_SC] for x in (*stock.values(), share_SC))
-    moved = float(100 * ((one - two).abs() * share).sum() / steps / 2)
+    one, two = (x[active_SC] for x in stock.values())
+    parts = [_parts(rows, x_SC) for x_SC in stock.values()]
+    moved = float(50 * (parts[0] - parts[1]).abs().sum() / rows.tokens_N.count_nonzero())
     quotient = float(torch.maximum(one / two, two / one).max())
     lines = [
         f"Stock Megatron weighs a token {_span(one)} times what token_mean weighs it,",
         f"steps: {steps:,}, of {layout.global_batch_size:,} rows; samples: {len(tokens_S):,}; "
         f"loss tokens: {float(tokens_S.sum()):,.15g}",
         f"stock: w_t = m_t / {layout.divisor}",
-        *(f"{mode}: {x.formula} in the first step" for mode, x in shown.items()),
+        *(f"{mode}: {x.formula} in step {first + 1}" for mode, x in shown.items()),
         "",
         "Weight of a token, as a multiple of token_mean, for samples of so many loss tokens",
         aligned(_by_length(tokens_S, active_SC, stock)),
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", metavar="FLAGS", help="of another layout (default: twice --micro-batch-size)"
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the first step (png, svg, pdf)")
+    parser.add_argument("--plot", metavar="FILE", help="draw one step (png, svg, pdf)")
     return parser
 
 
@@ -103,13 +105,27 @@ def _layout(flags: Sequence[str]) -> Layout:
     parser.add_argument("--global-batch-size", type=int, default=0)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--calculate-per-token-loss", action="store_true")
-    layout = Layout(**vars(parser.parse_known_args(flags)[0]))
+    parser.add_argument("--rampup-batch-size", nargs="+")
+    given = vars(parser.parse_known_args(flags)[0])
+    if given.pop("rampup_batch_size"):
+        raise InputError(
+            "--rampup-batch-size, by which steps differ in size; expected one step's size: drop it "
+            "after --, and give --global-batch-size"
+        )
+    layout = Layout(**given)
     if min(layout[:3]) < 1 or layout.global_batch_size % layout.micro_batch_size:
         raise InputError(
             f"--micro-batch-size {layout.micro_batch_size}, --global-batch-size "
             f"{layout.global_batch_size} after --; expected the run's own, the first a divisor"
         )
     return layout
+
+
+def _parts(rows: Rows, weight_SC: Tensor) -> Tensor:
+    """How the weight of each step is divided between samples and ranks: 1 in sum."""
+    part_SC = weight_SC * rows.tokens_SC
+    of_step = torch.bincount(rows.step_S, part_SC.sum(1)).clamp(min=1e-300)
+    return part_SC / of_step[rows.step_S, None]
 
 
 def _with_progress(rows: Iterable[Microbatch], number: int) -> Iterable[Microbatch]:
@@ -146,11 +162,10 @@ def _draw(
     stock_SC: Tensor,
     shown: Mapping[str, Shares],
 ) -> None:
-    """The first step; of stock Megatron each sample's mean weight."""
+    """One step; of stock Megatron each sample's mean weight."""
     from megatron_loss_agg.explain.picture import draw
 
     tokens_S = tokens_SC.sum(1)
     mean_S = (stock_SC * tokens_SC).sum(1) / tokens_S.clamp(min=1e-300) / tokens_S.sum()
     like_stock = LossAggregation(mode="microbatch_mean")
     draw(path, samples, {"stock": Shares(like_stock, tokens_S, mean_S, formula=""), **shown})
-    print(f"drawn: {path}, of the first step", file=sys.stderr)

@@ -1,7 +1,7 @@
 """The rows of a run's data, and what stock Megatron weighs their tokens by.
 
 Suffixes: ``_S`` samples; ``_C`` cells: a rank for each of the context-parallel sizes; ``_H`` parts
-of microbatches.
+of microbatches; ``_N`` steps.
 """
 
 from __future__ import annotations
@@ -73,15 +73,26 @@ class Rows:
             (m_t / (H * max(M_h, 1))) / (m_t / M_step)
 
         Its ``loss_func`` counts the tokens ``M_h`` of a part of a microbatch as an integer, and its
-        ``forward_step_calc_loss`` divides by it.
+        ``forward_step_calc_loss`` divides by it; or per token, all of them by the step's sum.
         """
-        if layout.calculate_per_token_loss:
-            return torch.ones_like(self.tokens_SC)
         cp_size = layout.context_parallel_size
         part_SC = (self.row_S // layout.micro_batch_size * cp_size)[:, None] + self.rank_C[cp_size]
-        tokens_H = torch.bincount(part_SC.flatten(), weights=self.tokens_SC.flatten())
-        step_S = torch.bincount(self.step_S, weights=self.tokens_SC.sum(1))[self.step_S]
-        return step_S[:, None] / (layout.parts * tokens_H[part_SC].trunc().clamp(min=1))
+        tokens_H = torch.bincount(
+            part_SC.flatten(),
+            self.tokens_SC.flatten(),
+            minlength=len(self.tokens_N) * layout.parts,
+        )
+        counted_H = tokens_H.float().trunc().double()  # of a sum in fp32
+        if layout.calculate_per_token_loss:
+            divisor_SC = counted_H.view(-1, layout.parts).sum(1).clamp(min=1)[self.step_S, None]
+        else:
+            divisor_SC = layout.parts * counted_H[part_SC].clamp(min=1)
+        return (self.tokens_N[self.step_S, None] / divisor_SC).expand_as(self.tokens_SC)
+
+    @property
+    def tokens_N(self) -> Tensor:
+        """``M_step``, fp64 [steps]."""
+        return torch.bincount(self.step_S, self.tokens_SC.sum(1))
 
 
 def _tokens(row: Microbatch, cp_sizes: Sequence[int]) -> Tensor:

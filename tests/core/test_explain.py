@@ -243,18 +243,18 @@ def test_masks_packs_and_a_picture_of_data(capsys, tmp_path):
     assert "stock: w_t = m_t / (M_part * 3)\ntoken_mean: w_t = m_t / 16 in" in out
     assert "sample_mean: w_t = m_t / (M_sample * 4) in" in out
     assert "with --micro-batch-size 1: 0.0 % " in out  # 2 does not divide 3
-    assert err == f"drawn: {plot}, of the first step\n"
+    assert err == f"drawn: {plot}, of step 1\n"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def stock_by_hand(
-    rows: list[tuple[list[float], list[int]]], mbs: int, gbs: int, cp: int
+    rows: list[tuple[list[float], list[int]]], mbs: int, gbs: int, cp: int, per_token: bool
 ) -> list[tuple[float, float, float]]:
     """Of each sample: the sum of its weights, and the least and largest of a token.
 
     As multiples of 1 / M. Sequences of ``rows`` (mask, offsets) are dealt in zigzag to ``cp``
     ranks; a rank divides its sum of a microbatch by its tokens, and the ranks' and microbatches'
-    quotients are averaged.
+    quotients are averaged; or, per token, the step's sum is divided by the counted tokens.
     """
     found = []
     for first in range(0, len(rows), gbs):
@@ -270,8 +270,11 @@ def stock_by_hand(
                     tokens.append((mask[t], part))
                 places.append(tokens)
         step, parts = sum(sums.values()), gbs // mbs * cp
+        divisors = {part: parts * max(int(x), 1) for part, x in sums.items()}
+        if per_token:
+            divisors = dict.fromkeys(sums, max(sum(map(int, sums.values())), 1))
         for tokens in places:
-            w = [(m, step / parts / max(int(sums[part]), 1)) for m, part in tokens if m]
+            w = [(m, step / divisors[part]) for m, part in tokens if m]
             weights = [x for _, x in w] or [0.0]
             found.append((sum(m * x for m, x in w), min(weights), max(weights)))
     return found
@@ -294,9 +297,9 @@ def test_stock_weights_are_those_of_a_reference(cp, values):
     ]
     rows = [(m, offsets if k % 2 else [0, len(m)]) for k, (m, offsets) in enumerate(rows)]
     read = Rows.of(given, 4, (cp, 2))
-    for mbs in (1, 2, 4):
-        weights = read.stock(Layout(mbs, 4, cp, False))
-        expected = stock_by_hand(rows, mbs, 4, cp)
+    for mbs, per_token in itertools.product((1, 2, 4), (False, True)):
+        weights = read.stock(Layout(mbs, 4, cp, per_token))
+        expected = stock_by_hand(rows, mbs, 4, cp, per_token)
         for own, tokens, (total, least, most) in zip(
             weights, read.tokens_SC, expected, strict=True
         ):
@@ -304,7 +307,18 @@ def test_stock_weights_are_those_of_a_reference(cp, values):
             if most:
                 ends = [float(x) for x in own[tokens > 0].aminmax()]
                 assert ends == pytest.approx([least, most], rel=1e-13)
-    assert read.stock(Layout(1, 4, cp, True)).unique().tolist() == [1]
+
+
+def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp_path):
+    path = write(tmp_path / "lengths.txt", 0, 0, 4, 0)
+    run = ["--micro-batch-size", "1", "--global-batch-size", "2"]
+    assert main(["explain", "--data", path, "--", *run]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Stock Megatron weighs a token 0.50 times what token_mean")
+    assert "token_mean: w_t = m_t / 4 in step 2\n" in out
+    assert "with --micro-batch-size 2: 0.0 % of the weight is on other" in out
+    said = refusal(capsys, "--data", path, "--", *run, "--rampup-batch-size", "1", "1", "9")
+    assert said.startswith("InputError: --rampup-batch-size, by which steps differ in size")
 
 
 BAD_ROWS = {

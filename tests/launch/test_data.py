@@ -182,6 +182,10 @@ REFUSED = {
     "": "InputError: expected --seq-length and --data-path or --mock-data after --, without --fim",
     "--data-path PATH --fim-data": "InputError: expected --seq-length and --data-path or --mock",
     "--data-path PATH --tokenizer-type Llama2Tokenizer": "InputError: Megatron cannot read",
+    "--data-path PATH --dataloader-type cyclic": "InputError: --dataloader-type cyclic reads rows",
+    "--data-path PATH --dataloader-inter-document-masking --context-parallel-size 2": (
+        "InputError: --dataloader-inter-document-masking with --context-parallel-size 2, under"
+    ),
     "--data-path PATH --seq-length x": "InputError: argument --seq-length: invalid int value",
     "--data-path BROKEN": "InputError: Megatron cannot read the data (AssertionError: bad header,",
     "--data-path SHORT": "InputError: Megatron cannot read the data (ValueError: ",

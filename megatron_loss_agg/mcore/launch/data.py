@@ -71,12 +71,24 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
             "expected --seq-length and --data-path or --mock-data after --, without --fim-data; "
             "of a script with other data sets, give --data a file of lengths or loss masks"
         )
+    if args.dataloader_type not in (None, "single"):
+        raise InputError(
+            f"--dataloader-type {args.dataloader_type} reads rows in another order than they are "
+            "stored in; expected single, or --data FILE with the rows in the order of the run"
+        )
+    documents = getattr(args, "dataloader_inter_document_masking", False)
+    if documents and not args.sft and args.context_parallel_size > 1:
+        raise InputError(
+            "--dataloader-inter-document-masking with --context-parallel-size "
+            f"{args.context_parallel_size}, under which Megatron splits the rows of a microbatch "
+            "as one; expected the one or the other"
+        )
     args.rank = 0  # read by `build_tokenizer`
     given = vars(args) | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "path_to_cache": folder,
-        "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
+        "inter_document_masking": documents,
         "blend": blend,
         "blend_per_split": per_split and [training, None, None],
         "split": args.split or (blend and "969, 30, 1"),  # Megatron's default
