@@ -32,6 +32,15 @@ class LeftGradients(Extension):
                 "a LossHook trains a second model; expected a hook for each, which is checked in "
                 "the first step of its model"
             )
+        # The optimizer made them one tensor, to which a backward pass and then DDP would add.
+        if any(
+            p.grad is not None and p.grad is getattr(p, "main_grad", None)
+            for p in model.parameters()
+        ):
+            raise StepError(
+                "a parameter's grad is its main_grad, so that Megatron would count the first "
+                "microbatch twice; expected optimizer.zero_grad() before"
+            )
         # Of a step without tokens they are zero: a loop may skip the rest of it.
         if _left.get(model) == _state(model) and any(bool(x.any()) for x in _gradients(model)):
             raise StepError(
