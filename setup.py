@@ -73,6 +73,7 @@ setup(
             "mkdocstrings[python]>=1.0",
             "pymdown-extensions>=10.16",
             "ruff>=0.9",  # formats signatures
+            "ziamath>=0.13",  # draws formulas
         ],
     },
     entry_points={"console_scripts": ["megatron-loss-agg = megatron_loss_agg.__main__:main"]},
