@@ -38,7 +38,7 @@ class LeftGradients(Extension):
             for p in model.parameters()
         ):
             raise StepError(
-                "a parameter's grad is its main_grad, so that Megatron would count the first "
+                "a parameter's grad is its main_grad, which counts the first "
                 "microbatch twice; expected optimizer.zero_grad() before"
             )
         # Of a step without tokens they are zero: a loop may skip the rest of it.
