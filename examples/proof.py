@@ -186,7 +186,7 @@ def main() -> int:
     print(
         f"\nOne optimizer step in fp64: {len(pairs)} samples of {len({p.module for p in pairs})} "
         f"prompts, {sum(len(p.response) + 1 for p in pairs)} tokens with loss.\n"
-        f"Host: CP {CP_SIZE} x DP {dp_size}, {MICROBATCHES} microbatches a rank. "
+        f"Megatron: CP {CP_SIZE} x DP {dp_size}, {MICROBATCHES} microbatches a rank. "
         "Reference: the whole step in one process.\n\n"
         "Relative gradient difference |g - reference| / |reference|:\n"
         f"  {'':46}" + "   ".join(f"{mode:^19}" for mode in MODES) + "\n"

@@ -2,21 +2,17 @@
 
 A page's blocks of Python run in their order, as one program. Commands of the package itself run,
 too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
-Links lead somewhere, what the pages say of errors is so, and the API pages hold every public name.
+Links lead somewhere, and what the pages say of errors is so.
 """
 
 from __future__ import annotations
 
 import argparse
-import html
-import inspect
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +20,6 @@ from typing import Any, NamedTuple
 import pytest
 from markdown.extensions.toc import slugify
 
-import megatron_loss_agg
-from megatron_loss_agg import errors
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +29,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-LANGUAGES = ("python", "bash", "text", "json", "yaml")  # the last: what one prints or reads
+LANGUAGES = ("python", "bash", "text", "json", "yaml", "math")
 _FENCE = re.compile(r"^( *)```(?:\{ \.)?(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 # What a page claims about the names that its Python leaves behind.
@@ -301,56 +295,3 @@ def test_the_page_of_errors_is_that_of_the_source() -> None:
     command = [sys.executable, str(ROOT / "ci/errors.py")]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert TEXTS["docs/errors.md"] == printed, "run python ci/errors.py >docs/errors.md"
-
-
-_COMMANDS = ("megatron_loss_agg.explain",)  # whose __all__ is a command's main function
-_PUBLIC_PATHS = {"megatron_loss_agg.losses.policy": "megatron_loss_agg.policy"}
-
-
-def _public_names() -> list[str]:
-    """The dotted paths of all names in `__all__` of all modules, and of their public members."""
-    found = [f"{errors.__name__}.{name}" for name in vars(errors) if name.endswith("Error")]
-    modules = pkgutil.walk_packages(megatron_loss_agg.__path__, "megatron_loss_agg.")
-    for name in ("megatron_loss_agg", *(module.name for module in modules)):
-        path = ROOT / name.replace(".", "/")
-        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if "\n__all__ = " not in source.read_text() or name in _COMMANDS:
-            continue
-        module, place = import_module(name), _PUBLIC_PATHS.get(name, name)
-        for public in module.__all__:
-            value = getattr(module, public)
-            members = _members(value, module.__all__) if inspect.isclass(value) else []
-            found += [f"{place}.{public}", *(f"{place}.{public}.{member}" for member in members)]
-    return found
-
-
-def _members(cls: type, public: list[str]) -> list[str]:
-    """Public members of a class that neither its docstring nor a base of public name describes."""
-    described = {*re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.MULTILINE)}
-    members: list[str] = []
-    for base in cls.__mro__:
-        if base is not cls and base.__name__ in public:
-            described |= {*vars(base)}
-        elif base.__module__.startswith("megatron_loss_agg"):
-            members += [x for x in vars(base) if not x.startswith("_")]
-    return [member for member in members if member not in described]
-
-
-def test_api_pages_hold_every_public_name_and_render_the_sections_of_its_docstring(
-    tmp_path: Path,
-) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    pages = {page.name: page.read_text() for page in tmp_path.glob("api*.html")}
-    (names,) = run_ranks(_public_names, 1, preload="tests.host.preload")
-    assert len(names) > 80
-    shown = {name for page in pages.values() for name in re.findall(r'id="([\w.]+)"', page)}
-    assert [name for name in names if name not in shown] == []
-    for name, page in pages.items():
-        assert re.findall(r"<p>\s*(?:Args|Attributes|Returns|Raises)\b.*?:", page) == [], name
-        assert "::\n" not in page and "<p>::" not in page, name
-    first = (tmp_path / "index.html").read_text()  # the README, with links into the site
-    assert "<h1" in first and 'href="modes.html"' in first and '="docs/' not in first
-    guide = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "custom_loop.html").read_text()))
-    assert (ROOT / "examples/custom_loop.py").read_text().strip() in guide

@@ -183,6 +183,21 @@ def of_another_hook(hook: LossHook) -> None:
         gpt.run_step(one, model, Counted(0), Counted.N_MB, zero_grad=False)
 
 
+def without_zero_grad(hook: LossHook, zeroed: bool = False) -> None:
+    """A loop that zeroes Megatron's buffer, and its optimizer's gradients only if ``zeroed``."""
+    from tests.host import gpt
+
+    model = gpt.ddp_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        gpt.run_step(hook, model, Counted(0), Counted.N_MB)
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+        if zeroed:
+            optimizer.zero_grad()
+
+
 LEFT = "StepError: a forward-backward call on the gradients that the last"
 ON_LEFT = {"zero_grad": False}
 CALLS = {
@@ -196,6 +211,10 @@ CALLS = {
     "a step in a step": Row("StepError: expected one step at a time", run=nested),
     "an error of the loop's own": Row("RuntimeError: of the loop", run=failing_loop),
     "a call on the gradients of another hook": Row(LEFT, run=of_another_hook),
+    "a call without the optimizer's zero_grad": Row(
+        "StepError: first microbatch twice ... optimizer.zero_grad()", run=without_zero_grad
+    ),
+    "a call with it": Row(run=partial(without_zero_grad, zeroed=True)),
     "an evaluation on gradients": Row(before=[{}], call={**ON_LEFT, **EVALUATION}),
     "a call after an evaluation": Row(before=[{}, {**ON_LEFT, **EVALUATION}]),
     # Its gradients are zero.

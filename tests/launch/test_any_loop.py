@@ -50,6 +50,7 @@ for empty in (False, True, False):
     stepped = optimizer.step()[0]
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     print("empty", empty, "stepped", stepped, "moved", not torch.equal(before, after))
+    optimizer.zero_grad()
 """
 
 # Neither Megatron's parser nor its schedule; OPTIMIZER is a class, or None.

@@ -32,6 +32,11 @@ class LeftGradients(Extension):
                 "a LossHook trains a second model; expected a hook for each, which is checked in "
                 "the first step of its model"
             )
+        if _held_by_optimizer(model):
+            raise StepError(
+                "a parameter's grad is its main_grad, which counts the first "
+                "microbatch twice; expected optimizer.zero_grad() before"
+            )
         # Of a step without tokens they are zero: a loop may skip the rest of it.
         if _left.get(model) == _state(model) and any(bool(x.any()) for x in _gradients(model)):
             raise StepError(
@@ -54,6 +59,15 @@ def _state(model: Any) -> tuple[int, int] | None:
     """
     first = next(_gradients(model), None)
     return None if first is None else (id(first), first._version)
+
+
+def _held_by_optimizer(model: Any) -> bool:
+    """Whether an optimizer has made a ``main_grad`` its parameter's ``grad``.
+
+    The next backward pass would add to it, and DDP would then add it to itself.
+    """
+    parameters = (x for x in model.parameters() if x.grad is not None)
+    return any(x.grad is getattr(x, "main_grad", None) for x in parameters)
 
 
 def _gradients(model: Any) -> Iterator[Any]:
