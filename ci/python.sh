@@ -3,8 +3,8 @@
 #
 # Makes, or uses again, the virtual environment of this checkout with the package and the given
 # extras ("mcore" or "mcore,test") installed, and prints the path of its interpreter. Progress goes
-# to stderr. With "test", the systems of ci/peers.txt are installed into the environment's folder
-# peers.
+# to stderr. With "test", the packages of ci/peers.txt and of ci/hugging_face.txt are installed into
+# the environment's folders peers and hugging_face.
 #
 #   PYTHON                  the interpreter to build on; by default the first fit one that is found;
 #                           that of a virtual environment stands for the one behind it
@@ -117,9 +117,11 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$contents" ]]; then
     "${pip[@]}" --no-build-isolation --editable "$root[$extras]" >&2
     if [[ ,$extras, == *,test,* ]]; then
         # Out of sight of every other import, without what they need, on any Python.
-        rm -rf "$venv/peers"
-        "${pip[@]}" --no-deps --no-compile --ignore-requires-python --target "$venv/peers" \
-            --requirement "$root/ci/peers.txt" >&2
+        for folder in peers hugging_face; do
+            rm -rf "${venv:?}/$folder"
+            "${pip[@]}" --no-deps --no-compile --ignore-requires-python --target "$venv/$folder" \
+                --requirement "$root/ci/$folder.txt" >&2
+        done
     fi
     echo "$contents" >"$stamp"
 fi

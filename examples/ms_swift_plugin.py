@@ -20,19 +20,15 @@ from megatron_loss_agg.mcore import TokenLoss
 from megatron_loss_agg.mcore.flags import VARIABLE
 from megatron_loss_agg.mcore.install import hook_from_args, install
 
-stock_forward_step, stock_log = MegatronTrainer.forward_step, MegatronTrainer._log_callback
+stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model
 stock_max = base.reduce_max_stat_across_model_parallel_group
 
 
-def mask_of(labels: torch.Tensor, loss_scale: torch.Tensor | None) -> torch.Tensor:
-    return labels != -100 if loss_scale is None else (labels != -100) * loss_scale
-
-
-def read_batch(batch: Any) -> Microbatch:
+def read_samples(batch: Any) -> Microbatch:
     """From the data collator's batch, whole on every context-parallel rank, labels not shifted."""
-    labels, scale = batch["labels"].roll(-1, -1), batch.get("loss_scale")
-    mask = mask_of(labels, None if scale is None else scale.roll(-1, -1))
+    labels = batch["labels"].roll(-1, -1)
+    mask = labels != -100
     token_ids = [labels, batch["input_ids"]]
     if "attention_mask" in batch:
         return Microbatch(mask, token_ids=token_ids)
@@ -43,8 +39,14 @@ def read_batch(batch: Any) -> Microbatch:
     return Microbatch(mask, real, cu_seqlens_padded=padded, token_ids=token_ids)
 
 
-def forward_step(trainer: Any, data_iterator: Any, model: Any) -> Any:
-    output, stock = stock_forward_step(trainer, data_iterator, model)
+def read_pairs(batch: Any) -> Microbatch:
+    """Of a chosen and a rejected answer each: samples of one token."""
+    pairs = len(batch["seq_lens"]) // 2
+    return Microbatch(torch.ones(pairs, 1), routed_tokens=batch["input_ids"].numel())
+
+
+def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
+    output, stock = stock_step(data_iterator, model)
 
     def compute(losses: torch.Tensor) -> Any:
         with torch.no_grad():
@@ -52,11 +54,31 @@ def forward_step(trainer: Any, data_iterator: Any, model: Any) -> Any:
         losses = losses.float()
         if trainer.args.enable_dft_loss:
             losses = losses * torch.exp(-losses.detach())
+        if (scale := stock.keywords["loss_scale"]) is not None:
+            losses = losses * scale  # a factor of the loss, which is not counted
         return losses, report
 
     # Earlier pipeline stages have no labels, and no use for the mask.
-    mask = mask_of(stock.keywords["labels"], stock.keywords["loss_scale"])
-    return output, TokenLoss(compute, mask)
+    return output, TokenLoss(compute, stock.keywords["labels"] != -100)
+
+
+def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
+    output, stock = stock_step(data_iterator, model)
+
+    def compute(losses: torch.Tensor) -> Any:
+        """Of whole pairs, the same on every context-parallel rank."""
+        with torch.no_grad():
+            report = stock(losses)[-1]
+        reference, policy = losses.chunk(2)
+        policy = trainer.get_logps(policy, **stock.keywords)
+        reference = trainer.get_logps(reference.detach(), **stock.keywords)
+        answers = (*policy.chunk(2), *reference.chunk(2))  # chosen ones, then rejected ones
+        return trainer.dummy_dpo_trainer.dpo_loss(*answers)[0], report
+
+    packs = stock.keywords["packed_seq_params"]
+    answers = len(output) // 2 if packs is None else len(packs.seq_lens)
+    whole = "reduced_grad" if trainer.args.context_parallel_size > 1 else None
+    return output, TokenLoss(compute, torch.ones(answers // 2, device=output.device), whole)
 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
@@ -67,18 +89,25 @@ def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
 
 
 def prepare_model(trainer: Any) -> None:
-    if not isinstance(trainer, MegatronTrainer) or trainer.args.task_type != "causal_lm":
+    args = trainer.args
+    if args.rlhf_type == "dpo" and not args.rpo_alpha:
+        reader["read_batch"], step = read_pairs, pair_step
+    elif isinstance(trainer, MegatronTrainer) and args.task_type == "causal_lm":
+        reader["read_batch"], step = read_samples, sample_step
+    else:
         raise HostError(
-            f"{type(trainer).__name__} with --task_type {trainer.args.task_type}; expected "
-            f"megatron sft or pt with causal_lm, whose loss is a sum over tokens: unset {VARIABLE}"
+            f"{type(trainer).__name__} with --task_type {args.task_type}; expected megatron sft or "
+            "pt with causal_lm, whose loss is a sum over tokens, or rlhf with --rlhf_type dpo and "
+            f"without --rpo_alpha: unset {VARIABLE}"
         )
+    trainer.forward_step = functools.partial(step, trainer, trainer.forward_step)
     stock_prepare_model(trainer)
 
 
+reader: dict[str, Any] = {}
 # A worker of a data loader imports plugins, too.
 if os.environ.get(VARIABLE) and get_worker_info() is None:
-    install(make_hook=functools.partial(hook_from_args, read_batch=read_batch))
-    MegatronTrainer.forward_step, MegatronTrainer._log_callback = forward_step, log
-    BaseMegatronTrainer.prepare_model = prepare_model
+    install(make_hook=lambda *args: hook_from_args(*args, **reader))
+    BaseMegatronTrainer._log_callback, BaseMegatronTrainer.prepare_model = log, prepare_model
     # The optimizer's norm is None where it skips an empty step.
     base.reduce_max_stat_across_model_parallel_group = lambda stat: stock_max(stat or 0.0)

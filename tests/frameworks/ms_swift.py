@@ -1,54 +1,66 @@
-"""ms-swift's Megatron trainer on the CPU: its own code, but for what needs a GPU.
+"""ms-swift's command line on a CPU: all its own code, but for what needs a GPU or a network.
 
-For the ranks alone, as importing it changes the process. Real are the defaults of its arguments,
-its data collator, trainer, model class, wrapping, optimizer and callbacks. Stood in for are
-Transformer Engine's layers, by Megatron's own, and packages that this path does not use.
+For the ranks alone, as importing it changes the process. Stood in for are Transformer Engine's
+layers, by Megatron's own, and ModelScope's hub.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import itertools
+import json
 import os
+import runpy
 import sys
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 import tests.host.preload  # noqa: F401
-from tests.peers.standins import use_peers
+from tests.peers.standins import HUGGING_FACE, use_peers
 
 # Not stood in for: Megatron goes on without it.
 sys.modules["modelopt"] = None  # type: ignore[assignment]
 os.environ["LOG_LEVEL"] = "WARNING"  # it logs the whole configuration
-use_peers(
-    "accelerate aiohttp datasets huggingface_hub json_repair modelscope pandas peft pydantic "
-    "requests safetensors transformer_engine transformers urllib3"
-)
+use_peers("aiohttp dacite modelscope msgspec opentelemetry transformer_engine")
+sys.path.insert(1, str(HUGGING_FACE))
 importlib.import_module("modelscope.hub.utils.utils").get_cache_dir = lambda *args: "/nonexistent"
-importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS = {}
 # mcore-bridge patches these classes, which are None without Transformer Engine.
 _layers = importlib.import_module("megatron.core.extensions.transformer_engine")
 for _name in dir(_layers):
     if _name.startswith("TE") and getattr(_layers, _name) is None:
         setattr(_layers, _name, type(_name, (), {}))
 
-import mcore_bridge.model  # noqa: F401, E402
+# As the script does, before all else: `typing` gives equal unions in the order of the first one,
+# and the parser of arguments can read a union in one order alone.
+for _name in ("pipelines.train.rlhf", "trainers.trainer", "trainers.dpo_trainer"):
+    importlib.import_module(f"swift.megatron.{_name}")
+
 from mcore_bridge.model.register import ModelLoader, get_model_meta  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.transformer.enums import AttnBackend  # noqa: E402
-from swift.megatron.arguments import MegatronSftArguments  # noqa: E402
-from swift.megatron.callbacks import megatron_callbacks_map  # noqa: E402
-from swift.megatron.callbacks.base import MegatronCallback  # noqa: E402
-from swift.megatron.trainers import MegatronTrainer  # noqa: E402
-from swift.template import Template  # noqa: E402
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from swift.cli import _megatron  # noqa: E402
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from tests.frameworks.harness import fill  # noqa: E402
+from tests.frameworks.harness import Terms, references, token_values  # noqa: E402
+from tests.host.reference import Gradient, Reference  # noqa: E402
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PAD, EOS = 26, 27
 _attention = get_gpt_layer_local_spec().submodules.self_attention.submodules.core_attention
 
 
@@ -57,6 +69,20 @@ class CausalAttention(_attention):
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         return super().forward(query, key, value, None, **kwargs)
+
+
+class NormLinear(ColumnParallelLinear):
+    """A linear layer with the norm before it, as Transformer Engine's."""
+
+    def __init__(self, input_size: int, *args: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, *args, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+
+    def forward(self, x: Tensor) -> Any:
+        epsilon = self.config.layernorm_epsilon
+        return super().forward(
+            torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, epsilon)
+        )
 
 
 class LocalLayers(ModelLoader):
@@ -68,112 +94,112 @@ class LocalLayers(ModelLoader):
         )
         self._deepcopy_layer_spec(spec)
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = CausalAttention
+            parts = layer.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+            attention = parts.self_attention.submodules
+            attention.linear_qkv, attention.core_attention = NormLinear, CausalAttention
+            parts.mlp.keywords["submodules"].linear_fc1 = NormLinear
         return spec
 
 
-class Recorder(MegatronCallback):
-    """Asks for a log of every step, and keeps it."""
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
-        self.logs: dict[str, float] = {}
-
-    def on_step_end(self) -> None:
-        self.state.should_log = True
-
-    def on_log(self, logs: dict[str, float]) -> None:
-        self.logs.update(logs)
+get_model_meta("gpt").loader = LocalLayers
+Text = tuple[str, str]
+"""A prompt, and an answer."""
 
 
-megatron_callbacks_map["recorder"] = Recorder
-
-
-class Trainer(MegatronTrainer):
-    """With weights that do not depend on the parallelism instead of those of a checkpoint."""
-
-    def _prepare_peft_model(self, models: list[Any]) -> list[Any]:
-        for model in models:
-            fill(model)
-        return models
-
-
-# As much of a checkpoint's configuration as mcore-bridge reads.
-_LLAMA = SimpleNamespace(
-    name_or_path=None,
-    model_type="llama",
-    num_hidden_layers=2,
-    hidden_size=16,
-    intermediate_size=32,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope_theta=10000,
-    vocab_size=32,
-    tie_word_embeddings=False,
-    hidden_act="silu",
-)
-_FP32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_ZERO = ("lr", "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad")
-_OFF = (
-    *("use_distributed_optimizer", "overlap_p2p_comm", "is_multimodal", "check_model"),
-    *("fp16", "bf16", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
-    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
-)
-SETTINGS = {
-    **dict.fromkeys(_FP32, torch.float32),
-    **dict.fromkeys(_ZERO, 0.0),
-    **dict.fromkeys(_OFF, False),
-    "task_type": "causal_lm",
-    "calculate_per_token_loss": True,
-    "callbacks": ["recorder"],
-    "eval_iters": 1,
-    "train_iters": 9,
-    "num_microbatches": 1,
-    "seq_length": 8,
-    "attention_backend": AttnBackend.flash,
-    "use_cpu_initialization": True,
-    "recompute_granularity": None,
-    "megatron_extra_kwargs": {"persist_layer_norm": False},
-}
-"""What a CPU, this model and a step that changes nothing need."""
-
-
-def arguments(cp: int, padding_free: bool, dtype: torch.dtype, **changes: Any) -> Any:
-    """ms-swift's defaults, `SETTINGS`, and ``changes``."""
-    args = object.__new__(MegatronSftArguments)  # its initialization wants a checkpoint
-    for field in dataclasses.fields(MegatronSftArguments):
-        if field.default_factory is not dataclasses.MISSING:
-            setattr(args, field.name, field.default_factory())
-        elif field.default is not dataclasses.MISSING:
-            setattr(args, field.name, field.default)
-    meta = get_model_meta("gpt")
-    meta.loader = LocalLayers
-    of_call = {
-        "context_parallel_size": cp,
-        "padding_free": padding_free,
-        "torch_dtype": dtype,
-        "megatron_model_meta": meta,
-    }
-    for name, value in {**SETTINGS, **of_call, **changes}.items():
-        setattr(args, name, value)
-    return args
-
-
-def template_for(args: Any) -> Template:
-    """ms-swift's template, as far as it collates encoded samples."""
-    template = object.__new__(Template)  # its initialization wants a tokenizer
-    vars(template).update(
-        task_type=args.task_type,
-        mode="train",
-        packing=args.packing,
-        padding_free=args.padding_free,
-        padding_side="right",
-        use_megatron=True,
-        sequence_parallel_size=args.context_parallel_size,
-        remove_unused_columns=True,
-        processor=SimpleNamespace(pad_token_id=0),
-        config=_LLAMA,
+def save_model(folder: Path, seed: int) -> None:
+    """A checkpoint of Hugging Face's Llama, and a tokenizer of letters."""
+    vocabulary = {token: i for i, token in enumerate([*LETTERS, "<pad>", "<eos>"])}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=letters, **special).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        torch_dtype="float32",
     )
-    return template
+    model, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise * 0.2 + (parameter.dim() == 1)
+    model.save_pretrained(folder)
+
+
+class Trained(NamedTuple):
+    """By one step, and the losses of each text after it, in fp64."""
+
+    gradient: Gradient
+    logs: dict[str, float]
+    losses: list[Tensor]
+
+
+def train(command: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """One rank of ``megatron command``, as its launcher starts it."""
+    os.environ.update(environment)
+    script = Path(*_megatron.__path__, f"{command}.py")
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> Trained:
+    """By a step of SGD, which subtracts the gradient times ``lr``."""
+    saved = output / "checkpoint-1"
+    before, after = (load_file(x / "model.safetensors") for x in (model, saved))
+    lines = (output / "logging.jsonl").read_text().splitlines()
+    logs = dict(itertools.chain.from_iterable(json.loads(line).items() for line in lines))
+    gradient = {name: (before[name] - x) / lr for name, x in after.items()}
+    with torch.no_grad():
+        losses = [-answer_log_probs(llama(saved), text) for text in texts]
+    return Trained(gradient, logs, losses)
+
+
+def llama(folder: Path) -> Any:
+    """In fp64: logits of tokens and positions."""
+    model = LlamaForCausalLM.from_pretrained(folder).double()
+    for layer in (model.model, *model.model.layers):
+        for name, norm in [*layer.named_children()]:
+            if "norm" in name:  # theirs computes in fp32
+                ours = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
+                ours.weight = norm.weight
+                setattr(layer, name, ours)
+    return model
+
+
+def logits_of(model: Any) -> Any:
+    return lambda tokens, positions, mask: model(tokens, position_ids=positions).logits
+
+
+def answer_log_probs(model: Any, text: Text) -> Tensor:
+    """Of the tokens of the answer, and its EOS."""
+    tokens = torch.tensor([*map(LETTERS.index, "".join(text)), EOS])
+    return token_values(logits_of(model), tokens, len(text[0]))[0]
+
+
+def token_references(folder: Path, texts: list[Text]) -> dict[str, Reference]:
+    """``loss``, and ``dft`` scaled by the token's probability."""
+    model = llama(folder)
+    log_probs = (answer_log_probs(model, text) for text in texts)
+    terms = ({"loss": -lp, "dft": -lp * lp.detach().exp()} for lp in log_probs)
+    return references(model, terms, ("loss", "dft"))
+
+
+def pair_reference(folder: Path, frozen: Path, pairs: list[tuple[Text, Text]]) -> Reference:
+    """Of a chosen and a rejected answer each, with ms-swift's beta."""
+    model, old = llama(folder), llama(frozen)
+
+    def terms() -> Iterator[Terms]:
+        for pair in pairs:
+            chosen, rejected = (answer_log_probs(model, text).sum() for text in pair)
+            with torch.no_grad():
+                old_chosen, old_rejected = (answer_log_probs(old, text).sum() for text in pair)
+            margin = (chosen - old_chosen) - (rejected - old_rejected)
+            yield {"loss": -logsigmoid(0.1 * margin).view(1)}
+
+    return references(model, terms())["loss"]

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Where ci/python.sh installs the systems.
+# Where ci/python.sh installs the systems, and what only ms-swift's command line needs of them.
 PEERS = Path(sys.prefix) / "peers"
+HUGGING_FACE = Path(sys.prefix) / "hugging_face"
 
 
 class _Anything(type):
