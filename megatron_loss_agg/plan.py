@@ -29,7 +29,9 @@ from megatron_loss_agg.weights import (
     at_least_fp32,
     check_tensors,
     custom_weights,
+    in_dtype,
     times_coefficient,
+    times_factors,
     token_weights_of,
     weighted_sum,
     where_weighted,
@@ -202,12 +204,14 @@ class StepPlan(StepCoefficients):
             )
         microbatch, function = self._microbatch(i), self.aggregation.function
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
+        computed, kept = at_least_fp32(dtype), mask
         if function is None:
-            return token_weights_of(self.coefficients(i), mask, starts, dtype)
-        kept = mask
-        if rejected is not None:
-            kept = token_weights_of((~rejected).double(), mask, starts, dtype)
-        return custom_weights(functools.partial(function, self, i), mask, kept, dtype)
+            w = token_weights_of(self.coefficients(i), mask, starts, computed)
+        else:
+            if rejected is not None:
+                kept = token_weights_of((~rejected).double(), mask, starts, computed)
+            w = custom_weights(functools.partial(function, self, i), mask, kept, computed)
+        return in_dtype(times_factors(w, microbatch.token_factors), dtype)
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
@@ -236,13 +240,18 @@ class StepPlan(StepCoefficients):
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
-            MaskError: the shapes differ; or as `weights`.
+            MaskError: the shapes differ, or factors make weights negative; or as `weights`.
             FunctionError: a custom aggregation has negative weights; or as `weights`.
         """
         mask = self._microbatch(i).loss_mask
         check_tensors(MaskError, "real", loss_mask=mask, advantages=advantages)
         dtype = at_least_fp32(advantages.dtype)
-        w = self.weights(i, dtype)
+        w, has_factors = self.weights(i, dtype), self.microbatches[i].token_factors is not None
+        if has_factors and bool((w < 0).any()):
+            raise MaskError(
+                "token_factors make weights negative, which flip the sign of an advantage; "
+                "expected factors >= 0 to scale advantages with"
+            )
         if self.aggregation.function is not None and bool((w < 0).any()):
             raise FunctionError(
                 "the aggregation function returned negative weights, which flip the sign of an "
