@@ -17,14 +17,7 @@ from megatron_loss_agg.collectives import abandon, abandoning_on_error
 from megatron_loss_agg.counting.exchange import Counted, LocalTerm, count_step
 from megatron_loss_agg.counting.samples import Samples, read_terms
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.microbatch import (
-    BY_SAMPLE,
-    Ids,
-    Microbatch,
-    MicrobatchOfTerms,
-    listed,
-    of_term,
-)
+from megatron_loss_agg.microbatch import BY_SAMPLE, Ids, Microbatch, MicrobatchOfTerms, listed
 from megatron_loss_agg.weights import (
     at_least_fp32,
     check_tensors,
@@ -116,8 +109,7 @@ class StepPlan(StepCoefficients):
             named = named_terms(terms)
             if unknown := [unit for unit in group_by if unit not in BY_ID]:
                 raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
-            given = listed(microbatches)
-            read = read_terms([of_term(name, m) for m in given] for name in named)
+            read = read_terms(named, listed(microbatches))
             local = {
                 name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
                 for (name, term), (_, samples) in zip(named.items(), read, strict=True)
@@ -248,10 +240,7 @@ class StepPlan(StepCoefficients):
         dtype = at_least_fp32(advantages.dtype)
         w, has_factors = self.weights(i, dtype), self.microbatches[i].token_factors is not None
         if has_factors and bool((w < 0).any()):
-            raise MaskError(
-                "token_factors make weights negative, which flip the sign of an advantage; "
-                "expected factors >= 0 to scale advantages with"
-            )
+            raise MaskError("negative token_factors flip advantages; expected factors >= 0")
         if self.aggregation.function is not None and bool((w < 0).any()):
             raise FunctionError(
                 "the aggregation function returned negative weights, which flip the sign of an "
