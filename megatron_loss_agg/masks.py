@@ -88,6 +88,12 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite numbers >= 0, in mask_sums too"
         )
+    factors = microbatch.token_factors
+    if factors is not None and not bool((factors.double().abs() <= LARGEST_FP32).all()):
+        raise MaskError(
+            f"microbatch {place}: token_factors has infinite or NaN values, or some beyond fp32; "
+            "expected finite numbers, where the mask is 0 too"
+        )
     if microbatch.cu_seqlens is None:
         return mask.sum(dim=1, dtype=torch.float64)
     bounds = _bounds(microbatch, place)

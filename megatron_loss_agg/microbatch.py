@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.weights import described, detached, is_plain
+from megatron_loss_agg.weights import check_tensors, described, detached, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
@@ -49,6 +49,9 @@ class Microbatch:
         sample_weights: floating-point [samples], finite and >= 0; multiply the weights of each
             sample's tokens. `LossAggregation.sample_weights` says whether they count in the
             denominators. A function of mode ``custom`` applies them itself.
+        token_factors: real numbers in the shape of ``loss_mask``, finite, also negative or 0; they
+            multiply the weights of tokens, those of a function of mode ``custom`` too, and are in
+            no denominator: ``w_t = m_t * f_t * c_s``.
         token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
             positions; a tensor with as many elements as the mask, or several. The hook recognises
             by them how the script splits the microbatch over context-parallel ranks.
@@ -70,6 +73,7 @@ class Microbatch:
     dataset_ids: Any = None
     rejected: Tensor | None = None
     sample_weights: Tensor | None = None
+    token_factors: Tensor | None = None
     token_ids: Any = ()  # a tuple of tensors in the mask's shape once constructed
     routed_tokens: Any = None  # int
 
@@ -78,6 +82,8 @@ class Microbatch:
         if not is_plain(mask):
             raise MaskError(f"loss_mask is {described(mask)}; expected a real, dense tensor")
         self._check_layout()
+        if (factors := self.token_factors) is not None:
+            check_tensors(MaskError, "real", loss_mask=mask, token_factors=factors)
         for name in BY_SAMPLE:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_by_sample(name, given, self.num_samples))

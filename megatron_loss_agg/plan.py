@@ -17,19 +17,14 @@ from megatron_loss_agg.collectives import abandon, abandoning_on_error
 from megatron_loss_agg.counting.exchange import Counted, LocalTerm, count_step
 from megatron_loss_agg.counting.samples import Samples, read_terms
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
-from megatron_loss_agg.microbatch import (
-    BY_SAMPLE,
-    Ids,
-    Microbatch,
-    MicrobatchOfTerms,
-    listed,
-    of_term,
-)
+from megatron_loss_agg.microbatch import BY_SAMPLE, Ids, Microbatch, MicrobatchOfTerms, listed
 from megatron_loss_agg.weights import (
     at_least_fp32,
     check_tensors,
     custom_weights,
+    in_dtype,
     times_coefficient,
+    times_factors,
     token_weights_of,
     weighted_sum,
     where_weighted,
@@ -114,8 +109,7 @@ class StepPlan(StepCoefficients):
             named = named_terms(terms)
             if unknown := [unit for unit in group_by if unit not in BY_ID]:
                 raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
-            given = listed(microbatches)
-            read = read_terms([of_term(name, m) for m in given] for name in named)
+            read = read_terms(named, listed(microbatches))
             local = {
                 name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
                 for (name, term), (_, samples) in zip(named.items(), read, strict=True)
@@ -202,12 +196,14 @@ class StepPlan(StepCoefficients):
             )
         microbatch, function = self._microbatch(i), self.aggregation.function
         mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
+        computed, kept = at_least_fp32(dtype), mask
         if function is None:
-            return token_weights_of(self.coefficients(i), mask, starts, dtype)
-        kept = mask
-        if rejected is not None:
-            kept = token_weights_of((~rejected).double(), mask, starts, dtype)
-        return custom_weights(functools.partial(function, self, i), mask, kept, dtype)
+            w = token_weights_of(self.coefficients(i), mask, starts, computed)
+        else:
+            if rejected is not None:
+                kept = token_weights_of((~rejected).double(), mask, starts, computed)
+            w = custom_weights(functools.partial(function, self, i), mask, kept, computed)
+        return in_dtype(times_factors(w, microbatch.token_factors), dtype)
 
     def group_sums(self, unit: Unit, i: int) -> Tensor:
         """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
@@ -236,13 +232,15 @@ class StepPlan(StepCoefficients):
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
-            MaskError: the shapes differ; or as `weights`.
+            MaskError: the shapes differ, or factors make weights negative; or as `weights`.
             FunctionError: a custom aggregation has negative weights; or as `weights`.
         """
         mask = self._microbatch(i).loss_mask
         check_tensors(MaskError, "real", loss_mask=mask, advantages=advantages)
         dtype = at_least_fp32(advantages.dtype)
-        w = self.weights(i, dtype)
+        w, has_factors = self.weights(i, dtype), self.microbatches[i].token_factors is not None
+        if has_factors and bool((w < 0).any()):
+            raise MaskError("negative token_factors flip advantages; expected factors >= 0")
         if self.aggregation.function is not None and bool((w < 0).any()):
             raise FunctionError(
                 "the aggregation function returned negative weights, which flip the sign of an "

@@ -5,6 +5,7 @@ own weight ``v_s``, or 1:
 
     w_t = m_t * c_s        c_s = v_s / (D * M_within(s) * N_across)      L = sum_t w_t * loss_t
 
+Factors of tokens, where there are any, multiply the weights: ``w_t = m_t * f_t * c_s``.
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
 
@@ -132,6 +133,11 @@ def token_weights_of(
         coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(length, output_size=number)
         weights = coefficient_T.view(mask.shape).mul_(mask)
     return in_dtype(weights, dtype)
+
+
+def times_factors(w: Tensor, factors: Tensor | None) -> Tensor:
+    """``w_t * f_t``, in the dtype, on the device and in the shape of the weights; None: of 1."""
+    return w if factors is None else w * moved(factors, w.device, w.dtype).reshape(w.shape)
 
 
 def custom_weights(

@@ -21,6 +21,7 @@ def token_weights(
     cu_seqlens_padded: Tensor | None = None,
     dataset_ids: Ids | None = None,
     sample_weights: Tensor | None = None,
+    token_factors: Tensor | None = None,
 ) -> Tensor:
     """Weights of a step that is one microbatch on one rank.
 
@@ -47,5 +48,6 @@ def token_weights(
         cu_seqlens_padded=cu_seqlens_padded,
         dataset_ids=dataset_ids,
         sample_weights=sample_weights,
+        token_factors=token_factors,
     )
     return StepPlan.build(agg, [microbatch]).weights(0, dtype)

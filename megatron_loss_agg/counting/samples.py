@@ -15,7 +15,13 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
-from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, checked_by_sample
+from megatron_loss_agg.microbatch import (
+    BY_SAMPLE,
+    Microbatch,
+    MicrobatchOfTerms,
+    checked_by_sample,
+    of_term,
+)
 from megatron_loss_agg.weights import described
 
 
@@ -89,24 +95,25 @@ class Samples(NamedTuple):
         return samples._replace(sizes=sizes, active_tokens=[], positions=None)
 
 
-def read_terms(by_term: Iterable[Sequence[Any]]) -> list[tuple[tuple[Microbatch, ...], Samples]]:
+def read_terms(
+    terms: Iterable[str], microbatches: Sequence[MicrobatchOfTerms]
+) -> list[tuple[tuple[Microbatch, ...], Samples]]:
     """Copies of each term's microbatches, and their samples; terms with the same ones share them.
 
     Raises:
         MaskError, GroupError: something else than microbatches; or values or offsets of masks, or
             sample weights, that cannot be.
     """
-    given = [tuple(microbatches) for microbatches in by_term]
+    given = [tuple(of_term(name, m) for m in microbatches) for name in terms]
     for x in chain(*given):
         if not isinstance(x, Microbatch):
             raise MaskError(f"a {type(x).__name__}; expected a list of Microbatch")
     copies = {m: m.copied() for m in dict.fromkeys(chain(*given))}
     on_cpu = dict(zip(copies, brought_to_cpu([*copies.values()]), strict=True))
     samples = {
-        of_term: Samples.of_microbatches([on_cpu[m] for m in of_term])
-        for of_term in dict.fromkeys(given)
+        own: Samples.of_microbatches([on_cpu[m] for m in own]) for own in dict.fromkeys(given)
     }
-    return [(tuple(copies[m] for m in of_term), samples[of_term]) for of_term in given]
+    return [(tuple(copies[m] for m in own), samples[own]) for own in given]
 
 
 def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:

@@ -84,10 +84,11 @@ class CallLosses:
         if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
             to_script = _for_script(local, masks)
         losses, reports, returned = token_losses(loss_func, output, masks, to_script)
-        weights = {
-            name: local[name].weights(masks[name], at_least_fp32(x.dtype))
+        counted = {
+            name: local[name].counted(masks[name], at_least_fp32(x.dtype))
             for name, x in losses.items()
         }
+        weights = {name: local[name].factored(w) for name, w in counted.items()}
         sums = {name: weighted_sum_of_fitting(w, losses[name]) for name, w in weights.items()}
         parts = [
             times_coefficient(call.terms[name].coefficient, x, losses[name])
@@ -103,6 +104,7 @@ class CallLosses:
             losses=losses,
             masks=masks,
             local=local,
+            counted=counted,
             weights=weights,
             loss_func=loss_func,
             returned=returned,

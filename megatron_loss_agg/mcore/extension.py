@@ -56,6 +56,7 @@ class MicrobatchLoss:
     losses: Mapping[str, Tensor]
     masks: Mapping[str, Tensor]  # the loss function's
     local: Mapping[str, LocalWeights]
+    counted: Mapping[str, Tensor]  # `weights` without factors of tokens; the same if there are none
     weights: Mapping[str, Tensor]
     loss_func: Callable[..., Any]  # the script's, as extensions have adapted it
     returned: Sequence[Any] | None  # by a stock loss function; None: it is a `TokenLoss`

@@ -66,6 +66,7 @@ class PlannedTerm(StepCoefficients):
     shapes: Sequence[MicrobatchShape]
     ids: Mapping[Unit, Sequence[Tensor]]  # int64 [samples], of the units that are needed
     custom: Sequence[Tensor] | None  # weights of all tokens, by a custom function
+    factors: Sequence[Tensor | None]  # of all tokens; a custom function's weights include them
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
     prints: Sequence[Prints] | None  # of the tokens, while these are compared
 
@@ -170,7 +171,8 @@ def _planned_term(
     microbatches, splits = plan.microbatches, call.splits
     shapes = [MicrobatchShape.of(m) for m in microbatches]
     is_custom = plan.aggregation.function is not None
-    by_token = is_custom or "masks" in needs
+    factors = [None if is_custom else m.token_factors for m in microbatches]
+    by_token = is_custom or "masks" in needs or any(x is not None for x in factors)
     cp, rank = call.groups.cp_size, call.groups.cp_rank
     prints = None
     if "prints" in needs or any(splits.is_open(x, cp, by_token) for x in shapes):
@@ -184,6 +186,7 @@ def _planned_term(
         shapes=shapes,
         ids={unit: [getattr(m, f"{unit}_ids").cpu() for m in microbatches] for unit in units},
         custom=[plan.weights(i, dtype) for i in range(len(shapes))] if is_custom else None,
+        factors=factors,
         masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
         prints=prints,
     )

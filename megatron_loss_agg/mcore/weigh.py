@@ -1,6 +1,6 @@
 """The weights of this rank's tokens, made in the loss function from its own mask.
 
-    w_t = m_t * c_[sample of t]
+    w_t = m_t * c_[sample of t], times the token's factor, if it has one
 
 Suffixes: ``_S`` samples of a microbatch, ``_T`` this rank's tokens of it.
 """
@@ -26,7 +26,13 @@ from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
 from megatron_loss_agg.mcore.splits import MicrobatchShape, only
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
-from megatron_loss_agg.weights import at_least_fp32, moved, sample_coefficients, token_weights_of
+from megatron_loss_agg.weights import (
+    at_least_fp32,
+    moved,
+    sample_coefficients,
+    times_factors,
+    token_weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class LocalWeights:
     starts: Tensor | None  # int64 [samples + 1], among this rank's tokens; None: rows
     copies: int  # context-parallel ranks that have the same tokens
     layouts: Mapping[str, CPLayout]  # by split, where ranks split tokens and it matters how
-    custom: Tensor | None  # weights of all tokens, by a custom function
+    custom: Tensor | None = None  # weights of all tokens, by a custom function
+    factors: Tensor | None = None  # of all tokens
 
     @property
     def split(self) -> str | None:
@@ -46,6 +53,14 @@ class LocalWeights:
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], in ``dtype``, on the device of ``mask``, the loss function's."""
+        return self.factored(self.counted(mask, dtype))
+
+    def factored(self, w_T: Tensor) -> Tensor:
+        """Of what is `counted`, the weights."""
+        return w_T if self.factors is None else times_factors(w_T, self.local(self.factors))
+
+    def counted(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """`weights` without the factors of tokens, which are in no denominator."""
         if self.custom is not None:
             return moved(self.local(self.custom), mask.device, dtype).reshape(-1)
         mask = mask.reshape(-1) if self.starts is not None else _rows(mask, len(self.coefficient_S))
@@ -106,13 +121,15 @@ class Weigher:
             # The samples of a pack have one coefficient: here, it is one sample.
             rows = shape.samples if sequences is None else 1
             coefficient_S = self._late(aggregation, term.counts.across, mask, rows)
-            return LocalWeights(coefficient_S, None, self.copies, {}, None)
+            return LocalWeights(coefficient_S, None, self.copies, {})
         if by_sample and shape.starts is None and self.model_call is not None:
             _check_unpacked(mask, shape, self.model_call)
         _check_shape(mask, shape.mask, size, self.copies)
         starts, layouts = self._places(term, mask)
         custom = None if term.custom is None else term.custom[self.i]
-        return LocalWeights(term.coefficients(self.i), starts, self.copies, layouts, custom)
+        return LocalWeights(
+            term.coefficients(self.i), starts, self.copies, layouts, custom, term.factors[self.i]
+        )
 
     def _places(
         self, term: PlannedTerm, mask: Tensor
@@ -120,7 +137,8 @@ class Weigher:
         """`LocalWeights.starts` and `LocalWeights.layouts`."""
         groups, splits, shape = self.call.groups, self.call.splits, term.shapes[self.i]
         parts = groups.cp_size // self.copies
-        by_token = term.custom is not None or term.masks is not None
+        of_tokens = term.custom, term.masks, term.factors[self.i]
+        by_token = any(x is not None for x in of_tokens)
         if parts == 1 or (shape.starts is None and not by_token):
             return shape.starts, {}
         if term.prints is not None and self.model_call is not None:

@@ -141,6 +141,7 @@ class Read:
     places: list[list[int]]  # of each sample's tokens in the flattened mask
     rejected: list[bool]  # of each sample
     values: list[float]  # of the flattened mask
+    factors: list[float]  # of its positions
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Read:
@@ -157,7 +158,9 @@ class Read:
         samples = [Sample(*of_sample) for of_sample in zip(*by_sample, strict=True)]
         weights = [s.weight for s in samples if any(s.mask)]
         assert all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights), "sample weights"
-        return cls(samples, places, _by_sample(given.get("rejected"), number, False), values)
+        rejected = _by_sample(given.get("rejected"), number, False)
+        factors = listed(given.get("token_factors", [1.0] * len(values)))
+        return cls(samples, places, rejected, values, factors)
 
     @property
     def sums(self) -> list[float]:
@@ -177,6 +180,9 @@ class Read:
             for t, w in zip(places, of_sample, strict=False):
                 weights[t] = 0.0 if gone else w
         return weights
+
+    def factored(self, weights: list[float]) -> list[float]:
+        return [w * f for w, f in zip(weights, self.factors, strict=True)]
 
 
 def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
@@ -212,6 +218,12 @@ def counted_step(agg: LossAggregation, step: Step) -> oracle.Step:
 
 def expected_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
     """The weight of every position of every mask, by rank and microbatch."""
+    pairs = zip(step, counted_weights(agg, step), strict=True)
+    return [[m.factored(w) for m, w in zip(*pair, strict=True)] for pair in pairs]
+
+
+def counted_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
+    """Likewise, without factors of tokens."""
     found = oracle.step_weights(
         agg.mode,
         counted_step(agg, step),
@@ -230,11 +242,11 @@ def expected_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]
 def assert_plan(plan: StepPlan, step: Step, rank: int = 0) -> None:
     """Everything that a plan says to one rank is what the whole step means."""
     assert_counts(plan, step)
-    wanted = expected_weights(plan.aggregation, step)[rank]
+    wanted = counted_weights(plan.aggregation, step)[rank]
     for i, (microbatch, weights) in enumerate(zip(step[rank], wanted, strict=True)):
         if plan.microbatches:
             assert plan.active_tokens[i] == sum(x != 0 for x in microbatch.values)
-            assert_same([(plan.weights(i, F64), weights)], 2e-14)
+            assert_same([(plan.weights(i, F64), microbatch.factored(weights))], 2e-14)
         assert_same([(plan.mask_sums(i), microbatch.sums)], 1e-13)
         by_sample = [sum(weights[t] for t in places) for places in microbatch.places]
         assert_same([(plan.coefficients(i) * plan.mask_sums(i), by_sample)], 1e-13)

@@ -167,6 +167,25 @@ def test_a_custom_function_makes_the_weights_from_what_the_plan_counted():
         assert torch.equal(ours.weights(i), ours.weights(i, F64).float())
 
 
+def test_factors_of_tokens_multiply_weights_and_are_in_no_denominator():
+    mask = torch.tensor([[1.0, 1, 0], [1, 0.5, 0]], dtype=F64)
+    factors = torch.tensor([[2, -1, 7], [0, 3, 7]])
+    # token_mean: M = 3.5, and not that of mask * factors, 2.5; sample_mean: N M_s = 2 * 2, 2 * 1.5.
+    divisors = {"token_mean": (3.5, 3.5), "sample_mean": (4, 3)}
+    for mode, (first, second) in divisors.items():
+        w = token_weights(aggregation(mode), mask, token_factors=factors, dtype=F64)
+        expected = [2 / first, -1 / first, 0, 0, 1.5 / second, 0]
+        assert_same([(w, expected)], 1e-15)
+    own = custom(lambda plan, i: plan.microbatches[i].loss_mask / 4)
+    w = token_weights(own, mask, token_factors=factors, dtype=F64)
+    assert w.tolist() == [[0.5, -0.25, 0], [0, 0.375, 0]]
+    given = [Microbatch(mask, token_factors=x) for x in (factors, None)]
+    plans = [StepPlan.build(aggregation("token_mean", empty="skip"), [x]) for x in given]
+    assert plans[0].counts == plans[1].counts
+    factors.zero_()  # of which the plan has a copy
+    assert plans[0].weights(0).any()
+
+
 def test_neither_a_custom_function_nor_its_caller_edits_the_plan_or_the_batch():
     def in_place(plan, i):
         return plan.microbatches[i].loss_mask.div_(plan.counts.tokens)

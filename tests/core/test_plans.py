@@ -21,6 +21,7 @@ from megatron_loss_agg import (
     token_weights,
     weighted_sum,
 )
+from megatron_loss_agg.errors import MaskError
 from tests.core.meaning import (
     F64,
     MODES,
@@ -90,6 +91,10 @@ def test_everything_that_a_plan_says_is_exact_or_its_input_refused(
     if len(step) == 1 and "rejected" not in given[0]:
         assert torch.equal(w, token_weights(agg, **given[0], dtype=dtype))
     advantages = torch.linspace(-2, 2, w.numel(), dtype=F64).view_as(w)
+    if any(x < 0 for x in wanted):
+        with pytest.raises(MaskError, match="negative token_factors flip"):
+            plan.scaled_advantages(i, advantages)
+        return
     scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
     advantages[torch.tensor(wanted).view_as(w) == 0] = math.nan
     assert_same([(plan.scaled_advantages(i, advantages), scaled)], 2e-14)

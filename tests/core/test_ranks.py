@@ -77,7 +77,8 @@ def drawn_steps(draw: st.DrawFn, dp: int, cp: int) -> Drawn:
 
 def sharded(given: dict[str, Any], layout: CPLayout) -> Microbatch:
     """The microbatch as this rank sees it: local mask, local offsets, same samples."""
-    local = {**given, "loss_mask": layout.shard(given["loss_mask"])}
+    masks = {"loss_mask", "token_factors"} & given.keys()
+    local = given | {name: layout.shard(given[name]) for name in masks}
     if "cu_seqlens" in given:
         local["cu_seqlens"] = local.pop("cu_seqlens_padded", given["cu_seqlens"]) // layout.cp_size
     return Microbatch(**local)

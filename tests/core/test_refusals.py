@@ -148,6 +148,7 @@ OWN = LossAggregation(
 NEGATIVE = LossAggregation(mode="custom", function=lambda p, i: -p.microbatches[i].loss_mask)
 RISING = "of . tokens has cu_seqlens=.*; expected offsets that start at 0 and do not decrease"
 VALUES = "negative, infinite or NaN values, or some beyond fp32; expected finite"
+FACTORS = "token_factors has infinite or NaN values, or some beyond fp32; expected finite"
 OUTSIDE = "not 0 on tokens outside of every sample"
 FAR = [0, 2**63 - 1, -2]  # were these read, the process would die
 BAD_OFFSETS = ([1, 3, 5], [0, 3, 1], [*FAR, 6], [0, 2, 7])  # of 6 tokens
@@ -162,6 +163,10 @@ BAD: list[tuple[Microbatch, type[AggregationError], str]] = [
         for x, dtype in ((-1e-30, F64), (math.nan, F64), (1e39, F64), (math.inf, torch.half))
     ),
     (a_pack([0, 2, 4], mask=tensor([math.nan, 1, 1, 1])), MaskError, VALUES),
+    *(
+        (Microbatch(ROWS * 0, token_factors=ROWS.double() * x), MaskError, FACTORS)
+        for x in (math.nan, -math.inf, 1e39, -1e39)
+    ),
     # Samples own 0..1 and 4..6.
     *(
         (a_pack([0, 2, 5], [0, 4, 7], (torch.arange(8) == t).float()), MaskError, OUTSIDE)
@@ -208,6 +213,8 @@ OF_MASKS: list[Row] = [
     ),
     (advantages_scaled(MEAN, ONES), MaskError, "advantages has shape .* and loss_mask"),
     (advantages_scaled(NEGATIVE, ROWS), FunctionError, "negative weights"),
+    (weighing(ROWS, token_factors=ROWS.T), MaskError, r"token_factors has shape \(3, 2\) and loss"),
+    (weighing(ROWS, token_factors=[2.0]), MaskError, "token_factors is a list; expected a real"),
     # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
     (weighing(ROWS, dtype=torch.float16), MaskError, "expected a floating dtype with the range of"),
     (weighing(ROWS, "sum"), ModeError, "a str for the aggregation"),

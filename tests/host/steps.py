@@ -122,6 +122,31 @@ def weights_with(
     return list(zip(order, [w for rank in nested for mb in rank for w in mb], strict=True))
 
 
+def factored(weights: Weights) -> Weights:
+    """With the factors of `with_factors`."""
+    return [
+        (i, [f * w for f, w in zip(factors_of(i), of_sample, strict=True)])
+        for i, of_sample in weights
+    ]
+
+
+@functools.cache
+def factors_of(i: int) -> tuple[float, ...]:
+    """Of the tokens of a sample: negative ones, and zeros."""
+    generator = torch.Generator().manual_seed(100 + i)
+    return tuple((torch.randint(-2, 4, (LENGTHS[i],), generator=generator) / 2).tolist())
+
+
+def with_factors(batch: dict[str, Any], of_mb: tuple[int, ...]) -> dict[str, Any]:
+    """The batch of the samples ``of_mb``, with the key ``factors``; of padding they are 9."""
+    factors = torch.full_like(batch["loss_mask"], 9.0)
+    starts = batch.get("cu_seqlens_padded", range(0, factors.numel(), factors.shape[-1]))
+    for i, start in zip(of_mb, starts, strict=False):
+        of_sample = torch.tensor(factors_of(i), dtype=factors.dtype)
+        factors.view(-1)[start : start + len(of_sample)] = of_sample
+    return {**batch, "factors": factors}
+
+
 def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:
     """A whole batch, before context parallelism, with the keys of a Megatron data loader."""
     if layout == "bshd":

@@ -21,14 +21,27 @@ from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.scripts import by_sample
-from tests.host.steps import EMPTY, N_MB, PLACES, PROMPTS, Places, Weights, weights_of
+from tests.host.steps import (
+    EMPTY,
+    N_MB,
+    PLACES,
+    PROMPTS,
+    Places,
+    Weights,
+    factored,
+    weights_of,
+    with_factors,
+)
 
 # Of each sample; a prompt's samples with tokens are of one. 5 has no token, and is never reported.
 DATASETS = (3, 3, 0, 12, 3, 5, 12, 3, 3, 0)
 MEANS: dict[str, dict[str, Any]] = {"token_mean": {}, "sample_mean": {}, "prompt_mean": {}}
 SUMS: dict[str, dict[str, Any]] = {"constant": {"divisor": 7.0}, "sum": {}, "custom": {}}
 MODES = MEANS | SUMS
-RUNS = [*(("thd", mode) for mode in MODES), ("bshd", "sample_mean"), ("bshd", "constant")]
+RUNS = [*(("thd", mode, False) for mode in MODES)]
+RUNS += [("bshd", "sample_mean", False), ("bshd", "constant", False)]
+# With factors of tokens, which multiply losses and are in no denominator.
+RUNS += [("thd", "sample_mean", True), ("bshd", "token_mean", True), ("thd", "custom", True)]
 Values = dict[str, float]
 
 
@@ -46,11 +59,12 @@ EVALUATION = [WITHOUT_12, chosen(ALL, lambda i: i not in (0, 8))]
 
 def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     key = "dataset_ids" if "cu_seqlens" in batch else "dataset_id"
-    return by_sample(batch, of_mb, **{key: DATASETS})
+    return by_sample(with_factors(batch, of_mb), of_mb, **{key: DATASETS})
 
 
-def case_of(mode: str, layout: str = "thd") -> Case:
-    hook = {"extensions": [DatasetReports()]}
+def case_of(mode: str, layout: str = "thd", has_factors: bool = False) -> Case:
+    read = functools.partial(read_batch, factors="factors") if has_factors else read_batch
+    hook = {"extensions": [DatasetReports()], "read_batch": read}
     return Case(mode, MODES[mode], layout=layout, batch=with_ids, hook=hook)
 
 
@@ -58,12 +72,12 @@ def reported(name: str) -> dict[Any, Any]:
     """Every rank: what is reported by each step, and by an evaluation."""
     topology, found = TOPOLOGIES[name], {}
     chunks = models_of(topology)(case_of("sum"))
-    for layout, mode in RUNS:
-        case = case_of(mode, layout)
+    for layout, mode, has_factors in RUNS:
+        case = case_of(mode, layout, has_factors)
         hook = case.new_hook()
         steps = [take(replace(case, places=x), topology, chunks, hook) for x in STEPS]
         evaluated = evaluate(case, EVALUATION, topology, chunks, hook)
-        found[layout, mode] = [*map(reduced, steps)], evaluated
+        found[layout, mode, has_factors] = [*map(reduced, steps)], evaluated
     found["calls"] = of_calls(chunks)
     return found
 
@@ -92,15 +106,19 @@ def facts(topology: str) -> dict[Any, Any]:
     return of_rank
 
 
-def expected(mode: str, calls: list[Places]) -> Values:
+def expected(mode: str, calls: list[Places], has_factors: bool) -> Values:
     """Means of each data set's samples alone; parts of sums, averaged as the loss is,
     over the calls that have the data set.
     """
+
+    def loss(weights: Weights) -> float:
+        return loss_of(factored(weights) if has_factors else weights)
+
     whole: Places = tuple(sum(ranks, ()) for ranks in zip(*calls, strict=True))
     found = {}
     for d in {DATASETS[i] for i in samples(whole) if i != EMPTY}:
         key = f"loss of dataset {d}"
-        found[f"lm {key}"] = loss(weights_of("token_mean", alone(whole, d)))
+        found[f"lm {key}"] = loss_of(weights_of("token_mean", alone(whole, d)))
         if mode in ("token_mean", "sample_mean"):
             found[f"{mode} {key}"] = loss(weights_of(mode, alone(whole, d), empty="skip"))
             continue
@@ -122,7 +140,7 @@ def alone(places: Places, dataset: int) -> Places:
     return chosen(places, lambda i: DATASETS[i] == dataset)
 
 
-def loss(weights: Weights) -> float:
+def loss_of(weights: Weights) -> float:
     return reference().loss(weights) if weights else 0.0
 
 
@@ -134,12 +152,14 @@ def by_dataset(values: Values) -> Values:
     return {key: value for key, value in values.items() if " of dataset " in key}
 
 
-@pytest.mark.parametrize("layout, mode", RUNS)
+@pytest.mark.parametrize("layout, mode, has_factors", RUNS)
 @pytest.mark.parametrize("topology", ["dp2", "dp2-cp2"])
-def test_each_data_set_is_reduced_alone(topology: str, layout: str, mode: str) -> None:
-    trained, evaluated = facts(topology)[layout, mode]
+def test_each_data_set_is_reduced_alone(
+    topology: str, layout: str, mode: str, has_factors: bool
+) -> None:
+    trained, evaluated = facts(topology)[layout, mode, has_factors]
     for number, (values, places) in enumerate(zip(trained, STEPS, strict=True)):
-        wanted = expected(mode, [places])
+        wanted = expected(mode, [places], has_factors)
         for key in wanted:
             if number == 1 and key.endswith(" 12") and not key.startswith(tuple(SUMS)):
                 wanted[key] = math.nan  # new
@@ -150,7 +170,7 @@ def test_each_data_set_is_reduced_alone(topology: str, layout: str, mode: str) -
         if mode in SUMS:
             parts = [x for key, x in by_dataset(values).items() if key.startswith(mode)]
             assert sum(parts) == pytest.approx(values[f"{mode} loss"], rel=EXACT, abs=0)
-    wanted = expected(mode, EVALUATION)
+    wanted = expected(mode, EVALUATION, has_factors)
     assert by_dataset(evaluated) == pytest.approx(wanted, rel=EXACT, abs=0)
 
 

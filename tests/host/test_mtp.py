@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import MultiTokenPrediction
+from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
 from tests.frameworks.harness import text_of
 from tests.host import gpt
 from tests.host.cases import Batch, Case, run
@@ -27,19 +27,25 @@ from tests.host.steps import (
     Weights,
     aggregation,
     batch_of,
+    factored,
     sequences,
     weights_of,
+    with_factors,
 )
 
 DEPTHS, FACTOR = 2, 0.5
 CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 METHOD = "compute_language_model_loss"
+HOOK = {"extensions": [MultiTokenPrediction()]}
+WITH_FACTORS = {
+    "hook": {**HOOK, "read_batch": functools.partial(read_batch, factors="factors")},
+    "batch": with_factors,
+}
 
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
-    hook = {"extensions": [MultiTokenPrediction()]}
     given = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
-    return Case(mode, **{"step": with_labels, "hook": hook, **given, **more})
+    return Case(mode, **{"step": with_labels, "hook": HOOK, **given, **more})
 
 
 def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -75,6 +81,9 @@ CASES = {
         "single tokens": case("bshd", False, "prompt_mean", "single"),
         "custom": case("thd", False, "custom"),
         "custom of fractions": case("bshd", True, "custom", "fractional"),
+        "factors of packs": case("thd", True, "prompt_mean", **WITH_FACTORS),
+        "factors of rows": case("bshd", False, "prompt_mean", **WITH_FACTORS),
+        "custom and factors": case("thd", False, "custom", **WITH_FACTORS),
         "second step": case("bshd", True, "prompt_mean", times=2),
         "packs without labels": case("thd", False, "prompt_mean", **UNLABELLED),
         "rows without labels": case("bshd", True, "token_mean", **UNLABELLED),
@@ -144,11 +153,17 @@ def logits_of(model: Any, sequence: Any) -> list[Tensor]:
     return [seen[-1], *seen[:-1]]
 
 
+def loss_of(case: Case) -> tuple[str, str, bool]:
+    return case.mode, case.masks, case.batch is with_factors
+
+
 @functools.cache
-def references() -> dict[tuple[str, str], tuple[Gradient, list[float]]]:
-    every = {(case.mode, case.masks) for cases in CASES.values() for case in cases.values()}
-    wanted = sorted(every)
-    step = [(masks, weights_of(mode, PLACES[1], masks)) for mode, masks in wanted]
+def references() -> dict[tuple[str, str, bool], tuple[Gradient, list[float]]]:
+    wanted = sorted({loss_of(case) for cases in CASES.values() for case in cases.values()})
+    step = []
+    for mode, masks, has_factors in wanted:
+        weights = weights_of(mode, PLACES[1], masks)
+        step.append((masks, factored(weights) if has_factors else weights))
     return dict(zip(wanted, run_host_ranks(oracle, 1, step, timeout=200)[0], strict=True))
 
 
@@ -174,7 +189,7 @@ def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
         for kind, case in CASES[name].items()
         if (takes_packs or case.layout != "thd") and (makes_labels or case.batch is None)
     }
-    expected, sums = zip(*(references()[c.mode, c.masks] for c in cases.values()), strict=True)
+    expected, sums = zip(*(references()[loss_of(c)] for c in cases.values()), strict=True)
     gradients = list(expected)
     for i, kind in enumerate(cases):
         if kind == "coefficient":

@@ -54,7 +54,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
             active = 0
         mask = (torch.arange(length) < active).float()
         places = {"set": torch.tensor(self.number), "row": torch.tensor(row)}
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask, **places}
+        rows = {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask}
+        return {**rows, "factors": torch.arange(length) / 4, **places}
 
 
 def loss_func(loss_mask: Tensor, output: Tensor, place: tuple[bool, int, int]) -> Any:

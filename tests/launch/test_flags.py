@@ -53,7 +53,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
-    values += ["-mask", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
+    values += ["-mask", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels", "-factors"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("audit", "report_datasets"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
@@ -159,7 +159,7 @@ def test_a_teacher_of_the_host_is_a_second_term() -> None:
 # bar, if it has any; and what is said of them: the error's name, what was got, what to change.
 ALONE = ("-divisor 3", "-empty skip", "-rejected skip", "-sample-weights skip", "-audit")
 ALONE += ("-function json:dumps", "-batch json:dumps", "-report-datasets", "-unmeasured trust")
-ALONE += ("-mask model", "-empty-step skip", "-mtp same", "-moe step")
+ALONE += ("-factors loss_scale", "-mask model", "-empty-step skip", "-mtp same", "-moe step")
 CHOICES = {
     "-empty": "'count' or 'skip'",
     "-rejected": "'count' or 'skip'",
@@ -191,6 +191,11 @@ BAD_FLAGS = {
     **{
         f"{flags} @-mask model": f"ModeError|{got} with a mask that the model makes|mode sum, "
         for flags, got in LATE.items()
+    },
+    **{
+        f"@ sum @-factors loss_scale {reader}": "ModeError|@-factors loss_scale and a function of "
+        "its own|token_factors=...)"
+        for reader in ("@-batch json:dumps", "@-mask model")
     },
     "@ sum @-empty-step=": "ModeError|expected one of step, error, skip",
     "@": "InputError|argument @: expected one argument",

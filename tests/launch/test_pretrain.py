@@ -276,16 +276,21 @@ def test_each_validation_set_is_reduced_over_all_of_its_tokens_or_samples(
         assert logged == pytest.approx(expected, rel=2e-6)
 
 
-def by_dataset(rows: Iterable[Row]) -> dict[str, float]:
-    """The means over tokens and over rows of each data set that has tokens."""
-    found: dict[int, list[tuple[float, float]]] = {}
+FACTORS = torch.arange(LENGTH) / 4  # of the script's batches; its log leaves out what is below 0
+
+
+def by_dataset(rows: Iterable[Row], factors: Tensor) -> dict[str, float]:
+    """Of each data set that has tokens: the mean over tokens, and that over rows with factors."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for _, dataset, _, mask, losses in rows:
-        found.setdefault(dataset, []).append(pair(mask, losses))
+        found.setdefault(dataset, []).append((mask, losses))
     values = {}
     for dataset, of_rows in found.items():
-        if any(count for _, count in of_rows):
-            names = [f"{key} loss of dataset {dataset}" for key in ("lm", "sample_mean")]
-            values |= dict(zip(names, means(of_rows), strict=True))
+        if any(mask.any() for mask, _ in of_rows):
+            tokens, _ = means(pair(*of_row) for of_row in of_rows)
+            _, samples = means(pair(mask, factors * losses) for mask, losses in of_rows)
+            key = f"loss of dataset {dataset}"
+            values |= {f"lm {key}": tokens, f"sample_mean {key}": samples}
     return values
 
 
@@ -301,11 +306,14 @@ BLEND = f"""
 """.split()
 
 
+@pytest.mark.parametrize("has_factors", [False, True], ids=["", "with factors"])
 def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_factors: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board_flags = ("--tensorboard-dir", str(tmp_path / "board"))
-    ranks, said = launched_on_sets(tmp_path, 2, *BLEND, *board_flags, patch=monkeypatch)
+    flags = ["--tensorboard-dir", str(tmp_path / "board")]
+    flags += ["--loss-aggregation-factors", "factors"] if has_factors else []
+    factors = FACTORS if has_factors else torch.ones(LENGTH)
+    ranks, said = launched_on_sets(tmp_path, 2, *BLEND, *flags, patch=monkeypatch)
     trained, evaluated = ([[x for x in r if x[0] == trains] for r in ranks] for trains in (1, 0))
     assert len(trained[0]) == STEPS * N_MB
     board = processes.tensorboard(tmp_path / "board")
@@ -314,7 +322,8 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
     missing = sum(math.isnan(value) for step in steps for value in step.values())
     assert len(names) == 6 and missing > 4  # some sets are not in every step, or are new in it
     for i, step in enumerate(steps):
-        of_rows = by_dataset(x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
+        of_step = (x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
+        of_rows = by_dataset(of_step, factors)
         known = {key: value for key, value in step.items() if not math.isnan(value)}
         assert known == pytest.approx({key: of_rows[key] for key in known}, rel=2e-6)
     lines = re.findall(r"iteration +\d*[02468]/.*", said)  # the first step is logged, too
@@ -323,7 +332,7 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
         both = {x: mean for x, mean in means_of_both.items() if not math.isnan(mean)}
         assert printed(line, "") == pytest.approx(both, rel=2e-6)
     # The first evaluation, of two iterations.
-    of_rows = by_dataset(x for rank in evaluated for x in rank[: 2 * N_MB])
+    of_rows = by_dataset((x for rank in evaluated for x in rank[: 2 * N_MB]), factors)
     (line, *_) = re.findall(r"validation loss at .*", said)
     assert printed(line, " value") == pytest.approx(of_rows, rel=2e-6)
     logged = {key: board[f"{key} validation"][STEPS] for key in of_rows}

@@ -3,7 +3,7 @@
 With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
 
 - ``sum_{t in d} w_t loss_t / sum_{t in d} w_t`` for means: the same mean over the tokens of ``d``
-  alone, without groups that have none;
+  alone, without groups that have none; factors of tokens are left out below;
 - ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
   part of the loss; the parts of all data sets add up to it. In an evaluation, over the calls that
   have tokens of ``d``.
@@ -75,19 +75,22 @@ class DatasetReports(Extension):
             return
         names, new = (self._names, self._new) if call.trains else (_ids(x.plan), set())
 
-        def report_mean(what: str, name: str, w: Tensor) -> None:
-            pairs = _sums(x, name, names, w, x.losses[name], torch.ones_like(w))
+        def report_mean(what: str, name: str, w: Tensor, counted: Tensor) -> None:
+            pairs = _sums(x, name, names, (w, x.losses[name]), (counted, torch.ones_like(w)))
             for d, pair in pairs.items():
                 x.report(f"{what} of dataset {d}", pair.new_zeros(2) if d in new else pair)
 
-        report_mean("lm loss", x.first, x.masks[x.first].reshape(-1).double())
+        mask = x.masks[x.first].reshape(-1).double()
+        report_mean("lm loss", x.first, mask, mask)
         for name, w in x.weights.items():
             aggregation = call.terms[name].aggregation
             over = denominator(aggregation, x.plan.terms[name])
             if aggregation.within is not None:  # an evaluation weighs its calls by denominators
-                report_mean(f"{name} loss", name, w.double() * over)
+                weights = w.double() * over
+                counted = weights if x.counted[name] is w else x.counted[name].double() * over
+                report_mean(f"{name} loss", name, weights, counted)
                 continue
-            for d, (part,) in _sums(x, name, names, w.double(), x.losses[name]).items():
+            for d, (part,) in _sums(x, name, names, (w.double(), x.losses[name])).items():
                 key = f"{name} loss of dataset {d}"
                 x.report(key, x.sum_pair(key, part, over))
 
@@ -103,15 +106,16 @@ def _ids(plan: PlannedStep) -> list[int]:
 
 
 def _sums(
-    x: MicrobatchLoss, name: str, names: list[int], w: Tensor, *values: Tensor
+    x: MicrobatchLoss, name: str, names: list[int], *pairs: tuple[Tensor, Tensor]
 ) -> dict[int, Tensor]:
-    """By data set: the sum of ``w * v`` over its tokens with ``w != 0``, for each of ``values``.
+    """By data set: the sum of ``w * v`` over its tokens with ``w != 0``, for each pair of them.
 
-    Summed in fp64; in the dtype of the first of ``values``, the losses, but at least fp32.
+    Summed in fp64; in the dtype of the first ``v``, the losses, but at least fp32.
     """
     local, id_S = x.local[name], x.plan.terms[name].ids["dataset"][x.i]
-    sums_S = torch.stack([local.sums(where_weighted(w, v.to(w)) * w) for v in values], dim=1)
+    sums_S = torch.stack([local.sums(where_weighted(w, v.to(w)) * w) for w, v in pairs], dim=1)
     ids = torch.tensor(names, dtype=torch.int64)
     place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(names))
-    sums = w.new_zeros(len(names) + 1, len(values)).index_add_(0, moved(place_S, w.device), sums_S)
-    return dict(zip(names, sums[:-1].to(at_least_fp32(values[0].dtype)), strict=True))
+    sums = sums_S.new_zeros(len(names) + 1, len(pairs))
+    sums.index_add_(0, moved(place_S, sums.device), sums_S)
+    return dict(zip(names, sums[:-1].to(at_least_fp32(pairs[0][1].dtype)), strict=True))

@@ -103,7 +103,7 @@ class MaskCheck(Extension):
 
 def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iterator[_Number]:
     none = functools.partial(torch.zeros, 1)
-    term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.weights[name]
+    term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.counted[name]
     if x.plan.is_late:  # nothing was counted, and only its values can be checked
         legal = mask.isfinite() & (mask >= 0)
         if x.plan.divided_by_host:

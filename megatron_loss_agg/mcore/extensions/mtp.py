@@ -171,4 +171,5 @@ def _moved(x: MicrobatchLoss, depth: int, losses: Tensor) -> tuple[Tensor, Tenso
     mask_T = of_rank(whole.loss_mask)
     if local.custom is not None:
         return mask_T, of_rank(local.custom).to(dtype)
-    return mask_T, local.weights(mask_T, dtype)
+    w_T = local.counted(mask_T, dtype)
+    return mask_T, w_T if local.factors is None else w_T * of_rank(local.factors).to(dtype)

@@ -43,6 +43,10 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
         "MODULE:NAME",
         "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
     ),
+    "factors": (
+        "KEY",
+        "the batch key of factors by token, which multiply weights and are in no denominator",
+    ),
     "mask": (
         ("batch", "model"),
         "who makes the loss mask; the model does in pretrain_vlm.py (default: batch)",

@@ -28,7 +28,7 @@ from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags, host_args
 from megatron_loss_agg.mcore.launch.once import print_uncaught_once, refuse
 from megatron_loss_agg.mcore.launch.seams import seams
-from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch
+from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch, with_factors
 from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
 
 _Function = Callable[..., Any]
@@ -70,6 +70,8 @@ def hook_from_args(
         read_batch = flags.load(f"{flags.FLAG}-batch", given["batch"])
     elif late:
         read_batch = read_samples
+    if "factors" in given:
+        read_batch = with_factors(read_batch, given["factors"])
     empty_step = flags.word(args, "empty_step")
     hook = LossHook(
         terms, read_batch=read_batch, extensions=extensions, empty_step=empty_step, loop=loop

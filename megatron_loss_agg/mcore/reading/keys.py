@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
+from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
@@ -36,7 +36,7 @@ HOW_TO_READ = (
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 
-def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
+def read_batch(batch: Any, *, dataset_id: bool = False, factors: str | None = None) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
@@ -57,6 +57,7 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
     Args:
         dataset_id: without ``dataset_ids``, read the key ``dataset_id`` of Megatron's blended data
             sets: integers [batch], one for each row, or for all samples of each pack.
+        factors: the key of the ``token_factors``, in the shape of the ``loss_mask``.
 
     Raises:
         MaskError, GroupError: a key is missing, or has a wrong type or shape.
@@ -72,21 +73,49 @@ def read_batch(batch: Any, *, dataset_id: bool = False) -> Microbatch:
         if (x := batch.get(name)) is not None:
             by_sample[name] = x.reshape(-1) if isinstance(x, Tensor) else x
     numbers = {len(x) for x in by_sample.values() if isinstance(x, Sized)}
-    mask = batch["loss_mask"]
+    mask, token_factors = batch["loss_mask"], None
+    if factors is not None:
+        token_factors = _like_mask(batch, factors)
     offsets = pack_offsets(batch, mask, numbers)
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
+        if token_factors is not None:
+            token_factors = token_factors.reshape(1, -1)
     if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
-    return identified(Microbatch(mask, **offsets, **by_sample), batch)
+    return identified(Microbatch(mask, token_factors=token_factors, **offsets, **by_sample), batch)
 
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
     """``read``; if it is `read_batch` and data sets matter, with Megatron's key ``dataset_id``."""
     by_dataset = any("dataset" in term.aggregation.units for term in terms.values())
-    if read is read_batch and (dataset_id or by_dataset):
-        return functools.partial(read_batch, dataset_id=True)
+    reads_keys: Callable[..., Any] = read  # if it is ours, perhaps with the key of factors
+    if getattr(read, "func", read) is read_batch and (dataset_id or by_dataset):
+        return functools.partial(reads_keys, dataset_id=True)
     return read
+
+
+def with_factors(read: ReadBatch, key: str) -> ReadBatch:
+    """`read_batch` with ``factors=key``; raises ModeError if ``read`` is another function."""
+    if read is not read_batch:
+        raise ModeError(
+            f"--loss-aggregation-factors {key} and a function of its own that reads batches "
+            "(--loss-aggregation-batch, or -mask model, where factors have no place); expected one "
+            "of them: that function can give Microbatch(token_factors=...)"
+        )
+    return functools.partial(read_batch, factors=key)
+
+
+def _like_mask(batch: Mapping[str, Any], key: str) -> Tensor:
+    """The tensor under ``key``; MaskError unless it has the shape of the loss mask."""
+    x, shape = batch.get(key), batch["loss_mask"].shape
+    if not isinstance(x, Tensor) or x.shape != shape:
+        raise MaskError(
+            f"batch key {key!r} is {described(x)} beside a loss_mask of shape {tuple(shape)}; "
+            "expected a factor for each token, since --loss-aggregation-factors (in a loop of "
+            "your own read_batch(factors=)) names that key"
+        )
+    return x
 
 
 def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
