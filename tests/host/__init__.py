@@ -12,10 +12,13 @@ from typing import Any
 
 class _OnRanks:
     def __init__(self, name: str) -> None:
-        self._name = name
+        vars(self)["name"] = name
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
+        return getattr(importlib.import_module(self.name), attribute)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        setattr(importlib.import_module(self.name), attribute, value)
 
 
 gpt, gradients, distillation = (
