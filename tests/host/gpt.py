@@ -281,23 +281,34 @@ def received(data_iterator: Iterator[Any] | None) -> dict[str, Any]:
     return batch
 
 
+def layout_of(batch: dict[str, Any]) -> CPLayout:
+    """Which of the batch's tokens this context-parallel rank holds."""
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    starts = batch.get("cu_seqlens_padded")
+    if starts is None:
+        return CPLayout.bshd(batch["tokens"].shape[1], size, rank)
+    return CPLayout.thd(starts, size, rank)
+
+
 def local_batch(
     data_iterator: Iterator[Any] | None,
 ) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]:
     """Tokens, labels and mask of this context-parallel rank, and how they are packed."""
     batch = received(data_iterator)
-    size = parallel_state.get_context_parallel_world_size()
-    rank = parallel_state.get_context_parallel_rank()
-    starts = batch.get("cu_seqlens_padded")
-    packed = None
-    if starts is None:
-        layout = CPLayout.bshd(batch["tokens"].shape[1], size, rank)
-    else:
-        layout = CPLayout.thd(starts, size, rank)
+    layout, packed, starts = layout_of(batch), None, batch.get("cu_seqlens_padded")
+    if starts is not None:
         longest = int(starts.diff().max())
         packed = PackedSeqParams("thd", starts, starts, starts, starts, longest, longest)
     tokens, labels, mask = (layout.shard(batch[k]) for k in ("tokens", "labels", "loss_mask"))
     return tokens, labels, mask, packed
+
+
+def outputs(batch: dict[str, Any], model: Any, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What the model makes of this rank's part of the batch; and its labels and mask."""
+    tokens, labels, mask, packed = local_batch(iter([batch]))
+    arguments = {"packed_seq_params": packed, **given}
+    return model(tokens, positions_like(tokens), None, **arguments), labels, mask
 
 
 def positions_like(tokens: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ PLANNED = {
     ("dp2", "thd"): OF_PACKS,
     ("cp2", "bshd"): MODES,
     ("cp2", "thd"): OF_PACKS,
+    ("dp2-cp2", "bshd"): SUMMED,
+    ("dp2-cp2", "thd"): OF_PACKS,
     ("tp2-sp", "bshd"): SUMMED,
     ("pp2", "bshd"): SUMMED,
 }
@@ -95,6 +97,6 @@ def expected(case: Case) -> Expected:
     return reference().gradient(case.weights + half), reports
 
 
-@pytest.mark.parametrize("topology", ["dp2", "cp2", "tp2-sp", "pp2"])
+@pytest.mark.parametrize("topology", sorted({name for name, _ in PLANNED}))
 def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str) -> None:
     assert_exact(TOPOLOGIES[topology], [*cases_of(topology)], expected)

@@ -14,7 +14,6 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
@@ -22,7 +21,7 @@ from tests import oracle
 from tests.host import gpt, gradients, rl
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
-from tests.host.reference import Gradient, reference
+from tests.host.reference import reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
 
@@ -37,38 +36,26 @@ STEPS = {
 }
 
 
-def policy_cases(topology: Topology) -> list[Case]:
-    """Losses of this rank's tokens; or, over context-parallel ranks, whole ones on every rank."""
-    kinds = (None, "local_grad", "reduced_grad") if "cp" in topology.sizes else (None,)
-    steps, flags = STEPS[topology.data_parallel_size], topology.per_token_flags
-    return [
-        Case(
-            "",
-            terms=rl.TERMS,
-            step=partial(rl.forward_step, kind=kind),
-            places=places,
-            per_token=flag,
-            hook={"total": "total loss"} if kind else {},
-        )
-        for places, flag, kind in product(steps, flags, kinds)
-    ]
-
-
 @functools.cache
-def expected_of_terms() -> tuple[Gradient, dict[str, float]]:
+def expected_of_policy() -> Expected:
     return run_host_ranks(rl.reference, 1)[0]
 
 
 @pytest.mark.parametrize("name", ["dp1", "dp2", "cp2", "dp2-cp2", "tp2", "pp2"])
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
-    gradient, numbers = expected_of_terms()
+    topology, (gradient, numbers) = TOPOLOGIES[name], expected_of_policy()
     assert 0 < numbers["clip_fraction"] < 1
-
-    def expected(case: Case) -> Expected:
-        total = case.hook.get("total", "loss")
-        return gradient, {total if key == "loss" else key: x for key, x in numbers.items()}
-
-    assert_exact(TOPOLOGIES[name], policy_cases(TOPOLOGIES[name]), expected)
+    # Losses of this rank's tokens; or, over context-parallel ranks, whole ones on every rank.
+    kinds = (None, "local_grad", "reduced_grad") if "cp" in topology.sizes else (None,)
+    expected: dict[Case, Expected] = {}
+    for places, per_token, kind in product(
+        STEPS[topology.data_parallel_size], (False, True), kinds
+    ):
+        total = "total loss" if kind else "loss"
+        way = {"step": partial(rl.forward_step, kind=kind), "hook": {"total": total}}
+        case = Case("", terms=rl.TERMS, places=places, per_token=per_token, **way)
+        expected[case] = gradient, {total if k == "loss" else k: x for k, x in numbers.items()}
+    assert_exact(topology, [*expected], expected.__getitem__)
 
 
 def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
@@ -102,16 +89,16 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
         assert error != "None"
 
 
-def policy_step(iterator: Any, model: Any, losses_of: Any, report: Any) -> Any:
-    """The policy step, of whose terms ``losses_of`` makes the losses, and a report of its own."""
-    output, loss = rl.forward_step(iterator, model)
-    return output, TokenLoss(lambda x: (losses_of(loss.compute(x)[0]), report), loss.loss_mask)
+def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, report: Any = None) -> Row:
+    """The policy step, of whose terms ``losses_of`` makes the losses, with a report of its own."""
 
+    def step(iterator: Any, model: Any) -> Any:
+        output, loss = rl.forward_step(iterator, model)
+        own = lambda x: (losses_of(loss.compute(x)[0]), report or {})  # noqa: E731
+        return output, TokenLoss(own, loss.loss_mask)
 
-def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, **report: Any) -> Row:
-    step = losses_of and partial(policy_step, losses_of=losses_of, report=report)
-    of_step = {"step": step, "data": thd(((0, 1),)), "number": 1}
-    return Row(says, topology="dp1", hook=hook_of(terms), **of_step)
+    row = Row(says, topology="dp1", hook=hook_of(terms), data=thd(((0, 1),)), number=1)
+    return dataclasses.replace(row, step=step if losses_of else None)
 
 
 KL = itemgetter("kl")
@@ -133,7 +120,7 @@ ROWS = {
         "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
         "expected another name, or for the sum of several terms LossHook(total=...)",
         dict,
-        loss=1,
+        report={"loss": 1},
     ),
 }
 
@@ -158,21 +145,14 @@ MASKED: dict[str, tuple[Modes, tuple[int, ...]]] = {
 }
 
 
-def masks(mask: Tensor, of_mb: tuple[int, ...], own: tuple[int, ...]) -> dict[str, Tensor]:
-    """Of each term, in the microbatch of the samples ``of_mb``."""
-    left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
-    return {"plain": mask, "shorter": left_out if of_mb[0] in own else mask}
-
-
-def with_masks(
-    batch: Batch, of_mb: tuple[int, ...], planned: tuple[int, ...], given: tuple[int, ...]
-) -> Batch:
-    mask = batch["loss_mask"]
-    return {
-        **batch,
-        "planned": masks(mask, of_mb, planned),
-        "given": masks(mask.clone(), of_mb, given),
-    }
+def with_masks(batch: Batch, of_mb: tuple[int, ...], **own: tuple[int, ...]) -> Batch:
+    """With masks by term as ``planned`` and ``given``; ``own``: where the second has its own."""
+    for key, first_samples in own.items():
+        mask = batch["loss_mask"].clone()
+        left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
+        shorter = left_out if of_mb[0] in first_samples else mask
+        batch = {**batch, key: {"plain": mask, "shorter": shorter}}
+    return batch
 
 
 def read(batch: Batch) -> dict[str, Microbatch]:
@@ -188,10 +168,6 @@ def masked_step(data_iterator: Any, model: Any) -> Any:
     return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), batch["given"])
 
 
-def masked_terms(modes: Modes) -> dict[str, Term]:
-    return {name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()}
-
-
 def masked_case(
     modes: Modes, planned: tuple[int, ...], given: tuple[int, ...], ranks: int = 2
 ) -> Case:
@@ -199,7 +175,7 @@ def masked_case(
         "",
         layout="bshd",
         places=PLACES[:ranks],
-        terms=masked_terms(modes),
+        terms={name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()},
         hook={"read_batch": read},
         batch=partial(with_masks, planned=planned, given=given),
         step=masked_step,
@@ -208,31 +184,27 @@ def masked_case(
     )
 
 
-def expected_of_masks(case: Case) -> Expected:
-    modes = {name: term.aggregation.mode for name, term in case.terms.items()}
-    own = case.batch.keywords["planned"]
-
-    def sample(i: int, of_mb: tuple[int, ...]) -> oracle.Sample:
-        whole = sequences()[i].sample
-        mask = [*whole.mask]
-        if of_mb[0] in own and any(mask):
-            mask[mask.index(1)] = 0.0
-        return dataclasses.replace(whole, mask=tuple(mask))
-
-    shorter = weights_of(modes["shorter"], case.places)
-    if own:
-        shorter = weights_with(modes["shorter"], case.places, sample)
-    scaled = [(i, [COEFFICIENTS["shorter"] * x for x in w]) for i, w in shorter]
-    return reference().gradient(weights_of(modes["plain"], case.places) + scaled), {}
-
-
 # The second rank of two tensor-parallel ones gets its weights by pickle.
 @pytest.mark.parametrize("name", ["dp2", "tp2"])
 def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    ranks = topology.data_parallel_size
-    cases = [masked_case(modes, own, own, ranks) for modes, own in MASKED.values()]
-    assert_exact(topology, cases, expected_of_masks)
+    expected: dict[Case, Expected] = {}
+    for modes, own in MASKED.values():
+
+        def sample(i: int, of_mb: tuple[int, ...], own: tuple[int, ...] = own) -> oracle.Sample:
+            whole = sequences()[i].sample
+            mask = [*whole.mask]
+            if of_mb[0] in own and any(mask):
+                mask[mask.index(1)] = 0.0
+            return dataclasses.replace(whole, mask=tuple(mask))
+
+        case = masked_case(modes, own, own, TOPOLOGIES[name].data_parallel_size)
+        shorter = weights_of(modes["shorter"], case.places)
+        if own:
+            shorter = weights_with(modes["shorter"], case.places, sample)
+        scaled = [(i, [COEFFICIENTS["shorter"] * x for x in w]) for i, w in shorter]
+        plain = weights_of(modes["plain"], case.places)
+        expected[case] = reference().gradient(plain + scaled), {}
+    assert_exact(TOPOLOGIES[name], [*expected], expected.__getitem__)
 
 
 def changed(modes: Modes, *, later: bool) -> Row:
@@ -241,7 +213,7 @@ def changed(modes: Modes, *, later: bool) -> Row:
     of_rows = {"micro_batch_size": 2}
     return Row(
         "MaskError: the loss function's mask is not this rank's part",
-        hook=hook_of(masked_terms(modes), read_batch=read),
+        hook=hook_of(steps[0].terms, read_batch=read),
         data=lambda rank: chain.from_iterable(case.data(rank) for case in steps),
         before=[{"forward_step_func": masked_step, **of_rows}] * later,
         step=masked_step,
