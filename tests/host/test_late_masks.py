@@ -1,4 +1,4 @@
-"""Masks that the model makes: gradients and reports are those of the whole step."""
+"""Masks that the model makes: a step is exact, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import read_samples
+from megatron_loss_agg import Microbatch, Term
+from megatron_loss_agg.mcore import DatasetReports, Extension, LateMicrobatch, Loop, read_samples
 from tests.host import gpt, scripts, whole
 from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
 from tests.host.reference import reference
-from tests.host.steps import PLACES, aggregation, weights_of
+from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.steps import PLACES, Counted, aggregation, weights_of
 
 OPTIONS: dict[str, dict[str, Any]] = {"sum": {"divisor": 3.0}, "constant": {"divisor": 7.0}}
 SUMMED = ("sample_mean", "microbatch_mean")  # need sums of masks
@@ -100,3 +104,91 @@ def expected(case: Case) -> Expected:
 @pytest.mark.parametrize("topology", sorted({name for name, _ in PLANNED}))
 def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str) -> None:
     assert_exact(TOPOLOGIES[topology], [*cases_of(topology)], expected)
+
+
+def mask_of(value: float, ranks: tuple[int, ...] = (0, 1)) -> Any:
+    """The mask, on some ranks with one other element."""
+
+    def change(mask: Tensor) -> Tensor:
+        mask = mask.clone()
+        if dist.get_rank() in ranks:
+            mask.view(-1)[0] = value
+        return mask
+
+    return scripts.with_mask(change)
+
+
+def one_more(batch: Any) -> LateMicrobatch:
+    return LateMicrobatch(len(batch["tokens"]) + 1)
+
+
+def by_turns(batch: Any) -> Microbatch | LateMicrobatch:
+    return Microbatch(torch.ones(2, 3)) if batch["number"] % 2 else scripts.samples_alone(batch)
+
+
+class Needing(Extension):
+    def __init__(self, need: str) -> None:
+        self.needs = frozenset({need})
+
+
+def refused(mode: str, says: str = "", reads: Any = read_samples, **options: Any) -> Row:
+    """``hooked``: other options of the hook."""
+    hook = hook_of(mode, read_batch=reads, **options.pop("hooked", {}))
+    return Row(says, hook=hook, **options)
+
+
+FLAT = partial(Counted, layout="thd")
+OTHER_VALUES = "MaskError: the model's mask of microbatch 0 has other values"
+NO_TOTAL = "ModeError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
+REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "an extension that needs 'masks' with": {"extensions": [Needing("masks")]},
+    "an extension that needs 'stages' with": {"extensions": [Needing("stages")]},
+    "an extension that needs 'dataset' with": {"extensions": [DatasetReports()]},
+    "empty_step='skip' with": {"empty_step": "skip"},
+    "(Megatron's --sft) with": {"loop": Loop(averages_quotients=True)},
+}
+ROWS = {
+    "a mean of the step": refused("token_mean", NO_TOTAL),
+    "a mean of prompts": refused("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
+    "fractions that the host divides by": refused(
+        "token_mean", OTHER_VALUES, per_token=True, loss=mask_of(0.5)
+    ),
+    **{
+        f"a mask of {value}": refused("sum", OTHER_VALUES, loss=mask_of(value))
+        for value in (-1.0, torch.nan)
+    },
+    "a mask of another context-parallel rank": refused(
+        "sample_mean", OTHER_VALUES, topology="cp2", loss=mask_of(-1.0, (1,))
+    ),
+    "a mask that is flat": refused(
+        "sum",
+        "MaskError: shape (144,) with None rows, for 2 samples",
+        loss=scripts.with_mask(Tensor.flatten),
+    ),
+    "a mask of other samples": refused(
+        "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more
+    ),
+    "a mask of packs by sample": refused(
+        "sample_mean",
+        "MaskError: shape (1, 28) with 2 packed seq",
+        reads=scripts.samples_alone,
+        data=FLAT,
+    ),
+    "some batches": refused("sum", "FunctionError: LateMicrobatch ... expected", reads=by_turns),
+    "masks with experts": refused(
+        "sum",
+        "ModeError: calculate_per_token_loss and the model's num_moe_experts with",
+        per_token=True,
+        config={"num_moe_experts": 2},
+    ),
+    **{
+        f"masks with {text}": refused("sum", f"ModeError: {text}", hooked=options)
+        for text, options in REFUSED_OPTIONS.items()
+    },
+    "a good step": Row(),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_late_masks_that_would_not_be_exact_are_refused(name: str) -> None:
+    assert_told(__name__, name)

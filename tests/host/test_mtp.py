@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg import Term
+from megatron_loss_agg import CPLayout, Term
 from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
 from tests.frameworks.harness import text_of
-from tests.host import gpt
+from tests.host import gpt, whole
 from tests.host.cases import Batch, Case, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import Gradient, gradient_of
-from tests.host.scripts import with_labels
+from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.scripts import of_terms, with_labels
 from tests.host.steps import (
     N_MB,
     PLACES,
@@ -27,6 +30,7 @@ from tests.host.steps import (
     Weights,
     aggregation,
     batch_of,
+    batches,
     factored,
     sequences,
     weights_of,
@@ -38,7 +42,7 @@ CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 METHOD = "compute_language_model_loss"
 HOOK = {"extensions": [MultiTokenPrediction()]}
 WITH_FACTORS = {
-    "hook": {**HOOK, "read_batch": functools.partial(read_batch, factors="factors")},
+    "hook": {**HOOK, "read_batch": partial(read_batch, factors="factors")},
     "batch": with_factors,
 }
 
@@ -67,7 +71,7 @@ def without_labels(iterator: Any, model: Any) -> Any:
     given = {"loss_mask": gpt.local_batch(iter([of_tokens]))[2], "packed_seq_params": packed}
     logits = model(tokens, gpt.positions_like(tokens), None, **given)
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return losses, functools.partial(gpt.stock_loss_func, mask)
+    return losses, partial(gpt.stock_loss_func, mask)
 
 
 UNLABELLED = {"step": without_labels, "batch": whole_texts}
@@ -212,3 +216,86 @@ def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
             if reports:
                 assert aggregated == pytest.approx(wanted, rel=1e-13), kind
         assert reports  # of the last rank, which is on the last stage
+
+
+def once_more(labels: bool, iterator: Any, model: Any) -> Any:
+    """Calls the model again, as loops that take log-probabilities do; or with ``labels``."""
+    losses, loss_func = with_labels(iterator, model)
+    tokens = torch.zeros_like(loss_func.args[0], dtype=torch.int64)
+    with torch.set_grad_enabled(labels):
+        model(tokens, tokens, None, labels=tokens if labels else None)
+    return losses, loss_func
+
+
+def contiguous(iterator: Any, model: Any) -> Any:
+    """Splits rows over context-parallel ranks in another way than the host moves labels."""
+    _, size, rank = whole.context_parallel()
+    batch = next(iterator)
+    layout = CPLayout.contiguous(batch["tokens"].shape[1], size, rank)
+    tokens, labels, mask = (layout.shard(batch[k]) for k in ("tokens", "labels", "loss_mask"))
+    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels, loss_mask=mask)
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
+def telling_nothing(rank: int) -> Iterator[Any]:
+    """Tells no split from another, of which the same weights are at depth 0 alone."""
+    (batch,) = batches(((0, 2),), "bshd")
+    return iter([{name: torch.ones_like(x) for name, x in batch.items()}])
+
+
+def refused(
+    step: Any, says: str = "", cp: bool = False, terms: Any = "token_mean", **more: Any
+) -> Row:
+    one = {
+        "topology": "cp2" if cp else "dp1",
+        "hook": hook_of(terms, extensions=[MultiTokenPrediction()]),
+        "data": lambda rank: batches(((0, 2),) if cp else ((0,),), "bshd"),
+        "number": 1,
+        "model": CONFIG,
+    }
+    return Row(says, **{**one, "step": step, **more})
+
+
+UNMASKED = partial(with_labels, loss_mask=None)
+NOT_MOVED = "HostError: are not the loss mask moved by the depth ... (MultiTokenPrediction())"
+ROWS = {
+    "without layers": refused(
+        with_labels,
+        "HostError: a model with mtp_num_layers=None",
+        config={"mtp_num_layers": None},
+    ),
+    "without a factor": refused(
+        with_labels,
+        "HostError: mtp_num_layers=2, mtp_loss_scaling_factor=None",
+        config={"mtp_loss_scaling_factor": None},
+    ),
+    "without a mask": refused(UNMASKED, NOT_MOVED),
+    "without labels": refused(partial(with_labels, labels=None), NOT_MOVED),
+    "of two calls": refused(
+        partial(once_more, True),
+        "HostError: losses of [24, 24, 24, 24, 24, 24] tokens ... (MultiTokenPrediction())",
+    ),
+    "besides a call without losses": refused(partial(once_more, False)),
+    "of contiguous parts": refused(contiguous, NOT_MOVED, cp=True),
+    "of unknown parts": refused(
+        with_labels,
+        "LayoutError: this rank's mask and tokens fit the splits",
+        cp=True,
+        data=telling_nothing,
+    ),
+    "of a term that weighs nothing": refused(
+        partial(of_terms, names="ab", step=with_labels),
+        "ModeError: with the coefficient 0 of 'a', by which it multiplies MTP's",
+        terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
+    ),
+    "of a term named as a depth": refused(
+        partial(of_terms, names=("a", "mtp_1 a"), step=with_labels),
+        "ReportError: the loss function reports 'mtp_1 a loss'",
+        terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_cannot_be_done_exactly_is_refused_on_every_rank(name: str) -> None:
+    assert_told(__name__, name)

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg.mcore import RouterLosses
-from tests.host import gpt
-from tests.host.cases import Case, assert_exact, run
+from megatron_loss_agg import Microbatch
+from megatron_loss_agg.mcore import RouterLosses, read_batch
+from tests.host import gpt, pipeline_parallel
+from tests.host.cases import Batch, Case, assert_exact, run
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import Gradient, gradient_of, reference
-from tests.host.steps import batches
+from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.steps import batches, sequences
 
 has_the_formula = pytest.mark.skipif(
     not version("megatron-core").startswith("0.19."),
@@ -202,3 +207,120 @@ def test_the_hosts_own_weights_are_others_also_on_a_model_that_had_the_formulas(
     for case, factor in zip(own, OF_HOST.values(), strict=True):
         ((error, _),) = found[case]
         assert error <= EXACT if factor else error > 0.01, case
+
+
+BALANCE = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+EXPERTS = {**MODELS["moe"], **BALANCE}
+REFUSED_PLACES = ((0, 1), (2, 3)), ((4, 6), (5,))  # unequal on the second data-parallel rank alone
+
+
+def one_more_token(batch: Batch) -> Microbatch:
+    """Than the model routes, for the last microbatch of all."""
+    more = int(batch["prompt_ids"].tolist() == [sequences()[5].sample.prompt])
+    return dataclasses.replace(read_batch(batch), routed_tokens=batch["tokens"].numel() + more)
+
+
+def without_the_function(**arguments: Any) -> Any:
+    """A schedule that does not ask for the weights."""
+    arguments["model"][0].module.config.moe_grad_scale_func = None
+    return pipeline_parallel.get_forward_backward_func()(**arguments)
+
+
+def telling_padding(iterator: Any, model: Any) -> Any:
+    """As scripts that tell the routers which tokens are padding: those beyond a ``length``."""
+    batch = gpt.received(iterator)
+    tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
+    places = gpt.positions_like(tokens)
+    padding = places >= batch.get("length", tokens.shape[1])
+    logits = model(tokens, places, None, packed_seq_params=packed, padding_mask=padding)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view_as(tokens), partial(gpt.stock_loss_func, mask)
+
+
+def without_padding(batch: Batch) -> Microbatch:
+    return dataclasses.replace(read_batch(batch), routed_tokens=batch["length"])
+
+
+def of_length(batch: Batch, of_mb: tuple[int, ...], padded: bool = True) -> Batch:
+    """One row, padded or as long as its sample."""
+    length = len(sequences()[of_mb[0]].tokens)
+    if not padded:
+        batch = {key: x[:, :length] if x.dim() == 2 else x for key, x in batch.items()}
+    return {**batch, "length": length}
+
+
+PADDED = Case(
+    "token_mean",
+    layout="bshd",
+    places=(((0,), (1,), (4,)),),
+    config={**BALANCE, "moe_z_loss_coeff": 0.3},
+    hook={"extensions": [RouterLosses()], "read_batch": without_padding},
+    batch=of_length,
+    step=telling_padding,
+)
+
+
+def then_padded(rank: int) -> Iterator[Batch]:
+    """A step in which nothing is said to be padding, and one with padding."""
+    yield from ({**batch, "length": batch["tokens"].numel()} for batch in PADDED.data(0))
+    yield from PADDED.data(0)
+
+
+def refused(says: str, reads: Any = read_batch, **options: Any) -> Row:
+    hook = hook_of("token_mean", extensions=[RouterLosses()], read_batch=reads)
+    return Row(says, **{"hook": hook, "data": thd(*REFUSED_PLACES), "model": EXPERTS, **options})
+
+
+ROWS = {
+    "over all ranks": refused(
+        "HostError: global_aux_loss over 2 data-parallel ranks ... expected one, or aux_loss",
+        model={**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+    ),
+    "without experts": refused(
+        "HostError: with a model without experts; expected --num-experts: or drop it", model={}
+    ),
+    # Who finds it says what it is; the other has heard of it.
+    "of other tokens": refused(
+        "PeerError: routers of another rank saw other tokens",
+        reads=one_more_token,
+        on_rank={1: "HostError: routers saw microbatches of [ ... routed_tokens="},
+    ),
+    "that are not asked for": refused(
+        "HostError: called config.moe_grad_scale_func 0 times in 2 forward passes; expected once",
+        call={"schedule": without_the_function},
+    ),
+    "of unequal microbatches": refused(
+        "HostError: of different numbers of tokens over pipeline stages: [ ... on this data-par"
+        " ... expected --calculate-per-token-loss",
+        topology="pp2-dp2-distributed-overlap",
+    ),
+    "of padding on parts": refused(
+        "HostError: saw microbatches of [-1] tokens ... needs one tensor- and context-parallel",
+        topology="cp2",
+        step=telling_padding,
+    ),
+    "of padding that counts": refused(
+        "HostError: routers saw microbatches of [3, 17] tokens ... planned are [24]; expected ..."
+        " Microbatch(routed_tokens=): without padding if the model gets a padding_mask",
+        topology="dp1",
+        data=then_padded,
+        number=3,
+        step=telling_padding,
+        before=[{"forward_step_func": telling_padding}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_cannot_be_done_exactly_is_refused_on_every_rank(name: str) -> None:
+    assert_told(__name__, name)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_padding_that_routers_leave_out_does_not_count(per_token: bool) -> None:
+    padded = dataclasses.replace(PADDED, per_token=per_token)
+    cut = dataclasses.replace(padded, batch=partial(of_length, padded=False))
+    # Of the gradient without these losses: equal errors say that gradients are equal.
+    (one,), (other,) = run(Topology(1, model="moe"), [padded, cut]).values()
+    assert one.error == pytest.approx(other.error, rel=1e-13)
+    assert one.error > 1e-3

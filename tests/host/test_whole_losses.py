@@ -1,21 +1,33 @@
-"""Losses that every context-parallel rank holds whole, gathered from the ranks.
+"""Losses that every context-parallel rank holds whole, gathered from the ranks or summed by pair.
 
-Ranks gather log-probabilities, or losses, in both ways that loops have. The gradient is that of the
-fp64 reference. Steps of several terms are in `test_terms`.
+Ranks gather log-probabilities, or losses, in both ways that loops have. A pair, as of preference
+losses, is two samples that follow one another; its loss depends on the log-probabilities of both.
+Steps of several terms are in `test_terms`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from math import exp, log1p
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid
 
-from tests.host import whole
+from megatron_loss_agg import Microbatch, SequenceSum
+from megatron_loss_agg.mcore import TokenLoss, read_batch
+from tests import oracle
+from tests.host import gpt, scripts, whole
 from tests.host.cases import Case, Expected, assert_exact, covering
 from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
 from tests.host.reference import reference
-from tests.host.steps import PLACES
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
+from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences
 
+KINDS, LAYOUTS, FLAGS = ("local_grad", "reduced_grad"), ("thd", "bshd"), (False, True)
 # Modes by topology. The losses of "token_mean" are gathered in the forward step.
 MODES = {
     "cp2": ("prompt_mean",),
@@ -23,18 +35,6 @@ MODES = {
     "dp2-cp2": ("prompt_mean", "token_mean", "constant"),
     "tp2-cp2": ("prompt_mean",),
 }
-
-
-def case_of(mode: str, kind: str, layout: str, flag: bool, ranks: int, masks: str = "01") -> Case:
-    return Case(
-        mode,
-        masks=masks,
-        layout=layout,
-        places=PLACES[ranks],
-        per_token=flag,
-        step=whole.script(kind, early=mode == "token_mean", metric=True),
-        times=2,  # the first step measures
-    )
 
 
 def expected(case: Case) -> Expected:
@@ -45,11 +45,173 @@ def expected(case: Case) -> Expected:
 @pytest.mark.parametrize("name", MODES)
 def test_gradients_and_reports_of_whole_losses_are_exact(name: str) -> None:
     topology = TOPOLOGIES.get(name, Topology(4, {**TP2, **CP2}))
-    ways = [("local_grad", "reduced_grad"), ("thd", "bshd"), (False, True)]
-    cases = [case_of(*row, topology.data_parallel_size) for row in covering(2, MODES[name], *ways)]
+    rows = [(*row, "01") for row in covering(2, MODES[name], KINDS, LAYOUTS, FLAGS)]
     # The last tokens of sequences are on the first context-parallel rank.
-    cases += [
-        case_of("sample_mean", kind, "thd", flag, topology.data_parallel_size, "single")
-        for kind, flag in product(ways[0], ways[2])
+    rows += product(["sample_mean"], KINDS, ["thd"], FLAGS, ["single"])
+    cases = [
+        Case(
+            mode,
+            masks=masks,
+            layout=layout,
+            places=PLACES[topology.data_parallel_size],
+            per_token=per_token,
+            step=whole.script(kind, early=mode == "token_mean", metric=True),
+            times=2,  # the first step measures
+        )
+        for mode, kind, layout, per_token, masks in rows
     ]
     assert_exact(topology, cases, expected)
+
+
+BETA = 0.3
+# Pairs by data-parallel rank and microbatch; of one pair, an answer has no tokens.
+PAIRS: dict[int, Places] = {
+    1: (((0, 1), (2, 3, 4, 5, 8, 9), (6, 7)),),
+    2: (((0, 1), (6, 7)), ((2, 3, 4, 5), (8, 9))),
+}
+OF_PAIRS: dict[str, dict[str, Any]] = {
+    "sample_mean": {},
+    "prompt_mean": {},
+    "nested_mean": {"levels": ("prompt", "sample")},
+    "constant": {"divisor": 7.0},
+}
+
+
+def read_pairs(batch: dict[str, Tensor]) -> Microbatch:
+    ids = batch["prompt_ids"][::2]
+    return Microbatch(torch.ones(len(ids), 1), prompt_ids=ids)
+
+
+def pair_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    batch = gpt.received(data_iterator)
+    output, labels, _ = gpt.outputs(batch, model)
+    offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded") if k in batch}
+    group, *_ = whole.context_parallel()
+    sums = SequenceSum(Microbatch(batch["loss_mask"], **offsets), gpt.layout_of(batch), group)
+
+    def compute(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        logits = gather_from_tensor_model_parallel_region(logits)
+        log_probs = log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        chosen, rejected = sums(log_probs).view(-1, 2).unbind(dim=1)
+        return -logsigmoid(BETA * (chosen - rejected)), {}
+
+    return output, TokenLoss(compute, torch.ones(len(batch["prompt_ids"]) // 2), "reduced_grad")
+
+
+def expected_of_pairs(case: Case) -> Expected:
+    """A token's gradient is the reference's, times the slope of its pair's loss and its weight."""
+    step = [
+        [[oracle.Sample((1.0,), prompt=PROMPTS[i]) for i in of_mb[::2]] for of_mb in rank]
+        for rank in case.places
+    ]
+    nested = oracle.step_weights(case.mode, step, **case.options)
+    weights = [w for rank in nested for of_mb in rank for (w,) in of_mb]
+    order = [i for rank in case.places for of_mb in rank for i in of_mb]
+    masks = [s.sample.mask for s in sequences()]
+    tokens = zip(masks, reference().losses, strict=True)
+    log_prob = [-float(torch.tensor(m, dtype=x.dtype) @ x) for m, x in tokens]
+    total, of_tokens = 0.0, []
+    for i, j, w in zip(order[::2], order[1::2], weights, strict=True):
+        margin = BETA * (log_prob[i] - log_prob[j])
+        total += w * log1p(exp(-margin))
+        slope = w * BETA / (1 + exp(margin))  # of the token losses of the chosen answer
+        of_tokens += [(i, [slope * m for m in masks[i]]), (j, [-slope * m for m in masks[j]])]
+    return reference().gradient(of_tokens), {f"{case.mode} loss": total}
+
+
+@pytest.mark.parametrize("name", ["dp1", "dp2-cp2", "cp2", "pp2", "tp2"])
+def test_losses_by_pair_are_exact(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    way = {"hook": {"read_batch": read_pairs}, "step": pair_step, "times": 2}
+    way["places"] = PAIRS[topology.data_parallel_size]
+    rows = covering(2, [*OF_PAIRS.items()], LAYOUTS, FLAGS)
+    cases = [Case(*mode, layout=layout, per_token=flag, **way) for mode, layout, flag in rows]
+    assert_exact(topology, cases, expected_of_pairs)
+
+
+def all_but_the_last(iterator: Any, model: Any) -> Any:
+    """As in reinforcement learning: a number of losses that the ranks cannot share evenly."""
+    output, loss_func = LOCAL(iterator, model)
+    mask = loss_func.loss_mask[:, :-1]
+    return output, TokenLoss(lambda x: (loss_func.compute(x)[0][:, :-1], {}), mask, "local_grad")
+
+
+def apart(losses: Tensor) -> Tensor:
+    """Losses that are not of the model's output."""
+    return torch.zeros_like(losses, requires_grad=True)
+
+
+def of_own_tokens(iterator: Any, model: Any) -> Any:
+    """Losses by sample from this rank's tokens alone."""
+    output, loss_func = whole.script("local_grad", gathers=False)(iterator, model)
+
+    def compute(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return (loss_func.compute(x)[0] * loss_func.loss_mask).sum().expand(2), {}
+
+    return output, TokenLoss(compute, torch.ones(2), "local_grad")
+
+
+def by_sample(batch: dict[str, Tensor]) -> Microbatch:
+    return Microbatch(torch.ones(len(batch["prompt_ids"]), 1))
+
+
+def a_row(rank: int) -> Iterator[Any]:
+    return batches(((0,),), "bshd")
+
+
+def refused(step: Any, says: str = "", reads: Any = read_batch, **options: Any) -> Row:
+    hook = hook_of("sample_mean", read_batch=reads)
+    one = {"topology": "cp2", "data": thd(((0, 1),) * 2), "number": 1}
+    return Row(says, **{**one, "hook": hook, "step": step, **options})
+
+
+MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
+REDUCED, LOCAL = whole.script("reduced_grad"), whole.script("local_grad")
+REDUCED_SAID_LOCAL = whole.script("reduced_grad", whole="local_grad")
+ROWS = {
+    "reduced gradients, said local": refused(
+        REDUCED_SAID_LOCAL, f"{MEASURED} ... expected whole='reduced_grad'"
+    ),
+    "local gradients, said reduced": refused(
+        whole.script("local_grad", whole="reduced_grad"),
+        f"{MEASURED} ... expected whole='local_grad'",
+    ),
+    "reduced gradients, said local, after an evaluation": refused(
+        REDUCED_SAID_LOCAL, MEASURED, before=[{"forward_step_func": REDUCED, **EVALUATION}]
+    ),
+    # What is measured is a copy.
+    "losses that overwrite their input": refused(
+        whole.script("local_grad", function=whole.Consumed.apply)
+    ),
+    "losses apart from the model": refused(whole.script("local_grad", function=apart)),
+    "losses that say nothing": refused(
+        whole.script("local_grad", whole=None),
+        "LayoutError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
+    ),
+    "parts said to be whole": refused(
+        whole.script("local_grad", gathers=False),
+        "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
+    ),
+    "losses by sample of each rank's own tokens": refused(
+        of_own_tokens,
+        "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
+        by_sample,
+    ),
+    "losses of an odd length": refused(
+        all_but_the_last, reads=scripts.without_the_last, data=a_row
+    ),
+    "parts of an odd length": refused(
+        whole.script("local_grad", whole=None, gathers=False),
+        "MaskError: a loss mask of shape (1, 12), where",
+        scripts.without_the_last,
+        data=a_row,
+    ),
+    "a good step": Row(topology="cp2"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_whole_losses_that_would_not_be_exact_are_refused(name: str) -> None:
+    assert_told(__name__, name)
