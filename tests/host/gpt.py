@@ -227,14 +227,13 @@ def forward_step(
 
     The cross entropy is torch's, in the model's dtype: Megatron's own casts to fp32.
     """
-    tokens, labels, mask, packed = local_batch(data_iterator)
-    output = model(tokens, positions_like(tokens), None, packed_seq_params=packed)
+    output, labels, mask = outputs(received(data_iterator), model)
     loss_func = partial(stock_loss_func, mask.to(output.dtype))
     if not get_attr_wrapped_model(model, "post_process"):
         return output, loss_func
     logits = gather_from_tensor_model_parallel_region(output)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses.view_as(tokens), loss_func
+    return losses.view_as(labels), loss_func
 
 
 def forward_step_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Callable[..., Any]:
@@ -291,11 +290,11 @@ def layout_of(batch: dict[str, Any]) -> CPLayout:
     return CPLayout.thd(starts, size, rank)
 
 
-def local_batch(
-    data_iterator: Iterator[Any] | None,
-) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]:
-    """Tokens, labels and mask of this context-parallel rank, and how they are packed."""
-    batch = received(data_iterator)
+Part = tuple[Tensor, Tensor, Tensor, PackedSeqParams | None]
+"""Tokens, labels and mask of this context-parallel rank, and how they are packed."""
+
+
+def part_of(batch: dict[str, Any]) -> Part:
     layout, packed, starts = layout_of(batch), None, batch.get("cu_seqlens_padded")
     if starts is not None:
         longest = int(starts.diff().max())
@@ -304,9 +303,14 @@ def local_batch(
     return tokens, labels, mask, packed
 
 
+def local_batch(data_iterator: Iterator[Any] | None) -> Part:
+    """Of the next batch."""
+    return part_of(received(data_iterator))
+
+
 def outputs(batch: dict[str, Any], model: Any, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What the model makes of this rank's part of the batch; and its labels and mask."""
-    tokens, labels, mask, packed = local_batch(iter([batch]))
+    tokens, labels, mask, packed = part_of(batch)
     arguments = {"packed_seq_params": packed, **given}
     return model(tokens, positions_like(tokens), None, **arguments), labels, mask
 

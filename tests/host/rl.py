@@ -63,8 +63,8 @@ def forward_step(
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     batch = gpt.received(data_iterator)
-    tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
-    output = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
+    tokens = gpt.layout_of(batch).shard(batch["tokens"])
+    output, labels, mask = gpt.outputs(batch, model)
 
     def compute(logits: Tensor, weights: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         logits = gather_from_tensor_model_parallel_region(logits)

@@ -120,9 +120,10 @@ def past_the_model(iterator: Any, model: Any) -> Any:
 
 def with_labels(iterator: Any, model: Any, **change: Any) -> Any:
     """The model computes the losses, as in Megatron's scripts; with other arguments than these."""
-    tokens, labels, mask, packed = gpt.local_batch(iterator)
-    given = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed, **change}
-    losses = model(tokens, gpt.positions_like(tokens), None, **given)
+    batch = gpt.received(iterator)
+    _, labels, mask, _ = gpt.part_of(batch)
+    given = {"labels": labels, "loss_mask": mask, **change}
+    losses, *_ = gpt.outputs(batch, model, **given)
     if given["labels"] is None:
         losses = losses.sum(dim=-1)
     return losses, functools.partial(gpt.stock_loss_func, mask)

@@ -229,12 +229,11 @@ def without_the_function(**arguments: Any) -> Any:
 def telling_padding(iterator: Any, model: Any) -> Any:
     """As scripts that tell the routers which tokens are padding: those beyond a ``length``."""
     batch = gpt.received(iterator)
-    tokens, labels, mask, packed = gpt.local_batch(iter([batch]))
-    places = gpt.positions_like(tokens)
-    padding = places >= batch.get("length", tokens.shape[1])
-    logits = model(tokens, places, None, packed_seq_params=packed, padding_mask=padding)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses.view_as(tokens), partial(gpt.stock_loss_func, mask)
+    tokens = gpt.layout_of(batch).shard(batch["tokens"])
+    padding = gpt.positions_like(tokens) >= batch.get("length", tokens.shape[1])
+    logits, labels, mask = gpt.outputs(batch, model, padding_mask=padding)
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return losses, partial(gpt.stock_loss_func, mask)
 
 
 def without_padding(batch: Batch) -> Microbatch:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout
 from megatron_loss_agg.mcore import TokenLoss
 from megatron_loss_agg.report import Sum
 from tests.host import gpt, parallel_state
@@ -59,16 +58,11 @@ def gathered(x: Tensor, batch: dict[str, Tensor], kind: str) -> Tensor:
     """``x`` of all tokens of the batch; in backward, a sum over the ranks' gradients of it, or no
     communication.
     """
-    _, size, rank = context_parallel()
-    if "cu_seqlens_padded" in batch:
-        layout = CPLayout.thd(batch["cu_seqlens_padded"], size, rank)
-    else:
-        layout = CPLayout.bshd(batch["tokens"].shape[1], size, rank)
     parts = [*Gathered.apply(x)]
     if kind == "local_grad":
         parts = [part.detach() for part in parts]
-        parts[rank] = x
-    return layout.unshard(parts)
+        parts[context_parallel()[2]] = x
+    return gpt.layout_of(batch).unshard(parts)
 
 
 def script(kind: str, **options: Any) -> Callable[..., Any]:
@@ -99,8 +93,7 @@ def forward_step(
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     batch = gpt.received(data_iterator)
-    tokens, labels, local_mask, packed = gpt.local_batch(iter([batch]))
-    logits = model(tokens, gpt.positions_like(tokens), None, packed_seq_params=packed)
+    logits, labels, local_mask = gpt.outputs(batch, model)
 
     def losses_of(logits: Tensor) -> Tensor:
         with gpt.KeepDouble():
