@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if folders[item] == "host":
             item.add_marker("host")
+            # Of every test: what is said of all is lost where several processes run the tests.
+            item.user_properties.append(("megatron-core", version("megatron-core")))

@@ -1,7 +1,17 @@
-"""Tests on the real host.
+"""Tests on the real host: steps of Megatron-Core's own schedule, on gloo ranks of the CPU.
 
-Importing Megatron takes seconds and needs stand-ins for a GPU, which only ranks have. So here its
-modules, and ours that import it, are names alone: each is imported when it is first used.
+Read first `cases` (a step as a row of a table, and `assert_exact`), `test_gradients` (every mode
+and every parallelism), and `refusals` (a step that goes wrong as a row, and what ranks are told).
+
+- `steps` has the samples that nearly all steps are of, and the oracle's weights of their tokens;
+  `reference` the gradients of their losses, each alone in one fp64 process.
+- `harness` has the topologies and the models; `gpt` the model and its forward step on a rank;
+  `gradients` what of a whole gradient is a rank's.
+- `scripts` and `whole` are what users' forward steps do, right and wrong; `rl` and `distillation`
+  are two whole recipes, with their losses by hand.
+
+Importing Megatron takes seconds and needs stand-ins for a GPU, which only ranks have (`preload`).
+So here its modules, and ours that import it, are names alone: each is imported when first used.
 """
 
 from __future__ import annotations
