@@ -153,9 +153,7 @@ def by_the_oracle(case: Case, model: str = "dense") -> Expected:
 
 
 def assert_exact(
-    topology: Topology,
-    cases: Sequence[Case],
-    expected: Callable[[Case], Expected] | None = None,
+    topology: Topology, cases: Sequence[Case], expected: Callable[[Case], Expected] | None = None
 ) -> None:
     """Every rank's gradient and reports, of fp64 cases; by default `by_the_oracle`."""
     of = expected or functools.partial(by_the_oracle, model=topology.model)

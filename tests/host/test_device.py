@@ -99,17 +99,12 @@ def groups_of(backend: str | None = None) -> Any:
 
 @dataclass
 class Script:
-    """A loop's own forward step and schedule, for one call.
-
-    Args:
-        place: puts losses and masks somewhere.
-        read: puts the tensors of the data iterator somewhere.
-    """
+    """A loop's own forward step and schedule, for one call."""
 
     case: Case
     groups: Any
-    place: Place = as_it_is
-    read: Place = as_it_is
+    place: Place = as_it_is  # puts losses and masks somewhere
+    read: Place = as_it_is  # puts the tensors of the data iterator somewhere
     seen: device.Watched | None = None
     planning: Seen = ((), ())
     of_losses: list[Seen] = field(default_factory=list)
@@ -131,24 +126,17 @@ class Script:
             pg_collection=self.groups,
         )
 
+    @torch.no_grad()
     def schedule(
-        self,
-        *,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        forward_only: bool = False,
-        pg_collection: Any = None,
+        self, *, forward_step_func: Any, data_iterator: Any, model: Any, **_: Any
     ) -> list[Any]:
         self.planning = self._look()
         returned = []
-        for _ in range(num_microbatches):
-            with torch.no_grad():
-                losses, loss_func = forward_step_func(data_iterator, model)
-                self._look()
-                returned.append(loss_func(losses))
-                self.of_losses.append(self._look())
+        for _ in range(N_MB):
+            losses, loss_func = forward_step_func(data_iterator, model)
+            self._look()
+            returned.append(loss_func(losses))
+            self.of_losses.append(self._look())
         return returned
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:

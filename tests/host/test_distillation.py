@@ -20,10 +20,7 @@ from tests.host.refusals import assert_says
 from tests.host.steps import Places, Weights, aggregation, weights_of
 
 # Two microbatches a rank, of unequal masks; one sample has no active token.
-PLACES: dict[int, Places] = {
-    1: (((0, 1), (5, 2, 3)),),
-    2: (((0, 5), (3,)), ((1,), (2, 4))),
-}
+PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
 MODE = "sample_mean"
 GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
 # What is reported, and the names of the losses by hand.

@@ -137,11 +137,7 @@ def unusable() -> tuple[list[list[float]], list[str | None]]:
     w, labels = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
     rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
     gradients = []
-    for function in (
-        lambda x: LOG_PROBS(x, labels),
-        ENTROPY,
-        lambda x: sum(BOTH(x, labels)),
-    ):
+    for function in (lambda x: LOG_PROBS(x, labels), ENTROPY, lambda x: sum(BOTH(x, labels))):
         leaf = torch.tensor(rows, requires_grad=True)
         total = weighted_sum(w, function(leaf * 1))
         assert total.isfinite()

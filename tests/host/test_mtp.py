@@ -103,14 +103,8 @@ CASES = {
         # The last one, on a model that has had the extension: the host's losses are its own again.
         "host": case("bshd", False, "token_mean", hook={}),
     },
-    "pp2": {
-        "packs": case("thd", True, "prompt_mean"),
-        "rows": case("bshd", False, "token_mean"),
-    },
-    "tp2": {
-        "packs": case("thd", False, "prompt_mean"),
-        "rows": case("bshd", True, "token_mean"),
-    },
+    "pp2": {"packs": case("thd", True, "prompt_mean"), "rows": case("bshd", False, "token_mean")},
+    "tp2": {"packs": case("thd", False, "prompt_mean"), "rows": case("bshd", True, "token_mean")},
 }
 
 
@@ -261,9 +255,7 @@ UNMASKED = partial(with_labels, loss_mask=None)
 NOT_MOVED = "HostError: are not the loss mask moved by the depth ... (MultiTokenPrediction())"
 ROWS = {
     "without layers": refused(
-        with_labels,
-        "HostError: a model with mtp_num_layers=None",
-        config={"mtp_num_layers": None},
+        with_labels, "HostError: a model with mtp_num_layers=None", config={"mtp_num_layers": None}
     ),
     "without a factor": refused(
         with_labels,

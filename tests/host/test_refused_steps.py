@@ -290,8 +290,7 @@ SETTINGS = {
     "a graph of an iteration": with_config(GRAPHS, cuda_graph_impl="full_iteration"),
     "graphs of layers": with_config(cuda_graph_impl="local", cuda_graph_scope=INFERENCE),
     "overlap of experts": with_config(
-        "HostError: overlap ... cannot be checked",
-        overlap_moe_expert_parallel_comm=True,
+        "HostError: overlap ... cannot be checked", overlap_moe_expert_parallel_comm=True
     ),
     # Megatron itself then scales wrongly.
     "optimizer instances": Row(

@@ -101,10 +101,7 @@ def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
     """The forward step whose loss function has the defect."""
 
     def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
-        return lambda output: (
-            *TRAPS[cp][name].defective((output * mask).sum(), mask.sum()),
-            {},
-        )
+        return lambda output: (*TRAPS[cp][name].defective((output * mask).sum(), mask.sum()), {})
 
     return gpt.forward_step_with(defective)(data_iterator, model)
 
