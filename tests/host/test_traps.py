@@ -21,14 +21,7 @@ from tests.host import gpt
 from tests.host.cases import Case, Expected, assert_exact
 from tests.host.harness import Topology
 from tests.host.reference import reference
-from tests.host.steps import LENGTHS, Places, sequences
-
-N_MB = 3
-# Sample 5, which has no loss token, is a microbatch of its own.
-PLACES: dict[int, Places] = {
-    2: (((5,), (0, 1), (2,)), ((3,), (4, 6), (7, 8, 9))),
-    1: (((5,), (0, 1, 2, 3), (4, 6, 7, 8, 9)),),
-}
+from tests.host.steps import LENGTHS, N_MB, PLACES, sequences
 
 
 def tokens(masks: str, places: tuple[int, ...] = tuple(range(len(LENGTHS)))) -> float:
