@@ -21,7 +21,7 @@ HEAD = """\
 
 Every error that the package raises is an `AggregationError`, a `ValueError`. Its message says what
 was got, what was expected, and what to change. Here they are by their fixed parts, from the source;
-`…` stands for what your run puts there.
+`…` stands for what your run puts there. The host is Megatron.
 """
 
 

@@ -140,10 +140,11 @@ if [[ ${#clones[@]} -eq ${#urls[@]} ]]; then
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of
-them without tokens, removed, or cut from one rollout, in microbatches of unequal size. `gradient`:
-of all parameters, norm-wise, relative to one fp64 process which shares no code with the package or
-the framework. `metrics`: their reported losses, against that process. `stock's gradient`: how far
-the unpatched code is from that aggregation, in the nearest mode that it has. Without the flags, the
-patched code is bit-identical to stock.
+them without tokens, removed, or cut from one rollout, in microbatches of unequal size. By ranks:
+the error of the gradient of all parameters, norm-wise, relative to one fp64 process which shares no
+code with the package or the framework. `metrics`: their reported losses, against that process.
+`stock's gradient`: how far the unpatched code is from that aggregation, in the nearest mode that it
+has. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
+stock.
 HEAD
 fi

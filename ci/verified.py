@@ -3,11 +3,13 @@
     python ci/verified.py REPORT.xml ... > docs/verified.md
 
 A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
-ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names write.
+ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names write; of a table
+with a line for each layout of ranks, the page has a column for each.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
@@ -17,10 +19,13 @@ HEAD = """\
 # Verified
 
 Written by `bash ci/matrix.sh` from the reports of the tests, not by hand. Every number is measured
-through the real Megatron-Core of that release on a CPU: its schedule, DDP and gradient finalization
-over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three microbatches of
-unequal size, with and without `--calculate-per-token-loss`, in every mode: on the newest release
-all combinations, on the others a part of them, in which every three of these still have all.
+through the host, the real Megatron-Core of that release, on a CPU: its schedule, DDP and gradient
+finalization over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three
+microbatches of unequal size, with and without `--calculate-per-token-loss`, in every mode: on the
+newest release all combinations, on the others a part of them, in which every three of these still
+have all.
+
+Numbers are of comparisons and tests that hold: all of them, unless one is written as 15/16.
 """
 GRADIENTS = ("tests.host.test_gradients", "test_gradient_is_that_of_the_whole_step")
 SECTIONS = [Path(__file__).with_name(name) for name in ("sweep.md", "frameworks.md", "next.md")]
@@ -35,14 +40,18 @@ def passed(case: ElementTree.Element) -> bool:
     return all(case.find(outcome) is None for outcome in ("failure", "error", "skipped"))
 
 
+def held(results: list[bool]) -> str:
+    """How many hold; and of how many, if not all."""
+    return str(len(results)) if all(results) else f"{sum(results)}/{len(results)}"
+
+
 def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
     worst: dict[str, float] = defaultdict(float)
     for case in cases:
         found = properties(case)
         dtype = found["dtype"]
         worst[dtype] = max(worst[dtype], float(found["error"]))
-    good = sum(map(passed, cases))
-    cells = [version, f"{good} of {len(cases)}", *(f"{worst[dtype]:.1e}" for dtype in TITLES)]
+    cells = [version, held(list(map(passed, cases))), *(f"{worst[d]:.1e}" for d in TITLES)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -58,6 +67,33 @@ def read(path: str) -> tuple[str, list[ElementTree.Element]]:
 def title(case: ElementTree.Element) -> tuple[str, str]:
     """The module of a test, and its name without parameters."""
     return case.attrib["classname"], case.attrib["name"].partition("[")[0]
+
+
+BY_RANKS = re.compile(r"^\| ranks \| aggregation \|.*\n.*\n((?:\|.*\n)+)", re.MULTILINE)
+LARGEST = ("metrics", "stock's gradient")  # over all layouts of ranks
+
+
+def by_aggregation(section: str) -> str:
+    """``section``, whose tables of ranks and aggregations have a line for each aggregation."""
+    return BY_RANKS.sub(lambda table: _pivot(table[1]), section)
+
+
+def _pivot(rows: str) -> str:
+    found: dict[str, dict[str, str]] = defaultdict(dict)  # by aggregation, and then by column
+    columns: dict[str, None] = {}
+    for row in rows.splitlines():
+        ranks, aggregation, gradient, *others = (cell.strip() for cell in row.split("|")[1:-1])
+        columns[ranks] = None
+        cells = found[aggregation]
+        if not gradient:  # of stock itself
+            cells[ranks] = others[-1]
+            continue
+        cells[ranks] = gradient
+        for name, cell in zip(LARGEST, others, strict=True):
+            cells[name] = max(cells.get(name, ""), cell, key=lambda error: float(error or 0))
+    head = ["aggregation", *columns, *LARGEST]
+    lines = [[name, *(cells.get(c, "") for c in head[1:])] for name, cells in found.items()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
 
 
 def main(paths: list[str]) -> None:
@@ -81,10 +117,10 @@ def main(paths: list[str]) -> None:
             if (module, name) in everywhere and (module, name) != GRADIENTS:
                 counts[name.removeprefix("test_").replace("_", " ")][version].append(passed(case))
     for name, by_version in sorted(counts.items()):
-        cells = [f"{sum(by_version[v])} of {len(by_version[v])}" for v in reports]
+        cells = [held(by_version[version]) for version in reports]
         print(f"| {name} | {' | '.join(cells)} |")
     for section in SECTIONS:
-        print(f"\n{section.read_text()}", end="")
+        print(f"\n{by_aggregation(section.read_text())}", end="")
 
 
 if __name__ == "__main__":

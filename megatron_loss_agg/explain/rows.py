@@ -74,6 +74,7 @@ class Rows:
 
         Its ``loss_func`` counts the tokens ``M_h`` of a part of a microbatch as an integer, and its
         ``forward_step_calc_loss`` divides by it; or per token, all of them by the step's sum.
+        Megatron-Core 0.14 takes no maximum: there the loss of a part without a token is NaN.
         """
         cp_size = layout.context_parallel_size
         part_SC = (self.row_S // layout.micro_batch_size * cp_size)[:, None] + self.rank_C[cp_size]

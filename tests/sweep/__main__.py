@@ -87,13 +87,16 @@ def written(results: Iterable[dict[str, Any]]) -> str:
 
 
 def _by_value(rows: list[dict[str, Any]]) -> str:
-    values = dict.fromkeys((factor, row["case"][factor]) for factor in FACTORS for row in rows)
-    found = Counter((item, row["outcome"]) for row in rows for item in row["case"].items())
+    """Exact launches; the other outcomes are told by their texts."""
+    exact = Counter(
+        item for row in rows if row["outcome"] == "exact" for item in row["case"].items()
+    )
+    values = {factor: dict.fromkeys(row["case"][factor] for row in rows) for factor in FACTORS}
     lines = [
-        [factor, f"`{value}`", *(str(found[(factor, value), outcome]) for outcome in OUTCOMES)]
-        for factor, value in values
+        [factor, ", ".join(f"`{value}` {exact[factor, value]}" for value in those)]
+        for factor, those in values.items()
     ]
-    return _table(["factor", "value", *OUTCOMES], lines)
+    return _table(["factor", "its values, each with its exact launches"], lines)
 
 
 def _refusals(rows: list[dict[str, Any]]) -> str:
@@ -107,7 +110,7 @@ def _refusals(rows: list[dict[str, Any]]) -> str:
 def _short(text: str) -> str:
     """A message without its numbers and addresses, on one line."""
     line = re.sub(r"\s+", " ", re.sub(r"[/\w.-]*/(?:build|lib)/\S*|0x\w+", "...", text)).strip()
-    line = re.sub(r"\d+", "N", line)
+    line = re.sub(r"\bN(, N)+", "N, ...", re.sub(r"\d+", "N", line))
     return (line[:157] + "..." if len(line) > 160 else line).replace("|", "/")
 
 
