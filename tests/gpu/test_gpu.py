@@ -191,7 +191,7 @@ def test_every_part_of_a_dry_run_runs_or_says_why_not_and_that_it_is_one(tmp_pat
     parts = [f"--only={name}" for name in PARTS if name != "tests"]  # which runs pytest
     command = ["bash", "benchmarks/gpu.sh", "--dry", "--out", str(tmp_path), *parts]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=560
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())
