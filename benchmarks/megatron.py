@@ -35,8 +35,8 @@ def groups(gpu: bool = False) -> Iterator[None]:
         cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
 
-    port = int(os.environ.get("MASTER_PORT", 0))
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
+    port = int(os.environ.get("STORE_PORT", 0))  # of the store of whoever started the ranks
+    store = dist.TCPStore("127.0.0.1", port, is_master=not port, timeout=LIMIT)
     backend = "nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
     try:

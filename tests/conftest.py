@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-LONG = ("sweep", "examples", "host", "launch", "frameworks", "core", "peers")
+LONG = ("frameworks", "sweep", "examples", "host", "launch", "core", "peers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -49,7 +49,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 120.0,
-    preload: str = "torch.distributed",
+    preload: str = "torch._dynamo",
     initialized: bool = True,
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank of a fresh gloo world; return the results in rank order.

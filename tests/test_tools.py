@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.__main__ import PARTS
 from tests.distributed import RankFailed, run_ranks
+from tests.host import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -384,3 +386,27 @@ def test_an_unfit_interpreter_is_refused_and_a_folder_of_the_users_is_never_clea
     assert code == 1
     assert "was not made here" in said
     assert precious.exists() and not (tmp_path / "venv.lock").exists()
+
+
+def test_releases_that_share_a_grid_have_all_values_and_together_all_combinations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    axes = range(4), range(3), range(2), range(2)
+    monkeypatch.setattr(cases, "COVERS", "covering")
+
+    def missing(rows: list[tuple[int, ...]], strength: int) -> list[Any]:
+        """Combinations of values of so many axes that no row has."""
+        return [
+            values
+            for places in combinations(range(len(axes)), strength)
+            for values in product(*(axes[i] for i in places))
+            if values not in {tuple(row[i] for i in places) for row in rows}
+        ]
+
+    together = []
+    for part in range(5):
+        monkeypatch.setattr(cases, "PART", [str(part), "5"])
+        rows = cases.grid(3, *axes)
+        assert missing(rows, 2) == [] and len(rows) < len(list(product(*axes))) / 2
+        together += rows
+    assert missing(together, 3) == []

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu.parts import Part
 from benchmarks.results import CannotRun, Results
@@ -48,14 +48,13 @@ def run(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> dict[
 
 def _processes(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> str | None:
     """Run the part's ranks; return what went wrong with them, if anything did."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Held here, on a port that the system picks, so that nobody can take it in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = [name, part.function, str(int(dry)), str(seconds), str(folder)]
     command = [sys.executable, "-m", "benchmarks.gpu.runner", *arguments]
     processes = []
     for rank in range(part.ranks):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "MASTER_PORT": port}
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "STORE_PORT": store.port}
         environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
         options: Any = {"env": environment, "start_new_session": True}
         with open(folder / f"{name}.{rank}.log", "wb") as log:

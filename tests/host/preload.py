@@ -17,6 +17,8 @@ _MODULES = [
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
+    "pytest",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
 ]
 if importlib.util.find_spec("megatron.training"):  # not in the wheels of older releases

@@ -66,22 +66,6 @@ print("stepped")
 """
 
 
-# Some ranks fail with an error, and the others hear of it.
-FAILS = """
-import os, sys, torch
-import torch.distributed as dist
-from megatron_loss_agg.errors import MaskError, PeerError
-
-print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
-print(torch.cuda.current_stream.__module__, sys.argv[1:])
-dist.init_process_group("gloo")
-dist.barrier()
-def train():
-    raise MaskError("bad mask") if dist.get_rank() else PeerError("see the others")
-train()
-"""
-
-
 def loop(schedule: str = "get_forward_backward_func()", before: str = "") -> str:
     return before + HOST + OWN_LOOP.replace("SCHEDULE", schedule)
 
@@ -175,23 +159,6 @@ RUNS = {
         flags=(*MODE, "--loss-aggregation-empty-step", "skip"),
     ),
     "an empty step": Run(EMPTY_STEP, 0, {"empty True stepped True moved True": 1}),
-    # Each error once, with its traceback. Without torchrun: rank 0 holds the processes' store.
-    "errors in training": Run(
-        FAILS,
-        1,
-        {
-            "MaskError: bad mask$": 1,
-            "PeerError: see the others$": 1,
-            "Traceback": 2,
-            r'script\.py", line \d+, in train$': 2,
-            # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
-            r"^\[\]\ntorch\.cuda \['--flag'\]$": 3,
-        },
-        flags=("--flag", *MODE),
-        ranks=3,
-        starter=("-m", "megatron_loss_agg"),
-        forked=False,
-    ),
 }
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,7 @@ from megatron_loss_agg.mcore.launch.once import refuse  # how a launcher ends
 from megatron_loss_agg.presets import PRESETS  # all of them
 from tests import oracle
 from tests.distributed import run_ranks
-from tests.launch.processes import ROOT, refusals
+from tests.launch.processes import MODE, ROOT, refusals, run
 
 FLAG = "--loss-aggregation"
 
@@ -61,21 +62,12 @@ def test_the_flag_set_is_frozen() -> None:
 
 
 MODES = sorted({*oracle.INNER} - {"constant"})  # that need no option
-
-
-@pytest.mark.parametrize("name", [*MODES, *PRESETS])
-def test_every_mode_and_every_preset_is_a_value(name: str) -> None:
-    if name in MODES:
-        assert given(f"@ {name}") == LossAggregation(mode=name)
-        return
-    divisor = {"divisor": 8192.0} if PRESETS[name].needs_divisor else {}
-    flags = " @-divisor 8192" if divisor else ""
-    assert given(f"@ {name}{flags}") == LossAggregation.preset(name, **divisor)
-
-
+DIVIDED = [name for name, preset in PRESETS.items() if preset.needs_divisor]
 SKIPS = LossAggregation(mode="sample_mean", rejected="skip")
-# A preset keeps its own choice unless told.
 AGGREGATIONS = {
+    **{f"@ {name}": LossAggregation(mode=name) for name in MODES},
+    **{f"@ {name}": LossAggregation.preset(name) for name in PRESETS.keys() - DIVIDED},
+    **{f"@ {x} @-divisor 8": LossAggregation.preset(x, divisor=8.0) for x in DIVIDED},
     "@ constant @-divisor 7.5 @-empty skip": LossAggregation(
         mode="constant", divisor=7.5, empty="skip"
     ),
@@ -84,6 +76,7 @@ AGGREGATIONS = {
     ),
     "@ custom @-function json:dumps": LossAggregation(mode="custom", function=json.dumps),
     "@ token_mean @-sample-weights skip": LossAggregation(mode="token_mean", sample_weights="skip"),
+    # A preset keeps its own choice unless told.
     "@ nemo-rl/sequence_level": SKIPS,
     "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
     "@ nemo-rl/sequence_level @-rejected count": replace(SKIPS, rejected="count"),
@@ -91,8 +84,8 @@ AGGREGATIONS = {
 }
 
 
-@pytest.mark.parametrize("flags", AGGREGATIONS)
-def test_options_reach_the_aggregation(flags: str) -> None:
+@pytest.mark.parametrize("flags", sorted(AGGREGATIONS))
+def test_every_mode_preset_and_option_reaches_the_aggregation(flags: str) -> None:
     assert given(flags) == AGGREGATIONS[flags]
 
 
@@ -337,6 +330,39 @@ def test_an_error_is_printed_once_if_the_ranks_can_reach_each_other(name: str) -
     for rank, text in printed.items():
         line = rf"megatron_loss_agg: MaskError: {end.errors[rank]}( \(.+ rank.*\))?\n"
         assert re.fullmatch(line, text)
+
+
+# Two ranks fail with one error, and the third with another.
+FAILS = """
+import sys, torch
+import torch.distributed as dist
+from megatron_loss_agg.errors import MaskError, PeerError
+
+print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
+print(torch.cuda.current_stream.__module__, sys.argv[1:])
+dist.init_process_group("gloo")
+dist.barrier()
+def train():
+    raise MaskError("bad mask") if dist.get_rank() else PeerError("see the others")
+train()
+"""
+
+
+@pytest.mark.host
+def test_each_error_in_training_is_printed_once_with_its_traceback(tmp_path: Path) -> None:
+    # Without torchrun: rank 0 holds the processes' store.
+    how: dict[str, Any] = {"ranks": 3, "starter": ("-m", "megatron_loss_agg"), "forked": False}
+    codes, said = run(tmp_path, FAILS, "--flag", *MODE, **how)
+    assert codes == [1, 1, 1], said[-3000:]
+    for text, number in {
+        "MaskError: bad mask$": 1,
+        "PeerError: see the others$": 1,
+        "Traceback": 2,
+        r'script\.py", line \d+, in train$': 2,
+        # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
+        r"^\[\]\ntorch\.cuda \['--flag'\]$": 3,
+    }.items():
+        assert len(re.findall(text, said, re.MULTILINE)) == number, (text, said[-3000:])
 
 
 def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
