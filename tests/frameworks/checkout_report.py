@@ -391,8 +391,13 @@ class Report:
 
     def close(self, path: str) -> None:
         """Write the table to ``path``; exit with 1 if anything failed."""
-        head = ("ranks", "aggregation", "gradient", "metrics", "stock's gradient")
-        lines = [head, ("---",) * len(head), *self.rows]
-        text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        Path(path).write_text(text)
-        sys.exit("\n".join(self.failures) or None)
+        write(path, self.rows, self.failures)
+
+
+def write(path: str, rows: list[tuple[str, ...]], failures: list[str]) -> None:
+    """The table of errors; exit with 1 if anything failed."""
+    head = ("ranks", "aggregation", "gradient", "metrics", "stock's gradient")
+    lines = [head, ("---",) * len(head), *rows]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    Path(path).write_text(text)
+    sys.exit("\n".join(failures) or None)
