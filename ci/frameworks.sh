@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH
+# bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH \
+#     --megatron-bridge PATH
 #
-# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches, against
-# one fp64 process; then writes ci/frameworks.md, a section of docs/verified.md. With some of the
-# four, their tables are only printed.
+# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches, and
+# Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
+# docs/verified.md. With some of the five, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name. It is only
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
-# the framework's page.
+# the framework's page. Of Megatron-Bridge, whose package is installed, the newest commit's scripts
+# are taken.
 #
 # --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
 # release on the package index. It prints a line for each, and writes nothing: the version, whether
@@ -15,13 +17,14 @@
 set -euo pipefail
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
-usage() { sed -n '2,15s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
+usage() { sed -n '2,18s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
 
 declare -A clones=() urls=(
     [slime]=https://github.com/THUDM/slime
     [miles]=https://github.com/radixark/miles
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
     [areal]=https://github.com/areal-project/AReaL
+    [megatron-bridge]=https://github.com/NVIDIA-NeMo/Megatron-Bridge
 )
 newest=
 if [[ ${1:-} == --newest ]]; then newest=yes && shift; fi
@@ -42,6 +45,11 @@ trap 'rm -rf "$scratch"' EXIT
 # Unpack a commit of a framework twice and patch one copy; fails if the patch does not fit.
 unpack() {
     local name=$1 clone=$2 commit=$3 copy command
+    if [[ $name == megatron-bridge ]]; then
+        mkdir -p "$scratch/$name/stock/scripts"
+        git -C "$clone" archive "$commit:scripts" | tar -x -C "$scratch/$name/stock/scripts"
+        return
+    fi
     for copy in stock patched; do
         mkdir -p "$scratch/$name/$copy"
         git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/$copy"
@@ -64,26 +72,29 @@ compare() {
 # The section on one framework: its commit, and the table of its run.
 section() {
     local name=$1 clone=$2 patch commit flags
-    patch=$(echo patches/"$name"/*.patch)
-    commit=$(git -C "$clone" rev-parse --verify "$(basename "$patch" .patch)^{commit}")
+    patch=$(compgen -G "patches/$name/*.patch") || patch=
+    commit=$(basename "${patch:-HEAD}" .patch)
+    commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     unpack "$name" "$clone" "$commit"
     flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "docs/frameworks/$name.md")
-    # AReaL has its configuration alone.
+    # AReaL has its configuration alone, and Megatron-Bridge its command line.
     if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
     compare "$name"
-    printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" "$patch"
+    printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" \
+        "${patch:-scripts/training/run_recipe.py}"
     cat "$scratch/$name.md"
 }
 
 # The line on a clone's newest commit. Gradients that a framework rounds to bf16 are left out.
 newest_commit() {
-    local name=$1 clone=$2 version result
+    local name=$1 clone=$2 version result fits="its patch fits"
     version=$(git -C "$clone" log -1 --abbrev=7 --format='`%h` (%cs)')
-    result="its patch fits | not exact"
+    if [[ $name == megatron-bridge ]]; then fits="has none"; fi
+    result="$fits | not exact"
     if ! unpack "$name" "$clone" HEAD 2>/dev/null; then
         result="its patch does not fit |"
     elif compare "$name"; then
-        result="its patch fits | $(awk -F ' *[|] *' '
+        result="$fits | $(awk -F ' *[|] *' '
             /bf16/ || !/e[-+]/ { next }
             $3 ~ /^stock/ { if ($6 + 0 > own) own = $6 + 0; next }
             { if ($4 + 0 > ours) ours = $4 + 0 }
@@ -130,13 +141,13 @@ if [[ $newest ]]; then
     for name in "${!clones[@]}"; do newest_commit "$name" "${clones[$name]}"; done
     exit
 fi
-for name in slime miles nemo-rl areal; do
+for name in slime miles nemo-rl areal megatron-bridge; do
     if [[ -n ${clones[$name]:-} ]]; then section "$name" "${clones[$name]}" >>"$scratch/tables.md"; fi
 done
 cat "$scratch/tables.md"
 if [[ ${#clones[@]} -eq ${#urls[@]} ]]; then
     cat - "$scratch/tables.md" >ci/frameworks.md <<'HEAD'
-## slime, miles, NeMo-RL and AReaL
+## slime, miles, NeMo-RL, AReaL and Megatron-Bridge
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of
@@ -145,6 +156,7 @@ the error of the gradient of all parameters, norm-wise, relative to one fp64 pro
 code with the package or the framework. `metrics`: their reported losses, against that process.
 `stock's gradient`: how far the unpatched code is from that aggregation, in the nearest mode that it
 has. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
-stock.
+stock. Of Megatron-Bridge, which is not patched, the script runs on the package of `ci/peers.txt`,
+with the launcher's flags and without.
 HEAD
 fi

@@ -1,8 +1,9 @@
-"""A recipe for Megatron-Bridge: a tiny GPT, trained for two steps and evaluated.
+"""Megatron-Bridge's recipe ``vanilla_gpt_pretrain_config``, for a tiny GPT on a CPU.
 
-It takes overrides as Bridge's own scripts do: whatever its parser does not know, such as
-``model.context_parallel_size=2``. The learning rate is 0, so that every step has one gradient. One
-optimizer step is of ragged samples, as rows or as packs.
+It is trained for two steps, at a learning rate of 0 so that they have one gradient, and evaluated.
+What is other than in Bridge are overrides, as its script ``run_recipe.py`` takes them, and data:
+an optimizer step is of ragged samples, as rows or as packs. Further overrides, such as
+``model.context_parallel_size=2``, are whatever the parser here does not know.
 
 Importing it lets a process import Bridge's training code without what needs a GPU or a server. Its
 training loop, loss and data code are real, and so are its GPT and its configuration. Stood in for
@@ -46,7 +47,7 @@ def use_bridge() -> None:
     utils.compile_helpers = lambda: None  # the wheel ships them compiled
     use_peers(STANDINS)
     # Their ``__init__`` import every model; here they import what is asked for.
-    for name in ("megatron.bridge", "megatron.bridge.models"):
+    for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.recipes"):
         _import_empty(name)
     distillation = importlib.import_module("modelopt.torch.distill.plugins.megatron")
     # What it returns for a model that is not distilled.
@@ -70,12 +71,12 @@ use_bridge()
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider  # noqa: E402
 from megatron.bridge.data.builders import GPTSFTDatasetConfig  # noqa: E402
 from megatron.bridge.data.packing import PackedSequenceSpecs  # noqa: E402
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec  # noqa: E402
-from megatron.bridge.training import config as bridge  # noqa: E402
+from megatron.bridge.models.gpt_provider import local_layer_spec  # noqa: E402
+from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config  # noqa: E402
 from megatron.bridge.training.callbacks import Callback, CallbackContext  # noqa: E402
+from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.bridge.training.gpt_step import forward_step  # noqa: E402
 from megatron.bridge.training.pretrain import pretrain  # noqa: E402
-from megatron.bridge.training.tokenizers.config import TokenizerConfig  # noqa: E402
 from megatron.bridge.training.utils.omegaconf_utils import (  # noqa: E402
     process_config_with_overrides,
 )
@@ -89,7 +90,34 @@ ROW = 32  # length of every row
 MICRO_BATCH = 2  # rows
 PACKS = ((0, 1), (EMPTY,), (2, 3, 10, 11), (4, 6, 7, 8, 9))
 PACK = 64  # length of every pack
-LOADER = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
+FUSIONS = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
+TINY = (
+    # The model of `tests.host.gpt.build`, in fp32.
+    *(f"model.{fusion}_fusion=false" for fusion in (*FUSIONS, "cross_entropy_loss")),
+    *("model.num_layers=2", "model.hidden_size=16", "model.num_attention_heads=2"),
+    *(f"model.vocab_size={VOCAB}", f"tokenizer.vocab_size={VOCAB}"),
+    *("model.position_embedding_type=rope", "model.apply_rope_fusion=false"),
+    "model.share_embeddings_and_output_weights=false",
+    *("model.attention_dropout=0.0", "model.hidden_dropout=0.0"),
+    *("mixed_precision=null", "optimizer.bf16=false", "model.use_cpu_initialization=true"),
+    # Two steps with one gradient, and an evaluation.
+    *("train.train_iters=2", "validation.eval_interval=2", "validation.eval_iters=1"),
+    *("optimizer.lr=0.0", "optimizer.min_lr=0.0", "optimizer.clip_grad=0.0"),
+    *("scheduler.lr_warmup_iters=0", "logger.log_interval=1"),
+    # No GPU, and no files.
+    *("dist.distributed_backend=gloo", "checkpoint.save=null", "logger.tensorboard_dir=null"),
+)
+SHAPES = {
+    name: (
+        *(f"model.seq_length={length}", f"train.micro_batch_size={micro_batch}"),
+        f"train.global_batch_size={batch}",
+    )
+    for name, length, micro_batch, batch in (
+        ("rows", ROW, MICRO_BATCH, len(LENGTHS)),
+        ("packs", PACK, 1, len(PACKS)),
+    )
+}
+LOADER: dict[str, Any] = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
 sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=3)
 """The samples of the step."""
 
@@ -100,15 +128,38 @@ def main(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("layout", choices=["rows", "packs"])
     parser.add_argument("--multiple", type=int, default=1, help="of a sample's length in a pack")
     parser.add_argument("--results", type=Path, help="a folder in which to save what ranks see")
+    parser.add_argument("--script", type=Path, help="Bridge's run_recipe.py, which then runs it")
     args, overrides = parser.parse_known_args(arguments)
     rank, watch = os.environ["RANK"], Watch()
     with TemporaryDirectory() as folder:
-        recipe = rows() if args.layout == "rows" else packs(Path(folder), args.multiple)
-        config = process_config_with_overrides(recipe, cli_overrides=overrides)
-        pretrain(config, forward_step, callbacks=[watch])
+        recipe = vanilla_gpt_pretrain_config()
+        recipe.model.transformer_layer_spec = local_layer_spec
+        recipe.model.register_pre_wrap_hook(_with_weights)
+        if args.layout == "rows":
+            recipe.dataset = _Rows(dataloader_type="single", **LOADER)
+        else:
+            recipe.dataset = packs(Path(folder), args.multiple)
+        overrides = [*TINY, *SHAPES[args.layout], *overrides]
+        if args.script:
+            _run_recipe(args.script, recipe, overrides, watch)
+        else:
+            config = process_config_with_overrides(recipe, cli_overrides=overrides)
+            pretrain(config, forward_step, callbacks=[watch])
     if args.results:
         torch.save(watch.seen, args.results / f"{rank}.pt")
     return watch.seen
+
+
+def _run_recipe(script: Path, recipe: ConfigContainer, overrides: list[str], watch: Watch) -> None:
+    """By Bridge's script, which finds recipes and training loops by name."""
+    sys.path.insert(0, str(script.parent))
+    recipes: Any = sys.modules["megatron.bridge.recipes"]
+    recipes.vanilla_gpt_pretrain_config = lambda: recipe
+    train = functools.partial(pretrain, callbacks=[watch])
+    importlib.import_module("recipe_runner").TRAIN_FUNCTIONS["pretrain"] = train
+    importlib.import_module("run_recipe").main(
+        ["--recipe", "vanilla_gpt_pretrain_config", "--mode", "pretrain", *overrides]
+    )
 
 
 class Watch(Callback):
@@ -123,12 +174,6 @@ class Watch(Callback):
 
     def on_eval_end(self, context: CallbackContext) -> None:
         self.seen["evaluation"] = {k: float(x) for k, x in context.total_loss_dict.items()}
-
-
-def rows() -> bridge.ConfigContainer:
-    """Pretraining on padded rows."""
-    dataset = _Rows(dataloader_type="single", **LOADER)
-    return _recipe(dataset, ROW, MICRO_BATCH, len(LENGTHS))
 
 
 class _Rows(DatasetProvider):
@@ -146,8 +191,8 @@ def _row(sequence: steps.Sequence) -> dict[str, torch.Tensor]:
     return {**row, "position_ids": torch.arange(ROW)}
 
 
-def packs(folder: Path, multiple: int) -> bridge.ConfigContainer:
-    """Supervised fine-tuning on packs that were prepared before.
+def packs(folder: Path, multiple: int) -> GPTSFTDatasetConfig:
+    """For supervised fine-tuning, prepared before.
 
     Args:
         multiple: each sample's tokens are padded to it, for context parallelism.
@@ -162,7 +207,7 @@ def packs(folder: Path, multiple: int) -> bridge.ConfigContainer:
         packed_metadata_path=file.with_suffix(".json"),
         pad_seq_to_mult=multiple,
     )
-    dataset = GPTSFTDatasetConfig(
+    return GPTSFTDatasetConfig(
         dataset_root=folder,
         seq_length=PACK,
         enable_offline_packing=True,
@@ -170,7 +215,6 @@ def packs(folder: Path, multiple: int) -> bridge.ConfigContainer:
         do_test=False,
         **LOADER,
     )
-    return _recipe(dataset, PACK, 1, len(PACKS))
 
 
 def _pack(chosen: tuple[int, ...], multiple: int) -> dict[str, list[int]]:
@@ -184,49 +228,6 @@ def _pack(chosen: tuple[int, ...], multiple: int) -> dict[str, list[int]]:
         pack["input_ids"] += text + [EOS] * fill
         pack["loss_mask"] += [*(int(m) for m in sequence.sample.mask), 0] + [0] * fill
     return pack
-
-
-def _recipe(
-    dataset: Any, length: int, micro_batch: int, global_batch: int
-) -> bridge.ConfigContainer:
-    return bridge.ConfigContainer(
-        model=_model(length),
-        train=bridge.TrainingConfig(
-            micro_batch_size=micro_batch, global_batch_size=global_batch, train_iters=2
-        ),
-        validation=bridge.ValidationConfig(eval_interval=2, eval_iters=1),
-        optimizer=bridge.OptimizerConfig(lr=0.0, min_lr=0.0, weight_decay=0.0, clip_grad=0.0),
-        scheduler=bridge.SchedulerConfig(start_weight_decay=0.0, end_weight_decay=0.0),
-        ddp=bridge.DistributedDataParallelConfig(),
-        dataset=dataset,
-        logger=bridge.LoggerConfig(log_interval=1),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB),
-        checkpoint=bridge.CheckpointConfig(),
-        dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
-    )
-
-
-def _model(length: int) -> GPTModelProvider:
-    """The model of `tests.host.gpt.build`, in fp32, with the same weights."""
-    fusions = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
-    off = [f"{name}_fusion" for name in (*fusions, "cross_entropy_loss")]
-    model = GPTModelProvider(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        vocab_size=VOCAB,
-        seq_length=length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        transformer_layer_spec=local_layer_spec,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        apply_rope_fusion=False,
-        **dict.fromkeys(off, False),
-    )
-    model.register_pre_wrap_hook(_with_weights)
-    return model
 
 
 def _with_weights(chunks: list[Any]) -> list[Any]:

@@ -243,10 +243,11 @@ METRICS = 1e-5  # of a metric in fp32, in which terms cancel
 WRONG = 1e-3  # what stock code must be off at least, where the page says that it is
 
 
-def flags(mode: str, rejected: str = "") -> str:
+def flags(mode: str, rejected: str = "", empty: str = "count") -> str:
     """For MEGATRON_LOSS_AGG_FLAGS."""
     text = f"--loss-aggregation {mode}"
     text += f" --loss-aggregation-divisor {DIVISOR}" if mode.endswith("constant") else ""
+    text += f" --loss-aggregation-empty {empty}" if empty != "count" else ""
     return text + (f" --loss-aggregation-rejected {rejected}" if rejected else "")
 
 
@@ -260,9 +261,11 @@ def stock(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held
     return Run("", options), (losses, [weights(mode, step, rejected) for step in STEPS])
 
 
-def exact(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Held:
-    run, case = stock(losses, mode, rejected, **options)
-    return run._replace(flags=flags(mode, rejected)), case
+def exact(
+    losses: Losses, mode: str, rejected: str = "", empty: str = "count", **options: Any
+) -> Held:
+    of_steps = [weights(mode, step, rejected, empty=empty) for step in STEPS]
+    return Run(flags(mode, rejected, empty), options), (losses, of_steps)
 
 
 def refused(mode: str, rejected: str = "", **options: Any) -> Held:
@@ -391,8 +394,13 @@ class Report:
 
     def close(self, path: str) -> None:
         """Write the table to ``path``; exit with 1 if anything failed."""
-        head = ("ranks", "aggregation", "gradient", "metrics", "stock's gradient")
-        lines = [head, ("---",) * len(head), *self.rows]
-        text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        Path(path).write_text(text)
-        sys.exit("\n".join(self.failures) or None)
+        write(path, self.rows, self.failures)
+
+
+def write(path: str, rows: list[tuple[str, ...]], failures: list[str]) -> None:
+    """The table of errors; exit with 1 if anything failed."""
+    head = ("ranks", "aggregation", "gradient", "metrics", "stock's gradient")
+    lines = [head, ("---",) * len(head), *rows]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    Path(path).write_text(text)
+    sys.exit("\n".join(failures) or None)

@@ -6,6 +6,7 @@ layers, by Megatron's own, and ModelScope's hub.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -59,6 +60,7 @@ from transformers import (  # noqa: E402
 from tests.frameworks.harness import Terms, references, token_values  # noqa: E402
 from tests.host.reference import Gradient, Reference  # noqa: E402
 
+gc.freeze()  # ms-swift collects garbage in every run, which would look at all that is imported
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, EOS = 26, 27
 _attention = get_gpt_layer_local_spec().submodules.self_attention.submodules.core_attention

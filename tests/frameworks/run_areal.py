@@ -234,6 +234,7 @@ def main(without: str, patched: str, table: str) -> None:
             **{mode: exact(with_teacher, mode) for mode in modes},
             **{f"{mode}, CISPO": exact(cispo, mode, **CISPO) for mode in modes},
             **{f"{mode}, {SFT}": exact(nll, mode, **sft) for mode in ("sample_mean", "constant")},
+            "sample_mean, without empty ones": exact(with_teacher, "sample_mean", empty="skip"),
             "rollout_mean": refused("rollout_mean"),
             f"prompt_mean, {SFT}": refused("prompt_mean", **sft),
             "tree training": refused("token_mean", enable_tree_training=True),

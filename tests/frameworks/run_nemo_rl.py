@@ -254,6 +254,7 @@ def main(without: str, patched: str, table: str) -> None:
         runs={
             **{mode: exact(with_score, mode, "skip") for mode in MODES if "rollout" not in mode},
             "token_mean, removed samples: count": exact(with_score, "token_mean", "count"),
+            "sample_mean, without empty ones": exact(with_score, "sample_mean", "skip", "skip"),
             **{
                 f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **by_sequences)
                 for mode in ("token_mean", "prompt_mean")

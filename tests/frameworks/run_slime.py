@@ -231,6 +231,7 @@ def report_on(name: str, train: Train, checkouts: tuple[str, str]) -> Report:
             **{mode: exact(with_entropy, mode) for mode in MODES},
             "sample_mean, removed samples: skip": exact(with_entropy, "sample_mean", "skip"),
             "token_mean, removed samples: count": exact(with_entropy, "token_mean", "count"),
+            "sample_mean, without empty ones": exact(with_entropy, "sample_mean", empty="skip"),
             rejected: _rejecting(exact(with_entropy, "prompt_mean", **REJECTING)),
             "token_mean with a reducer": refused("token_mean", **reducer),
             **{f"{mode}, per token": exact(with_entropy, mode, **PER_TOKEN) for mode in MODES},

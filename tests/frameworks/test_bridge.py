@@ -103,6 +103,12 @@ def error(seen: dict[str, Any], mode: str) -> float:
     return max(relative_error(gradient, expected) for gradient in seen["gradients"])
 
 
+def expected_reports(mode: str) -> dict[str, float]:
+    whole, weights = reference()
+    of_tokens, of_mode = (whole.loss(weights[name]) for name in ("token_mean", mode))
+    return {"lm loss": of_tokens, f"{mode} loss": of_mode}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @every_case
 def test_every_step_has_the_exact_gradient_and_reports_the_exact_loss(
@@ -110,9 +116,7 @@ def test_every_step_has_the_exact_gradient_and_reports_the_exact_loss(
 ) -> None:
     own_mode = trained(case._replace(per_token=True))
     own = max(error(seen[STOCK], "token_mean") for seen in own_mode)
-    whole, weights = reference()
-    of_tokens, of_mode = (whole.loss(weights[name]) for name in ("token_mean", mode))
-    expected = {"lm loss": of_tokens, f"{mode} loss": of_mode}
+    expected = expected_reports(mode)
     for seen in trained(case):
         assert len(seen[mode]["gradients"]) == len(seen[mode]["reports"]) == 2
         assert error(seen[mode], mode) <= min(2 * own, FP32)

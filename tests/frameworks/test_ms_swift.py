@@ -49,6 +49,7 @@ COMMON: Settings = {
     **{"optimizer": "sgd", "lr": LR, "weight_decay": 0, "clip_grad": 0},
     **{"train_iters": 1, "eval_iters": 1, "split_dataset_ratio": 0},
     **{"max_length": MAX_LENGTH, "truncation_strategy": "right"},
+    **dict.fromkeys(("no_save_optim", "no_save_rng"), True),
     **dict.fromkeys(("dataset_shuffle", "train_dataloader_shuffle", "add_version"), False),
     **dict.fromkeys(("fp16", "bf16", "use_distributed_optimizer", "check_model"), False),
     # For a CPU.

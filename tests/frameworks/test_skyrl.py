@@ -91,6 +91,7 @@ DEFAULTS = {
     "policy_loss": "regular",
     "max_seq_len": None,  # SkyRL's divisor
     "strategy": "megatron",
+    "per_token": False,  # Megatron's calculate_per_token_loss
 }
 
 
@@ -139,7 +140,8 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     trainer = object.__new__(RayPPOTrainer)
     trainer.cfg, trainer.all_metrics = _configured(options), {}
     trainer.tokenizer = Namespace(pad_token_id=0)
-    trainer.dispatch = _Dispatch(trainer.cfg.trainer, gpt.ddp_model(False, torch.float32), options)
+    model = gpt.ddp_model(options.per_token, torch.float32)
+    trainer.dispatch = _Dispatch(trainer.cfg.trainer, model, options)
     texts = [(a.tokens()[: a.prompt_length], a.tokens()[a.prompt_length :]) for a in ANSWERS]
     prompts = [answer.prompt for answer in ANSWERS]
     rollouts = [*(answer.rollout for answer in ANSWERS), None]
@@ -287,6 +289,9 @@ TOKENS = {"aggregation": {"mode": "token_mean"}}
 REFUSED = {
     "ValueError: policy_loss_type='cross_entropy' does not support": Run(
         "", {**TOKENS, "policy_loss": "cross_entropy"}
+    ),
+    "ValueError: .*does not support `calculate_per_token_loss`": Run(
+        "", {**TOKENS, "per_token": True}
     ),
     "ModeError: unknown preset 'skyrl/x'": Run("", {"aggregation": {"mode": "skyrl/x"}}),
     "DivisorError: mode 'constant' needs": Run("", {"aggregation": {"mode": "constant"}}),

@@ -51,9 +51,15 @@ def distilled(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: flo
     return {"loss": grpo(lp, entropy, old, ref - TEACHER, reward)["kl"]}
 
 
-def held(run: Run, mode: str, losses: Losses = with_entropy, share: float = 1.0) -> Held:
+def held(
+    run: Run,
+    mode: str,
+    losses: Losses = with_entropy,
+    share: float = 1.0,
+    empty: str = "count",
+) -> Held:
     """The run, to the weights of a mode; times a share."""
-    return run, (losses, [[[x * share for x in w] for w in weights(mode, STEP)]])
+    return run, (losses, [[[x * share for x in w] for w in weights(mode, STEP, empty=empty)]])
 
 
 def key(mode: str, **further: str) -> dict[str, Any]:
@@ -107,6 +113,9 @@ RUNS: dict[str, Held] = {
     PADDED: held(
         Run("", {"key": key("sample_mean", rejected="count")}), "sample_mean", share=SHARE
     ),
+    "sample_mean, without empty ones": held(
+        Run("", {"key": key("sample_mean", empty="skip")}), "sample_mean", empty="skip"
+    ),
     "prompt_mean, distillation": held(
         Run(flags("prompt_mean"), DISTILLED), "prompt_mean", distilled
     ),
@@ -118,6 +127,7 @@ NEAR: dict[str, str | None] = {
     "prompt_mean": "token_mean",
     "constant": "constant, padding counts",
 }
+NEAR["sample_mean, without empty ones"] = PADDED
 NEAR |= {f"{mode}, configured": NEAR.get(mode) for mode in MODES}
 OTHERS = {
     "microbatch_mean": Run(flags("microbatch_mean"), {}),
