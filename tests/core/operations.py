@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_loss_agg import weights
+from megatron_loss_agg import weights  # what a GPU does not know, see `Operations`
 from tests import device
 
 WAITS = {f"aten::{name}" for name in device.WAITS}

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg import LossAggregation
+from megatron_loss_agg import LossAggregation, Microbatch
 from megatron_loss_agg.__main__ import main
-from megatron_loss_agg.explain.rows import Layout, Rows
-from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import formula
+from megatron_loss_agg.explain.rows import Layout, Rows  # whose digits `explain` rounds
+from megatron_loss_agg.weights import formula  # as doctor says it, before a step is counted
 
 ROOT = Path(__file__).parents[2]
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -363,7 +362,6 @@ def test_a_bar_shows_on_a_terminal_and_may_be_missing(capsys, tmp_path, monkeypa
 
 
 def test_the_formula_without_numbers_is_that_of_the_docstring():
-    # As doctor says it, before a step is counted.
     for agg, expected in {
         LossAggregation.preset("slime/constant", divisor=8): "m_t / (8 * N_rollout)",
         LossAggregation(mode="token_mean"): "m_t / M_step",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 from megatron_loss_agg.errors import DivisorError, ModeError
-from megatron_loss_agg.presets import PRESETS, Preset
+from megatron_loss_agg.presets import PRESETS, Preset  # each with what it was compared with
 from tests.peers.standins import PEERS
 from tests.peers.step import ADVANTAGES, DIVISOR, MASKS, PROMPTS, SEQ
 from tests.peers.systems import SYSTEMS
