@@ -41,6 +41,8 @@ def gathered(
     Raises:
         PeerError: some rank called `abandon`.
     """
+    if ranks_of(group) == 1:
+        return [mine]
     headers = all_gather(torch.tensor([0, tag, len(mine)]), group).tolist()
     if failed := [rank for rank, header in enumerate(headers) if header[0]]:
         raise PeerError(

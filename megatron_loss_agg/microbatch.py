@@ -5,9 +5,10 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -135,7 +136,11 @@ class Microbatch:
         """With each tensor changed, but the `token_ids`; itself if none is."""
         given = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         own = {name: y for name, x in given.items() if (y := change(x)) is not x}
-        return replace(self, **own) if own else self  # type: ignore[arg-type]
+        if not own:
+            return self
+        other = copy.copy(self)  # shapes and dtypes are as they were, and were checked
+        vars(other).update(own)
+        return other
 
     def _check_layout(self) -> None:
         """Raise unless the shapes of mask and offsets are those of rows, or of a pack."""

@@ -192,7 +192,9 @@ def weighted_sum_of_fitting(w: Tensor, token_loss: Tensor) -> Tensor:
     summed = torch.promote_types(w.dtype, token_loss.dtype)
     if not summed.is_floating_point:
         summed = torch.float32
-    w, token_loss = (in_dtype(x, at_least_fp32(summed)).reshape(-1) for x in (w, token_loss))
+    wide = at_least_fp32(summed)
+    # `flatten`, unlike `reshape`, adds no node to the graph for a vector.
+    w, token_loss = in_dtype(w, wide).flatten(), in_dtype(token_loss, wide).flatten()
     total = torch.dot(token_loss, w)
     # The gradient is w even where losses are not finite: only the value needs a repair.
     if not _is_known_finite(total):

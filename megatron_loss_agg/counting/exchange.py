@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -100,13 +101,13 @@ class LocalTerm:
         )
         # Ordinals of this rank's microbatches and samples, apart from those of other owners.
         first = (self._rank if self.owner < 0 else self.owner) << 32
-        sizes = torch.tensor(samples.sizes, dtype=torch.int64)
+        ends, ordinal_S = torch.tensor([*accumulate(samples.sizes)]).long(), torch.arange(number)
         columns = [
             samples.sums_S.view(torch.int64),
             samples.weights_S.view(torch.int64),
             samples.rejected_S.long(),
-            torch.arange(len(sizes)).repeat_interleave(sizes) + first,
-            torch.arange(number) + first,
+            torch.searchsorted(ends, ordinal_S, right=True) + first,
+            ordinal_S + first,
             *(samples.ids.get(unit, torch.zeros(number).long()) for unit in self.units),
         ]
         return torch.cat([torch.tensor(record), *columns])

@@ -41,13 +41,14 @@ class Samples(NamedTuple):
     @classmethod
     def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
         """Of microbatches on the CPU."""
+        given = {
+            name
+            for name in ("rejected", "sample_weights")
+            if any(getattr(m, name) is not None for m in microbatches)
+        }
         weights_S = _column(microbatches, "sample_weights", 1.0)
-        bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
-        if bool(bad_S.any()):
-            raise MaskError(
-                f"sample_weights has the value {weights_S[bad_S][0].item():g}; expected finite "
-                "numbers >= 0"
-            )
+        if "sample_weights" in given:
+            _check_weights(weights_S)
         routed = [m.routed_tokens for m in microbatches]
         return cls(
             sums_S=sums_by_sample(microbatches),
@@ -59,11 +60,7 @@ class Samples(NamedTuple):
             },
             rejected_S=_column(microbatches, "rejected", False),
             weights_S=weights_S,
-            given={
-                name
-                for name in ("rejected", "sample_weights")
-                if any(getattr(m, name) is not None for m in microbatches)
-            },
+            given=given,
             # Of floats `count_nonzero` alone is slow.
             active_tokens=[int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
             positions=[
@@ -114,6 +111,15 @@ def read_terms(
         own: Samples.of_microbatches([on_cpu[m] for m in own]) for own in dict.fromkeys(given)
     }
     return [(tuple(copies[m] for m in own), samples[own]) for own in given]
+
+
+def _check_weights(weights_S: Tensor) -> None:
+    bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
+    if bool(bad_S.any()):
+        raise MaskError(
+            f"sample_weights has the value {weights_S[bad_S][0].item():g}; expected finite numbers "
+            ">= 0"
+        )
 
 
 def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:

@@ -83,6 +83,12 @@ class PlannedTerm(StepCoefficients):
         """Likewise."""
         return self._by_microbatch[1][i]
 
+    @cached_property
+    def sums(self) -> Sequence[tuple[float, float]]:
+        """Of each microbatch, ``sum_s M_s`` and ``sum_s c_s M_s``."""
+        both = zip(*self._by_microbatch, strict=True)
+        return [(float(mask_S.sum()), float(c_S.dot(mask_S))) for c_S, mask_S in both]
+
 
 @dataclass(frozen=True)
 class PlannedStep:

@@ -12,8 +12,7 @@ hold some twice and lack others, and forward steps may use those of another micr
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,8 +29,8 @@ from megatron_loss_agg.mcore.step import PlannedStep
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
-_Number = tuple[Tensor, Callable[[], Tensor]]
-"""Of a mask on this rank; and what it adds up to over ranks, as a function to call afterwards."""
+_Numbers = tuple[Tensor, Sequence[float]]
+"""Of a mask on this rank; and what they add up to over ranks."""
 _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks gather them
 
 
@@ -50,7 +49,7 @@ class MaskCheck(Extension):
         # In the first step, also compare tokens, and sums by sample.
         verifies = bool(self.needs)
         copies, cp_size, cp = 1, call.groups.cp_size, call.groups.cp
-        numbers: dict[int, list[_Number]] = {}  # by microbatch: see `_numbers`
+        numbers: dict[int, list[_Numbers]] = {}  # by microbatch: see `_numbers`
         tokens: dict[int, Tensor] = {}  # likewise, see `_tokens`
 
         def on_loss(x: MicrobatchLoss) -> None:
@@ -74,7 +73,7 @@ class MaskCheck(Extension):
             dist.all_reduce(found, group=cp)
         if verifies and plan.first.prints is not None:
             self._check_tokens(call, plan.first.prints, by_rank)
-        _check_masks(plan, found.cpu() / copies, numbers)
+        _check_masks(plan, (found / copies).tolist(), numbers)
         if call.trains and call.ends_step and not plan.is_empty:
             self.needs = frozenset()
 
@@ -101,25 +100,24 @@ class MaskCheck(Extension):
             )
 
 
-def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iterator[_Number]:
-    none = functools.partial(torch.zeros, 1)
+def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iterator[_Numbers]:
     term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.counted[name]
     if x.plan.is_late:  # nothing was counted, and only its values can be checked
         legal = mask.isfinite() & (mask >= 0)
         if x.plan.divided_by_host:
             legal = (mask == 0) | (mask == 1)
-        yield (~legal).sum(), none
+        yield (~legal).sum(), [0.0]
         return
-    planned_S = term.mask_sums(x.i)
+    mask_sum, weight_sum = term.sums[x.i]
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.
     known = local.starts is None or cp_size == 1 or local.copies > 1 or local.split is not None
     if verifies and known:
-        yield local.sums(mask), lambda: planned_S
-    yield x.mask_sums[name], planned_S.sum
+        yield local.sums(mask), term.mask_sums(x.i).tolist()
+    yield x.mask_sums[name], [mask_sum]
     if term.custom is None:
-        yield w_T.sum(), functools.partial(torch.dot, term.coefficients(x.i), planned_S)
+        yield w_T.sum(), [weight_sum]
     else:  # weights where the mask is 0
-        yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), none
+        yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), [0.0]
 
 
 def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
@@ -139,25 +137,26 @@ def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -
 
 
 def _check_masks(
-    plan: PlannedStep, found: Tensor, numbers: Mapping[int, Sequence[_Number]]
+    plan: PlannedStep, found: Sequence[float], numbers: Mapping[int, Sequence[_Numbers]]
 ) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    by_microbatch = {i: torch.cat([y().reshape(-1) for _, y in x]) for i, x in numbers.items()}
-    planned = torch.cat([*by_microbatch.values()])
-    fits = (found - planned).abs() <= _TOLERANCE * planned.abs()  # NaN does not
-    if bool(fits.all()):
-        return
-    k = int((~fits).nonzero()[0])
-    i = [i for i, x in by_microbatch.items() for _ in range(len(x))][k]
-    if plan.is_late:
-        legal = "0 and 1, or another mode" if plan.divided_by_host else "finite numbers from 0 on"
-        raise MaskError(f"the model's mask of microbatch {i} has other values; expected {legal}")
-    raise MaskError(
-        "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
-        f"microbatch {i} it sums to {float(found[k]):g}, by sample or weighted, and that to "
-        f"{float(planned[k]):g}; expected the script to leave it undivided (and fractions in "
-        f"fp32), and to split it as CPLayout can: otherwise {HOW_TO_READ} with the final mask"
-    )
+    planned = [(i, y) for i, pairs in numbers.items() for _, of_mask in pairs for y in of_mask]
+    for x, (i, y) in zip(found, planned, strict=True):
+        if abs(x - y) <= _TOLERANCE * abs(y):  # NaN is not
+            continue
+        if plan.is_late:
+            legal = (
+                "0 and 1, or another mode" if plan.divided_by_host else "finite numbers from 0 on"
+            )
+            raise MaskError(
+                f"the model's mask of microbatch {i} has other values; expected {legal}"
+            )
+        raise MaskError(
+            "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
+            f"microbatch {i} it sums to {x:g}, by sample or weighted, and that to {y:g}; expected "
+            "the script to leave it undivided (and fractions in fp32), and to split it as CPLayout "
+            f"can: otherwise {HOW_TO_READ} with the final mask"
+        )
 
 
 def _tokens(x: MicrobatchLoss) -> Tensor:

@@ -83,7 +83,8 @@ def read_batch(batch: Any, *, dataset_id: bool = False, factors: str | None = No
             token_factors = token_factors.reshape(1, -1)
     if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
-    return identified(Microbatch(mask, token_factors=token_factors, **offsets, **by_sample), batch)
+    ids = _token_ids(batch, mask)
+    return Microbatch(mask, token_factors=token_factors, token_ids=ids, **offsets, **by_sample)
 
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
@@ -136,12 +137,15 @@ def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Te
 
 def identified(microbatch: Any, batch: Any) -> Any:
     """``microbatch`` with the token ids of ``batch``, if it has none of its own."""
-    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
     if not isinstance(microbatch, Microbatch) or microbatch.token_ids:
         return microbatch
-    number = microbatch.loss_mask.numel()
-    token_ids = [x for x in given if holds_integers(x) and x.numel() == number]
+    token_ids = _token_ids(batch, microbatch.loss_mask)
     return dataclasses.replace(microbatch, token_ids=token_ids) if token_ids else microbatch
+
+
+def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
+    given = [batch.get(name) for name in _TOKEN_IDS] if isinstance(batch, Mapping) else []
+    return [x for x in given if holds_integers(x) and x.numel() == mask.numel()]
 
 
 def listed_in_full(microbatches: Any, number: int) -> list[Any]:
