@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -33,10 +33,11 @@ from typing import Any, Literal, NamedTuple
 from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
 from megatron_loss_agg.presets import PRESETS, SYSTEMS, presets_of
 
-Unit = Literal["step", "microbatch", "sample", "rollout", "prompt", "dataset"]
-"""A way to group the tokens of an optimizer step."""
+Unit = str
+"""A way to group the tokens of an optimizer step: one of `WITHOUT_IDS`, or told by ids."""
+WITHOUT_IDS: tuple[Unit, ...] = ("step", "microbatch", "sample")
 BY_ID: tuple[Unit, ...] = ("prompt", "rollout", "dataset")
-"""Units whose groups are told by ids, in `Microbatch` and batches under ``<unit>_ids``."""
+"""Units whose ids `Microbatch` has as ``<unit>_ids``; it has those of other names in ``ids``."""
 
 
 class Mode(NamedTuple):
@@ -92,7 +93,7 @@ class LossAggregation:
     levels: Sequence[str] | None = None
     """For `nested_mean`: units from outside to inside, such as ("prompt", "rollout", "sample") or
     "prompt,rollout,sample": the mean over prompts of the mean over each prompt's rollouts of the
-    mean over their samples.
+    mean over their samples. A unit may be any name of `Microbatch.ids`.
     """
     rejected: str | None = None
     """Whether rejected samples (weight 0) are included in M_within and N_across: `count` or
@@ -169,7 +170,7 @@ class LossAggregation:
     @property
     def path(self) -> tuple[Unit, ...]:
         """The units of its means, from outside to inside."""
-        return MODES[self.mode].path if self.levels is None else self.levels  # type: ignore[return-value]
+        return MODES[self.mode].path if self.levels is None else (*self.levels,)
 
     @property
     def within(self) -> Unit | None:
@@ -181,7 +182,7 @@ class LossAggregation:
     @property
     def across(self) -> Unit | None:
         """The unit whose number of groups divides a token's weight."""
-        return self.count or next(iter(self.path), None)  # type: ignore[return-value]
+        return self.count or next(iter(self.path), None)
 
     @functools.cached_property
     def units(self) -> set[Unit]:
@@ -189,12 +190,17 @@ class LossAggregation:
         return {unit for unit in (self.within, self.across, *self.path) if unit is not None}
 
     @property
+    def by_id(self) -> list[Unit]:
+        """Those of the `units` whose groups are told by ids."""
+        return sorted(self.units - {*WITHOUT_IDS})
+
+    @property
     def weighted(self) -> Unit | None:
         """The unit of ``V_g``; None where `sample_weights` are in no denominator."""
         if self.sample_weights != "count":
             return None
         innermost = self.path[-1] if self.path else self.within
-        return self.count or innermost  # type: ignore[return-value]
+        return self.count or innermost
 
     @property
     def scale(self) -> float:
@@ -209,12 +215,18 @@ class LossAggregation:
             if levels is not None:
                 raise ModeError(f"levels={levels!r} with mode {self.mode!r}; expected none")
             return
-        is_path = isinstance(levels, (list, tuple)) and all(x in _COUNTABLE for x in levels)
-        if not is_path or not 0 < len({*levels}) == len(levels) or "sample" in levels[:-1]:
+        are_names = isinstance(levels, (list, tuple)) and {*map(type, levels)} == {str}
+        if not (
+            are_names
+            and all(map(str.isidentifier, levels))
+            and len({*levels}) == len(levels)
+            and {"step", "microbatch"}.isdisjoint(levels)
+            and "sample" not in levels[:-1]
+        ):
             raise ModeError(
                 f"levels={levels!r} with mode 'nested_mean'; expected units from outside to "
-                f"inside, each once, of {', '.join(_COUNTABLE)}, with sample last: such as "
-                "('prompt', 'rollout', 'sample')"
+                f"inside, each once, of {', '.join(_COUNTABLE)} or ids of another name, with "
+                "sample last: such as ('prompt', 'rollout', 'sample')"
             )
         object.__setattr__(self, "levels", (*levels,))
 
@@ -269,31 +281,3 @@ def _did_you_mean(name: object, known: Iterable[str]) -> str:
     """Names the one of ``known`` that is nearest to ``name``; empty if none is near."""
     near = get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}? " if near else ""
-
-
-def terms_in_words(terms: Mapping[str, Term]) -> str:
-    """Modes, and what is not the default; the same text in every process."""
-    texts = []
-    for name, term in terms.items():
-        aggregation = term.aggregation
-        label, mode = aggregation.label, aggregation.mode
-        settings = [] if label == mode else [label]
-        for x in fields(aggregation):
-            value, default = getattr(aggregation, x.name), x.default
-            if x.name == "empty" and label in PRESETS:
-                default = PRESETS[label].empty
-            if x.name not in ("mode", "name") and value != default:
-                settings.append(f"{x.name.replace('_', ' ')}: {_shown(value)}")
-        shown = f"{mode} ({', '.join(settings)})" if settings else mode
-        coefficient = "" if term.coefficient == 1 else f"{term.coefficient!r} * "
-        texts.append(coefficient + (shown if name in (mode, label) else f"{name}: {shown}"))
-    return " + ".join(texts)
-
-
-def _shown(value: Any) -> str:
-    """A word, a number, or the name of a function, since its address differs between processes."""
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    if isinstance(value, tuple):
-        return " > ".join(value)
-    return value if isinstance(value, str) else f"{float(value):.15g}"

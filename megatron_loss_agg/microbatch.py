@@ -8,21 +8,20 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_loss_agg.aggregation import BY_ID
+from megatron_loss_agg.aggregation import BY_ID, WITHOUT_IDS, Unit
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.weights import check_tensors, described, detached, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
-ID_FIELDS = tuple(f"{unit}_ids" for unit in BY_ID)
-BY_SAMPLE = dict.fromkeys(ID_FIELDS, torch.int64)
+BY_SAMPLE = {f"{unit}_ids": torch.int64 for unit in BY_ID}
 BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
 """Fields with a value for each sample, and the dtype they are counted in."""
 
@@ -45,6 +44,7 @@ class Microbatch:
             machine. Two of a million distinct strings collide with probability 3e-8.
         rollout_ids: likewise for samples cut from one rollout.
         dataset_ids: likewise for samples of one data set.
+        ids: likewise for groups of any other name, as levels of ``nested_mean``.
         rejected: bool [samples]; True for samples of weight 0. `LossAggregation.rejected` says
             whether they count in the denominators.
         sample_weights: floating-point [samples], finite and >= 0; multiply the weights of each
@@ -72,6 +72,7 @@ class Microbatch:
     _: KW_ONLY
     cu_seqlens_padded: Tensor | None = None
     dataset_ids: Any = None
+    ids: Mapping[str, Any] = field(default_factory=dict)  # values like `prompt_ids`
     rejected: Tensor | None = None
     sample_weights: Tensor | None = None
     token_factors: Tensor | None = None
@@ -88,6 +89,16 @@ class Microbatch:
         for name in BY_SAMPLE:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_by_sample(name, given, self.num_samples))
+        if not isinstance(self.ids, Mapping) or self.ids.keys() & {*WITHOUT_IDS, *BY_ID}:
+            raise GroupError(
+                f"ids={self.ids!r}; expected a mapping by names of your own, and for others "
+                "prompt_ids=, rollout_ids= or dataset_ids="
+            )
+        of_names = {
+            unit: checked_by_sample(f"{unit}_ids", x, self.num_samples)
+            for unit, x in self.ids.items()
+        }
+        object.__setattr__(self, "ids", of_names)
         given = (self.token_ids,) if isinstance(self.token_ids, Tensor) else (*self.token_ids,)
         for ids in given:
             if not holds_integers(ids) or ids.numel() != mask.numel():
@@ -106,6 +117,10 @@ class Microbatch:
         if self.cu_seqlens is None:
             return self.loss_mask.shape[0]
         return self.cu_seqlens.numel() - 1
+
+    def ids_of(self, unit: Unit) -> Tensor | None:
+        """int64 [samples]; None if it has none."""
+        return getattr(self, f"{unit}_ids") if unit in BY_ID else self.ids.get(unit)
 
     @property
     def sample_starts(self) -> Tensor | None:
@@ -135,7 +150,10 @@ class Microbatch:
     def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
         """With each tensor changed, but the `token_ids`; itself if none is."""
         given = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        own = {name: y for name, x in given.items() if (y := change(x)) is not x}
+        own: dict[str, Any] = {n: y for n, x in given.items() if (y := change(x)) is not x}
+        ids = {unit: change(x) for unit, x in self.ids.items()}
+        if any(ids[unit] is not x for unit, x in self.ids.items()):
+            own["ids"] = ids
         if not own:
             return self
         other = copy.copy(self)  # shapes and dtypes are as they were, and were checked
@@ -205,13 +223,13 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
-    """The field ``name`` of `BY_SAMPLE` as a tensor [samples]; ids that are strings are hashed.
+    """The field ``name`` of `BY_SAMPLE`, or else ids, as a tensor [samples]; strings are hashed.
 
     Raises:
         GroupError: another dtype (weights have any floating one), or not ``number`` values.
     """
-    x = hashed(name, given) if name in ID_FIELDS and not isinstance(given, Tensor) else given
-    dtype = BY_SAMPLE[name]
+    dtype = BY_SAMPLE.get(name, torch.int64)
+    x = hashed(name, given) if dtype == torch.int64 and not isinstance(given, Tensor) else given
     fits = is_plain(x) and x.shape == (number,)
     if not fits or (x.dtype != dtype and not (x.is_floating_point() and dtype.is_floating_point)):
         kind = "floating-point" if dtype.is_floating_point else dtype

@@ -109,7 +109,8 @@ class StepPlan(StepCoefficients):
             named = named_terms(terms)
             if unknown := [unit for unit in group_by if unit not in BY_ID]:
                 raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
-            read = read_terms(named, listed(microbatches))
+            own = {unit for term in named.values() for unit in term.aggregation.by_id}
+            read = read_terms(named, listed(microbatches), sorted(own.union(BY_ID)))
             local = {
                 name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
                 for (name, term), (_, samples) in zip(named.items(), read, strict=True)
@@ -136,6 +137,7 @@ class StepPlan(StepCoefficients):
         prompt_ids: Ids | Sequence[Ids] | None = None,
         rollout_ids: Ids | Sequence[Ids] | None = None,
         dataset_ids: Ids | Sequence[Ids] | None = None,
+        ids: Mapping[str, Ids | Sequence[Ids]] | None = None,
         rejected: Tensor | Sequence[Tensor] | None = None,
         sample_weights: Tensor | Sequence[Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
@@ -148,8 +150,8 @@ class StepPlan(StepCoefficients):
         Args:
             mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
                 tensor; or a list of such vectors, one for each microbatch.
-            prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights: as in `Microbatch`,
-                for all samples in order; or a list, one entry for each microbatch.
+            prompt_ids, rollout_ids, dataset_ids, ids, rejected, sample_weights: as in
+                `Microbatch`, for all samples in order; or a list, one entry for each microbatch.
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
@@ -159,7 +161,9 @@ class StepPlan(StepCoefficients):
         """
         with abandoning_on_error(group):
             given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
-            samples = Samples.of_sums(mask_sums, dict(zip(BY_SAMPLE, given, strict=True)))
+            samples = Samples.of_sums(
+                mask_sums, dict(zip(BY_SAMPLE, given, strict=True)), ids or {}
+            )
             (term,) = named_terms({"": agg}).values()
             local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ def token_weights(
     *,
     cu_seqlens_padded: Tensor | None = None,
     dataset_ids: Ids | None = None,
+    ids: Mapping[str, Ids] | None = None,
     sample_weights: Tensor | None = None,
     token_factors: Tensor | None = None,
 ) -> Tensor:
@@ -47,6 +50,7 @@ def token_weights(
         rollout_ids,
         cu_seqlens_padded=cu_seqlens_padded,
         dataset_ids=dataset_ids,
+        ids=ids or {},
         sample_weights=sample_weights,
         token_factors=token_factors,
     )

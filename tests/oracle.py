@@ -57,6 +57,7 @@ def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
         "microbatch": (rank, microbatch),
         "sample": place,
         "rollout": sample.rollout,
+        "session": sample.rollout,  # by another name
         "prompt": sample.prompt,
         "dataset": sample.dataset,
     }[unit]

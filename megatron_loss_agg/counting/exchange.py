@@ -48,7 +48,7 @@ class LocalTerm:
 
     Attributes:
         owner: rank of the owner; -1 where samples are whole.
-        units: of `BY_ID`, whose groups are needed, or may be by a custom function.
+        units: told by ids, whose groups are needed, or may be by a custom function.
 
     Raises:
         GroupError: missing ids; or rejected samples or sample weights, about which the aggregation
@@ -72,14 +72,16 @@ class LocalTerm:
         self.owner, self._rank = -1, dist.get_rank() if dist.is_initialized() else 0
         if sharded_over is not None:
             self.owner = min(dist.get_process_group_ranks(sharded_over))
-        used = {*agg.units, *group_by}
-        self.units = [unit for unit in BY_ID if unit in used or agg.mode == "custom"]
-        for unit in used.intersection(self.units):
+        used = {*agg.by_id, *group_by}
+        self.units = sorted(used.union(BY_ID if agg.mode == "custom" else ()))
+        for unit in sorted(used):
             if unit not in samples.ids:
                 what = "a report" if unit in group_by else f"mode {agg.mode!r}"
+                where = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
                 raise GroupError(
                     f"{what} groups by {unit} and a microbatch has no {unit}_ids; "
-                    f"give {unit}_ids=, one for each sample"
+                    f"give {where}, one for each sample, or "
+                    f"group by another unit: there are ids of {sorted(samples.ids)}"
                 )
 
     def packed(self) -> Tensor:

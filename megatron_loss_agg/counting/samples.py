@@ -39,8 +39,8 @@ class Samples(NamedTuple):
     routed_microbatches: int  # that say their routed tokens
 
     @classmethod
-    def of_microbatches(cls, microbatches: Sequence[Microbatch]) -> Samples:
-        """Of microbatches on the CPU."""
+    def of_microbatches(cls, microbatches: Sequence[Microbatch], units: Iterable[Unit]) -> Samples:
+        """Of microbatches on the CPU; with no microbatch, the ids are those of ``units``."""
         given = {
             name
             for name in ("rejected", "sample_weights")
@@ -50,13 +50,15 @@ class Samples(NamedTuple):
         if "sample_weights" in given:
             _check_weights(weights_S)
         routed = [m.routed_tokens for m in microbatches]
+        known = {*units, *chain.from_iterable(m.ids for m in microbatches)}
+        found = {u: [x for m in microbatches if (x := m.ids_of(u)) is not None] for u in known}
         return cls(
             sums_S=sums_by_sample(microbatches),
             sizes=[m.num_samples for m in microbatches],
             ids={
-                unit: _column(microbatches, f"{unit}_ids", 0)
-                for unit in BY_ID
-                if all(getattr(m, f"{unit}_ids") is not None for m in microbatches)
+                unit: _joined(ids, torch.int64)
+                for unit, ids in found.items()
+                if len(ids) == len(microbatches)
             },
             rejected_S=_column(microbatches, "rejected", False),
             weights_S=weights_S,
@@ -71,7 +73,9 @@ class Samples(NamedTuple):
         )
 
     @classmethod
-    def of_sums(cls, mask_sums: Any, by_sample: Mapping[str, Any]) -> Samples:
+    def of_sums(
+        cls, mask_sums: Any, by_sample: Mapping[str, Any], ids: Mapping[Unit, Any]
+    ) -> Samples:
         """See `StepPlan.from_mask_sums`; ``by_sample`` has the fields of `BY_SAMPLE`, or None."""
         # An empty list is a rank without microbatches.
         flat = not isinstance(mask_sums, (list, tuple)) or any(map(_is_number, mask_sums))
@@ -86,16 +90,19 @@ class Samples(NamedTuple):
                 )
         sizes = [x.numel() for x in sums]
         of_all = {name: _of_all(name, x, sizes) for name, x in by_sample.items() if x is not None}
+        of_names = {unit: _of_all(f"{unit}_ids", x, sizes) for unit, x in ids.items()}
         # The same samples, each with all of its mask in one token.
-        rows = Microbatch(_joined(sums, torch.float64).unsqueeze(1), **of_all)
-        samples = cls.of_microbatches(brought_to_cpu([rows]))
+        rows = Microbatch(_joined(sums, torch.float64).unsqueeze(1), ids=of_names, **of_all)
+        samples = cls.of_microbatches(brought_to_cpu([rows]), [*BY_ID, *ids])
         return samples._replace(sizes=sizes, active_tokens=[], positions=None)
 
 
 def read_terms(
-    terms: Iterable[str], microbatches: Sequence[MicrobatchOfTerms]
+    terms: Iterable[str], microbatches: Sequence[MicrobatchOfTerms], units: Sequence[Unit]
 ) -> list[tuple[tuple[Microbatch, ...], Samples]]:
-    """Copies of each term's microbatches, and their samples; terms with the same ones share them.
+    """Copies of each term's microbatches, and their samples with the ids of ``units``.
+
+    Terms with the same ones share them.
 
     Raises:
         MaskError, GroupError: something else than microbatches; or values or offsets of masks, or
@@ -108,7 +115,8 @@ def read_terms(
     copies = {m: m.copied() for m in dict.fromkeys(chain(*given))}
     on_cpu = dict(zip(copies, brought_to_cpu([*copies.values()]), strict=True))
     samples = {
-        own: Samples.of_microbatches([on_cpu[m] for m in own]) for own in dict.fromkeys(given)
+        own: Samples.of_microbatches([on_cpu[m] for m in own], units)
+        for own in dict.fromkeys(given)
     }
     return [(tuple(copies[m] for m in own), samples[own]) for own in given]
 
@@ -151,7 +159,7 @@ def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
             "entry for each microbatch, or one vector for all samples"
         )
     parts = [checked_by_sample(name, x, size) for x, size in zip(given, sizes, strict=True)]
-    return _joined(parts, BY_SAMPLE[name])
+    return _joined(parts, BY_SAMPLE.get(name, torch.int64))
 
 
 def _is_number(x: object) -> bool:

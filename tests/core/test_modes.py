@@ -281,3 +281,10 @@ def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch, ids):
     for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
         with pytest.raises(GroupError, match=r"'dataset_id' is .*expected an integer for each"):
             read({**batch, "dataset_id": bad})
+
+
+def test_a_level_without_ids_in_the_batch_is_refused_with_those_that_it_has():
+    levels = aggregation("nested_mean", levels=("prompt", "sesion", "sample"))
+    batch = {"loss_mask": torch.ones(2, 1), "session_ids": torch.arange(2)}
+    with pytest.raises(GroupError, match=r"\['sesion_ids'\].*it has: \['session_ids'\]"):
+        reading(read_batch, {"loss": Term(levels)})(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from megatron_loss_agg import (
     token_weights,
     weighted_sum,
 )
-from megatron_loss_agg.errors import MaskError
+from megatron_loss_agg.errors import GroupError, MaskError
 from tests.core.meaning import (
     F64,
     MODES,
@@ -122,6 +123,31 @@ def test_coefficients_of_mask_sums_alone_are_exact_or_refused(options, given, ch
     masks = [torch.as_tensor(x["sums"], dtype=F64).view(-1, 1) for x in inputs]
     rows = [x | {"loss_mask": mask} for x, mask in zip(inputs, masks, strict=True)]
     assert_plan(plan, [[Read.of(x) for x in rows]])
+
+
+@given(
+    st.sampled_from([(), ("prompt",)]),
+    st.lists(microbatches(), min_size=1, max_size=3),
+    st.sampled_from(["count", "skip"]),
+)
+@search
+def test_a_level_of_any_name_is_one(outer, given, choice):
+    """As rollouts are, whose ids it has here."""
+    found: list[Any] = []
+    for unit in ("rollout", "session"):
+        levels, choices = (*outer, unit, "sample"), {"rejected": choice, "sample_weights": choice}
+        agg = LossAggregation(mode="nested_mean", levels=levels, **choices)
+        named = [x | {"ids": {"session": x["rollout_ids"]}} for x in given]
+        if unit == "session":
+            named = [x | {"rollout_ids": None} for x in named]
+        try:
+            plan = StepPlan.build(agg, [Microbatch(**x) for x in named])
+        except GroupError as error:  # a rollout of two prompts
+            found.append(str(error).replace("session", "rollout"))
+        else:
+            weights = [listed(plan.weights(i, F64)) for i in range(len(given))]
+            found.append([weights, *map(listed, plan.groups(unit))])
+    assert found[0] == found[1]
 
 
 terms = st.tuples(

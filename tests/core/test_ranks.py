@@ -17,7 +17,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_loss_agg import AggregationError, CPLayout, LossAggregation, Microbatch, StepPlan
-from tests.core.meaning import F64, UNITS, Read, aggregation, assert_plan, assert_same, cp_layout
+from tests.core.meaning import (
+    F64,
+    UNITS,
+    Read,
+    aggregation,
+    assert_plan,
+    assert_same,
+    cp_layout,
+    listed,
+)
 from tests.core.operations import Operations
 from tests.core.strategies import INPUTS, Changes, aggregations, changed, changes, microbatches
 from tests.distributed import run_ranks
@@ -202,6 +211,25 @@ def routed_on_ranks() -> list[Any]:
 def test_routed_tokens_are_those_of_all_ranks_that_share_no_samples():
     for found in run_ranks(routed_on_ranks, 2):
         assert found == [(3 * 9, False, 3 * 9), (3 * 9 + 10, True, 3 * 9 + 10), (18, False, 18)]
+
+
+def sessions_on_ranks() -> list[Any]:
+    """The first rank has two sessions, of 1 and 2 samples; the last one has no microbatch."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    ids = [{"session": ["a", "b"]}, {"session": ["b"]}]
+    step = [Microbatch(torch.ones(len(x["session"]), 1), ids=x) for x in ids[rank : rank + 1]]
+    agg = LossAggregation(mode="nested_mean", levels=("session", "sample"))
+    plan = StepPlan.build(agg, step, world)
+    sums = [torch.ones(m.num_samples) for m in step]
+    given = {"session": [x["session"] for x in ids[rank : rank + 1]]}
+    alone = StepPlan.from_mask_sums(agg, sums, ids=given, group=world)
+    return [listed(x.coefficients(i)) for x in (plan, alone) for i in range(len(step))]
+
+
+def test_ids_of_any_name_may_be_missing_where_a_rank_has_no_microbatch():
+    # 1 / (2 sessions * 1 or 2 samples).
+    first, second, third = run_ranks(sessions_on_ranks, 3)
+    assert (first, second, third) == ([[0.5, 0.25]] * 2, [[0.25]] * 2, [])
 
 
 def unshard_and_pull_back() -> None:

@@ -77,7 +77,9 @@ FIELDS: list[tuple[dict[str, Any], type[AggregationError], str]] = [
             "prompt;sample",
             ["sample", "prompt"],
             ["prompt", "prompt"],
-            ["turn"],
+            ["turn 1"],
+            ["step"],
+            ["microbatch", "sample"],
             [3],
         )
     ),
@@ -145,6 +147,7 @@ A_STRING = "a sequence of strings"
 OWN = LossAggregation(
     mode="custom", function=lambda p, i: p.microbatches[i].loss_mask, rejected="count"
 )
+TURNS = LossAggregation(mode="nested_mean", levels=("turn", "sample"))
 NEGATIVE = LossAggregation(mode="custom", function=lambda p, i: -p.microbatches[i].loss_mask)
 RISING = "of . tokens has cu_seqlens=.*; expected offsets that start at 0 and do not decrease"
 VALUES = "negative, infinite or NaN values, or some beyond fp32; expected finite"
@@ -227,6 +230,17 @@ OF_MASKS: list[Row] = [
 
 OF_SAMPLES: list[Row] = [
     (lambda: Microbatch(ROWS, rejected=ONES[:2]), GroupError, "rejected .*torch.bool"),
+    (
+        lambda: Microbatch(ROWS, ids={"prompt": ["a", "b"]}),
+        GroupError,
+        "ids=.*'prompt'.*prompt_ids=",
+    ),
+    (
+        lambda: Microbatch(ROWS, ids={"turn": [0, 1]}),
+        GroupError,
+        f"turn_ids is a list; .*{A_STRING}",
+    ),
+    (weighing(ROWS, TURNS), GroupError, r"no turn_ids; give ids=\{'turn': ...\}, one for each"),
     (weights_by(MEAN, ONES[:2]), GroupError, r"LossAggregation\(sample_weights='count'\)"),
     (weights_by(WEIGHTED_SUM, tensor([1, 2])), GroupError, r"expected floating-point \[2\]"),
     (weights_by(WEIGHTED_SUM, tensor([1.0, -1])), MaskError, "has the value -1; expected finite"),

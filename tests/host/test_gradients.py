@@ -16,11 +16,22 @@ import pytest
 import torch
 
 from tests.host import gpt
-from tests.host.cases import Case, assert_exact, covering, grid, run
+from tests.host.cases import Batch, Case, assert_exact, covering, grid, run
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import gradient_of, reference, relative_error
 from tests.host.steps import MODES, PLACES, Weights, deal, sequences
 
+
+def with_sessions(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """Rollouts under a name of their own."""
+    return {"session_ids" if key == "rollout_ids" else key: x for key, x in batch.items()}
+
+
+SESSIONS = Case(
+    "nested_mean",
+    {"levels": ("prompt", "session", "sample"), "empty": "skip"},
+    batch=with_sessions,
+)
 LOSSES = [
     Case("token_mean"),
     Case("sample_mean"),
@@ -30,6 +41,7 @@ LOSSES = [
     Case("prompt_mean", {"count": "sample"}),
     Case("nested_mean", {"levels": ("prompt", "sample")}),
     Case("nested_mean", {"levels": ("prompt", "rollout", "sample"), "empty": "skip"}),
+    SESSIONS,
     Case("sample_sum"),
     Case("constant", {"divisor": 7.0}),
     Case("sum"),

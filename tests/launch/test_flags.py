@@ -207,7 +207,7 @@ BAD_FLAGS = {
     "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
     "@ trl/dapo @-function json:dumps": "FunctionError|@-function with the preset 'trl/dapo'",
     "@ trl/dapo @-levels prompt": "ModeError|@-levels with the preset 'trl/dapo'",
-    "@ nested_mean @-levels prompt,turn": "ModeError|'turn'|sample, rollout, prompt, dataset",
+    "@ nested_mean @-levels prompt,sample,turn": "ModeError|'turn'|ids of another name|sample last",
     "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
     "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
 }

@@ -15,10 +15,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_loss_agg.aggregation import terms_in_words
 from megatron_loss_agg.errors import ModeError, PeerError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.words import terms_in_words
 
 _MARGIN = timedelta(seconds=5)
 """For ranks that wait for an answer: the rank that gives it has waited for the others."""

@@ -20,13 +20,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_loss_agg import __version__
-from megatron_loss_agg.aggregation import BY_ID, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags
 from megatron_loss_agg.mcore.launch.install import hook_from_args
 from megatron_loss_agg.mcore.launch.seams import seams
 from megatron_loss_agg.weights import formula
+from megatron_loss_agg.words import terms_in_words
 
 
 class Finding(NamedTuple):
@@ -153,8 +153,8 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     if unknown:
         text = f"{mode}; Megatron has no {unknown}: valid only if the script adds them"
         return Finding("WARN", "flags", text)
-    units = {unit for term in hook.terms.values() for unit in term.aggregation.units}
-    needs = " and ".join(f"{unit}_ids" for unit in BY_ID if unit in units)
+    units = {unit for term in hook.terms.values() for unit in term.aggregation.by_id}
+    needs = " and ".join(f"{unit}_ids" for unit in sorted(units))
     read = f"; the batches must have {needs}" if needs else ""
     return Finding("OK", "flags", f"{mode}; no other flag conflicts with it{read}")
 

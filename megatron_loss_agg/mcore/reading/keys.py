@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
@@ -36,7 +36,13 @@ HOW_TO_READ = (
 _TOKEN_IDS = ("labels", "tokens", "input_ids", "position_ids")  # the most telling first
 
 
-def read_batch(batch: Any, *, dataset_id: bool = False, factors: str | None = None) -> Microbatch:
+def read_batch(
+    batch: Any,
+    *,
+    dataset_id: bool = False,
+    factors: str | None = None,
+    units: Sequence[Unit] = (),
+) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
@@ -58,6 +64,7 @@ def read_batch(batch: Any, *, dataset_id: bool = False, factors: str | None = No
         dataset_id: without ``dataset_ids``, read the key ``dataset_id`` of Megatron's blended data
             sets: integers [batch], one for each row, or for all samples of each pack.
         factors: the key of the ``token_factors``, in the shape of the ``loss_mask``.
+        units: whose keys ``<unit>_ids`` are read for ``ids``.
 
     Raises:
         MaskError, GroupError: a key is missing, or has a wrong type or shape.
@@ -68,11 +75,19 @@ def read_batch(batch: Any, *, dataset_id: bool = False, factors: str | None = No
             f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
             f"that key to the batch, or {HOW_TO_READ}"
         )
-    by_sample: dict[str, Any] = {}
-    for name in BY_SAMPLE:
+    own, by_sample = {f"{unit}_ids": unit for unit in units}, dict[str, Any]()
+    for name in (*BY_SAMPLE, *own):
         if (x := batch.get(name)) is not None:
             by_sample[name] = x.reshape(-1) if isinstance(x, Tensor) else x
+    present = sorted(str(key) for key in batch if str(key).endswith("_ids"))
+    if missing := sorted(own.keys() - by_sample.keys()):
+        raise GroupError(
+            f"the batch has no {missing}; expected one id for each sample under each, since "
+            "--loss-aggregation-levels names them: add them to the batch, or choose levels of "
+            f"those that it has: {present}"
+        )
     numbers = {len(x) for x in by_sample.values() if isinstance(x, Sized)}
+    ids = {own[name]: by_sample.pop(name) for name in own.keys() & by_sample.keys()}
     mask, token_factors = batch["loss_mask"], None
     if factors is not None:
         token_factors = _like_mask(batch, factors)
@@ -83,17 +98,23 @@ def read_batch(batch: Any, *, dataset_id: bool = False, factors: str | None = No
             token_factors = token_factors.reshape(1, -1)
     if dataset_id and "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _of_rows(batch["dataset_id"], batch["loss_mask"], offsets)
-    ids = _token_ids(batch, mask)
-    return Microbatch(mask, token_factors=token_factors, token_ids=ids, **offsets, **by_sample)
+    token_ids = _token_ids(batch, mask)
+    return Microbatch(
+        mask, ids=ids, token_factors=token_factors, token_ids=token_ids, **offsets, **by_sample
+    )
 
 
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
-    """``read``; if it is `read_batch` and data sets matter, with Megatron's key ``dataset_id``."""
-    by_dataset = any("dataset" in term.aggregation.units for term in terms.values())
-    reads_keys: Callable[..., Any] = read  # if it is ours, perhaps with the key of factors
-    if getattr(read, "func", read) is read_batch and (dataset_id or by_dataset):
-        return functools.partial(reads_keys, dataset_id=True)
-    return read
+    """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
+
+    Of data sets, in them or otherwise by ``dataset_id``, Megatron's own key is read, too.
+    """
+    units = {unit for term in terms.values() for unit in term.aggregation.by_id}
+    if getattr(read, "func", read) is not read_batch:
+        return read
+    more: dict[str, Any] = {"dataset_id": True} if dataset_id or "dataset" in units else {}
+    reads_keys: Callable[..., Any] = read
+    return functools.partial(reads_keys, **more, units=sorted(units - {*BY_ID}))
 
 
 def with_factors(read: ReadBatch, key: str) -> ReadBatch:
@@ -173,8 +194,8 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
             f"the function that reads batches returned a {type(microbatch).__name__}; expected "
             "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
         )
-    for unit in BY_ID:
-        if unit in aggregation.units and getattr(microbatch, f"{unit}_ids") is None:
+    for unit in aggregation.by_id:
+        if microbatch.ids_of(unit) is None:
             raise GroupError(
                 f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
