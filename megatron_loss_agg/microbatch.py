@@ -241,7 +241,7 @@ def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
 
 def hashed(name: str, strings: Iterable[str]) -> Tensor:
     """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
-    values = list(strings)
+    values = list(strings) if isinstance(strings, Iterable) else [strings]
     if isinstance(strings, str) or not all(isinstance(x, str) for x in values):
         raise GroupError(
             f"{name} is {described(strings)}; expected an int64 tensor [samples], or a sequence of "

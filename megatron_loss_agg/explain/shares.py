@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import MODES, LossAggregation
+from megatron_loss_agg.aggregation import BY_ID, MODES, LossAggregation
 from megatron_loss_agg.errors import DivisorError, InputError
 from megatron_loss_agg.explain.samples import LISTS, Sample
 from megatron_loss_agg.plan import StepPlan
@@ -75,6 +75,9 @@ def explain(
             if divisor is not None:
                 raise
             left_out[name] = "needs --divisor"
+            continue
+        if unknown := sorted({*agg.by_id} - {*BY_ID}):
+            left_out[name] = f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
             continue
         units = {flag: u for flag, u in LISTS.items() if u in agg.units}
         missing = {flag: u for flag, u in units.items() if getattr(samples[0], u) is None}

@@ -118,6 +118,8 @@ BAD_ARGUMENTS = {
     "1 --modes trl/mean": "ModeError: unknown preset 'trl/mean'",
     "1 --modes custom": "FunctionError: function=None with mode 'custom'; expected a function",
     "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
+    "1 --modes nested_mean --levels session": "InputError: no mode to show: nested_mean needs ids "
+    "of ['session'], and explain has those of prompt, rollout, dataset",
     "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
     "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected its values",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import re
@@ -15,6 +16,7 @@ import torch
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
 from megatron_loss_agg.errors import GroupError
 from megatron_loss_agg.mcore import read_batch
+from megatron_loss_agg.mcore.reading.ahead import copied
 from megatron_loss_agg.mcore.reading.keys import reading  # for terms that use some keys alone
 from tests.core.meaning import F64, MODES, Read, aggregation, assert_same, expected_weights, lay
 from tests.oracle import Sample
@@ -80,6 +82,10 @@ def test_a_group_with_two_parents_is_refused_and_all_are_named():
     ids = {"prompt_ids": torch.tensor([7, 7, 9]), "rollout_ids": torch.tensor([4, 5, 5])}
     with pytest.raises(GroupError, match=r"rollout 5 is in the prompts [79] and [79]; expected"):
         StepPlan.from_mask_sums(agg, [2.0, 1.0, 2.0], **ids)
+    agg = LossAggregation(mode="nested_mean", levels=("task", "session"))
+    own = {"task": torch.tensor([7, 7, 9]), "session": torch.tensor([4, 5, 5])}
+    with pytest.raises(GroupError, match=r"session 5 is in the tasks [79] and [79]; expected"):
+        StepPlan.from_mask_sums(agg, [2.0, 1.0, 2.0], ids=own)
 
 
 @pytest.mark.parametrize("unit", ["prompt", "rollout"])
@@ -129,6 +135,22 @@ def test_later_edits_of_what_was_planned_change_nothing(layout):
             tensor.data.copy_(tensor.flip(0) * 5)  # which no version counter sees
         assert torch.equal(plan.weights(0), before), mode
         given = edited
+
+
+def test_ids_of_any_name_are_copied_too():
+    ids = torch.tensor([7, 9])
+    microbatch = Microbatch(torch.ones(2, 1), ids={"session": ids})
+    plan, copy = StepPlan.build(aggregation("sample_mean"), [microbatch]), copied(microbatch)
+    ids.zero_()
+    for x in (*plan.microbatches, copy):
+        assert x.ids["session"].tolist() == [7, 9]
+
+
+def test_samples_are_of_the_right_microbatch_beside_some_without_samples():
+    agg = aggregation("microbatch_mean", empty="skip")
+    plan = StepPlan.from_mask_sums(agg, [[], [1.0, 3.0], [], [2.0]])
+    # Two microbatches, of 4 and of 2 tokens: 1 / (2 * 4) and 1 / (2 * 2).
+    assert [plan.coefficients(i).tolist() for i in range(4)] == [[], [1 / 8] * 2, [], [1 / 4]]
 
 
 def test_coefficients_are_sent_without_the_rest_of_the_plan():
@@ -286,5 +308,18 @@ def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch, ids):
 def test_a_level_without_ids_in_the_batch_is_refused_with_those_that_it_has():
     levels = aggregation("nested_mean", levels=("prompt", "sesion", "sample"))
     batch = {"loss_mask": torch.ones(2, 1), "session_ids": torch.arange(2)}
+    batch["position_ids"] = torch.zeros(2, 1).long()  # no level
     with pytest.raises(GroupError, match=r"\['sesion_ids'\].*it has: \['session_ids'\]"):
         reading(read_batch, {"loss": Term(levels)})(batch)
+
+
+def test_own_keys_are_those_of_the_levels_and_what_the_reader_itself_asks_for():
+    levels = {"loss": Term(aggregation("nested_mean", levels=("task", "session", "sample")))}
+    named = {f"{unit}_ids": torch.tensor([[i, i]]) for i, unit in enumerate(("task", "session"))}
+    batch = {"loss_mask": torch.ones(2, 1), "dataset_id": torch.tensor([5, 6]), **named}
+    batch["turn_ids"] = torch.tensor([2, 2])
+    read = reading(functools.partial(read_batch, dataset_id=True, units=["turn"]), levels)(batch)
+    ids = {unit: x.tolist() for unit, x in read.ids.items()}
+    assert ids == {"task": [0, 0], "session": [1, 1], "turn": [2, 2]}
+    assert read.dataset_ids.tolist() == [5, 6]
+    assert reading(read_batch, levels)(batch).ids.keys() == {"task", "session"}

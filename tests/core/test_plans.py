@@ -132,22 +132,24 @@ def test_coefficients_of_mask_sums_alone_are_exact_or_refused(options, given, ch
 )
 @search
 def test_a_level_of_any_name_is_one(outer, given, choice):
-    """As rollouts are, whose ids it has here."""
+    """As prompts and rollouts are, whose ids it has here."""
     found: list[Any] = []
-    for unit in ("rollout", "session"):
-        levels, choices = (*outer, unit, "sample"), {"rejected": choice, "sample_weights": choice}
+    choices = dict.fromkeys(("empty", "rejected", "sample_weights"), choice)
+    for task, session in (("prompt", "rollout"), ("prompt", "session"), ("task", "session")):
+        levels = (*[task for _ in outer], session, "sample")
         agg = LossAggregation(mode="nested_mean", levels=levels, **choices)
-        named = [x | {"ids": {"session": x["rollout_ids"]}} for x in given]
-        if unit == "session":
-            named = [x | {"rollout_ids": None} for x in named]
+        named = given
+        if session == "session":
+            own = [{"session": x["rollout_ids"], "task": x["prompt_ids"]} for x in given]
+            named = [x | {"ids": y, "rollout_ids": None} for x, y in zip(given, own, strict=True)]
         try:
             plan = StepPlan.build(agg, [Microbatch(**x) for x in named])
         except GroupError as error:  # a rollout of two prompts
-            found.append(str(error).replace("session", "rollout"))
+            found.append(str(error).replace("session", "rollout").replace("task", "prompt"))
         else:
             weights = [listed(plan.weights(i, F64)) for i in range(len(given))]
-            found.append([weights, *map(listed, plan.groups(unit))])
-    assert found[0] == found[1]
+            found.append([weights, *map(listed, plan.groups(session))])
+    assert found[0] == found[1] == found[2]
 
 
 terms = st.tuples(

@@ -235,10 +235,9 @@ OF_SAMPLES: list[Row] = [
         GroupError,
         "ids=.*'prompt'.*prompt_ids=",
     ),
-    (
-        lambda: Microbatch(ROWS, ids={"turn": [0, 1]}),
-        GroupError,
-        f"turn_ids is a list; .*{A_STRING}",
+    *(
+        (lambda x=x: Microbatch(ROWS, ids={"turn": x}), GroupError, f"turn_ids is a .*{A_STRING}")
+        for x in ([0, 1], None, 3)
     ),
     (weighing(ROWS, TURNS), GroupError, r"no turn_ids; give ids=\{'turn': ...\}, one for each"),
     (weights_by(MEAN, ONES[:2]), GroupError, r"LossAggregation\(sample_weights='count'\)"),

@@ -208,6 +208,7 @@ BAD_FLAGS = {
     "@ trl/dapo @-function json:dumps": "FunctionError|@-function with the preset 'trl/dapo'",
     "@ trl/dapo @-levels prompt": "ModeError|@-levels with the preset 'trl/dapo'",
     "@ nested_mean @-levels prompt,sample,turn": "ModeError|'turn'|ids of another name|sample last",
+    "@ nested_mean @-levels position,sample": "ModeError|['position']|of tokens|@-batch",
     "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
     "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
 }

@@ -79,8 +79,8 @@ def read_batch(
     for name in (*BY_SAMPLE, *own):
         if (x := batch.get(name)) is not None:
             by_sample[name] = x.reshape(-1) if isinstance(x, Tensor) else x
-    present = sorted(str(key) for key in batch if str(key).endswith("_ids"))
     if missing := sorted(own.keys() - by_sample.keys()):
+        present = sorted(x for x in {*map(str, batch)} - {*_TOKEN_IDS} if x.endswith("_ids"))
         raise GroupError(
             f"the batch has no {missing}; expected one id for each sample under each, since "
             "--loss-aggregation-levels names them: add them to the batch, or choose levels of "
@@ -107,12 +107,19 @@ def read_batch(
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
     """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
 
-    Of data sets, in them or otherwise by ``dataset_id``, Megatron's own key is read, too.
+    Of data sets, in them or otherwise by ``dataset_id``, Megatron's own key is read, too. Raises
+    ModeError for a unit whose key has ids of tokens.
     """
     units = {unit for term in terms.values() for unit in term.aggregation.by_id}
     if getattr(read, "func", read) is not read_batch:
         return read
+    if of_tokens := sorted(unit for unit in units if f"{unit}_ids" in _TOKEN_IDS):
+        raise ModeError(
+            f"levels {of_tokens}, whose batch keys are of tokens; expected other names, or a "
+            "reader of your own (--loss-aggregation-batch)"
+        )
     more: dict[str, Any] = {"dataset_id": True} if dataset_id or "dataset" in units else {}
+    units |= {*getattr(read, "keywords", {}).get("units", ())}  # a custom function may need others
     reads_keys: Callable[..., Any] = read
     return functools.partial(reads_keys, **more, units=sorted(units - {*BY_ID}))
 
