@@ -161,9 +161,8 @@ class StepPlan(StepCoefficients):
         """
         with abandoning_on_error(group):
             given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
-            samples = Samples.of_sums(
-                mask_sums, dict(zip(BY_SAMPLE, given, strict=True)), ids or {}
-            )
+            of_names = {} if ids is None else ids
+            samples = Samples.of_sums(mask_sums, dict(zip(BY_SAMPLE, given, strict=True)), of_names)
             (term,) = named_terms({"": agg}).values()
             local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":

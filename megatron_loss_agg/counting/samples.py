@@ -90,7 +90,9 @@ class Samples(NamedTuple):
                 )
         sizes = [x.numel() for x in sums]
         of_all = {name: _of_all(name, x, sizes) for name, x in by_sample.items() if x is not None}
-        of_names = {unit: _of_all(f"{unit}_ids", x, sizes) for unit, x in ids.items()}
+        of_names: Any = ids  # checked by `Microbatch`
+        if isinstance(ids, Mapping):
+            of_names = {unit: _of_all(f"{unit}_ids", x, sizes) for unit, x in ids.items()}
         # The same samples, each with all of its mask in one token.
         rows = Microbatch(_joined(sums, torch.float64).unsqueeze(1), ids=of_names, **of_all)
         samples = cls.of_microbatches(brought_to_cpu([rows]), [*BY_ID, *ids])

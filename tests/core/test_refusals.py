@@ -250,6 +250,7 @@ OF_SAMPLES: list[Row] = [
     (of_sums([1.0], rejected=[True]), GroupError, "a list; expected torch.bool"),
     (of_sums([1.0], PROMPT_MEAN, prompt_ids="a"), GroupError, A_STRING),
     (of_sums([1.0] * 2, PROMPT_MEAN, prompt_ids=[0, 1]), GroupError, A_STRING),
+    (of_sums([1.0] * 2, TURNS, ids=tensor([0, 1])), GroupError, "expected a mapping by names"),
     (of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2]), GroupError, "for 1 microbatches"),
     (of_sums([1.0], NEGATIVE), FunctionError, "use StepPlan.build"),
     (lambda: of_sums([1.0])().weights(0), MaskError, "has no masks; expected StepPlan.build"),
