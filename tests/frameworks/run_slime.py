@@ -43,10 +43,11 @@ STANDINS = (
 OFF = """
     balance_data balance_by_flops allgather_cp calculate_per_token_loss
     custom_pg_loss_reducer_function_path loss_aggregation loss_aggregation_divisor
-    loss_aggregation_rejected rewards_normalization reward_key custom_advantage_function_path
-    use_opd normalize_advantages use_rollout_logprobs use_unbiased_kl eps_clip_c use_opsm
-    get_mismatch_metrics use_tis recompute_loss_function save_debug_train_data
-    custom_megatron_before_train_step_hook_path enable_mtp_training decoder_seq_length ci_test
+    loss_aggregation_empty loss_aggregation_rejected rewards_normalization reward_key
+    custom_advantage_function_path use_opd normalize_advantages use_rollout_logprobs
+    use_unbiased_kl eps_clip_c use_opsm get_mismatch_metrics use_tis recompute_loss_function
+    save_debug_train_data custom_megatron_before_train_step_hook_path enable_mtp_training
+    decoder_seq_length ci_test
 """
 ARGS: dict[str, Any] = {
     **dict.fromkeys(OFF.split()),
@@ -58,7 +59,6 @@ ARGS: dict[str, Any] = {
     "micro_batch_size": 1,
     "data_pad_size_multiplier": 8,
     "qkv_format": "thd",
-    "loss_aggregation_empty": "count",
     "advantage_estimator": "grpo",
     "rollout_temperature": 1.0,
     "rollout_top_p": 1.0,
