@@ -304,6 +304,9 @@ REFUSED = {
 FURTHER = {
     **{way: ours("prompt_mean", **WAYS[way]) for way in WAYS if way != "clip_cov"},
     "flags": held(Run("--loss-aggregation skyrl/prompt_mean", {}), "prompt_mean"),
+    "preset": held(
+        Run("", {"aggregation": {"mode": "areal/seq_mean"}}), "sample_mean", empty="skip"
+    ),
     "rollouts": ours("rollout_mean"),
     "microbatches": ours("microbatch_mean"),
     "sums": ours("sample_sum"),
