@@ -166,9 +166,11 @@ class StepPlan(StepCoefficients):
             (term,) = named_terms({"": agg}).values()
             local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":
-                raise FunctionError(
-                    "mode 'custom' with mask sums alone; expected masks, which its function reads: "
-                    "use StepPlan.build"
+                raise FunctionError("mode 'custom' needs masks; expected a call of StepPlan.build")
+            if agg.sample_weights and sample_weights is None:
+                raise GroupError(
+                    f"an aggregation with sample_weights={agg.sample_weights!r}, and no weights; "
+                    "give sample_weights=, or leave that option out"
                 )
         (counted,) = count_step({"": local}, group)
         known = vars(counted.coefficients)

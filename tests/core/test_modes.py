@@ -247,7 +247,7 @@ def test_mask_sums_alone_in_any_form_give_the_coefficients():
 
 def test_ids_are_given_by_microbatch_or_for_all_samples_and_a_rank_may_have_none():
     sums, ids = [torch.tensor([1.5, 0.0, 3.0]), torch.tensor([1.25])], [["a", "b", "a"], ["b"]]
-    agg = aggregation("prompt_mean", rejected="skip", sample_weights="skip")
+    agg = aggregation("prompt_mean")
     for given in (ids, ["a", "b", "a", "b"], torch.tensor([0, 1, 0, 1])):
         plan = StepPlan.from_mask_sums(agg, sums, prompt_ids=given)
         # Prompts a (4.5 tokens) and b (1.25 tokens): 1 / (2 * 4.5) and 1 / (2 * 1.25).
@@ -255,7 +255,8 @@ def test_ids_are_given_by_microbatch_or_for_all_samples_and_a_rank_may_have_none
         assert plan.coefficients(1).tolist() == [0.5 / 1.25]
     names = ("prompt_ids", "rollout_ids", "dataset_ids", "rejected", "sample_weights")
     nothing: dict[str, list[Any]] = {name: [] for name in names}
-    assert StepPlan.from_mask_sums(agg, [], **nothing).counts.microbatches == 0
+    everything = aggregation("prompt_mean", rejected="skip", sample_weights="skip")
+    assert StepPlan.from_mask_sums(everything, [], **nothing).counts.microbatches == 0
     assert StepPlan.from_mask_sums(agg, [[]], prompt_ids=[]).coefficients(0).numel() == 0
 
 

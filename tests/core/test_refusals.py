@@ -247,12 +247,17 @@ OF_SAMPLES: list[Row] = [
     (of_sums([1.0, -1.0]), MaskError, "finite numbers >= 0"),
     (of_sums(ROWS), MaskError, "expected a vector"),
     (of_sums([1.0], rejected=tensor([True])), GroupError, "rejected='count'"),
+    (
+        of_sums([1.0], aggregation("token_mean", sample_weights="count")),
+        GroupError,
+        "'count', and no weights; give sample_weights=",
+    ),
     (of_sums([1.0], rejected=[True]), GroupError, "a list; expected torch.bool"),
     (of_sums([1.0], PROMPT_MEAN, prompt_ids="a"), GroupError, A_STRING),
     (of_sums([1.0] * 2, PROMPT_MEAN, prompt_ids=[0, 1]), GroupError, A_STRING),
     (of_sums([1.0] * 2, TURNS, ids=tensor([0, 1])), GroupError, "expected a mapping by names"),
     (of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2]), GroupError, "for 1 microbatches"),
-    (of_sums([1.0], NEGATIVE), FunctionError, "use StepPlan.build"),
+    (of_sums([1.0], NEGATIVE), FunctionError, "a call of StepPlan.build"),
     (lambda: of_sums([1.0])().weights(0), MaskError, "has no masks; expected StepPlan.build"),
 ]
 
