@@ -107,7 +107,8 @@ class Table:
                 raise GroupError(
                     f"the {inner} {int(children.ids[one])} is in the {outer}s "
                     f"{int(parents.ids[parent[one]])} and {int(parents.ids[other])}; expected each "
-                    f"{inner} in one {outer}, for the levels {' > '.join(self._agg.path)}"
+                    f"{inner} in one {outer}, for the levels {' > '.join(self._agg.path)}: ids "
+                    "that are unique over the whole step"
                 )
             counted = self._counts(children).double()
             number = torch.zeros_like(parents.ids).double().index_add_(0, parent, counted)

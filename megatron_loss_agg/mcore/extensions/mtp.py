@@ -151,7 +151,8 @@ class _HostLosses:
         differ = torch.stack(self._differ).tolist() if self._differ else []
         if len(differ) != expected or any(differ):
             raise HostError(
-                "the model's masks of MTP are not the loss mask moved by the depth; expected a "
+                "the model's masks of MTP are not the loss mask moved by the depth; expected the "
+                "loss function's mask to be that of the batch (compare them first), and a "
                 "model called with this rank's labels= and loss_mask=, and for packs Megatron-Core "
                 "0.16 or later, which moves labels inside each; or without labels, which the host "
                 "then takes from the tokens, and with loss_mask= by token (the loss mask of "

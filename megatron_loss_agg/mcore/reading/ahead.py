@@ -53,7 +53,8 @@ def _refuse(data_iterator: Any) -> Any:
     raise HostError(
         f"data_iterator is a {type(data_iterator).__name__} on a rank that reads data; expected an "
         "iterator on tensor-parallel rank 0 of the last pipeline stage (in a list, one for each "
-        "model chunk), such as iter(loader); or LossHook(read_step=...) or hook.step(...)"
+        "model chunk), such as iter(loader); or LossHook(read_step=...) or hook.step(...); "
+        "in an evaluation of a stock script, data to evaluate on, or --eval-iters 0"
     )
 
 
