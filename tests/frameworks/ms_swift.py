@@ -15,7 +15,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ from transformers import (  # noqa: E402
 )
 
 from tests.frameworks.harness import Terms, references, token_values  # noqa: E402
-from tests.host.reference import Gradient, Reference  # noqa: E402
+from tests.host.reference import Reference  # noqa: E402
 
 gc.freeze()  # ms-swift collects garbage in every run, which would look at all that is imported
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -134,14 +134,6 @@ def save_model(folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
 
 
-class Trained(NamedTuple):
-    """By one step, and the losses of each text after it, in fp64."""
-
-    gradient: Gradient
-    logs: dict[str, float]
-    losses: list[Tensor]
-
-
 def train(command: str, arguments: list[str], environment: dict[str, str]) -> None:
     """One rank of ``megatron command``, as its launcher starts it."""
     os.environ.update(environment)
@@ -150,8 +142,8 @@ def train(command: str, arguments: list[str], environment: dict[str, str]) -> No
     runpy.run_path(str(script), run_name="__main__")
 
 
-def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> Trained:
-    """By a step of SGD, which subtracts the gradient times ``lr``."""
+def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> tuple[Any, ...]:
+    """`Trained`, by a step of SGD, which subtracts the gradient times ``lr``."""
     saved = output / "checkpoint-1"
     before, after = (load_file(x / "model.safetensors") for x in (model, saved))
     lines = (output / "logging.jsonl").read_text().splitlines()
@@ -159,7 +151,7 @@ def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> Trained:
     gradient = {name: (before[name] - x) / lr for name, x in after.items()}
     with torch.no_grad():
         losses = [-answer_log_probs(llama(saved), text) for text in texts]
-    return Trained(gradient, logs, losses)
+    return gradient, logs, losses
 
 
 def llama(folder: Path) -> Any:

@@ -14,16 +14,17 @@ import shlex
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from torch import Tensor
 
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore.flags import VARIABLE
 from tests import oracle
 from tests.distributed import run_ranks
 from tests.frameworks.harness import FP32, ROOT, attempt, page, run_in_bash
-from tests.host.reference import Reference, relative_error
+from tests.host.reference import Gradient, Reference, relative_error
 from tests.host.steps import Weights
 from tests.oracle import Sample
 
@@ -128,10 +129,18 @@ def on_a_rank(worker: bool, *args: Any) -> str | None:
     return attempt(ms_swift.train, *args, errors=AggregationError)
 
 
-def read(*args: Any) -> Any:
+class Trained(NamedTuple):
+    """By one step, and the losses of each text after it, in fp64."""
+
+    gradient: Gradient
+    logs: dict[str, float]
+    losses: list[Tensor]
+
+
+def read(*args: Any) -> Trained:
     from tests.frameworks import ms_swift
 
-    return ms_swift.trained(*args)
+    return Trained(*ms_swift.trained(*args))
 
 
 def arguments(output: Path, settings: Settings) -> list[str]:
