@@ -170,17 +170,19 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[bytes]
             where = "".join(f"\nrank {i}:{ranks[i].last_lines()}" for i in pending.values())
             late = [*pending.values()]
             raise RankFailed(f"ranks {late} were still running after {timeout:g} s{where}")
+        failures: dict[int, str] = {}
         for rank in (pending[receiver] for receiver in ready):
             try:
                 succeeded, payload = pickle.loads(ranks[rank].receiver.recv_bytes())
             except EOFError:
                 raise RankFailed(f"rank {rank} {ranks[rank].death()}") from None
-            if not succeeded:
-                dead = _died(ranks) if "/gloo/" in payload else None
-                if dead is not None:
-                    raise RankFailed(f"rank {dead} {ranks[dead].death()}")
-                raise RankFailed(f"rank {rank} failed:\n{payload}{ranks[rank].last_lines()}")
-            results[rank] = payload
+            (results if succeeded else failures)[rank] = payload
+        # One that lost a peer is not the cause: that peer has said its error before, or has died.
+        for rank, text in sorted(failures.items(), key=lambda failure: "/gloo/" in failure[1]):
+            dead = _died(ranks) if "/gloo/" in text else None
+            if dead is not None:
+                raise RankFailed(f"rank {dead} {ranks[dead].death()}")
+            raise RankFailed(f"rank {rank} failed:\n{text}{ranks[rank].last_lines()}")
     return [results[rank] for rank in range(len(ranks))]
 
 
