@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-LONG = ("frameworks", "sweep", "examples", "host", "launch", "core", "peers")
+# The core's before all: some libraries of the others turn denormal numbers off in their process.
+ORDER = ("core", "frameworks", "sweep", "examples", "host", "launch", "peers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: where files are shared out over cores, all have work until the end."""
     tests = Path(__file__).parent
     folders = {item: item.path.relative_to(tests).parts[0] for item in items}
-    items.sort(key=lambda i: LONG.index(folders[i]) if folders[i] in LONG else len(LONG))
+    items.sort(key=lambda i: ORDER.index(folders[i]) if folders[i] in ORDER else len(ORDER))
     for item in items:
         if folders[item] == "host":
             item.add_marker("host")
