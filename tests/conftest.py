@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# The core's before all: some libraries of the others turn denormal numbers off in their process.
+# The core's first: Hypothesis also draws numbers that are in the modules imported by then.
 ORDER = ("core", "frameworks", "sweep", "examples", "host", "launch", "peers")
 
 

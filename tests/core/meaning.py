@@ -125,7 +125,7 @@ def assert_same(pairs: Iterable[tuple[Any, Any]], rounding: float, smallest: flo
         for x, y in zip(listed(got), listed(wanted), strict=True):
             off = abs(x - y)
             assert off <= rounding * abs(y) + smallest, f"{x!r}, and the oracle {y!r}"
-            error, size = error + off, size + abs(y)
+            error, size = error + max(off - smallest, 0.0), size + abs(y)
     assert error <= rounding * size
 
 

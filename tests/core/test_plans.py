@@ -97,7 +97,7 @@ def test_everything_that_a_plan_says_is_exact_or_its_input_refused(
             plan.scaled_advantages(i, advantages)
         return
     scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
-    advantages[torch.tensor(wanted).view_as(w) == 0] = math.nan
+    advantages[torch.tensor(wanted, dtype=F64).view_as(w) == 0] = math.nan
     assert_same([(plan.scaled_advantages(i, advantages), scaled)], 2e-14)
 
 
