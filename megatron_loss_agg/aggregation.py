@@ -277,6 +277,11 @@ def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}
 
 
+def units_by_id(terms: Mapping[str, Term]) -> set[Unit]:
+    """The units of all terms whose groups are told by ids."""
+    return {unit for term in terms.values() for unit in term.aggregation.by_id}
+
+
 def _did_you_mean(name: object, known: Iterable[str]) -> str:
     """Names the one of ``known`` that is nearest to ``name``; empty if none is near."""
     near = get_close_matches(str(name), known, n=1)

@@ -109,8 +109,7 @@ class StepPlan(StepCoefficients):
             named = named_terms(terms)
             if unknown := [unit for unit in group_by if unit not in BY_ID]:
                 raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
-            own = {unit for term in named.values() for unit in term.aggregation.by_id}
-            read = read_terms(named, listed(microbatches), sorted(own.union(BY_ID)))
+            read = read_terms(named, listed(microbatches))
             local = {
                 name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
                 for (name, term), (_, samples) in zip(named.items(), read, strict=True)

@@ -12,12 +12,13 @@ ORDER = ("core", "frameworks", "sweep", "examples", "host", "launch", "peers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: where files are shared out over cores, all have work until the end."""
+    """Long files early: where files are shared out over cores, all have work until the end."""
     tests = Path(__file__).parent
     folders = {item: item.path.relative_to(tests).parts[0] for item in items}
     items.sort(key=lambda i: ORDER.index(folders[i]) if folders[i] in ORDER else len(ORDER))
-    for item in items:
-        if folders[item] == "host":
-            item.add_marker("host")
-            # Of every test: what is said of all is lost where several processes run the tests.
-            item.user_properties.append(("megatron-core", version("megatron-core")))
+    of_host = [item for item in items if folders[item] == "host"]
+    # Of every test: what is said of all is lost where several processes run the tests.
+    releases = [("megatron-core", version("megatron-core"))] if of_host else []
+    for item in of_host:
+        item.add_marker("host")
+        item.user_properties += releases

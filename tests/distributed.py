@@ -177,12 +177,13 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[bytes]
             except EOFError:
                 raise RankFailed(f"rank {rank} {ranks[rank].death()}") from None
             (results if succeeded else failures)[rank] = payload
-        # One that lost a peer is not the cause: that peer has said its error before, or has died.
-        for rank, text in sorted(failures.items(), key=lambda failure: "/gloo/" in failure[1]):
-            dead = _died(ranks) if "/gloo/" in text else None
+        if failures:
+            # Who lost a peer is not the cause: that peer has said its error before, or has died.
+            rank = min(failures, key=lambda rank: "/gloo/" in failures[rank])
+            dead = _died(ranks) if "/gloo/" in failures[rank] else None
             if dead is not None:
                 raise RankFailed(f"rank {dead} {ranks[dead].death()}")
-            raise RankFailed(f"rank {rank} failed:\n{text}{ranks[rank].last_lines()}")
+            raise RankFailed(f"rank {rank} failed:\n{failures[rank]}{ranks[rank].last_lines()}")
     return [results[rank] for rank in range(len(ranks))]
 
 

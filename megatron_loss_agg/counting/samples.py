@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, Unit
+from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
 from megatron_loss_agg.errors import GroupError, MaskError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import (
@@ -100,11 +100,9 @@ class Samples(NamedTuple):
 
 
 def read_terms(
-    terms: Iterable[str], microbatches: Sequence[MicrobatchOfTerms], units: Sequence[Unit]
+    terms: Mapping[str, Term], microbatches: Sequence[MicrobatchOfTerms]
 ) -> list[tuple[tuple[Microbatch, ...], Samples]]:
-    """Copies of each term's microbatches, and their samples with the ids of ``units``.
-
-    Terms with the same ones share them.
+    """Copies of each term's microbatches, and their samples; terms with the same ones share them.
 
     Raises:
         MaskError, GroupError: something else than microbatches; or values or offsets of masks, or
@@ -116,6 +114,7 @@ def read_terms(
             raise MaskError(f"a {type(x).__name__}; expected a list of Microbatch")
     copies = {m: m.copied() for m in dict.fromkeys(chain(*given))}
     on_cpu = dict(zip(copies, brought_to_cpu([*copies.values()]), strict=True))
+    units = {*BY_ID, *units_by_id(terms)}
     samples = {
         own: Samples.of_microbatches([on_cpu[m] for m in own], units)
         for own in dict.fromkeys(given)

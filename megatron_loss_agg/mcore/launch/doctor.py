@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_loss_agg import __version__
+from megatron_loss_agg.aggregation import units_by_id
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore.launch import flags
 from megatron_loss_agg.mcore.launch.effect import GivenFlags
@@ -153,8 +154,7 @@ def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
     if unknown:
         text = f"{mode}; Megatron has no {unknown}: valid only if the script adds them"
         return Finding("WARN", "flags", text)
-    units = {unit for term in hook.terms.values() for unit in term.aggregation.by_id}
-    needs = " and ".join(f"{unit}_ids" for unit in sorted(units))
+    needs = " and ".join(f"{unit}_ids" for unit in sorted(units_by_id(hook.terms)))
     read = f"; the batches must have {needs}" if needs else ""
     return Finding("OK", "flags", f"{mode}; no other flag conflicts with it{read}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, units_by_id
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
@@ -110,7 +110,7 @@ def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False
     Of data sets, in them or otherwise by ``dataset_id``, Megatron's own key is read, too. Raises
     ModeError for a unit whose key has ids of tokens.
     """
-    units = {unit for term in terms.values() for unit in term.aggregation.by_id}
+    units = units_by_id(terms)
     if getattr(read, "func", read) is not read_batch:
         return read
     if of_tokens := sorted(unit for unit in units if f"{unit}_ids" in _TOKEN_IDS):
