@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
-# bash ci/sweep.sh                     every case of tests/sweep that has no result in build/sweep yet;
-#                                      then writes ci/sweep.md, a section of docs/verified.md
-# bash ci/sweep.sh --part 50 --seed 1  50 cases, drawn at random
-# bash ci/sweep.sh --jobs 4            four launches at once, of up to four ranks each
-# bash ci/sweep.sh --again WRONG       those that ended in WRONG once more
+# bash ci/sweep.sh           every case of tests/sweep that has no good result in build/sweep yet;
+#                            then writes ci/sweep.md, a section of docs/verified.md
+# bash ci/sweep.sh --jobs 4  four launches at once, of up to four ranks each
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail

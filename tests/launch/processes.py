@@ -6,39 +6,27 @@ them imported, but where the test is about the imports or the end of a process.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import runpy
-import socket
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 
 from tests.host.harness import run_host_ranks
+from tests.sweep.data import SEQ_LENGTH
 
 ROOT = Path(__file__).parents[2]
-SETS_SCRIPT = Path(__file__).with_name("sets_script.py")
-LENGTH = 32
+SETS_SCRIPT = ROOT / "tests/sweep/script.py"
 SETS_FLAGS = f"""
     --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
-    --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+    --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
     --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
 """
 MODE = ("--loss-aggregation", "sample_mean")
 LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
 NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
-PATCHED = """
-from megatron_loss_agg.mcore import cpu
-
-cpu.enable()
-if __name__ == "__main__":
-    from megatron_loss_agg.mcore.install import install
-
-    install()
-"""
 
 
 def run(
@@ -47,26 +35,19 @@ def run(
     *flags: str,
     ranks: int = 1,
     starter: tuple[str, ...] = LAUNCHER,
-    forked: bool = True,
 ) -> tuple[list[int], str]:
     """Start ``script``, a path or its text; return each rank's exit code, and all that was said."""
     if isinstance(script, str):
         (folder / "script.py").write_text(script)
         script = folder / "script.py"
-    start = run_forked if forked else run_afresh
-    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]  # pipes could fill up
-    codes = start([*starter, str(script), *flags], logs)
-    return codes, "".join(log.read_text() for log in logs)
+    argv = [*starter, str(script), *flags]
+    codes = run_host_ranks(_main, ranks, argv, folder, timeout=240, initialized=False)
+    return codes, "".join((folder / f"rank{rank}.log").read_text() for rank in range(ranks))
 
 
-def run_forked(argv: list[str], logs: list[Path]) -> list[int]:
-    """``python *argv`` on one rank for each log."""
-    return run_host_ranks(_main, len(logs), argv, logs, timeout=240, initialized=False)
-
-
-def _main(argv: list[str], logs: list[Path]) -> int:
-    """One rank: its exit code."""
-    with logs[int(os.environ["RANK"])].open("w") as said:
+def _main(argv: list[str], folder: Path) -> int:
+    """``python *argv`` on one rank: its exit code."""
+    with (folder / f"rank{os.environ['RANK']}.log").open("w") as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # by --cpu, before it was forked
@@ -86,35 +67,17 @@ def _main(argv: list[str], logs: list[Path]) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def run_afresh(argv: list[str], logs: list[Path]) -> list[int]:
-    """As `run_forked`, in new processes."""
-    # What torchrun sets for every rank; torchrun itself does not tell the ranks' exit codes.
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-    shared["WORLD_SIZE"] = str(len(logs))
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as said:
-            process = subprocess.Popen(
-                [sys.executable, *argv],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
-        processes.append(process)
-    try:
-        return [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _free_port() -> str:
-    """Not one that the system gives by itself: another test could take that before rank 0 does."""
-    while True:
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
-            return str(listener.getsockname()[1])
+def run_afresh(*argv: str) -> subprocess.CompletedProcess[str]:
+    """``python *argv`` in a new process, in the repository's root."""
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def tensorboard(folder: Path) -> dict[str, dict[int, float]]:

@@ -6,17 +6,18 @@ Real scripts, one process a rank, by the launcher or with the lines that the pat
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from megatron_loss_agg.mcore.flags import VARIABLE
-from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, PATCHED, run
+from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, refusals, run, run_afresh
 
 pytestmark = pytest.mark.host
 
-# Of loops of their own on Megatron-Core: a model, and a step by some schedule.
+# A loop of its own on Megatron-Core: a model, and a step by SCHEDULE, with a parser and an
+# optimizer of its own.
 HOST = """
 import argparse
 import torch
@@ -30,8 +31,6 @@ dist.init_process_group("gloo")
 gpt.initialize()
 model = gpt.ddp_model()
 """
-
-# With a parser and an optimizer of its own. SCHEDULE is how it takes Megatron's schedule.
 OWN_LOOP = """
 print(argparse.ArgumentParser().parse_args())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,16 +52,38 @@ for empty in (False, True, False):
     optimizer.zero_grad()
 """
 
-# Neither Megatron's parser nor its schedule; OPTIMIZER is a class, or None.
-NO_PARSER = """
+# Neither Megatron's parser nor its schedule, and no optimizer; or one.
+NOTHING = """
+print("stepped")
+"""
+OPTIMIZER = f"""
 import torch
 
 weight = torch.ones(3, requires_grad=True)
-optimizer = OPTIMIZER and OPTIMIZER([weight], lr=0.1)
 weight.square().sum().backward()
-if optimizer:
-    optimizer.step()
-print("stepped")
+torch.optim.SGD([weight], lr=0.1).step()
+{NOTHING}
+"""
+
+# What the patches add to a script.
+PATCHED = """
+from megatron_loss_agg.mcore import cpu
+
+cpu.enable()
+if __name__ == "__main__":
+    from megatron_loss_agg.mcore.install import install
+
+    install()
+"""
+IMPORTED = "from megatron.core.pipeline_parallel import get_forward_backward_func as early\n"
+TAKEN = """
+from megatron.core.pipeline_parallel import schedules
+early = schedules.forward_backward_no_pipelining
+"""
+OWN_HOOK = """
+from megatron_loss_agg import LossAggregation
+from megatron_loss_agg.mcore import LossHook
+hook = LossHook(LossAggregation(mode="sum"))
 """
 
 
@@ -70,12 +91,7 @@ def loop(schedule: str = "get_forward_backward_func()", before: str = "") -> str
     return before + HOST + OWN_LOOP.replace("SCHEDULE", schedule)
 
 
-def without_parser(optimizer: str) -> str:
-    return NO_PARSER.replace("OPTIMIZER", optimizer)
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A script, how it is started, the exit code of every rank, and how often it says what."""
 
     script: str
@@ -84,44 +100,25 @@ class Run:
     flags: tuple[str, ...] = MODE
     ranks: int = 1
     starter: tuple[str, ...] = LAUNCHER
-    forked: bool = True
-    environment: dict[str, str] = field(default_factory=dict)
 
 
-EARLY = "from megatron.core.pipeline_parallel import get_forward_backward_func as early\n"
-TAKEN = """
-from megatron.core.pipeline_parallel import schedules
-early = schedules.forward_backward_no_pipelining
-"""
-OWN_HOOK = "LossHook(LossAggregation(mode='sum')).wrap(get_forward_backward_func())"
-IMPORTS = """
-from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.mcore import LossHook
-"""
 STEPPED = "^stepped with lm loss sample_mean loss$"
-STOCK = "^stepped with lm loss$"
 REFUSAL, BEFORE_SGD = "^megatron_loss_agg: ", NO_EFFECT + "SGD is about to step"
 RUNS = {
     # The script's own parser does not see our flags.
     "a loop of its own": Run(loop(), 0, {STEPPED: 2, r"^Namespace\(\)$": 2}, ranks=2),
     "a loop that has imported the function before it is patched": Run(
-        loop("early()", EARLY + PATCHED), 0, {STEPPED: 1}, starter=(), forked=False
+        loop("early()", IMPORTED + PATCHED), 0, {STEPPED: 1}, starter=()
     ),
-    "without flags": Run(loop(), 0, {STOCK: 1}, flags=()),
-    "flags in the environment": Run(
-        loop(), 0, {STEPPED: 1}, flags=(), environment={VARIABLE: " ".join(MODE)}
-    ),
+    "without flags": Run(loop(), 0, {"^stepped with lm loss$": 1}, flags=()),
     "a schedule that was taken before": Run(
         loop("early", TAKEN + PATCHED), 1, {BEFORE_SGD: 2, "stepped": 0}, ranks=2, starter=()
     ),
-    "a hook of the loop's own": Run(
-        loop(OWN_HOOK, IMPORTS), 0, {"^stepped with lm loss sum loss$": 1}, flags=()
-    ),
     "flags that a hook of the loop's own makes useless": Run(
-        loop(OWN_HOOK, IMPORTS), 1, {BEFORE_SGD: 1}
+        loop("hook.wrap(get_forward_backward_func())", OWN_HOOK), 1, {BEFORE_SGD: 1}
     ),
     "an optimizer, and nobody asked for the hook": Run(
-        without_parser("torch.optim.SGD"),
+        OPTIMIZER,
         1,
         {
             BEFORE_SGD + ", and no forward-backward call": 1,
@@ -129,11 +126,9 @@ RUNS = {
             "stepped": 0,
         },
     ),
-    "a script that has nothing to do with us": Run(
-        without_parser("torch.optim.SGD"), 0, {"stepped": 1, REFUSAL: 0}, flags=()
-    ),
+    "a script that has nothing to do with us": Run(OPTIMIZER, 0, {"stepped": 1, REFUSAL: 0}, ()),
     "no optimizer, and nobody asked for the hook": Run(
-        without_parser("None"),
+        NOTHING,
         2,
         {
             "^stepped$": 2,
@@ -143,15 +138,10 @@ RUNS = {
         },
         ranks=2,
     ),
-    "the same in a patched script": Run(
-        PATCHED + without_parser("None"), 2, {REFUSAL: 1}, starter=(), forked=False
-    ),
     # An exit is a failure only if flags were to be used.
-    "an exit": Run("raise SystemExit", 2, {REFUSAL: 1}),
     "an exit with 0": Run("raise SystemExit(0)", 2, {REFUSAL: 1}),
     "an exit with 3": Run("raise SystemExit(3)", 3, {REFUSAL: 0}),
     "a cry for help": Run("raise SystemExit(0)", 0, {REFUSAL: 0}, flags=("--help", *MODE)),
-    "an exit without flags": Run("raise SystemExit(0)", 0, {REFUSAL: 0}, flags=()),
     "an empty step, to be skipped": Run(
         EMPTY_STEP,
         0,
@@ -163,14 +153,26 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_flags_take_effect_in_any_loop_or_end_the_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_take_effect_in_any_loop_or_end_the_run(name: str, tmp_path: Path) -> None:
     case = RUNS[name]
-    for variable, value in case.environment.items():
-        monkeypatch.setenv(variable, value)
-    how = {"ranks": case.ranks, "starter": case.starter, "forked": case.forked}
-    codes, said = run(tmp_path, case.script, *case.flags, **how)
+    codes, said = run(tmp_path, case.script, *case.flags, ranks=case.ranks, starter=case.starter)
     assert codes == [case.code] * case.ranks, said[-3000:]
     found = {text: len(re.findall(text, said, re.MULTILINE)) for text in case.said}
     assert found == case.said, said[-3000:]
+
+
+def test_flags_in_the_environment_take_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, " ".join(MODE))
+    codes, said = run(tmp_path, loop())
+    assert codes == [0] and re.search(STEPPED, said, re.MULTILINE), said[-3000:]
+
+
+def test_a_patched_script_that_makes_no_step_fails_at_its_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PATCHED + NOTHING)
+    done = run_afresh(str(script), *MODE)
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = refusals(done.stderr)
+    assert re.search(NO_EFFECT, line)

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +17,17 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.mcore.cpu import CPU_FLAGS
-from tests.launch import processes
-from tests.launch.processes import LAUNCHER, LENGTH, MODE, ROOT, refusals, run
+from tests.launch.processes import (
+    LAUNCHER,
+    MODE,
+    ROOT,
+    SETS_FLAGS,
+    SETS_SCRIPT,
+    refusals,
+    run,
+    tensorboard,
+)
+from tests.sweep.data import OF_SET, SEQ_LENGTH, VALIDATION
 
 pytestmark = pytest.mark.host
 
@@ -33,7 +42,6 @@ SHORT = f"""
 """.split()
 # As --cpu sets them: here the script also starts without the plugin.
 SHORT += [part for pair in CPU_FLAGS.items() for part in pair if part is not None]
-QUIET = ("--logging-level", "40")
 # The same stand-ins for a GPU, and nothing else of the plugin.
 WITHOUT_PLUGIN = """
 import runpy, sys
@@ -55,53 +63,48 @@ def reject_all_after_two(batch: Any) -> Microbatch:
     return dataclasses.replace(microbatch, rejected=rejected)
 
 
-Run = tuple[list[str], dict[str, Any]]
+class Run(NamedTuple):
+    """What a start of the script logs of its steps, all that it says, and its checkpoints."""
+
+    logged: list[str]
+    said: str
+    folder: Path
+
+    def saved(self, iteration: int = ITERATIONS) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint, by its path."""
+        (path,) = self.folder.glob(f"iter_{iteration:07d}/*/model_optim_rng.pt")
+        return tensors(torch.load(path, weights_only=False))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("launch")
-
-
-@pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[str, Run]:
-    """What each start of the script logs of its steps, and its final checkpoint."""
-    starter = folder / "starter.py"
-    starter.write_text(WITHOUT_PLUGIN)
-    mode = ["--loss-aggregation", "prompt_mean", "--loss-aggregation-audit"]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    mode = ("--loss-aggregation", "prompt_mean", "--loss-aggregation-audit")
     # The first step takes a rank's two microbatches, which are read as they are.
-    empty = ["--loss-aggregation-batch", "tests.launch.test_pretrain:reject_all_after_two"]
-    empty += ["--loss-aggregation-rejected", "count", "--loss-aggregation-empty-step", "skip"]
-    empty += ["--save-interval", "1"]
+    empty = ("--loss-aggregation-batch", "tests.launch.test_pretrain:reject_all_after_two")
+    empty += ("--loss-aggregation-rejected", "count", "--loss-aggregation-empty-step", "skip")
+    starter = tmp_path_factory.mktemp("starter") / "starter.py"
+    starter.write_text(WITHOUT_PLUGIN)
     return {
-        "empty steps": start(LAUNCHER, [*mode, *empty], folder / "empty"),
-        "without the plugin": start([str(starter)], [], folder / "without"),
-        "without the flag": start(LAUNCHER, [], folder / "launched"),
-        "with the flag": start(LAUNCHER, mode, folder / "aggregated"),
+        "empty steps": start(tmp_path_factory.mktemp("empty"), *mode, *empty),
+        "without the plugin": start(tmp_path_factory.mktemp("without"), starter=(str(starter),)),
+        "without the flag": start(tmp_path_factory.mktemp("launched")),
+        # Megatron then ends the script by itself, after the last step.
+        "with the flag": start(tmp_path_factory.mktemp("flag"), *mode, "--exit-interval", "3"),
     }
 
 
-def start(starter: Sequence[str], extra: list[str], save: Path) -> Run:
-    """Two data-parallel ranks, which log to a file each: lines never mix."""
-    flags = [*SHORT, *QUIET, "--save-interval", str(ITERATIONS), *extra, "--save", str(save)]
-    logs = [save.with_suffix(f".{rank}.log") for rank in range(2)]
-    codes = processes.run_forked([*starter, str(SCRIPT), *flags], logs)
-    text = [log.read_text() for log in logs]
-    assert codes == [0, 0], text[0][-4000:]
+def start(folder: Path, *flags: str, starter: tuple[str, ...] = LAUNCHER) -> Run:
+    """Two data-parallel ranks."""
+    save = ("--save", str(folder), "--save-interval", "1")
+    codes, said = run(folder, SCRIPT, *SHORT, *save, *flags, ranks=2, starter=starter)
+    assert codes == [0, 0], said[-4000:]
     # Without what differs from run to run: the date and the time that a step took.
     logged = [
         re.sub(r"\[\d{4}-.*?\]|elapsed time per iteration \(ms\): [\d.]+", "", line)
-        for said in text
         for line in said.splitlines()
         if re.search(r"iteration +\d+/|validation loss at|loss aggregation audit", line)
     ]
-    return logged, checkpoint(save, ITERATIONS)
-
-
-def checkpoint(save: Path, iteration: int) -> dict[str, Tensor]:
-    """Every tensor of it, by its path."""
-    (path,) = save.glob(f"iter_{iteration:07d}/*/model_optim_rng.pt")
-    return tensors(torch.load(path, weights_only=False))
+    return Run(logged, said, folder)
 
 
 def tensors(x: Any, name: str = "") -> dict[str, Tensor]:
@@ -119,66 +122,47 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor], part: str =
 
 
 def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
-    logged, saved = runs["without the plugin"]
-    launched_logged, launched_saved = runs["without the flag"]
-    assert len([line for line in logged if "lm loss" in line]) >= ITERATIONS + 1
-    assert launched_logged == logged
-    assert launched_saved.keys() == saved.keys()
+    plain, launched = runs["without the plugin"], runs["without the flag"]
+    assert len([line for line in plain.logged if "lm loss" in line]) >= ITERATIONS + 1
+    assert launched.logged == plain.logged
+    saved, of_launched = plain.saved(), launched.saved()
+    assert of_launched.keys() == saved.keys()
     for part in (".model.", ".optimizer.", ""):
-        assert differing(launched_saved, saved, part) == []
+        assert differing(of_launched, saved, part) == []
 
 
 def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[str, Run]) -> None:
-    logged, saved = runs["without the plugin"]
-    aggregated_logged, aggregated_saved = runs["with the flag"]
-    steps = [line for line in aggregated_logged if re.search(r"iteration +\d+/", line)]
+    plain, aggregated = runs["without the plugin"], runs["with the flag"]
+    steps = [line for line in aggregated.logged if re.search(r"iteration +\d+/", line)]
     assert len(steps) == ITERATIONS
     assert all("prompt_mean loss: " in line for line in steps)
     # Before the first update the models are the same, and `lm loss` keeps its meaning.
-    first = [float(re.findall(r"lm loss: (\S+)", lines[0])[0]) for lines in (logged, steps)]
+    first = [float(re.findall(r"lm loss: (\S+)", x[0])[0]) for x in (plain.logged, steps)]
     assert first[1] == pytest.approx(first[0], rel=1e-6)
-    assert any("prompt_mean loss value: " in line for line in aggregated_logged)  # evaluation
-    (line,) = (line for line in aggregated_logged if "audit" in line)
+    assert any("prompt_mean loss value: " in line for line in aggregated.logged)  # evaluation
+    (line,) = (line for line in aggregated.logged if "audit" in line)
     assert "gradients are 1.000000 times the planned ones" in line
-    assert not any("audit" in line for line in runs["without the flag"][0])
-    assert differing(aggregated_saved, saved, ".model.") != []
+    assert not any("audit" in line for line in runs["without the flag"].logged)
+    assert differing(aggregated.saved(), plain.saved(), ".model.") != []
+    # Random numbers of the CPU are no reason to warn.
+    assert "loss aggregation: prompt_mean" in aggregated.said
+    assert "RNG state" not in aggregated.said
 
 
-def test_a_skipped_step_changes_nothing(runs: dict[str, Run], folder: Path) -> None:
-    logged, last = runs["empty steps"]
-    steps = [line for line in logged if re.search(r"iteration +\d+/", line)]
+def test_a_skipped_step_changes_nothing(runs: dict[str, Run]) -> None:
+    run = runs["empty steps"]
+    steps = [line for line in run.logged if re.search(r"iteration +\d+/", line)]
     skipped = [int(re.findall(r"skipped iterations: +(\d+)", line)[0]) for line in steps]
     assert skipped == [0, 1, 1]
-    saved = checkpoint(folder / "empty", 1)
-    first = {name: t for name, t in saved.items() if t.is_floating_point()}
+    first = {name: t for name, t in run.saved(1).items() if t.is_floating_point()}
     for part in (".model.", ".optimizer."):
-        assert differing(last, first, part) == []
+        assert differing(run.saved(), first, part) == []
     assert any("exp_avg" in name and bool(t.any()) for name, t in first.items())
 
 
-def test_random_numbers_of_the_cpu_are_no_warning(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, SCRIPT, *SHORT, *MODE, "--exit-interval", "1", ranks=2)
-    assert codes == [0, 0], said[-3000:]
-    assert "loss aggregation: sample_mean" in said
-    assert "RNG state" not in said
-
-
-# Flags, the number of logged steps, and whether there is an evaluation.
-NOTHING_TO_DO = {
-    "evaluation alone": (("--skip-train",), 0, True),
-    "an early end": (("--exit-interval", "1"), 1, False),
-    # As after the last iteration of a job that is started again.
-    "no step at all": (("--skip-train", "--eval-iters", "0"), 0, False),
-}
-
-
-@pytest.mark.parametrize("case", NOTHING_TO_DO)
-def test_runs_of_the_host_that_are_short_are_not_refused(tmp_path: Path, case: str) -> None:
-    flags, steps, evaluates = NOTHING_TO_DO[case]
-    codes, said = run(tmp_path, SCRIPT, *SHORT, *QUIET, *MODE, *flags)
+def test_a_job_that_finds_its_last_iteration_done_is_not_refused(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, SCRIPT, *SHORT, *MODE, "--skip-train", "--eval-iters", "0")
     assert (codes, refusals(said)) == ([0], []), said[-3000:]
-    assert len(re.findall(r"iteration +\d+/ +\d+ .*sample_mean loss: ", said)) == steps
-    assert ("sample_mean loss value: " in said) == evaluates
 
 
 # What Megatron's `pretrain` does first, and fails at where there is no more of the script.
@@ -196,10 +180,9 @@ finally:
 
 def test_a_yaml_file_in_place_of_all_flags_keeps_ours(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    for of_file in ("", ", loss_aggregation: sum"):
-        file.write_text(f"{{enable_msc: false, disable_msc_deprecated: false{of_file}}}")
-        _, said = run(tmp_path, BEGINS, "--yaml-cfg", str(file), *MODE)
-        assert "found sample_mean\n" in said, said[-3000:]
+    file.write_text("{enable_msc: false, disable_msc_deprecated: false, loss_aggregation: sum}")
+    _, said = run(tmp_path, BEGINS, "--yaml-cfg", str(file), *MODE)
+    assert "found sample_mean\n" in said, said[-3000:]
 
 
 def test_a_flag_of_the_host_that_does_not_fit_is_one_line_for_all_ranks(tmp_path: Path) -> None:
@@ -211,42 +194,44 @@ def test_a_flag_of_the_host_that_does_not_fit_is_one_line_for_all_ranks(tmp_path
     assert "Traceback" not in said
 
 
-# Several data sets. The expected numbers are made from the losses that the loss function got.
-
-SIZES = (6, 10)  # rows of each validation set; one row of the first has no active token
+# Several data sets. The expected numbers are made from the losses that the loss function got: on
+# each rank, whether it trains, the items of the microbatch (here one), its mask and its losses.
+Seen = tuple[bool, list[int], Tensor, Tensor]
+Pair = tuple[float, float]  # a sum, and its number of tokens
 STEPS, N_MB = 6, 2
-Row = tuple[bool, int, int, Tensor, Tensor]
 
 
-def launched_on_sets(
+def launched(
     folder: Path, ranks: int, *flags: str, patch: pytest.MonkeyPatch
-) -> tuple[list[list[Row]], str]:
+) -> tuple[list[list[Seen]], str]:
     """What each rank's loss function got, and what was said."""
     patch.setenv("SEEN", str(folder / "seen"))
-    codes, said = run(
-        folder, processes.SETS_SCRIPT, *processes.SETS_FLAGS.split(), *flags, ranks=ranks
-    )
+    codes, said = run(folder, SETS_SCRIPT, *SETS_FLAGS.split(), *flags, ranks=ranks)
     assert codes == [0] * ranks, said[-3000:]
     return [torch.load(folder / f"seen.{rank}") for rank in range(ranks)], said
 
 
-def means(rows: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Over tokens, and over rows with tokens, of pairs (sum, number of tokens)."""
-    sums, counts = zip(*rows, strict=True)
-    quotients = [s / n for s, n in zip(sums, counts, strict=True) if n]
-    return sum(sums) / sum(counts), sum(quotients) / len(quotients)
-
-
-def pair(mask: Tensor, losses: Tensor) -> tuple[float, float]:
+def pair(mask: Tensor, losses: Tensor) -> Pair:
     return float((mask.double() * losses.double()).sum()), float(mask.sum())
 
 
-CP2 = ("--context-parallel-size", "2")
+def of_tokens(pairs: list[Pair]) -> float:
+    return sum(x for x, _ in pairs) / sum(n for _, n in pairs)
+
+
+def of_samples(pairs: list[Pair]) -> float:
+    """Of those with tokens."""
+    means = [x / n for x, n in pairs if n]
+    return sum(means) / len(means)
+
+
 # Iterations of an evaluation have different numbers of tokens, and must weigh as much.
-VALIDATIONS: dict[str, tuple[int, str, tuple[str, ...]]] = {
-    "data-parallel": (2, "sample_mean", ("--loss-aggregation-empty", "skip")),
-    "context-parallel": (2, "token_mean", CP2),
-    "quotients": (1, "token_mean", ("--sft",)),
+VALIDATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "samples on data-parallel ranks": ("sample_mean", ("--loss-aggregation-empty", "skip")),
+    "quotients on context-parallel ranks": (
+        "token_mean",
+        ("--sft", "--sweep-data", "packs", "--context-parallel-size", "2"),
+    ),
 }
 
 
@@ -254,43 +239,38 @@ VALIDATIONS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 def test_each_validation_set_is_reduced_over_all_of_its_tokens_or_samples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number, mode, flags = VALIDATIONS[name]
+    mode, flags = VALIDATIONS[name]
     run_flags = ["--global-batch-size", "2", "--train-iters", "1", "--lr", "0.1", "--skip-train"]
     run_flags += ["--multiple-validation-sets", "--full-validation", "--loss-aggregation", mode]
-    ranks, said = launched_on_sets(tmp_path, number, *run_flags, *flags, patch=monkeypatch)
-    # By place, since a set is gone through as often as there are microbatches.
-    parts = {(s, row, i): x for i, rank in enumerate(ranks) for _, s, row, *x in rank}
-    for dataset, size in enumerate(SIZES):
+    ranks, said = launched(tmp_path, 2, *run_flags, *flags, patch=monkeypatch)
+    for number, first in enumerate((VALIDATION, VALIDATION + OF_SET)):
         rows = []
-        for row in range(size):
-            of_row = [x for place, x in parts.items() if place[:2] == (dataset, row)]
-            mask, losses = (torch.cat(x) for x in zip(*of_row, strict=True))
-            assert len(mask) == LENGTH
+        for item in range(first, first + 48):
+            # By rank, since a set is gone through as often as there are microbatches.
+            parts = {i: x[2:] for i, seen in enumerate(ranks) for x in seen if x[1] == [item]}
+            mask, losses = (torch.cat(x) for x in zip(*parts.values(), strict=True))
+            assert len(mask) == SEQ_LENGTH
             rows.append(pair(mask, losses))
-        assert rows.count((0.0, 0.0)) == (dataset == 0)
-        tokens, samples = means(rows)
+        tokens, samples = of_tokens(rows), of_samples(rows)
         assert abs(tokens - samples) > 1e-3 * tokens  # the masks tell the means apart
-        (line,) = re.findall(f"validation-{dataset} loss at .*", said)
+        (line,) = re.findall(f"validation-{number} loss at .*", said)
         logged = [float(re.findall(f"{key} loss value: (\\S+)", line)[0]) for key in ("lm", mode)]
         expected = [tokens, tokens if mode == "token_mean" else samples]
         assert logged == pytest.approx(expected, rel=2e-6)
 
 
-FACTORS = torch.arange(LENGTH) / 4  # of the script's batches; its log leaves out what is below 0
-
-
-def by_dataset(rows: Iterable[Row], factors: Tensor) -> dict[str, float]:
-    """Of each data set that has tokens: the mean over tokens, and that over rows with factors."""
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for _, dataset, _, mask, losses in rows:
-        found.setdefault(dataset, []).append((mask, losses))
+def by_dataset(seen: Iterable[Seen]) -> dict[str, float]:
+    """Of each data set with tokens: the mean over tokens, and that over samples with factors."""
+    factors = torch.arange(SEQ_LENGTH) / 4
+    rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for _, (item,), mask, losses in seen:
+        rows.setdefault(item // OF_SET, []).append((mask, losses))
     values = {}
-    for dataset, of_rows in found.items():
-        if any(mask.any() for mask, _ in of_rows):
-            tokens, _ = means(pair(*of_row) for of_row in of_rows)
-            _, samples = means(pair(mask, factors * losses) for mask, losses in of_rows)
+    for dataset, of_set in rows.items():
+        if any(mask.any() for mask, _ in of_set):
             key = f"loss of dataset {dataset}"
-            values |= {f"lm {key}": tokens, f"sample_mean {key}": samples}
+            values[f"lm {key}"] = of_tokens([pair(*row) for row in of_set])
+            values[f"sample_mean {key}"] = of_samples([pair(m, factors * x) for m, x in of_set])
     return values
 
 
@@ -299,41 +279,38 @@ def printed(line: str, suffix: str) -> dict[str, float]:
     return {key: float(value) for key, value in found}
 
 
-BLEND = f"""
+BLENDED = f"""
     --global-batch-size 4 --train-iters {STEPS} --lr 0.1 --lr-decay-style constant
     --eval-interval {STEPS} --eval-iters 2 --log-interval 2 --tensorboard-log-interval 1 --blend
     --loss-aggregation sample_mean --loss-aggregation-report-datasets
+    --loss-aggregation-factors factors
 """.split()
 
 
-@pytest.mark.parametrize("has_factors", [False, True], ids=["", "with factors"])
 def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
-    has_factors: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["--tensorboard-dir", str(tmp_path / "board")]
-    flags += ["--loss-aggregation-factors", "factors"] if has_factors else []
-    factors = FACTORS if has_factors else torch.ones(LENGTH)
-    ranks, said = launched_on_sets(tmp_path, 2, *BLEND, *flags, patch=monkeypatch)
+    flags = ("--tensorboard-dir", str(tmp_path / "board"))
+    ranks, said = launched(tmp_path, 2, *BLENDED, *flags, patch=monkeypatch)
     trained, evaluated = ([[x for x in r if x[0] == trains] for r in ranks] for trains in (1, 0))
     assert len(trained[0]) == STEPS * N_MB
-    board = processes.tensorboard(tmp_path / "board")
+    board = tensorboard(tmp_path / "board")
     names = [name for name in board if re.fullmatch(r"\w+ loss of dataset \d", name)]
     steps = [{x: board[x].get(n, math.nan) for x in names} for n in range(1, STEPS + 1)]
     missing = sum(math.isnan(value) for step in steps for value in step.values())
     assert len(names) == 6 and missing > 4  # some sets are not in every step, or are new in it
     for i, step in enumerate(steps):
-        of_step = (x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
-        of_rows = by_dataset(of_step, factors)
+        found = by_dataset(x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
         known = {key: value for key, value in step.items() if not math.isnan(value)}
-        assert known == pytest.approx({key: of_rows[key] for key in known}, rel=2e-6)
+        assert known == pytest.approx({key: found[key] for key in known}, rel=2e-6)
     lines = re.findall(r"iteration +\d*[02468]/.*", said)  # the first step is logged, too
     for line, first, second in zip(lines, steps[::2], steps[1::2], strict=True):
-        means_of_both = {x: (first[x] + second[x]) / 2 for x in names}
-        both = {x: mean for x, mean in means_of_both.items() if not math.isnan(mean)}
-        assert printed(line, "") == pytest.approx(both, rel=2e-6)
+        means = {x: (first[x] + second[x]) / 2 for x in names}
+        known = {x: mean for x, mean in means.items() if not math.isnan(mean)}
+        assert printed(line, "") == pytest.approx(known, rel=2e-6)
     # The first evaluation, of two iterations.
-    of_rows = by_dataset((x for rank in evaluated for x in rank[: 2 * N_MB]), factors)
+    found = by_dataset(x for rank in evaluated for x in rank[: 2 * N_MB])
     (line, *_) = re.findall(r"validation loss at .*", said)
-    assert printed(line, " value") == pytest.approx(of_rows, rel=2e-6)
-    logged = {key: board[f"{key} validation"][STEPS] for key in of_rows}
-    assert logged == pytest.approx(of_rows, rel=2e-6)
+    assert printed(line, " value") == pytest.approx(found, rel=2e-6)
+    logged = {key: board[f"{key} validation"][STEPS] for key in found}
+    assert logged == pytest.approx(found, rel=2e-6)

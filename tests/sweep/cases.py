@@ -1,4 +1,4 @@
-"""The cases, and from a case to the command lines of its launches and of its reference.
+"""The cases, the command lines of their launches and references, and what comes of them.
 
 A case has a value of every factor. Together they are a covering array over all pairs of values that
 the host takes together; ``python -m tests.sweep.cases`` makes it anew.
@@ -6,12 +6,18 @@ the host takes together; ``python -m tests.sweep.cases`` makes it anew.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
+import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from tests.distributed import RankFailed
+from tests.host.harness import run_host_ranks
 from tests.sweep.data import SEQ_LENGTH
 from tests.sweep.factors import (
     BATCHES,
@@ -30,6 +36,10 @@ from tests.sweep.factors import (
 Case = dict[str, str]  # factor -> value
 ARRAY = Path(__file__).with_name("array.csv")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
+TIMEOUT = 120.0
+# Norm-wise and relative: of fp32, and where activations or their gradients are of half precision;
+# the host's fused cross entropy rounds its gradient to bf16.
+BOUNDS = {"fp32": 1e-5, "half": 4e-2, "half, experts": 1e-1}  # a token may change its expert
 
 # Powers of two: the change of a parameter is then its gradient, rounded once. What fp16 can hold
 # after a step is less, and the gradients of sums are larger.
@@ -62,21 +72,24 @@ def rate_of(case: Case) -> float:
 
 
 def key_of(case: Case) -> str:
-    """Of the case and of what it tells the host."""
-    told = [case, reference_argv(case), [launch.argv for launch in launches(case, "")]]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    return " ".join(case.values())
+
+
+def model_argv(case: Case) -> list[str]:
+    """The flags of the model and of the data."""
+    layers = TOPOLOGIES[case["topology"]].layers
+    flags = [*BASE, *MODEL[case["model"]].format(half=layers // 2).split()]
+    if case["gradients"] == "torch-fsdp2":
+        flags += ["--untie-embeddings-and-output-weights"]
+    flags += [*DATA[case["data"]].split(), *MASKS[case["masks"]].split()]
+    if "--position-embedding-type" not in flags:
+        flags += ["--position-embedding-type", "rope"]
+    return [*flags, "--num-layers", str(layers)]
 
 
 def reference_argv(case: Case) -> list[str]:
-    """The flags of the model and of the data, for one process."""
-    model = MODEL[case["model"]].format(half=TOPOLOGIES[case["topology"]].layers // 2)
-    if case["gradients"] == "torch-fsdp2":
-        model += " --untie-embeddings-and-output-weights"
-    flags = [*BASE, *model.split(), *DATA[case["data"]].split(), *MASKS[case["masks"]].split()]
-    if "--position-embedding-type" not in flags:
-        flags += ["--position-embedding-type", "rope"]
-    layers = str(TOPOLOGIES[case["topology"]].layers)
-    return [*flags, "--num-layers", layers, "--micro-batch-size", "1", "--train-iters", "1"]
+    """For one process."""
+    return [*model_argv(case), "--micro-batch-size", "1", "--train-iters", "1"]
 
 
 def data_parallel_size(case: Case) -> int:
@@ -100,31 +113,30 @@ def launches(case: Case, folder: str, plugin: bool = True) -> list[Launch]:
     topology = TOPOLOGIES[case["topology"]]
     size, batch = batch_sizes(case)
     chosen = {**WAYS, "gradients": {**WAYS["gradients"], **WRAPPERS}}
-    ways = " ".join(chosen[factor][case[factor]] for factor in WAYS if factor != "restart")
-    if not plugin:
-        ways = ways.replace(WAYS["aggregation"][case["aggregation"]], "")
-    mode = f"--loss-aggregation {MODES[case['mode']].flags}" if plugin else ""
-    ways = ways.format(eval_batch=2 * data_parallel_size(case), folder=folder)
-    common = [*reference_argv(case)[:-4], *TRAINING, *topology.flags.split(), *ways.split()]
-    common += [*mode.split(), "--micro-batch-size", str(size)]
+    ways = [chosen[factor][case[factor]] for factor in WAYS if factor != "restart"]
+    if plugin:
+        ways.append(f"--loss-aggregation {MODES[case['mode']].flags}")
+    else:
+        ways.remove(WAYS["aggregation"][case["aggregation"]])
+    told = " ".join(ways).format(eval_batch=2 * data_parallel_size(case), folder=folder)
+    common = [*model_argv(case), *TRAINING, *topology.flags.split(), *told.split()]
+    common += ["--micro-batch-size", str(size)]
+    number = ["--global-batch-size", str(batch)]
     if case["steps"] != "schedule":
-        common += ["--global-batch-size", str(batch)]
+        common += number
     loaded = WAYS["restart"][case["restart"]].split()
     common += _optimizer([*common, *loaded], rate_of(case))
     first = [*common, *_schedule(case, batch)]
     if case["restart"] == "none":
         return [Launch(topology.ranks, first)]
-    saved = ["--save", folder, "--save-interval", "1", "--exit-interval", "1"]
-    kind = loaded[:2]
     again = first
-    if case["steps"] == "schedule":  # of batch sizes, which a second launch has not
-        common += ["--global-batch-size", str(batch)]
-    if case["restart"] == "weights-only":  # without the schedule of learning rates
-        again = [*common, "--train-iters", str(iterations(case))]
+    if case["restart"] == "weights-only":  # without the schedules of learning rates and batch sizes
+        again = [*common, *number, "--train-iters", str(iterations(case))]
     if case["restart"] == "finetune":  # starts with the first iteration
-        again = [*common, *_schedule({**case, "steps": "one"}, batch)]
+        again = [*common, *number, *_schedule({**case, "steps": "one"}, batch)]
+    saved = ["--save", folder, "--save-interval", "1", "--exit-interval", "1"]
     return [
-        Launch(topology.ranks, [*first, *saved, *kind]),
+        Launch(topology.ranks, [*first, *saved, *loaded[:2]]),
         Launch(topology.ranks, [*again, "--load", folder, *loaded]),
     ]
 
@@ -183,18 +195,6 @@ def covering() -> list[Case]:
     return [dict(zip(FACTORS, row, strict=True)) for row in rows]
 
 
-def make_array() -> list[Case]:
-    """In as few cases as the library finds; it takes a minute."""
-    from covertable import make
-
-    conditions = [
-        {"operator": "fn", "requires": [rule.one, rule.other], "evaluate": rule.holds}
-        for rule in RULES
-    ]
-    values = {name: list(values) for name, values in FACTORS.items()}
-    return list(make(values, salt="0", constraints=conditions))
-
-
 def first_values() -> Case:
     return {name: next(iter(values)) for name, values in FACTORS.items()}
 
@@ -219,6 +219,109 @@ def everything() -> list[Case]:
     return list(rows.values())
 
 
+def on_ranks(ranks: int, function: str, *args: Any) -> list[Any]:
+    """What this function of the script returns on each of so many ranks."""
+    return run_host_ranks(_call, ranks, function, *args, timeout=TIMEOUT)
+
+
+def _call(function: str, *args: Any) -> Any:
+    from tests.sweep import script  # it imports the host, as only a rank may
+
+    return getattr(script, function)(*args)
+
+
+def run_case(case: Case, plugin: bool = True) -> dict[str, Any]:
+    """Its outcome: ``exact``, ``refused``, ``host refused``, ``WRONG``, ``HANG`` or ``CRASH``."""
+    try:
+        return _compared(case, _launched(case, plugin))
+    except RankFailed as failure:
+        text = str(failure)
+    ours, said = _ended(text)
+    if ours:
+        return {"outcome": "refused", "text": said}
+    # The host's own doing, if it does the same without the plugin.
+    try:
+        _launched(case, plugin=False)
+    except RankFailed as failure:
+        _, of_stock = _ended(str(failure))
+        if _shape(of_stock) == _shape(said):
+            return {"outcome": "host refused", "text": of_stock}
+        text += f"\nwithout the plugin: {failure}"
+    return {"outcome": "HANG" if "were still running" in said else "CRASH", "text": text}
+
+
+def _launched(case: Case, plugin: bool) -> list[Any]:
+    """The ranks' results of the last launch."""
+    results: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for launch in launches(case, f"{folder}/saved", plugin):
+            results = on_ranks(launch.ranks, "rank_main", launch.argv, plugin)
+    return results
+
+
+def _ended(text: str) -> tuple[bool, str]:
+    """Whether an error of ours ended a rank; and the error, or the first line of another end."""
+    told = re.search(r"^tests\.sweep\.script\.Ended: (.*)", text, re.MULTILINE)
+    if told is None:
+        return False, text.partition("\n")[0]
+    ours, said = json.loads(told[1])
+    return ours, said
+
+
+def _shape(said: str) -> str:
+    """What two ends have in common if one thing caused both: ranks and numbers may differ."""
+    return re.sub(r"[\d., ]+", "", said.partition("\n")[0])
+
+
+def _compared(case: Case, results: list[Any]) -> dict[str, Any]:
+    of_ranks = {result.data_rank: result.last_step() for result in results if result.last_step()}
+    step = [of_ranks[rank] for rank in sorted(of_ranks)]
+    items = sorted(item for rank in step for microbatch in rank for item in microbatch)
+    expected = expected_items(case)
+    if expected is not None and items != expected:
+        return {"outcome": "WRONG", "text": f"trained on the items {items}, not {expected}"}
+    mode = MODES[case["mode"]]
+    empty = "skip" if case["aggregation"] == "empty-skip" else "count"
+    told = {"mode": mode.mode, "divisor": mode.divisor, "empty": empty}
+    try:
+        (reference,) = on_ranks(1, "reference_main", reference_argv(case), step, told)
+    except RankFailed as failure:
+        return {"outcome": "CRASH", "text": f"reference: {failure}"}
+    errors = [_error(result.parameters, rate_of(case), *reference) for result in results]
+    names = {name for result in results for name in result.parameters}
+    if other := names ^ set(reference.start):
+        return {"outcome": "CRASH", "text": f"parameters differ: {sorted(other)}"}
+    half = case["precision"] != "fp32" or "fused" in case["loss"]
+    kind = "half, experts" if half and "moe" in case["model"] else "half" if half else "fp32"
+    if all(error <= BOUNDS[kind] for error in errors):
+        return {"outcome": "exact", "text": "", "error": max(errors)}
+    return {"outcome": "WRONG", "text": f"errors of the ranks: {errors}"}
+
+
+def _error(
+    parameters: dict[str, Tensor],
+    rate: float,
+    start: dict[str, Tensor],
+    gradient: dict[str, Tensor],
+) -> float:
+    """Of the change of one rank's parameters, norm-wise and relative."""
+    off = size = 0.0
+    for name, value in parameters.items():
+        wanted = -rate * gradient[name]
+        difference = value.double() - start[name].double() - wanted
+        off += float(difference.square().sum())
+        size += float(wanted.square().sum())
+    return math.sqrt(off / size) if size else off  # a step without tokens changes nothing
+
+
+# The host's flags.
+
+
+def all_flags() -> list[str]:
+    (found,) = on_ranks(1, "host_flags")
+    return list(found)
+
+
 def swept() -> set[str]:
     """Flags that some launch of the sweep is given, apart from the sweep's own."""
     told = [word for case in everything() for launch in launches(case, "") for word in launch.argv]
@@ -231,6 +334,19 @@ def left_out() -> dict[str, list[str]]:
     return {reason: flags.split() for reason, _, flags in sections}
 
 
+def main() -> None:
+    """Make the array, in as few cases as the library finds; it takes a minute."""
+    from covertable import make
+
+    conditions = [
+        {"operator": "fn", "requires": [rule.one, rule.other], "evaluate": rule.holds}
+        for rule in RULES
+    ]
+    values = {name: list(values) for name, values in FACTORS.items()}
+    made = make(values, salt="0", constraints=conditions)
+    rows = [list(FACTORS), *([case[name] for name in FACTORS] for case in made)]
+    ARRAY.write_text("".join(",".join(row) + "\n" for row in rows))
+
+
 if __name__ == "__main__":
-    made = [",".join(case[name] for name in FACTORS) for case in make_array()]
-    ARRAY.write_text("\n".join([",".join(FACTORS), *made, ""]))
+    main()

@@ -6,7 +6,9 @@ numbers of its items.
 
 from __future__ import annotations
 
-from itertools import pairwise
+import dataclasses
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import read_batch
 
 SEQ_LENGTH = 32
 VOCAB = 128  # token 127 ends a document
 VALIDATION = 1000  # first item of the validation data
+OF_SET = 100  # from the first item of a data set to that of the next one
+BLEND = [0.45, 0.45, 0.1]
 PACKED = (8, 16, 8)  # lengths of the samples of an SFT pack: multiples of 2 * CP * TP
 
 
@@ -35,72 +38,9 @@ def mask_of(kind: str, item: int, length: int) -> Tensor:
     return mask * (item % 5 != 3)
 
 
-class Rows(Dataset[dict[str, Tensor]]):
-    """One sample a row."""
-
-    def __init__(self, masks: str, first: int, length: int, attention_mask: bool) -> None:
-        self.masks, self.first, self.length = masks, first, length
-        self.attention_mask = attention_mask
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item = self.first + int(index)
-        generator = torch.Generator().manual_seed(item)
-        text = torch.randint(0, VOCAB - 1, (SEQ_LENGTH + 1,), generator=generator)
-        row = {
-            "tokens": text[:-1].contiguous(),
-            "labels": text[1:].contiguous(),
-            "loss_mask": mask_of(self.masks, item, SEQ_LENGTH),
-            "position_ids": torch.arange(SEQ_LENGTH),
-            **_numbers(item, 1),
-        }
-        if self.attention_mask:
-            later = torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-            row["attention_mask"] = later[None]
-        return row
-
-
-class Packs(Rows):
-    """Several samples a row, in the form of the host's SFT data set."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = super().__getitem__(index)
-        item = int(row["index"])
-        row.pop("attention_mask", None)
-        ends = torch.tensor([0, *PACKED], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        offsets = torch.full((SEQ_LENGTH + 1,), SEQ_LENGTH, dtype=torch.int32)
-        offsets[: len(ends)] = ends
-        masks = [mask_of(self.masks, 3 * item + j, length) for j, length in enumerate(PACKED)]
-        return {
-            **row,
-            "loss_mask": torch.cat(masks),
-            "position_ids": torch.cat([torch.arange(length) for length in PACKED]),
-            "cu_seqlens": offsets,
-            "max_seqlen": torch.tensor(max(PACKED), dtype=torch.int32),
-            **_numbers(item, len(PACKED)),
-        }
-
-
-class Documents(Dataset[dict[str, Tensor]]):
-    """The host's GPT data set over short documents, with an uneven mask on top of its own."""
-
-    def __init__(self, args: Any, masks: str, first: int, length: int) -> None:
-        self.masks, self.first, self.length = masks, first, length
-        self.host = _host_data(args)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item = self.first + int(index)
-        row = self.host[item]
-        ours = mask_of(self.masks, item, SEQ_LENGTH)
-        numbers = {"index": torch.tensor(item)}
-        if "cu_seqlens" not in row:  # else their number differs from row to row
-            numbers = _numbers(item, 1)
-        return {**row, "loss_mask": row["loss_mask"] * ours, **numbers}
+def ids_of(item: int, place: int) -> tuple[int, int]:
+    """Prompt and rollout of a sample: prompts span microbatches and ranks, rollouts samples."""
+    return item // 3, (item // 2) * 64 + place // 2
 
 
 def _numbers(item: int, samples: int) -> dict[str, Tensor]:
@@ -112,9 +52,72 @@ def _numbers(item: int, samples: int) -> dict[str, Tensor]:
     }
 
 
-def ids_of(item: int, place: int) -> tuple[int, int]:
-    """Prompt and rollout of a sample: prompts span microbatches and ranks, rollouts samples."""
-    return item // 3, (item // 2) * 64 + place // 2
+class Rows(Dataset[dict[str, Tensor]]):
+    """One sample a row."""
+
+    index_split: Any = None
+    unique_identifiers: dict[str, Any] = {}  # noqa: RUF012  (read by the host)
+
+    def __init__(self, args: Any, first: int, length: int) -> None:
+        self.args, self.first, self.length = args, first, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.row(self.first + int(index))
+
+    def row(self, item: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(item)
+        text = torch.randint(0, VOCAB - 1, (SEQ_LENGTH + 1,), generator=generator)
+        row = {
+            "tokens": text[:-1].contiguous(),
+            "labels": text[1:].contiguous(),
+            "loss_mask": mask_of(self.args.sweep_masks, item, SEQ_LENGTH),
+            "position_ids": torch.arange(SEQ_LENGTH),
+            "factors": torch.arange(SEQ_LENGTH) / 4,
+            **_numbers(item, 1),
+        }
+        if self.args.create_attention_mask_in_dataloader:
+            later = torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+            row["attention_mask"] = later[None]
+        return row
+
+
+class Packs(Rows):
+    """Several samples a row, in the form of the host's SFT data set."""
+
+    def row(self, item: int) -> dict[str, Tensor]:
+        row = super().row(item)
+        row.pop("attention_mask", None)
+        offsets = list(accumulate(PACKED, initial=0))
+        offsets += [SEQ_LENGTH] * (SEQ_LENGTH + 1 - len(offsets))
+        parts = enumerate(PACKED)
+        masks = [mask_of(self.args.sweep_masks, 3 * item + j, length) for j, length in parts]
+        return {
+            **row,
+            "loss_mask": torch.cat(masks),
+            "position_ids": torch.cat([torch.arange(length) for length in PACKED]),
+            "cu_seqlens": torch.tensor(offsets, dtype=torch.int32),
+            "max_seqlen": torch.tensor(max(PACKED), dtype=torch.int32),
+            **_numbers(item, len(PACKED)),
+        }
+
+
+class Documents(Rows):
+    """The host's GPT data set over short documents, with an uneven mask on top of its own."""
+
+    def __init__(self, args: Any, first: int, length: int) -> None:
+        super().__init__(args, first, length)
+        self.host = _host_data(args)
+
+    def row(self, item: int) -> dict[str, Tensor]:
+        row = self.host[item]
+        numbers = {"index": torch.tensor(item)}
+        if "cu_seqlens" not in row:  # else their number differs from row to row
+            numbers = _numbers(item, 1)
+        mask = row["loss_mask"] * mask_of(self.args.sweep_masks, item, SEQ_LENGTH)
+        return {**row, "loss_mask": mask, **numbers}
 
 
 def _host_data(args: Any) -> Any:
@@ -131,9 +134,6 @@ def _host_data(args: Any) -> Any:
         size = 4000
 
     tokenizer = build_tokenizer(args)
-    options: dict[str, Any] = {}
-    if args.dataloader_inter_document_masking:
-        options["inter_document_masking"] = True
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=SEQ_LENGTH,
@@ -143,28 +143,39 @@ def _host_data(args: Any) -> Any:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
         mid_level_dataset_surplus=0.0,
-        **options,
     )
     documents = ShortDocuments(tokenizer)
     indices = numpy.arange(len(documents), dtype=numpy.int32)
     return MockGPTDataset(documents, None, indices, 1200, Split.train, config)
 
 
+KINDS = {"rows": Rows, "packs": Packs, "documents": Documents}
+
+
 def datasets(args: Any, sizes: list[int | None]) -> list[Any]:
     """Training, validation and test data, as many items as the host asks for."""
-    made: list[Any] = []
-    for first, size in zip((0, VALIDATION, VALIDATION), sizes, strict=True):
-        length = max(size or 0, 48)
-        if args.sweep_data == "documents":
-            made.append(Documents(args, args.sweep_masks, first, length))
-        else:
-            kind = Packs if args.sweep_data == "packs" else Rows
-            wants_mask = args.create_attention_mask_in_dataloader
-            made.append(kind(args.sweep_masks, first, length, wants_mask))
-    if getattr(args, "multiple_validation_sets", False):
-        made[1:] = [[made[1], made[1]], None]  # the host takes several to validate, none to test
+    lengths = [max(size or 0, 48) for size in sizes]
+    if args.blend:
+        return [_blend(args, length) for length in lengths]
+    kind = KINDS[args.sweep_data]
+    firsts = (0, VALIDATION, VALIDATION)
+    made: list[Any] = [kind(args, *given) for given in zip(firsts, lengths, strict=True)]
+    if args.multiple_validation_sets:  # the host then takes none to test
+        made[1:] = [[made[1], kind(args, VALIDATION + OF_SET, 48)], None]
     return made
+
+
+def _blend(args: Any, length: int) -> Any:
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.utils import Split
+
+    sets: Any = [Rows(args, OF_SET * number, length) for number in range(len(BLEND))]
+    for rows in sets:
+        rows.index_split = Split.train
+    config: Any = SimpleNamespace(defer_npy_index_mmap=False, path_to_cache=None)
+    return BlendedDataset(sets, BLEND, length, config)
 
 
 def read_by_number(batch: dict[str, Tensor]) -> Any:
@@ -178,9 +189,7 @@ def read_by_number(batch: dict[str, Tensor]) -> Any:
             samples = int((batch["cu_seqlens"][row] < SEQ_LENGTH).sum())
         ids += [ids_of(item, place) for place in range(samples)]
     prompts, rollouts = (torch.tensor(column) for column in zip(*ids, strict=True))
-    return Microbatch(
-        found.loss_mask, cu_seqlens=found.cu_seqlens, prompt_ids=prompts, rollout_ids=rollouts
-    )
+    return dataclasses.replace(found, prompt_ids=prompts, rollout_ids=rollouts)
 
 
 def sixty_fourth(plan: Any, i: int) -> Tensor:

@@ -64,17 +64,17 @@ TOPOLOGIES = {
     "hybrid-cp": Topology(2, f"{CP2} --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32", 2),
 }
 
+# Under its name on the command line, with more flags; and for `tests.oracle.step_weights`.
+_PLAIN = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "sample_sum")
+_DIVISOR = f"--loss-aggregation-divisor {DIVISOR}"
+_FUNCTION = "--loss-aggregation-function tests.sweep.data:sixty_fourth"
 MODES = {
-    "token_mean": Mode("token_mean", "token_mean"),
-    "sample_mean": Mode("sample_mean", "sample_mean"),
-    "rollout_mean": Mode("rollout_mean", "rollout_mean"),
-    "prompt_mean": Mode("prompt_mean", "prompt_mean"),
-    "sample_sum": Mode("sample_sum", "sample_sum"),
-    "constant": Mode(f"constant --loss-aggregation-divisor {DIVISOR}", "constant", DIVISOR),
+    **{name: Mode(name, name) for name in _PLAIN},
+    "constant": Mode(f"constant {_DIVISOR}", "constant", DIVISOR),
     "sum": Mode("sum", "sum"),
-    "sum-divisor": Mode(f"sum --loss-aggregation-divisor {DIVISOR}", "sum", DIVISOR),
+    "sum-divisor": Mode(f"sum {_DIVISOR}", "sum", DIVISOR),
     "microbatch_mean": Mode("microbatch_mean", "microbatch_mean"),
-    "custom": Mode("custom --loss-aggregation-function tests.sweep.data:sixty_fourth", "sum", 64.0),
+    "custom": Mode(f"custom {_FUNCTION}", "sum", 64.0),
     "trl/dapo": Mode("trl/dapo", "token_mean"),
     "slime/sample_mean": Mode("slime/sample_mean", "rollout_mean"),
 }

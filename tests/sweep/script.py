@@ -1,7 +1,8 @@
-"""What runs on ranks: the host's own `pretrain` with the plugin; and what it should have done.
+"""A script on the host's own `pretrain`, with the sweep's data; and what it should have done.
 
 The forward step asks the host's functions for its part of a batch, as Megatron-LM's own script for
-a GPT does, with and without packs.
+a GPT does, with and without packs. The sweep calls `rank_main` on its ranks. Started as a script,
+every rank writes what its loss function got to a file of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
-import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,7 +69,16 @@ def parameters_of(model: Any) -> dict[str, Tensor]:
 
 
 class Ended(Exception):
-    """How a rank ended without a result, as JSON."""
+    """How a rank ended without a result: as JSON, whether by an error of ours, and what it said."""
+
+
+class Seen(NamedTuple):
+    """A call of the loss function, on one rank."""
+
+    trains: bool
+    items: list[int]  # none on tensor-parallel ranks that read no data
+    mask: Tensor
+    losses: Tensor
 
 
 @dataclass
@@ -78,25 +86,29 @@ class Result:
     """What one rank knows after a launch."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)  # of its models, as they are now
-    # Iteration, data-parallel rank, items; in the order in which they were drawn.
-    drawn: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    data_rank: int = 0
+    seen: list[Seen] = field(default_factory=list)
     microbatches: int = 0  # of the last step
 
-    def note(self, batch: dict[str, Tensor], model: Any) -> None:
-        chunk = get_attr_wrapped_model(model, "post_process", return_model_obj=True)
-        if model.training and chunk.post_process and mpu.get_context_parallel_rank() == 0:
-            self.microbatches = get_num_microbatches()
-            rank = mpu.get_data_parallel_rank()
-            self.drawn.append((get_args().curr_iteration, rank, batch["index"].tolist()))
+    def last_step(self) -> list[list[int]]:
+        """The items of its microbatches."""
+        trained = [x.items for x in self.seen if x.trains and x.items]
+        return trained[-self.microbatches :]
 
 
-def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(
+    loss_mask: Tensor, output_tensor: Tensor, items: list[int], result: Result
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The stock loss: the sum over this rank's tokens, with the host's checks of a result."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     args, machine = get_args(), get_rerun_state_machine()
-    mask = loss_mask.view(-1).float()
-    loss = (output_tensor.view(-1).float() * mask).sum()
+    mask, losses = loss_mask.view(-1).float(), output_tensor.view(-1).float()
+    trains = torch.is_grad_enabled()
+    result.seen.append(Seen(trains, items, mask, losses.detach()))
+    if trains:
+        result.microbatches = get_num_microbatches()
+    loss = (losses * mask).sum()
     num_tokens = mask.sum().detach().to(torch.int)
     validate = partial(machine.validate_result, loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
@@ -108,7 +120,8 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
-def get_batch(result: Result, iterator: Any, model: Any, vp_stage: int | None) -> dict[str, Any]:
+def get_batch(iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+    """This rank's part of a microbatch, and under ``index`` the items of all of it."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     packed = args.sft or args.dataloader_inter_document_masking
@@ -120,12 +133,12 @@ def get_batch(result: Result, iterator: Any, model: Any, vp_stage: int | None) -
     )
     on_end = is_first_or_last_pipeline_stage(vp_stage) or mtp
     if not on_end and not packed:
-        return dict.fromkeys(KEYS)
+        return dict.fromkeys(("index", *KEYS))
+    whole: dict[str, Any] = {}
     batch: dict[str, Any] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         whole = next(iterator)
-        result.note(whole, model)
         batch = {key: whole.get(key) for key in KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -144,15 +157,15 @@ def get_batch(result: Result, iterator: Any, model: Any, vp_stage: int | None) -
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     batch = flatten_batch_for_packed_sequences(batch)
-    if not on_end:
-        return batch
-    return get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=args.hybrid_context_parallel,
-        cp_group=mpu.get_context_parallel_group(),
-        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
-        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
-    )
+    if on_end:
+        batch = get_batch_on_this_cp_rank(
+            batch,
+            is_hybrid_cp=args.hybrid_context_parallel,
+            cp_group=mpu.get_context_parallel_group(),
+            hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+            use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+        )
+    return {**batch, "index": whole.get("index")}
 
 
 def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
@@ -166,7 +179,7 @@ def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def forward_step(result: Result, iterator: Any, model: Any) -> tuple[Any, Any]:
-    batch = get_batch(result, iterator, model, get_attr_wrapped_model(model, "vp_stage"))
+    batch = get_batch(iterator, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -175,13 +188,15 @@ def forward_step(result: Result, iterator: Any, model: Any) -> tuple[Any, Any]:
         loss_mask=batch["loss_mask"],
         packed_seq_params=packed_params(batch),
     )
-    return output, partial(loss_func, batch["loss_mask"])
+    items = [] if batch["index"] is None else batch["index"].tolist()
+    return output, partial(loss_func, batch["loss_mask"], items=items, result=result)
 
 
 def add_arguments(parser: Any) -> Any:
     group = parser.add_argument_group("sweep")
-    group.add_argument("--sweep-data", default="rows", choices=("rows", "packs", "documents"))
+    group.add_argument("--sweep-data", default="rows", choices=data.KINDS)
     group.add_argument("--sweep-masks", default="uneven")
+    group.add_argument("--blend", action="store_true", help="of several data sets")
     return parser
 
 
@@ -207,43 +222,41 @@ def keep_models(found: list[GPTModel]) -> None:
     GPTModel.__init__ = construct_and_fill
 
 
-def begin(path: str, argv: list[str]) -> None:
-    """Send what this process prints to a file, and set what Megatron wants of its launcher."""
+def begin(argv: list[str]) -> None:
+    """Be quiet, and set what Megatron wants of its launcher."""
     if any("fsdp" in flag for flag in argv):
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     else:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def rank_main(argv: list[str], log: str, with_plugin: bool = True) -> Result:
+def rank_main(argv: list[str], with_plugin: bool = True) -> Result:
     """Run `pretrain` with the flags ``argv`` on this rank of an initialised world."""
-    begin(f"{log}.{os.environ['RANK']}", argv)
-    result = Result()
+    from megatron_loss_agg.mcore import flags
+    from megatron_loss_agg.mcore.install import hook_from_args, install
+
+    begin(argv)
     models: list[GPTModel] = []
+    result = Result()
     try:
-        _train(argv, result, models, with_plugin)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise Ended(_ended(end)) from None
+        if with_plugin:
+            install(lambda parser: flags.add_arguments(set_default_flags(parser)), hook_from_args)
+        else:
+            install(set_default_flags, lambda *_: None)
+        keep_models(models)
+        train(argv, result)
     except BaseException as error:
-        raise Ended(_ended(error)) from None
+        if not isinstance(error, SystemExit) or error.code:
+            ours = isinstance(error, AggregationError)
+            raise Ended(json.dumps([ours, f"{type(error).__name__}: {error}"])) from error
+    result.data_rank = mpu.get_data_parallel_rank()
     for model in models:
         result.parameters |= parameters_of(model)
     return result
 
 
-def _train(argv: list[str], result: Result, models: list[GPTModel], with_plugin: bool) -> None:
-    from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.install import hook_from_args, install
-
-    if with_plugin:
-        install(lambda parser: flags.add_arguments(set_default_flags(parser)), hook_from_args)
-    else:
-        install(set_default_flags, lambda *_: None)
-    keep_models(models)
+def train(argv: list[str], result: Result) -> None:
     args = parsed(argv)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 
@@ -268,18 +281,6 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted({pp_ranks[0], *last, *get_mtp_ranks(pp_ranks, config)})
 
 
-def _ended(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    places = [re.sub(r".*/(megatron|tests)", r"\1", frame.filename) for frame in frames]
-    told = {
-        "error": type(error).__name__,
-        "text": str(error),
-        "named": isinstance(error, AggregationError),
-        "where": [f"{p}:{f.lineno} {f.name}" for p, f in zip(places, frames, strict=True)],
-    }
-    return json.dumps(told)
-
-
 # What the step should have done: one process, the whole step, no plugin.
 
 Items = list[list[list[int]]]  # of a step, by data-parallel rank and microbatch
@@ -292,12 +293,12 @@ class Reference(NamedTuple):
     gradient: dict[str, Tensor]  # fp64
 
 
-def reference_main(argv: list[str], log: str, items: Items, mode: dict[str, Any]) -> Reference:
+def reference_main(argv: list[str], items: Items, mode: dict[str, Any]) -> Reference:
     """Run every sample of the step alone, so that packs and their attention play no part.
 
     ``mode`` holds the arguments of `step_weights` apart from the step.
     """
-    begin(f"{log}.reference", argv)
+    begin(argv)
     add = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = lambda parser: set_default_flags(add(parser))
     keep_models([])
@@ -357,3 +358,9 @@ def host_flags() -> list[str]:
     """All flags of Megatron's own parser, long forms."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return sorted(flag for flag in parser._option_string_actions if flag.startswith("--"))
+
+
+if __name__ == "__main__":
+    launched = Result()
+    train(sys.argv[1:], launched)
+    torch.save([tuple(x) for x in launched.seen], f"{os.environ['SEEN']}.{os.environ['RANK']}")
