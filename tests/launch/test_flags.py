@@ -9,14 +9,13 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.errors import MaskError, ModeError
@@ -24,10 +23,8 @@ from megatron_loss_agg.mcore import LossHook
 from megatron_loss_agg.mcore.flags import VARIABLE, add_arguments, aggregation_from_environment
 from megatron_loss_agg.mcore.install import hook_from_args
 from megatron_loss_agg.mcore.launch.once import refuse  # how a launcher ends
-from megatron_loss_agg.presets import PRESETS  # all of them
-from tests import oracle
 from tests.distributed import run_ranks
-from tests.launch.processes import MODE, ROOT, refusals, run
+from tests.launch.processes import MODE, run_afresh
 
 FLAG = "--loss-aggregation"
 
@@ -45,11 +42,6 @@ def hook(arguments: str, in_training_loop: bool = False, **of_host: Any) -> Loss
     return found
 
 
-def given(arguments: str) -> LossAggregation:
-    (term,) = hook(arguments).terms.values()
-    return term.aggregation
-
-
 def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
@@ -61,13 +53,11 @@ def test_the_flag_set_is_frozen() -> None:
     assert found == expected
 
 
-MODES = sorted({*oracle.INNER} - {"constant"})  # that need no option
-DIVIDED = [name for name, preset in PRESETS.items() if preset.needs_divisor]
 SKIPS = LossAggregation(mode="sample_mean", rejected="skip")
 AGGREGATIONS = {
-    **{f"@ {name}": LossAggregation(mode=name) for name in MODES},
-    **{f"@ {name}": LossAggregation.preset(name) for name in PRESETS.keys() - DIVIDED},
-    **{f"@ {x} @-divisor 8": LossAggregation.preset(x, divisor=8.0) for x in DIVIDED},
+    "@ rollout_mean": LossAggregation(mode="rollout_mean"),
+    "@ verl/seq-mean-token-mean": LossAggregation.preset("verl/seq-mean-token-mean"),
+    "@ trl/dr_grpo @-divisor 8": LossAggregation.preset("trl/dr_grpo", divisor=8.0),
     "@ constant @-divisor 7.5 @-empty skip": LossAggregation(
         mode="constant", divisor=7.5, empty="skip"
     ),
@@ -80,13 +70,13 @@ AGGREGATIONS = {
     "@ nemo-rl/sequence_level": SKIPS,
     "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
     "@ nemo-rl/sequence_level @-rejected count": replace(SKIPS, rejected="count"),
-    "@ nemo-rl/sequence_level @-sample-weights count": replace(SKIPS, sample_weights="count"),
 }
 
 
-@pytest.mark.parametrize("flags", sorted(AGGREGATIONS))
-def test_every_mode_preset_and_option_reaches_the_aggregation(flags: str) -> None:
-    assert given(flags) == AGGREGATIONS[flags]
+@pytest.mark.parametrize("flags", AGGREGATIONS)
+def test_every_option_reaches_the_aggregation(flags: str) -> None:
+    (term,) = hook(flags).terms.values()
+    assert term.aggregation == AGGREGATIONS[flags]
 
 
 def test_without_flags_there_is_no_hook() -> None:
@@ -100,118 +90,105 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     assert found.terms["constant"].aggregation.divisor == 7
 
 
-def settings(flags: str, *in_training_loop: bool, **of_host: Any) -> dict[str, Any]:
-    """What of a hook's settings, which it compares over all ranks, the flags have changed."""
-    stock = hook("@ sum")._settings
-    found = hook(f"@ sum {flags}", *in_training_loop, **of_host)._settings
-    return {name: x for name, x in found.items() if name not in stock or stock[name] != x}
-
-
-LOOP = {"of_megatron": True}
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
+IN_LOOP = {"of_megatron": True}
+# Flags, the host's flags in its own training loop, or None elsewhere; and what of the hook's
+# settings, which it compares over all ranks, these change.
+SETTINGS: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     # Defaults leave a run as it was.
-    ("@-empty-step step @-unmeasured refuse @-mask batch @-mtp host @-moe host", {}),
-    ("@-empty-step error", {"empty_step": "error"}),
-    ("@-empty-step skip", {"empty_step": "skip"}),
-    ("@-mask model", {"mask": "model"}),
-    ("@-mtp same", {"mtp": "same"}),
-    ("@-moe step", {"moe": "step"}),
-    ("@-audit", {"audit": True}),
-    ("@-unmeasured trust", {"unmeasured": "trust"}),
-    ("@-audit @-unmeasured trust", {"audit": True, "unmeasured": "trust"}),
-    ("@-report-datasets", {"report_datasets": 1}),
+    ("@-empty-step step @-unmeasured refuse @-mask batch @-mtp host @-moe host", None, {}),
+    ("@-empty-step error", None, {"empty_step": "error"}),
+    ("@-empty-step skip", None, {"empty_step": "skip"}),
+    ("@-mask model", None, {"mask": "model"}),
+    ("@-mtp same", None, {"mtp": "same"}),
+    ("@-moe step", None, {"moe": "step"}),
+    ("@-audit", None, {"audit": True}),
+    ("@-unmeasured trust", None, {"unmeasured": "trust"}),
+    ("@-audit @-unmeasured trust", None, {"audit": True, "unmeasured": "trust"}),
+    ("@-report-datasets", None, {"report_datasets": 1}),
     # A reader of the user's own, if there is one.
-    ("@-mask model @-batch json:dumps", {}),
+    ("@-mask model @-batch json:dumps", None, {}),
+    ("", {}, IN_LOOP),
+    ("", {"sft": True}, {**IN_LOOP, "averages_quotients": True}),
+    ("@-report-datasets", {"log_interval": 5}, {**IN_LOOP, "report_datasets": 5}),
 ]
 
 
-@pytest.mark.parametrize("flags, changed", SETTINGS)
-def test_a_flag_changes_its_own_setting_and_no_other(flags: str, changed: dict[str, Any]) -> None:
-    assert settings(flags) == changed
-
-
-def test_the_loop_is_that_of_the_host_and_its_evaluations_those_of_its_flags() -> None:
-    assert settings("", True) == LOOP
-    assert settings("", sft=True) == {}
-    assert settings("", True, sft=True) == {**LOOP, "averages_quotients": True}
-    assert settings("@-report-datasets", True, log_interval=5) == {**LOOP, "report_datasets": 5}
-    with pytest.raises(ModeError, match="--sft"):
-        hook("@ sum @-mask model", True, sft=True)
+@pytest.mark.parametrize("flags, of_host, changed", SETTINGS)
+def test_a_flag_changes_its_own_setting_and_no_other(
+    flags: str, of_host: dict[str, Any] | None, changed: dict[str, Any]
+) -> None:
+    stock = hook("@ sum")._settings
+    found = hook(f"@ sum {flags}", of_host is not None, **(of_host or {}))._settings
+    assert {name: x for name, x in found.items() if stock.get(name) != x} == changed
 
 
 def test_a_teacher_of_the_host_is_a_second_term() -> None:
     teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.25}
     found = hook("@ token_mean", **teacher)
     assert [term.coefficient for term in found.terms.values()] == [0.75, 0.25]
-    # Masks that the model makes are refused for two terms, as soon as the teacher is known.
-    with pytest.raises(ModeError, match="'token_mean' with a mask that the model makes"):
-        hook("@ token_mean @-mask model", **teacher)
+
+
+# What needs the tokens of the whole step has them too late from a model.
+@pytest.mark.parametrize(
+    "flags, of_host, got",
+    [
+        ("sample_sum @-empty skip", {}, "empty='skip'"),
+        ("prompt_mean @-empty-step skip", {}, "'prompt_mean' and empty_step='skip'"),
+        ("sum @-report-datasets", {}, "an extension that needs 'dataset'"),
+        ("sum", {"sft": True}, "--sft"),
+        # As soon as the teacher is known.
+        ("token_mean", {"logits_load_dir": "x", "logits_load_kd_loss_alpha": 0.2}, "'token_mean'"),
+    ],
+)
+def test_masks_of_a_model_are_refused_where_they_come_too_late(
+    flags: str, of_host: dict[str, Any], got: str
+) -> None:
+    with pytest.raises(ModeError, match=f"{got} with a mask that the model makes|{got}"):
+        hook(f"@ {flags} @-mask model", in_training_loop=True, **of_host)
 
 
 # Arguments after the script, with @ for --loss-aggregation, after those of the environment and a
 # bar, if it has any; and what is said of them: the error's name, what was got, what to change.
-ALONE = ("-divisor 3", "-empty skip", "-rejected skip", "-sample-weights skip", "-audit")
-ALONE += ("-function json:dumps", "-batch json:dumps", "-report-datasets", "-unmeasured trust")
-ALONE += ("-factors loss_scale", "-mask model", "-empty-step skip", "-mtp same", "-moe step")
-CHOICES = {
-    "-empty": "'count' or 'skip'",
-    "-rejected": "'count' or 'skip'",
-    "-sample-weights": "'count' or 'skip'",
-    "-empty-step": "one of step, error, skip",
-    "-unmeasured": "one of refuse, trust",
-    "-mask": "one of batch, model",
-    "-mtp": "one of host, same",
-    "-moe": "one of host, step",
-}
-# What needs the tokens of the whole step has them too late from a model.
-LATE = {
-    "@ slime/constant @-divisor 3": "'slime/constant'",
-    "@ custom @-function json:dumps": "'custom'",
-    "@ sample_sum @-empty skip": "empty='skip'",
-    "@ prompt_mean @-empty-step skip": "'prompt_mean' and empty_step='skip'",
-    "@ sum @-report-datasets": "an extension that needs 'dataset'",
-}
 BAD_FLAGS = {
     "@ bogus": "ModeError|unknown mode 'bogus'|expected one of token_mean, ",
     "@=": "ModeError|unknown mode ''",
     "@ verl/bogus": "ModeError|unknown preset 'verl/bogus'|verl/token-mean",
-    **{
-        f"@ verl{x}": f"ModeError|unknown preset 'verl{x}'; expected one of verl/t"
-        for x in ("", "/")
-    },
-    **{f"@{x}": f"ModeError|@{x.split()[0]} without @; |give a mode, or drop it" for x in ALONE},
-    **{f"@ sample_mean @{x} maybe": f"ModeError|maybe|expected {y}" for x, y in CHOICES.items()},
-    **{
-        f"{flags} @-mask model": f"ModeError|{got} with a mask that the model makes|mode sum, "
-        for flags, got in LATE.items()
-    },
-    **{
-        f"@ sum @-factors loss_scale {reader}": "ModeError|@-factors loss_scale and a function of "
-        "its own|token_factors=...)"
-        for reader in ("@-batch json:dumps", "@-mask model")
-    },
+    "@ verl": "ModeError|unknown preset 'verl'; expected one of verl/t",
+    "@-divisor 3": "ModeError|@-divisor without @; |give a mode, or drop it",
+    "@-audit": "ModeError|@-audit without @; |give a mode, or drop it",
+    "@ sample_mean @-empty maybe": "ModeError|maybe|expected 'count' or 'skip'",
+    "@ sample_mean @-mask maybe": "ModeError|maybe|expected one of batch, model",
     "@ sum @-empty-step=": "ModeError|expected one of step, error, skip",
+    "@ sample_sum @-empty skip @-mask model": "ModeError|with a mask that the model makes|mode sum",
+    "@ sum @-factors loss_scale @-batch json:dumps": (
+        "ModeError|@-factors loss_scale and a function of its own|token_factors=...)"
+    ),
+    "@ sum @-factors loss_scale @-mask model": (
+        "ModeError|@-factors loss_scale and a function of its own|token_factors=...)"
+    ),
     "@": "InputError|argument @: expected one argument",
     "@-emtpy skip": "ModeError|unknown flag @-emtpy; expected @-empty, ",
     "--loss-agregation sum": "ModeError|unknown flag --loss-agregation; expected @, or another of",
     "--loss_aggregation=sum": "ModeError|unknown flag --loss_aggregation; expected @, or another",
     "@ sum | @ sum": f"ModeError|{VARIABLE} is set, and @ is on the command line|one of the two",
     "@ sum token_mean |": f"ModeError|{VARIABLE} holds token_mean; expected",
-    "@-divisor=": "InputError|argument @-divisor: invalid float value: ''",
     "@ constant @-divisor many": "InputError|argument @-divisor: invalid float value: 'many'",
     "@ constant": "DivisorError|'constant' needs a divisor|give one > 0",
     "@ verl/token-mean @-divisor 3": "DivisorError|with preset 'verl/token-mean'|expected none",
     "@ custom @-function json": "FunctionError|'json'|module:name",
-    "@ custom @-function :dumps": "FunctionError|':dumps'|module:name",
     "@ custom @-function no_module:f": "FunctionError|No module named 'no_module'|PYTHONPATH",
     "@ custom @-function json:no_function": "FunctionError|cannot be loaded|no_function|PYTHONPATH",
     "@ trl/dapo @-function json:dumps": "FunctionError|@-function with the preset 'trl/dapo'",
     "@ trl/dapo @-levels prompt": "ModeError|@-levels with the preset 'trl/dapo'",
     "@ nested_mean @-levels prompt,sample,turn": "ModeError|'turn'|ids of another name|sample last",
     "@ nested_mean @-levels position,sample": "ModeError|['position']|of tokens|@-batch",
-    "@ sum @-batch json": "FunctionError|@-batch 'json'|module:name",
     "@ sum @-batch no_module:f": "FunctionError|@-batch 'no_module:f'|cannot be loaded|PYTHONPATH",
 }
+NO_SCRIPT = {
+    "--gpu script.py": "InputError|'--gpu' is not a file; expected [--cpu] SCRIPT",
+    "missing.py": "InputError|'missing.py' is not a file",
+}
+USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
 
 STARTS = """
 import contextlib, io, json, os, sys
@@ -226,27 +203,21 @@ for line in sys.argv[1:]:
     results.append([code, said.getvalue(), complained.getvalue(), "megatron" in sys.modules])
 print(json.dumps(results))
 """
-USAGE = {"": 2, "--cpu": 2, "-h": 0, "--help": 0, "--cpu -h": 0}
-NO_SCRIPT = {
-    "--gpu script.py": "InputError|'--gpu' is not a file; expected [--cpu] SCRIPT",
-    "missing.py": "InputError|'missing.py' is not a file",
-}
 
 
 def line_of(start: str) -> str:
     """The command line, after the environment's flags and a bar."""
     held, _, arguments = start.replace("@", FLAG).rpartition("|")
-    if start in USAGE or start in NO_SCRIPT:
-        return f"{held}|{arguments}"
-    return f"{held}|examples/pretrain_gpt.py --train-iters 1 {arguments}"
+    script = "examples/pretrain_gpt.py --train-iters 1 " if start in BAD_FLAGS else ""
+    return f"{held}|{script}{arguments}"
 
 
 @functools.cache
 def starts() -> dict[str, tuple[int, str, str, bool]]:
     """Each start's exit code, stdout and stderr, and whether Megatron was imported by then."""
     names = [*BAD_FLAGS, *USAGE, *NO_SCRIPT]
-    command = [sys.executable, "-c", STARTS, *map(line_of, names)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_afresh("-c", STARTS, *map(line_of, names))
+    assert done.returncode == 0, done.stderr
     return dict(zip(names, json.loads(done.stdout), strict=True))
 
 
@@ -294,24 +265,26 @@ class End(NamedTuple):
     lines: int
     delays: tuple[float, ...] = (0, 0, 0)  # seconds
     environment: dict[str, str] | None = None
+    connected: bool = False  # the ranks have a process group
 
 
+WITHOUT_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 ENDS = {
     "of all ranks": End(("a", "a", "a"), 1, (0.3, 0, 0)),
     "of one rank": End((None, "a"), 1),
-    "different ones": End(("a", "b"), 2),
     "one that comes later than the others' word of it": End(("b", "a", "b"), 2, (0, 1, 0.3)),
     "of a rank that comes too late": End(("a", "a"), 1, (4, 0)),
-    # Nobody listens; or there is no process group yet, and no store.
+    # Nobody listens; or there is no store of torchrun's, and that of the process group, or none.
     "of ranks without a store": End(("a", "a"), 2, environment={"MASTER_PORT": "1"}),
-    "of ranks without torchrun": End(
-        ("a", "a"), 2, environment={"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    ),
+    "of a process group": End(("a", "a"), 1, environment=WITHOUT_TORCHRUN, connected=True),
+    "of ranks without torchrun": End(("a", "a"), 2, environment=WITHOUT_TORCHRUN),
 }
 
 
 def refusal(end: End) -> str:
     """What this rank says of its error."""
+    if end.connected:
+        dist.init_process_group("gloo")
     os.environ.update(end.environment or {})
     rank = int(os.environ["RANK"])
     time.sleep(end.delays[rank])
@@ -339,8 +312,8 @@ import sys, torch
 import torch.distributed as dist
 from megatron_loss_agg.errors import MaskError, PeerError
 
-print([m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')])
-print(torch.cuda.current_stream.__module__, sys.argv[1:])
+stood_in = [m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')]
+print(stood_in, torch.cuda.current_stream.__module__, sys.argv[1:], flush=True)
 dist.init_process_group("gloo")
 dist.barrier()
 def train():
@@ -350,37 +323,20 @@ train()
 
 
 @pytest.mark.host
-def test_each_error_in_training_is_printed_once_with_its_traceback(tmp_path: Path) -> None:
-    # Without torchrun: rank 0 holds the processes' store.
-    how: dict[str, Any] = {"ranks": 3, "starter": ("-m", "megatron_loss_agg"), "forked": False}
-    codes, said = run(tmp_path, FAILS, "--flag", *MODE, **how)
-    assert codes == [1, 1, 1], said[-3000:]
+def test_each_error_in_a_job_of_torchrun_is_printed_once_with_its_traceback(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    done = run_afresh(*torchrun, "-m", "megatron_loss_agg", str(script), "--flag", *MODE)
+    said = done.stdout + done.stderr.partition("torch/distributed/elastic")[0]
     for text, number in {
         "MaskError: bad mask$": 1,
         "PeerError: see the others$": 1,
         "Traceback": 2,
         r'script\.py", line \d+, in train$': 2,
         # Without --cpu, nothing stands in for a GPU. The flags are not the script's.
-        r"^\[\]\ntorch\.cuda \['--flag'\]$": 3,
+        r"^\[\] torch\.cuda \['--flag'\]$": 3,
     }.items():
-        assert len(re.findall(text, said, re.MULTILINE)) == number, (text, said[-3000:])
-
-
-def test_a_bad_flag_of_a_job_of_torchrun_is_one_line() -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    launcher = ("--nproc-per-node", "2", "-m", "megatron_loss_agg", "examples/pretrain_gpt.py")
-    done = subprocess.run(
-        [*torchrun, *launcher, "--loss-aggregation", "bogus"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1  # torchrun's own
-    (found,) = refusals(done.stdout)
-    assert found.startswith("megatron_loss_agg: ModeError: unknown mode 'bogus'")
-    # It stops the other rank as soon as it sees that the first one has ended.
-    assert {"2"} <= {*re.findall(r"exitcode +: (-?\d+)", done.stdout)} <= {"2", "-15"}
+        assert len(re.findall(text, said, re.MULTILINE)) == number, (text, said[-5000:])
