@@ -67,26 +67,15 @@ def seams_on_host() -> dict[str, Any]:
 
 def test_what_is_wrapped_is_restored_and_a_host_with_other_seams_is_refused() -> None:
     (facts,) = run_host_ranks(seams_on_host, 1)
-    schedules, training = "megatron.core.pipeline_parallel.schedules", "megatron.training.training"
-    wrapped = [
-        ("ChainedOptimizer", "step"),
-        ("FP32Optimizer", "step"),
-        ("MegatronOptimizer", "__init__"),
-        ("MixedPrecisionOptimizer", "step"),
-        (schedules, "forward_backward_no_pipelining"),
-        (schedules, "forward_backward_pipelining_with_interleaving"),
-        (schedules, "forward_backward_pipelining_without_interleaving"),
-        ("megatron.training.arguments", "add_megatron_arguments"),
-        (training, "get_forward_backward_func"),
-        (training, "setup_model_and_optimizer"),
-    ]
-    assert (facts["wrapped"], facts["left"]) == ((wrapped, True), ([], False))
+    wrapped, has_flags = facts["wrapped"]
+    assert ("megatron.training.training", "get_forward_backward_func") in wrapped
+    assert has_flags and facts["left"] == ([], False)
     # A second install, as by the launcher before a script that has the patch, changes nothing.
     assert facts["wrapped again"] == facts["left by the second"] == ([], True)
     assert facts["untouched"] == ([], False)
     # The host adds the commit of the checkout that it runs in to its version.
     assert facts["missing"].startswith(f"HostError: megatron-core {version('megatron-core')}")
-    assert f": {training} has no get_forward_backward_func; expected" in facts["missing"]
+    assert "training has no get_forward_backward_func; expected" in facts["missing"]
 
 
 Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"])

@@ -122,11 +122,9 @@ def launches(case: Case, folder: str, plugin: bool = True) -> list[Launch]:
     common = [*model_argv(case), *TRAINING, *topology.flags.split(), *told.split()]
     common += ["--micro-batch-size", str(size)]
     number = ["--global-batch-size", str(batch)]
-    if case["steps"] != "schedule":
-        common += number
     loaded = WAYS["restart"][case["restart"]].split()
     common += _optimizer([*common, *loaded], rate_of(case))
-    first = [*common, *_schedule(case, batch)]
+    first = [*common, *([] if case["steps"] == "schedule" else number), *_schedule(case, batch)]
     if case["restart"] == "none":
         return [Launch(topology.ranks, first)]
     again = first
@@ -284,12 +282,13 @@ def _compared(case: Case, results: list[Any]) -> dict[str, Any]:
     empty = "skip" if case["aggregation"] == "empty-skip" else "count"
     told = {"mode": mode.mode, "divisor": mode.divisor, "empty": empty}
     try:
-        (reference,) = on_ranks(1, "reference_main", reference_argv(case), step, told)
+        ((start, gradient),) = on_ranks(1, "reference_main", reference_argv(case), step, told)
     except RankFailed as failure:
         return {"outcome": "CRASH", "text": f"reference: {failure}"}
-    errors = [_error(result.parameters, rate_of(case), *reference) for result in results]
+    rate = rate_of(case)
+    errors = [_error(result.parameters, rate, start, gradient) for result in results]
     names = {name for result in results for name in result.parameters}
-    if other := names ^ set(reference.start):
+    if other := names ^ set(start):
         return {"outcome": "CRASH", "text": f"parameters differ: {sorted(other)}"}
     half = case["precision"] != "fp32" or "fused" in case["loss"]
     kind = "half, experts" if half and "moe" in case["model"] else "half" if half else "fp32"

@@ -286,17 +286,13 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
 Items = list[list[list[int]]]  # of a step, by data-parallel rank and microbatch
 
 
-class Reference(NamedTuple):
-    """Of every parameter: its value before the step, and the gradient of the step's loss."""
+def reference_main(
+    argv: list[str], items: Items, mode: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of every parameter: its value before the step, and in fp64 the gradient of the step's loss.
 
-    start: dict[str, Tensor]
-    gradient: dict[str, Tensor]  # fp64
-
-
-def reference_main(argv: list[str], items: Items, mode: dict[str, Any]) -> Reference:
-    """Run every sample of the step alone, so that packs and their attention play no part.
-
-    ``mode`` holds the arguments of `step_weights` apart from the step.
+    Every sample of the step is run alone, so that packs and their attention play no part. ``mode``
+    holds the arguments of `step_weights` apart from the step.
     """
     begin(argv)
     add = arguments.add_megatron_arguments
@@ -318,7 +314,7 @@ def reference_main(argv: list[str], items: Items, mode: dict[str, Any]) -> Refer
         for name, p in model.named_parameters():
             if p.grad is not None:
                 gradient[name] += p.grad
-    return Reference(start, gradient)
+    return start, gradient
 
 
 def _losses(model: GPTModel, sample: dict[str, Tensor]) -> Tensor:
