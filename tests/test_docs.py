@@ -54,12 +54,12 @@ ELSEWHERE = {
     "bash examples/quickstart.sh": "its commands run in tests/examples/test_scripts.py",
     "bash examples/grpo/run.sh": "its loop runs in tests/examples/test_grpo.py",
     "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
-    "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_doctor.py",
+    "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_commands.py",
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
         "tests/frameworks/test_bridge.py"
     ),
     "python -m megatron_loss_agg explain --data": (
-        "tests/core/test_explain.py and tests/launch/test_data.py"
+        "tests/core/test_explain.py and tests/launch/test_commands.py"
     ),
     "printf": "as above",
     "python patches/check.py": "tests/test_tools.py",

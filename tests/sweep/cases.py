@@ -113,11 +113,10 @@ def launches(case: Case, folder: str, plugin: bool = True) -> list[Launch]:
     topology = TOPOLOGIES[case["topology"]]
     size, batch = batch_sizes(case)
     chosen = {**WAYS, "gradients": {**WAYS["gradients"], **WRAPPERS}}
-    ways = [chosen[factor][case[factor]] for factor in WAYS if factor != "restart"]
+    left_out = ("restart",) if plugin else ("restart", "aggregation")
+    ways = [chosen[factor][case[factor]] for factor in WAYS if factor not in left_out]
     if plugin:
         ways.append(f"--loss-aggregation {MODES[case['mode']].flags}")
-    else:
-        ways.remove(WAYS["aggregation"][case["aggregation"]])
     told = " ".join(ways).format(eval_batch=2 * data_parallel_size(case), folder=folder)
     common = [*model_argv(case), *TRAINING, *topology.flags.split(), *told.split()]
     common += ["--micro-batch-size", str(size)]

@@ -97,14 +97,13 @@ class Result:
 
 
 def loss_func(
-    loss_mask: Tensor, output_tensor: Tensor, items: list[int], result: Result
+    loss_mask: Tensor, output_tensor: Tensor, trains: bool, items: list[int], result: Result
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The stock loss: the sum over this rank's tokens, with the host's checks of a result."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     args, machine = get_args(), get_rerun_state_machine()
     mask, losses = loss_mask.view(-1).float(), output_tensor.view(-1).float()
-    trains = torch.is_grad_enabled()
     result.seen.append(Seen(trains, items, mask, losses.detach()))
     if trains:
         result.microbatches = get_num_microbatches()
@@ -178,18 +177,24 @@ def packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     return PackedSeqParams("thd", padded, padded, padded, padded, longest, longest)
 
 
-def forward_step(result: Result, iterator: Any, model: Any) -> tuple[Any, Any]:
-    batch = get_batch(iterator, get_attr_wrapped_model(model, "vp_stage"))
-    output = model(
+def losses_of(model: Any, batch: dict[str, Any], packed: PackedSeqParams | None = None) -> Any:
+    return model(
         batch["tokens"],
         batch["position_ids"],
-        batch["attention_mask"],
+        batch.get("attention_mask"),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=packed_params(batch),
+        packed_seq_params=packed,
     )
+
+
+def forward_step(result: Result, iterator: Any, model: Any) -> tuple[Any, Any]:
+    batch = get_batch(iterator, get_attr_wrapped_model(model, "vp_stage"))
+    output = losses_of(model, batch, packed_params(batch))
     items = [] if batch["index"] is None else batch["index"].tolist()
-    return output, partial(loss_func, batch["loss_mask"], items=items, result=result)
+    return output, partial(
+        loss_func, batch["loss_mask"], trains=model.training, items=items, result=result
+    )
 
 
 def add_arguments(parser: Any) -> Any:
@@ -310,24 +315,12 @@ def reference_main(
     train = data.datasets(args, [data.VALIDATION, 0, 0])[0]
     for sample, weights in _weighted(train, items, mode):
         model.zero_grad()
-        (_losses(model, sample) * torch.tensor(weights)).sum().backward()
+        losses = losses_of(model, {key: x[None] for key, x in sample.items()})
+        (losses.view(-1) * torch.tensor(weights)).sum().backward()
         for name, p in model.named_parameters():
             if p.grad is not None:
                 gradient[name] += p.grad
     return start, gradient
-
-
-def _losses(model: GPTModel, sample: dict[str, Tensor]) -> Tensor:
-    """[tokens], of the sample alone."""
-    row = {key: x[None] for key, x in sample.items()}
-    losses = model(
-        row["tokens"],
-        row["position_ids"],
-        row.get("attention_mask"),
-        labels=row["labels"],
-        loss_mask=row["loss_mask"],
-    )
-    return losses.view(-1)
 
 
 def _weighted(
