@@ -87,7 +87,6 @@ gc.freeze()  # Bridge collects garbage in every run, which would look at all tha
 EOS = VOCAB - 1  # Bridge pads packs with it, and never trains on it
 LENGTHS = (23, 3, 9, 1, 17, 6, 12, 2, 20, 5, 4, 8)
 ROW = 32  # length of every row
-MICRO_BATCH = 2  # rows
 PACKS = ((0, 1), (EMPTY,), (2, 3, 10, 11), (4, 6, 7, 8, 9))
 PACK = 64  # length of every pack
 FUSIONS = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
@@ -108,14 +107,18 @@ TINY = (
     *("dist.distributed_backend=gloo", "checkpoint.save=null", "logger.tensorboard_dir=null"),
 )
 SHAPES = {
-    name: (
-        *(f"model.seq_length={length}", f"train.micro_batch_size={micro_batch}"),
-        f"train.global_batch_size={batch}",
-    )
-    for name, length, micro_batch, batch in (
-        ("rows", ROW, MICRO_BATCH, len(LENGTHS)),
-        ("packs", PACK, 1, len(PACKS)),
-    )
+    "rows": (
+        *(f"model.seq_length={ROW}", f"train.global_batch_size={len(LENGTHS)}"),
+        "train.micro_batch_size=2",
+    ),
+    "packs": (
+        *(f"model.seq_length={PACK}", f"train.global_batch_size={len(PACKS)}"),
+        "train.micro_batch_size=1",
+        # Communication overlaps as in Bridge's recipes.
+        *("ddp.use_distributed_optimizer=true", "optimizer.use_distributed_optimizer=true"),
+        *("ddp.overlap_param_gather=true", "optimizer.overlap_param_gather=true"),
+        *("ddp.overlap_grad_reduce=true", "ddp.bucket_size=2000"),
+    ),
 }
 LOADER: dict[str, Any] = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
 sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=3)

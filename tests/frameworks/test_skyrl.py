@@ -13,13 +13,15 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.presets import PRESETS, presets_of
 from tests.frameworks.checkout_report import (
+    Expected,
     Held,
     LogProbs,
     Losses,
@@ -30,7 +32,9 @@ from tests.frameworks.checkout_report import (
     weights,
     with_entropy,
 )
-from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients, attempt, patched_copy
+from tests.frameworks.harness import CLIP, ENTROPY, FP32, KL, KeepGradients, attempt, patched_copy
+from tests.host import gpt
+from tests.host.reference import relative_error
 from tests.peers.standins import PEERS, use_peers
 
 pytestmark = pytest.mark.host
@@ -64,13 +68,9 @@ ALL = tuple(tuple(dataclasses.replace(a, removed=False) for a in step) for step 
 ANSWERS = [answer for step in ALL for answer in step]
 PAIRS = 2  # samples of a microbatch
 DIVISOR = 2.0  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
-# Our modes, under SkyRL's names.
-MODES = {
-    "token_mean": "token_mean",
-    "sample_mean": "sequence_mean",
-    "prompt_mean": "prompt_mean",
-    "constant": "seq_mean_token_sum_norm",
-}
+MODES = {PRESETS[name].mode: name.partition("/")[2] for name in presets_of("skyrl")}
+"""Ours, under SkyRL's names."""
+LEGACY = "microbatch_mean"  # of an odd number of samples, SkyRL leaves out the last
 # By tokens, microbatches differ in their number of samples, and a rank gets one of padding.
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True},
@@ -123,8 +123,6 @@ def use_skyrl(package: str) -> None:
 def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
     """On a rank; see `checkout_report.Train`."""
     use_skyrl(package)
-    from tests.host import gpt
-
     gpt.initialize(cp)
     gpt.VOCAB = VOCAB
     return [attempt(_train, run, log_probs) for run in runs]
@@ -132,8 +130,6 @@ def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> 
 
 def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from skyrl.train.trainer import RayPPOTrainer
-
-    from tests.host import gpt
 
     os.environ[VARIABLE] = run.flags
     options = Namespace(**{**DEFAULTS, **run.options})
@@ -294,21 +290,30 @@ REFUSED = {
         "", {**TOKENS, "per_token": True}
     ),
     "ModeError: unknown preset 'skyrl/x'": Run("", {"aggregation": {"mode": "skyrl/x"}}),
-    "DivisorError: mode 'constant' needs": Run("", {"aggregation": {"mode": "constant"}}),
     "ValueError: trainer.strategy='fsdp' does": Run("", {**TOKENS, "strategy": "fsdp"}),
     "ValueError: .*sample_mean` differs from": Run("--loss-aggregation sample_mean", TOKENS),
     "ValueError: .*has flags without a counterpart": Run(
         "--loss-aggregation sum --loss-aggregation-sample-weights skip", {}
     ),
 }
-FURTHER = {
+OWN: dict[str, Held] = {
+    # In SkyRL's own modes KL and entropy are means of microbatches.
+    **{
+        f"{mode}, policy alone": held(stock(mode, terms=False), mode, policy_alone)
+        for mode in MODES
+        if mode != LEGACY
+    },
+    **{f"SkyRL's {mode}": (stock(mode), None) for mode in MODES},
+    **{f"SkyRL's {way}": (stock("prompt_mean", **options), None) for way, options in WAYS.items()},
+}
+RUNS: dict[str, Held] = {
+    **{mode: ours(mode) for mode in MODES},
     **{way: ours("prompt_mean", **WAYS[way]) for way in WAYS if way != "clip_cov"},
     "flags": held(Run("--loss-aggregation skyrl/prompt_mean", {}), "prompt_mean"),
     "preset": held(
         Run("", {"aggregation": {"mode": "areal/seq_mean"}}), "sample_mean", empty="skip"
     ),
     "rollouts": ours("rollout_mean"),
-    "microbatches": ours("microbatch_mean"),
     "sums": ours("sample_sum"),
     "without empty samples": ours("sample_mean", empty="skip"),
     "filtered": ours("prompt_mean", filtered=True),
@@ -316,57 +321,47 @@ FURTHER = {
     "rejected counted": ours("token_mean", rejected="count", filtered=True),
     **{words: (run, words) for words, run in REFUSED.items()},
 }
+NEAR = {name: f"SkyRL's {name if name in {*MODES, *WAYS} else 'prompt_mean'}" for name in RUNS}
+OTHERS = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]}
 
 
-def report(patched: str, every: bool) -> Report:
-    """In SkyRL's own modes it is exact without KL and entropy, which are means of microbatches."""
-    ways = {way: stock("prompt_mean", **WAYS[way]) for way in WAYS if every}
-    own = {
-        **{f"{x}, policy alone": held(stock(x, terms=False), x, policy_alone) for x in MODES},
-        **{f"SkyRL's {mode}": (stock(mode), None) for mode in MODES},
-        **{f"SkyRL's {way}": (run, None) for way, run in ways.items()},
-        # Leaves out the last sample of an odd number.
-        "SkyRL's microbatches": (Run("", {"loss_reduction": "token_mean_legacy"}), None),
-    }
-    runs = {**{mode: ours(mode) for mode in MODES}, **(FURTHER if every else {})}
-    near = {name: f"SkyRL's {name}" for name in runs}
-    near |= {name: "SkyRL's prompt_mean" for name, x in near.items() if x not in own}
-    others = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]} if every else {}
-    copies = str(PEERS), patched
-    return Report("SkyRL", train, copies, own, runs, near, others, batch=ALL, vocab=VOCAB)
+class Compared(NamedTuple):
+    failures: list[str]
+    steps: dict[str, Steps]  # of two data-parallel ranks
+    expected: dict[str, list[Expected]]
 
 
 @pytest.fixture(scope="session")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Steps]]:
-    """What failed, and all steps of two data-parallel ranks."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     folder = tmp_path_factory.mktemp("skyrl")
     patched_copy("skyrl", folder)
-    whole, of_cp = (report(str(folder), every) for every in (True, False))
-    steps = whole.compare("DP 2", 1)
-    of_cp.compare("CP 2", 2, packed=True)
-    return [*whole.failures, *of_cp.failures], steps
+    copies = str(PEERS), str(folder)
+    report = Report("SkyRL", train, copies, OWN, RUNS, NEAR, OTHERS, batch=ALL, vocab=VOCAB)
+    steps = report.compare("DP 2", 1)
+    report.compare("CP 2", 2, packed=True)
+    return Compared(report.failures, steps, report.reference(True)[1])
 
 
 def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
-    compared: tuple[list[str], Any],
+    compared: Compared,
 ) -> None:
-    failures, _ = compared
-    assert failures == []
+    assert compared.failures == []
 
 
-def test_clip_cov_sees_the_advantages_as_they_are(compared: tuple[Any, dict[str, Steps]]) -> None:
-    _, steps = compared
-    theirs, ours = (steps[name][0][1]["all steps"] for name in ("SkyRL's clip_cov", "clip_cov"))
+def test_skyrls_legacy_mean_is_that_of_microbatches(compared: Compared) -> None:
+    gradient, _ = compared.steps[f"SkyRL's {LEGACY}"][1]  # of an even number of samples
+    assert relative_error(gradient, compared.expected[LEGACY][1].gradient) < FP32
+
+
+def test_clip_cov_sees_the_advantages_as_they_are(compared: Compared) -> None:
+    theirs, ours = (compared.steps[x][0][1]["all steps"] for x in ("SkyRL's clip_cov", "clip_cov"))
     ratio = "loss_metrics/clip_ratio"
     assert ours[ratio] > 10 * theirs[ratio]  # SkyRL rescales them
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_losses_follow_the_aggregation_and_other_metrics_stay(
-    compared: tuple[Any, dict[str, Steps]], mode: str
-) -> None:
-    _, steps = compared
-    theirs, ours = (steps[name][0][1]["all steps"] for name in (f"SkyRL's {mode}", mode))
+def test_losses_follow_the_aggregation_and_other_metrics_stay(compared: Compared) -> None:
+    names = "SkyRL's prompt_mean", "prompt_mean"
+    theirs, ours = (compared.steps[name][0][1]["all steps"] for name in names)
     total = ours["policy_loss"] + KL * ours["policy_kl"] - ENTROPY * ours["policy_entropy"]
     assert ours["final_loss"] == pytest.approx(total, rel=1e-5)
     followed = {name: ours[name] for name in (*METRICS, "final_loss")}
