@@ -75,8 +75,12 @@ STEP = answers("""
     1 1 12 11011 0.5
 """)
 TEACHER = 1.0  # how far its log-probabilities are from the reference's
-PADDING = 2  # rows that verl adds, so that ranks get equally many
-ROWS = len(STEP) + PADDING
+# Rows that verl adds, so that ranks get equally many.
+PADDING = answers("""
+    9 4 90 0 0
+    9 4 91 0 0
+""")
+ROWS = len(STEP) + len(PADDING)
 PAIRS = (((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), ()),)  # the last is of padding
 METRICS = {"actor/pg_loss": "pg_loss", "actor/entropy_loss": "entropy_loss"}
 """verl's names, and those of `with_entropy`; others are the same."""
@@ -95,40 +99,23 @@ DEFAULTS = {
 def rows(log_probs: LogProbs) -> list[dict[str, Any]]:
     """The samples and padding, as verl's agent loop writes them down."""
     found = []
-    for answer, old, ref in zip(STEP, *log_probs, strict=True):
-        data = {"old_log_probs": old, "ref_log_prob": ref, "values": old, "returns": ref}
-        advantages, mask = torch.full_like(old, answer.reward), torch.tensor(answer.mask)
-        data |= {"advantages": advantages, "loss_mask": mask}
-        ids = {"uid": f"prompt {answer.prompt}", "session_id": answer.rollout % 10}
-        found.append({**ids, **_row(answer.tokens(), answer.prompt_length, data, padding=False)})
-    nothing = {name: torch.zeros_like(x[:1]) for name, x in data.items()}
-    padding = {"uid": "pad0", **_row(torch.ones(5).long(), 4, nothing, padding=True)}
-    return [*found, *({**padding, "session_id": i} for i in range(PADDING))]
-
-
-def _row(tokens: Tensor, start: int, data: dict[str, Tensor], padding: bool) -> dict[str, Any]:
-    # Where tokens are predicted. Near the policy there would be no digits left of the KL term.
-    teacher = F.pad(data["ref_log_prob"] - TEACHER, (start - 1, 1))
-    return {
-        **data,
-        "response_mask": data["loss_mask"],
-        "is_padding": torch.tensor(padding),
-        "teacher_logprobs": teacher.unsqueeze(-1),
-        "prompts": tokens[:start],
-        "responses": tokens[start:],
-        "input_ids": tokens,
-        "position_ids": torch.arange(len(tokens)),
-    }
-
-
-def columns(chosen: list[dict[str, Any]]) -> dict[str, Any]:
-    """The batch of rows, ragged, as verl's workers get it."""
-    found: dict[str, Any] = {name: [fields[name] for fields in chosen] for name in chosen[0]}
-    for name, (first, *_) in found.items():
-        if isinstance(first, Tensor) and first.dim():
-            found[name] = torch.nested.as_nested_tensor(found[name], layout=torch.jagged)
-        elif isinstance(first, Tensor):
-            found[name] = torch.stack(found[name])
+    padding = [(answer, torch.zeros(1), torch.zeros(1)) for answer in PADDING]
+    for answer, old, ref in [*zip(STEP, *log_probs, strict=True), *padding]:
+        tokens, mask, start = answer.tokens(), torch.tensor(answer.mask), answer.prompt_length
+        # Where tokens are predicted. Near the policy there would be no digits left of the KL term.
+        teacher = F.pad(ref - TEACHER, (start - 1, 1))
+        row = {
+            "uid": f"prompt {answer.prompt}",
+            "session_id": answer.rollout % 10,
+            "is_padding": torch.tensor(answer in PADDING),
+            **{"prompts": tokens[:start], "responses": tokens[start:]},
+            **{"input_ids": tokens, "position_ids": torch.arange(len(tokens))},
+            **{"response_mask": mask, "loss_mask": mask},
+            "advantages": torch.full_like(old, answer.reward),
+            **{"old_log_probs": old, "ref_log_prob": ref, "values": old, "returns": ref},
+            "teacher_logprobs": teacher.unsqueeze(-1),
+        }
+        found.append(row)
     return found
 
 
@@ -157,7 +144,7 @@ def _train(run: Run, batch: list[dict[str, Any]], cp: int) -> Steps:
     worker = _worker(options, cp)
     each = ROWS // (2 // cp)  # the last rank has the padding
     first = parallel_state.get_data_parallel_rank() * each
-    data = tu.get_tensordict(columns(batch[first : first + each]))
+    data = tu.list_of_dict_to_tensordict(batch[first : first + each])
     sizes = {"global_batch_size": ROWS, "mini_batch_size": ROWS}
     entropy = options.loss == "policy"
     tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=entropy, **sizes)
