@@ -7,6 +7,7 @@ of the data, which Ray would send to it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import logging
@@ -71,28 +72,32 @@ PAIRS = 2  # samples of a microbatch
 DIVISOR = 2.0  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
 MODES = {PRESETS[name].mode: name.partition("/")[2] for name in presets_of("skyrl")}
 """Ours, under SkyRL's names."""
+PACKED = {"remove_microbatch_padding": True}  # which context parallelism requires
 # By tokens, microbatches differ in their number of samples, and a rank gets one of padding.
 WAYS: dict[str, dict[str, Any]] = {
-    "packed": {"packed": True},
+    "packed": PACKED,
     "two calls": {"calls": 2},
-    "by tokens": {"packed": True, "max_tokens": 30},
-    "clip_cov": {"policy_loss": "clip_cov"},
+    "by tokens": {**PACKED, "max_tokens_per_microbatch": 30},
+    "clip_cov": {"algorithm.policy_loss_type": "clip_cov"},
 }
 METRICS = {"policy_loss": "pg_loss", "policy_kl": "kl_loss", "policy_entropy": "entropy_loss"}
 """SkyRL's names, and those of `with_entropy`."""
-DEFAULTS = {
-    "loss_reduction": "token_mean",  # SkyRL's own
-    "aggregation": {},  # ours, which replaces it
-    "terms": True,  # whether there are KL and entropy
-    "filtered": False,
-    "packed": False,  # SkyRL's remove_microbatch_padding, which context parallelism requires
-    "max_tokens": 0,  # of a microbatch; 0: microbatches of two samples
+DEFAULTS: dict[str, Any] = {
     "calls": 1,  # of forward_backward in each optimizer step
-    "policy_loss": "regular",
-    "max_seq_len": None,  # SkyRL's divisor
-    "strategy": "megatron",
     "per_token": False,  # Megatron's calculate_per_token_loss
 }
+SETTINGS = {
+    **{"strategy": "megatron", "logger": "console"},
+    **{"train_batch_size": 6, "policy_mini_batch_size": 3},  # prompts
+    "micro_train_batch_size_per_gpu": PAIRS,
+    "remove_microbatch_padding": False,
+    **{"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": KL},
+    **{"algorithm.use_entropy_loss": True, "algorithm.entropy_loss_coef": ENTROPY},
+    **{"algorithm.eps_clip_low": CLIP, "algorithm.eps_clip_high": CLIP},
+    # All of a window.
+    **{"algorithm.clip_cov.clip_ratio": 1.0, "algorithm.clip_cov.clip_cov_lb": 0.1},
+}
+"""Of SkyRL's trainer. So are the options of runs, besides `DEFAULTS`."""
 
 
 def use_skyrl(package: str) -> None:
@@ -132,12 +137,13 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from skyrl.train.trainer import RayPPOTrainer
 
     os.environ[VARIABLE] = run.flags
-    options = Namespace(**{**DEFAULTS, **run.options})
+    settings = {**SETTINGS, **DEFAULTS, **run.options}
+    calls, per_token = (settings.pop(name) for name in DEFAULTS)
     trainer = object.__new__(RayPPOTrainer)
-    trainer.cfg, trainer.all_metrics = _configured(options), {}
+    trainer.cfg, trainer.all_metrics = _configured(settings), {}
     trainer.tokenizer = Namespace(pad_token_id=0)
-    model = gpt.ddp_model(options.per_token, torch.float32)
-    trainer.dispatch = _Dispatch(trainer.cfg.trainer, model, options)
+    model = gpt.ddp_model(per_token, torch.float32)
+    trainer.dispatch = _Dispatch(trainer.cfg.trainer, model, calls)
     texts = [(a.tokens()[: a.prompt_length], a.tokens()[a.prompt_length :]) for a in ANSWERS]
     prompts = [answer.prompt for answer in ANSWERS]
     rollouts = [*(answer.rollout for answer in ANSWERS), None]
@@ -158,26 +164,14 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     return [(gradient, {**metrics, "all steps": total}) for gradient, metrics in steps]
 
 
-def _configured(options: Namespace) -> Any:
+def _configured(settings: dict[str, Any]) -> Any:
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.utils.utils import validate_cfg
 
     cfg = SkyRLTrainConfig()
-    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-    trainer.strategy, trainer.logger = options.strategy, "console"
-    trainer.train_batch_size, trainer.policy_mini_batch_size = 6, 3  # prompts
-    trainer.micro_train_batch_size_per_gpu = PAIRS
-    trainer.max_tokens_per_microbatch = options.max_tokens
-    trainer.remove_microbatch_padding = options.packed
-    algorithm.loss_reduction, algorithm.max_seq_len = options.loss_reduction, options.max_seq_len
-    for key, value in options.aggregation.items():
-        setattr(algorithm.loss_aggregation, key, value)
-    algorithm.zero_variance_filter = options.filtered
-    algorithm.policy_loss_type = options.policy_loss
-    algorithm.use_kl_loss = algorithm.use_entropy_loss = options.terms
-    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = KL, ENTROPY
-    algorithm.eps_clip_low = algorithm.eps_clip_high = CLIP
-    algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
+    for path, value in settings.items():
+        *parents, name = path.split(".")
+        setattr(functools.reduce(getattr, parents, cfg.trainer), name, value)
     cfg.generator.n_samples_per_prompt = 2
     validate_cfg(cfg)
     cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
@@ -187,10 +181,10 @@ def _configured(options: Namespace) -> Any:
 class _Dispatch:
     """In place of Ray: gives this rank's worker its own part of what the trainer sends to all."""
 
-    def __init__(self, cfg: Any, model: Any, options: Namespace) -> None:
+    def __init__(self, cfg: Any, model: Any, calls: int) -> None:
         from megatron.core import parallel_state
 
-        self.calls = options.calls
+        self.calls = calls
         self.optimizer = KeepGradients(model)
         self.worker = _worker(cfg, model, self.optimizer)
         self.size = parallel_state.get_data_parallel_world_size()
@@ -269,35 +263,43 @@ def held(
     return run, (losses, of_steps)
 
 
+POLICY = {"algorithm.use_kl_loss": False, "algorithm.use_entropy_loss": False}
+
+
 def policy(mode: str) -> Held:
     """SkyRL's own mode without KL and entropy, which are means of microbatches."""
     batch = EVEN if mode == "microbatch_mean" else ALL
-    return held(stock(mode, terms=False), mode, policy_alone, batch)
+    return held(stock(mode, **POLICY), mode, policy_alone, batch)
 
 
 def stock(mode: str, **options: Any) -> Run:
-    divisor = DIVISOR if mode == "constant" else None
-    return Run("", {"loss_reduction": MODES[mode], "max_seq_len": divisor, **options})
+    if mode == "constant":
+        options["algorithm.max_seq_len"] = DIVISOR
+    return Run("", {"algorithm.loss_reduction": MODES[mode], **options})
+
+
+def key(mode: str, **further: str | None) -> dict[str, Any]:
+    """An aggregation of ours in SkyRL's configuration."""
+    fields = {"mode": mode, **({"divisor": DIVISOR} if mode == "constant" else {}), **further}
+    return {f"algorithm.loss_aggregation.{name}": value for name, value in fields.items()}
 
 
 def ours(mode: str, empty: str = "count", rejected: str = "", **options: Any) -> Held:
-    key = {"mode": mode, "empty": empty, "rejected": rejected or None}
-    if mode == "constant":
-        key["divisor"] = DIVISOR
-    run = Run("", {"aggregation": key, **options})
-    batch = FILTERED if options.get("filtered") else ALL
+    batch = FILTERED if FILTER.items() <= options.items() else ALL
+    run = Run("", {**key(mode, empty=empty, rejected=rejected or None), **options})
     return held(run, mode, batch=batch, empty=empty, rejected=rejected)
 
 
-TOKENS = {"aggregation": {"mode": "token_mean"}}
+TOKENS = key("token_mean")
+FILTER = {"algorithm.zero_variance_filter": True}
 REFUSED = {
     "ValueError: policy_loss_type='cross_entropy' does not support": Run(
-        "", {**TOKENS, "policy_loss": "cross_entropy"}
+        "", {**TOKENS, "algorithm.policy_loss_type": "cross_entropy"}
     ),
     "ValueError: .*does not support `calculate_per_token_loss`": Run(
         "", {**TOKENS, "per_token": True}
     ),
-    "ModeError: unknown preset 'skyrl/x'": Run("", {"aggregation": {"mode": "skyrl/x"}}),
+    "ModeError: unknown preset 'skyrl/x'": Run("", key("skyrl/x")),
     "ValueError: trainer.strategy='fsdp' does": Run("", {**TOKENS, "strategy": "fsdp"}),
     "ValueError: .*sample_mean` differs from": Run("--loss-aggregation sample_mean", TOKENS),
     "ValueError: .*has flags without a counterpart": Run(
@@ -313,15 +315,13 @@ RUNS: dict[str, Held] = {
     **{mode: ours(mode) for mode in MODES},
     **{way: ours("prompt_mean", **WAYS[way]) for way in WAYS if way != "clip_cov"},
     "flags": held(Run("--loss-aggregation skyrl/prompt_mean", {}), "prompt_mean"),
-    "preset": held(
-        Run("", {"aggregation": {"mode": "areal/seq_mean"}}), "sample_mean", empty="skip"
-    ),
+    "preset": held(Run("", key("areal/seq_mean")), "sample_mean", empty="skip"),
     "rollouts": ours("rollout_mean"),
     "sums": ours("sample_sum"),
     "without empty samples": ours("sample_mean", empty="skip"),
-    "filtered": ours("prompt_mean", filtered=True),
-    "rejected skipped": ours("prompt_mean", rejected="skip", filtered=True),
-    "rejected counted": ours("token_mean", rejected="count", filtered=True),
+    "filtered": ours("prompt_mean", **FILTER),
+    "rejected skipped": ours("prompt_mean", rejected="skip", **FILTER),
+    "rejected counted": ours("token_mean", rejected="count", **FILTER),
     **{words: (run, words) for words, run in REFUSED.items()},
 }
 NEAR = {name: f"SkyRL's {name if name in {*MODES, *WAYS} else 'prompt_mean'}" for name in RUNS}
@@ -336,7 +336,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[
     copies = str(PEERS), str(folder)
     report = Report("SkyRL", train, copies, OWN, RUNS, NEAR, OTHERS, batch=ALL, vocab=VOCAB)
     steps = report.compare("DP 2", 1)
-    report.compare("CP 2", 2, packed=True)
+    report.compare("CP 2", 2, **PACKED)
     return report.failures, steps
 
 
