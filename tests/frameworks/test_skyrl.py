@@ -33,8 +33,17 @@ from tests.frameworks.checkout_report import (
     weights,
     with_entropy,
 )
-from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients, attempt, patched_copy
+from tests.frameworks.harness import (
+    CLIP,
+    ENTROPY,
+    KL,
+    KeepGradients,
+    attempt,
+    patched_copy,
+    run_tests,
+)
 from tests.host import gpt
+from tests.host.harness import run_host_ranks
 from tests.peers.standins import PEERS, use_peers
 
 pytestmark = pytest.mark.host
@@ -329,11 +338,16 @@ OTHERS = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]}
 
 
 @pytest.fixture(scope="session")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Steps]]:
-    """What failed, and all steps of two data-parallel ranks."""
+def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("skyrl")
     patched_copy("skyrl", folder)
-    copies = str(PEERS), str(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def compared(patched: str) -> tuple[list[str], dict[str, Steps]]:
+    """What failed, and all steps of two data-parallel ranks."""
+    copies = str(PEERS), patched
     report = Report("SkyRL", train, copies, OWN, RUNS, NEAR, OTHERS, batch=ALL, vocab=VOCAB)
     steps = report.compare("DP 2", 1)
     report.compare("CP 2", 2, **PACKED)
@@ -344,7 +358,7 @@ def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
     compared: tuple[list[str], Any],
 ) -> None:
     failures, _ = compared
-    assert failures == []
+    assert failures == [] and len(MODES) == len(presets_of("skyrl"))
 
 
 def test_losses_follow_the_aggregation_and_other_metrics_stay(
@@ -362,3 +376,8 @@ def test_clip_cov_sees_the_advantages_as_they_are(compared: tuple[Any, dict[str,
     of_steps = (compared[1][name][0] for name in ("SkyRL's clip_cov", "clip_cov"))
     theirs, ours = (metrics["all steps"]["loss_metrics/clip_ratio"] for _, metrics in of_steps)
     assert ours > 10 * theirs  # SkyRL rescales them
+
+
+def test_skyrls_unit_tests_pass(patched: str) -> None:
+    file = "tests/backends/skyrl_train/utils/test_loss_aggregation.py"
+    assert run_host_ranks(run_tests, 1, use_skyrl, patched, file) == [0]

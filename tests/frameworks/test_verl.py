@@ -52,6 +52,7 @@ from tests.frameworks.harness import (
     grpo,
     page,
     patched_copy,
+    run_tests,
 )
 from tests.host import gpt
 from tests.host.harness import run_host_ranks
@@ -421,16 +422,7 @@ def test_the_configuration_has_a_key(patched: str) -> None:
     assert seen == [[wanted, wanted, {}], [{}, {}, {}]]
 
 
-def unit_tests(folder: str) -> int:
-    """pytest's exit code for the test files that the patches add to verl."""
-    import_verl(folder)
-    for name in [x for x in sys.modules if x.partition(".")[0] == "tests"]:
-        del sys.modules[name]  # verl's are of that name, too
-    names = ("loss_aggregation", "megatron_routed_num_tokens")
-    files = [f"{folder}/tests/workers/test_{name}_on_cpu.py" for name in names]
-    options = ["-c", "/dev/null", "--rootdir", folder, "--import-mode", "importlib"]
-    return int(pytest.main([*options, "-p", "no:cacheprovider", *files]))
-
-
 def test_verls_unit_tests_pass(patched: str) -> None:
-    assert run_host_ranks(unit_tests, 1, patched) == [0]
+    names = ("loss_aggregation", "megatron_routed_num_tokens")
+    files = [f"tests/workers/test_{name}_on_cpu.py" for name in names]
+    assert run_host_ranks(run_tests, 1, import_verl, patched, *files) == [0]
