@@ -149,15 +149,16 @@ def patched_copy(package: str, folder: Path) -> str:
     return run_in_bash(block[2], **{block[1]: str(folder)})
 
 
-def run_tests(use: Callable[[str], None], folder: str, *files: str) -> int:
+def run_tests(use: Callable[[str], None], folder: str, *arguments: str) -> int:
     """pytest's exit code for test files of a patched framework, for a rank.
 
     Args:
         use: lets the process import the framework from the folder.
+        arguments: pytest's, of which files are relative to the folder.
     """
     use(folder)
+    os.chdir(folder)
     for name in [x for x in sys.modules if x.partition(".")[0] == "tests"]:
         del sys.modules[name]  # theirs are of that name, too
     options = ["-c", "/dev/null", "--rootdir", folder, "--import-mode", "importlib"]
-    paths = [f"{folder}/{file}" for file in files]
-    return int(pytest.main([*options, "-p", "no:cacheprovider", *paths]))
+    return int(pytest.main([*options, "-p", "no:cacheprovider", *arguments]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.frameworks.checkout_report import BOUND, METRICS, WRONG, write
 from tests.frameworks.test_bridge import (
@@ -28,7 +29,9 @@ def main(checkout: str, _: str, table: str) -> None:
     for case in STOCK_ERRORS:
         place = f"{case.layout}, {'CP' if case.cp > 1 else 'DP'} 2"
         per_token = ", per token" if case.per_token else ""
-        seen = run(on_ranks, 2, case.arguments + script)[0]
+        seen: dict[str, Any] = {}
+        for mode in (STOCK, *MODES):  # the script ends the process group
+            seen |= run(on_ranks, 2, case.arguments + script, (mode,), initialized=False)[0]
         if case.per_token:
             own = f"{error(seen[STOCK], 'token_mean'):.1e}"
             rows.append((place, f"stock's own: token_mean{per_token}", "", "", own))
