@@ -188,7 +188,7 @@ def own_error() -> float:
 @pytest.mark.parametrize(
     "layout, parallel, per_token, mode, scaled, off",
     [
-        # On the page: the error of stock.
+        # The error of stock is on the page, or not.
         ("packing", "cp", False, "token_mean", False, 0.40),
         ("rows", "dp", False, "token_mean", False, 0.83),
         ("packing", "cp", True, "token_mean", True, 0.0),
@@ -196,7 +196,6 @@ def own_error() -> float:
         ("packing", "cp", True, "sample_mean", False, 0.70),
         ("packing", "cp", False, "sample_mean", False, 0.71),
         ("rows", "dp", False, "sample_mean", False, 0.47),
-        # Not there.
         ("rows", "cp", True, "sample_mean", True, 0.76),
         ("padding_free", "dp", False, "sample_mean", True, 0.69),
         ("packing", "pp", True, "sample_mean", False, 0.70),
