@@ -314,7 +314,7 @@ RUNS: dict[str, Held] = {
     "rejected counted": ours("token_mean", rejected="count", **FILTER),
     SAMPLE_WEIGHTS: (Run(SAMPLE_WEIGHTS, {}), "ValueError: .*has flags without a counterpart"),
 }
-NEAR = {name: "SkyRL's prompt_mean" for name in RUNS}
+NEAR = dict.fromkeys(RUNS, "SkyRL's prompt_mean")
 NEAR |= {name: f"SkyRL's {name}" for name in (*MODES, *WAYS)}
 OTHERS = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]}
 
