@@ -120,6 +120,17 @@ def rows(log_probs: LogProbs) -> list[dict[str, Any]]:
     return found
 
 
+def columns(chosen: list[dict[str, Any]]) -> dict[str, Any]:
+    """The batch of rows as verl's workers get it: ragged, even where lengths are equal."""
+    found: dict[str, Any] = {name: [row[name] for row in chosen] for name in chosen[0]}
+    for name, (first, *_) in found.items():
+        if isinstance(first, Tensor) and first.dim():
+            found[name] = torch.nested.as_nested_tensor(found[name], layout=torch.jagged)
+        elif isinstance(first, Tensor):
+            found[name] = torch.stack(found[name])
+    return found
+
+
 def import_verl(package: str) -> None:
     """Let this process import verl from the folder ``package``, and what it needs."""
     use_peers(STANDINS)
@@ -145,7 +156,7 @@ def _train(run: Run, batch: list[dict[str, Any]], cp: int) -> Steps:
     worker = _worker(options, cp)
     each = ROWS // (2 // cp)  # the last rank has the padding
     first = parallel_state.get_data_parallel_rank() * each
-    data = tu.list_of_dict_to_tensordict(batch[first : first + each])
+    data = tu.get_tensordict(columns(batch[first : first + each]))
     sizes = {"global_batch_size": ROWS, "mini_batch_size": ROWS}
     entropy = options.loss == "policy"
     tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=entropy, **sizes)
