@@ -1,14 +1,10 @@
 """Megatron-Bridge's recipe ``vanilla_gpt_pretrain_config``, for a tiny GPT on a CPU.
 
 It is trained for two steps, at a learning rate of 0 so that they have one gradient, and evaluated.
-What is other than in Bridge are overrides, as its script ``run_recipe.py`` takes them, and data:
-an optimizer step is of ragged samples, as rows or as packs. Further overrides, such as
-``model.context_parallel_size=2``, are whatever the parser here does not know.
-
-Importing it lets a process import Bridge's training code without what needs a GPU or a server. Its
-training loop, loss and data code are real, and so are its GPT and its configuration. Stood in for
-are packages that are heavy and unused here, and parts of Bridge that need them: its bridges to
-Hugging Face models, adapters, and other loaders of data.
+A step is of ragged samples, as rows or as packs. Bridge's training loop, loss, data code, GPT and
+configuration are real. Stood in for are packages that are heavy and unused here, and parts of
+Bridge that need them: its bridges to Hugging Face models, adapters, and other loaders of data.
+Importing this module lets a process import the rest.
 """
 
 from __future__ import annotations
@@ -87,7 +83,6 @@ gc.freeze()  # Bridge collects garbage in every run, which would look at all tha
 EOS = VOCAB - 1  # Bridge pads packs with it, and never trains on it
 LENGTHS = (23, 3, 9, 1, 17, 6, 12, 2, 20, 5, 4, 8)
 ROW = 32  # length of every row
-MICRO_BATCH = 2  # rows
 PACKS = ((0, 1), (EMPTY,), (2, 3, 10, 11), (4, 6, 7, 8, 9))
 PACK = 64  # length of every pack
 FUSIONS = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
@@ -108,14 +103,18 @@ TINY = (
     *("dist.distributed_backend=gloo", "checkpoint.save=null", "logger.tensorboard_dir=null"),
 )
 SHAPES = {
-    name: (
-        *(f"model.seq_length={length}", f"train.micro_batch_size={micro_batch}"),
-        f"train.global_batch_size={batch}",
-    )
-    for name, length, micro_batch, batch in (
-        ("rows", ROW, MICRO_BATCH, len(LENGTHS)),
-        ("packs", PACK, 1, len(PACKS)),
-    )
+    "rows": (
+        *(f"model.seq_length={ROW}", f"train.global_batch_size={len(LENGTHS)}"),
+        "train.micro_batch_size=2",
+    ),
+    "packs": (
+        *(f"model.seq_length={PACK}", f"train.global_batch_size={len(PACKS)}"),
+        "train.micro_batch_size=1",
+        # Communication overlaps as in Bridge's recipes.
+        *("ddp.use_distributed_optimizer=true", "optimizer.use_distributed_optimizer=true"),
+        *("ddp.overlap_param_gather=true", "optimizer.overlap_param_gather=true"),
+        *("ddp.overlap_grad_reduce=true", "ddp.bucket_size=2000"),
+    ),
 }
 LOADER: dict[str, Any] = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
 sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=3)
@@ -124,13 +123,13 @@ sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=
 
 def main(arguments: list[str]) -> dict[str, Any]:
     """Train, and return what this rank has seen."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(epilog="Other arguments are overrides, as run_recipe.py's.")
     parser.add_argument("layout", choices=["rows", "packs"])
     parser.add_argument("--multiple", type=int, default=1, help="of a sample's length in a pack")
     parser.add_argument("--results", type=Path, help="a folder in which to save what ranks see")
     parser.add_argument("--script", type=Path, help="Bridge's run_recipe.py, which then runs it")
     args, overrides = parser.parse_known_args(arguments)
-    rank, watch = os.environ["RANK"], Watch()
+    watch = Watch()
     with TemporaryDirectory() as folder:
         recipe = vanilla_gpt_pretrain_config()
         recipe.model.transformer_layer_spec = local_layer_spec
@@ -146,7 +145,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
             config = process_config_with_overrides(recipe, cli_overrides=overrides)
             pretrain(config, forward_step, callbacks=[watch])
     if args.results:
-        torch.save(watch.seen, args.results / f"{rank}.pt")
+        torch.save(watch.seen, args.results / f"{os.environ['RANK']}.pt")
     return watch.seen
 
 
@@ -192,11 +191,7 @@ def _row(sequence: steps.Sequence) -> dict[str, torch.Tensor]:
 
 
 def packs(folder: Path, multiple: int) -> GPTSFTDatasetConfig:
-    """For supervised fine-tuning, prepared before.
-
-    Args:
-        multiple: each sample's tokens are padded to it, for context parallelism.
-    """
+    """For supervised fine-tuning, prepared before."""
     file = folder / "packs.npy"
     file.with_suffix(".json").write_text("[]")  # of packs for CUDA graphs
     np.save(file, np.array([_pack(x, multiple) for x in PACKS], dtype=object), allow_pickle=True)
@@ -218,15 +213,13 @@ def packs(folder: Path, multiple: int) -> GPTSFTDatasetConfig:
 
 
 def _pack(chosen: tuple[int, ...], multiple: int) -> dict[str, list[int]]:
-    """As Bridge prepares it: text one longer than its tokens, padded with EOS."""
+    """As Bridge prepares it: text one longer than its tokens, padded with EOS to a multiple."""
     pack: dict[str, list[int]] = {"input_ids": [], "loss_mask": [], "seq_start_id": []}
-    for i in chosen:
-        sequence = sequences()[i]
-        text = [*sequence.tokens.tolist(), int(sequence.labels[-1])]
+    for sequence in (sequences()[i] for i in chosen):
         fill = -len(sequence.tokens) % multiple
         pack["seq_start_id"].append(len(pack["input_ids"]))
-        pack["input_ids"] += text + [EOS] * fill
-        pack["loss_mask"] += [*(int(m) for m in sequence.sample.mask), 0] + [0] * fill
+        pack["input_ids"] += [*sequence.tokens.tolist(), int(sequence.labels[-1])] + [EOS] * fill
+        pack["loss_mask"] += [*map(int, sequence.sample.mask), 0] + [0] * fill
     return pack
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -146,3 +147,18 @@ def patched_copy(package: str, folder: Path) -> str:
     block = re.search(r"```bash\npip [^\n]*\n(\w+)=[^\n]*\n(.*?)```", page(package), re.DOTALL)
     assert block
     return run_in_bash(block[2], **{block[1]: str(folder)})
+
+
+def run_tests(use: Callable[[str], None], folder: str, *arguments: str) -> int:
+    """pytest's exit code for test files of a patched framework, for a rank.
+
+    Args:
+        use: lets the process import the framework from the folder.
+        arguments: pytest's, of which files are relative to the folder.
+    """
+    use(folder)
+    os.chdir(folder)
+    for name in [x for x in sys.modules if x.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # theirs are of that name, too
+    options = ["-c", "/dev/null", "--rootdir", folder, "--import-mode", "importlib"]
+    return int(pytest.main([*options, "-p", "no:cacheprovider", *arguments]))

@@ -6,9 +6,9 @@ layers, by Megatron's own, and ModelScope's hub.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
-import itertools
 import json
 import os
 import runpy
@@ -57,7 +57,8 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
-from tests.frameworks.harness import Terms, references, token_values  # noqa: E402
+from megatron_loss_agg.errors import AggregationError  # noqa: E402
+from tests.frameworks.harness import Terms, attempt, references, token_values  # noqa: E402
 from tests.host.reference import Reference  # noqa: E402
 
 gc.freeze()  # ms-swift collects garbage in every run, which would look at all that is imported
@@ -109,13 +110,13 @@ Text = tuple[str, str]
 """A prompt, and an answer."""
 
 
-def save_model(folder: Path, seed: int) -> None:
-    """A checkpoint of Hugging Face's Llama, and a tokenizer of letters."""
+def save_models(folder: Path) -> None:
+    """Two checkpoints of Hugging Face's Llama, and a tokenizer of letters."""
     vocabulary = {token: i for i, token in enumerate([*LETTERS, "<pad>", "<eos>"])}
     letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    PreTrainedTokenizerFast(tokenizer_object=letters, **special).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=16,
@@ -127,28 +128,39 @@ def save_model(folder: Path, seed: int) -> None:
         eos_token_id=EOS,
         torch_dtype="float32",
     )
-    model, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * 0.2 + (parameter.dim() == 1)
-    model.save_pretrained(folder)
+    for seed, name in enumerate(("model", "frozen")):
+        model, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = noise * 0.2 + (parameter.dim() == 1)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
 
 
-def train(command: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """One rank of ``megatron command``, as its launcher starts it."""
+def train(
+    command: str, arguments: list[str], environment: dict[str, str], worker: bool
+) -> str | None:
+    """One rank of ``megatron command``, as its launcher starts it; its error.
+
+    Args:
+        worker: as in a worker of a data loader.
+    """
+    torch.utils.data._utils.worker._worker_info = object() if worker else None
     os.environ.update(environment)
     script = Path(*_megatron.__path__, f"{command}.py")
     sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+    run_script = functools.partial(runpy.run_path, run_name="__main__")
+    said = attempt(run_script, str(script), errors=AggregationError)
+    return said if isinstance(said, str) else None
 
 
 def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> tuple[Any, ...]:
     """`Trained`, by a step of SGD, which subtracts the gradient times ``lr``."""
     saved = output / "checkpoint-1"
     before, after = (load_file(x / "model.safetensors") for x in (model, saved))
-    lines = (output / "logging.jsonl").read_text().splitlines()
-    logs = dict(itertools.chain.from_iterable(json.loads(line).items() for line in lines))
     gradient = {name: (before[name] - x) / lr for name, x in after.items()}
+    lines = (output / "logging.jsonl").read_text().splitlines()
+    logs = {name: x for line in lines for name, x in json.loads(line).items()}
     with torch.no_grad():
         losses = [-answer_log_probs(llama(saved), text) for text in texts]
     return gradient, logs, losses
@@ -166,34 +178,34 @@ def llama(folder: Path) -> Any:
     return model
 
 
-def logits_of(model: Any) -> Any:
-    return lambda tokens, positions, mask: model(tokens, position_ids=positions).logits
-
-
 def answer_log_probs(model: Any, text: Text) -> Tensor:
     """Of the tokens of the answer, and its EOS."""
     tokens = torch.tensor([*map(LETTERS.index, "".join(text)), EOS])
-    return token_values(logits_of(model), tokens, len(text[0]))[0]
+
+    def logits(ids: Tensor, positions: Tensor, _: None) -> Tensor:
+        return model(ids, position_ids=positions).logits
+
+    return token_values(logits, tokens, len(text[0]))[0]
 
 
-def token_references(folder: Path, texts: list[Text]) -> dict[str, Reference]:
-    """``loss``, and ``dft`` scaled by the token's probability."""
-    model = llama(folder)
+def all_references(
+    folder: Path, texts: list[Text], pairs: list[tuple[Text, Text]]
+) -> dict[str, Reference]:
+    """``loss``; ``dft``, scaled by the token's probability; and ``pairs``, with ms-swift's beta.
+
+    A pair is of a chosen and a rejected answer.
+    """
+    model, old = llama(folder / "model"), llama(folder / "frozen")
     log_probs = (answer_log_probs(model, text) for text in texts)
     terms = ({"loss": -lp, "dft": -lp * lp.detach().exp()} for lp in log_probs)
-    return references(model, terms, ("loss", "dft"))
+    found = references(model, terms, ("loss", "dft"))
 
-
-def pair_reference(folder: Path, frozen: Path, pairs: list[tuple[Text, Text]]) -> Reference:
-    """Of a chosen and a rejected answer each, with ms-swift's beta."""
-    model, old = llama(folder), llama(frozen)
-
-    def terms() -> Iterator[Terms]:
+    def of_pairs() -> Iterator[Terms]:
         for pair in pairs:
             chosen, rejected = (answer_log_probs(model, text).sum() for text in pair)
             with torch.no_grad():
                 old_chosen, old_rejected = (answer_log_probs(old, text).sum() for text in pair)
             margin = (chosen - old_chosen) - (rejected - old_rejected)
-            yield {"loss": -logsigmoid(0.1 * margin).view(1)}
+            yield {"pairs": -logsigmoid(0.1 * margin).view(1)}
 
-    return references(model, terms())["loss"]
+    return {**found, **references(model, of_pairs(), ("pairs",))}

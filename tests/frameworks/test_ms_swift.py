@@ -2,7 +2,7 @@
 
 Each run trains a checkpoint for one step, on two ranks. Its gradient is what that step, of SGD,
 subtracts from the weights that are saved. Stock is exact for the token mean under the per-token
-flag, if nothing is weighted by ``loss_scale``: twice its error there bounds ours.
+flag: twice its error there bounds ours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import random
 import re
 import shlex
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, NamedTuple
@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.mcore.flags import VARIABLE
 from tests import oracle
 from tests.distributed import run_ranks
-from tests.frameworks.harness import FP32, ROOT, attempt, page, run_in_bash
+from tests.frameworks.harness import FP32, ROOT, page, run_in_bash
 from tests.host.reference import Gradient, Reference, relative_error
 from tests.host.steps import Weights
 from tests.oracle import Sample
@@ -32,7 +31,8 @@ pytestmark = pytest.mark.host
 
 PLUGIN = "examples/ms_swift_plugin.py"
 SAMPLE_MEAN = "--loss-aggregation sample_mean"
-run = partial(run_ranks, preload="tests.frameworks.ms_swift")
+FOLDER = TemporaryDirectory()
+INPUTS = Path(FOLDER.name)  # checkpoints and data sets
 
 LR = 10.0
 MAX_LENGTH = 40
@@ -46,6 +46,8 @@ PAIRS = ((3, 9, 2), (2, 5, 8), (1, 7, 20), (4, 12, 3), (2, 3, 3), (3, 2, 4))
 Settings = dict[str, object]
 COMMON: Settings = {
     **{"model_type": "llama", "tuner_type": "full", "torch_dtype": "float32"},
+    "model": INPUTS / "model",
+    "dataset": INPUTS / "plain.jsonl",
     "template": "dummy",  # the prompt, the answer and EOS
     **{"optimizer": "sgd", "lr": LR, "weight_decay": 0, "clip_grad": 0},
     **{"train_iters": 1, "eval_iters": 1, "split_dataset_ratio": 0},
@@ -70,6 +72,7 @@ LAYOUTS: dict[str, Settings] = {
         "fp8_recipe": "mxfp8",  # without FP8 all that it does is padding
     },
 }
+SCALED: Settings = {"dataset": INPUTS / "scaled.jsonl", "is_binary_loss_scale": False}
 PARALLEL: dict[str, Settings] = {
     "dp": {},
     "cp": {"context_parallel_size": 2},
@@ -87,25 +90,26 @@ PAIRED = [[(prompt, x) for x in answers] for prompt, *answers in (drawn(*x) for 
 
 
 def conversation(text: tuple[str, str], **of_answer: Any) -> dict[str, Any]:
-    user, assistant = {"role": "user"}, {"role": "assistant", **of_answer}
-    return {"messages": [{**x, "content": y} for x, y in zip((user, assistant), text, strict=True)]}
+    prompt, answer = text
+    said = {"role": "assistant", "content": answer, **of_answer}
+    return {"messages": [{"role": "user", "content": prompt}, said]}
 
 
-def save_models(folder: Path) -> None:
+def on_ranks(name: str, number: int, *args: Any, initialized: bool = True) -> list[Any]:
+    """What a function of `tests.frameworks.ms_swift` returns; only ranks import it."""
+    preload = "tests.frameworks.ms_swift"
+    return run_ranks(_call, number, name, *args, preload=preload, initialized=initialized)
+
+
+def _call(name: str, *args: Any) -> Any:
     from tests.frameworks import ms_swift
 
-    for seed, name in enumerate(("model", "frozen")):
-        ms_swift.save_model(folder / name, seed)
+    return getattr(ms_swift, name)(*args)
 
 
-FOLDER = TemporaryDirectory()
-
-
-@cache
-def inputs() -> Path:
-    """A folder with checkpoints and data sets."""
-    folder = Path(FOLDER.name)
-    run(save_models, 1, folder)
+@pytest.fixture(scope="module", autouse=True)
+def inputs() -> None:
+    on_ranks("save_models", 1, INPUTS)
     scales = [scale for *_, scale in SAMPLES]
     sets = {
         "plain": [conversation(text) for text in TEXTS],
@@ -115,18 +119,7 @@ def inputs() -> Path:
         "pairs": [{**conversation(chosen), "rejected_response": y[1]} for chosen, y in PAIRED],
     }
     for name, rows in sets.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
-
-
-def on_a_rank(worker: bool, *args: Any) -> str | None:
-    """Its error; as a ``worker`` of a data loader, or not."""
-    from torch.utils.data import _utils
-
-    from tests.frameworks import ms_swift
-
-    _utils.worker._worker_info = object() if worker else None
-    return attempt(ms_swift.train, *args, errors=AggregationError)
+        (INPUTS / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 class Trained(NamedTuple):
@@ -137,20 +130,8 @@ class Trained(NamedTuple):
     losses: list[Tensor]
 
 
-def read(*args: Any) -> Trained:
-    from tests.frameworks import ms_swift
-
-    return Trained(*ms_swift.trained(*args))
-
-
 def arguments(output: Path, settings: Settings) -> list[str]:
-    """Of the command line, in which names of data sets and models become their paths."""
-    given = {**COMMON, "model": "model", "dataset": "plain", **settings}
-    paths = {key: inputs() / f"{given[key]}" for key in ("model", "ref_model") if key in given}
-    paths |= {
-        key: inputs() / f"{given[key]}.jsonl" for key in ("dataset", "val_dataset") if key in given
-    }
-    given |= {**paths, "output_dir": output}
+    given = {**COMMON, **settings, "output_dir": output}
     return [x for name, value in given.items() for x in (f"--{name}", f"{value}")]
 
 
@@ -163,41 +144,23 @@ def train(
     ranks: int = 2,
 ) -> Any:
     """What was trained, or the error. Stock without ``flags``."""
-    merged = {name: value for some in settings for name, value in some.items()}
-    return _train(command, flags, tuple(merged.items()), plugin, worker, ranks)
-
-
-@cache
-def _train(
-    command: str,
-    flags: str | None,
-    settings: tuple[tuple[str, object], ...],
-    plugin: bool,
-    worker: bool,
-    ranks: int,
-) -> Any:
-    output = Path(mkdtemp(dir=inputs()))
-    given = arguments(output, dict(settings))
+    output = Path(mkdtemp(dir=INPUTS))
+    given = arguments(output, {name: x for some in settings for name, x in some.items()})
     given += ["--external_plugins", str(ROOT / PLUGIN)] if plugin else []
     environment = {} if flags is None else {VARIABLE: flags}
-    (error, *_) = run(on_a_rank, ranks, worker, command, given, environment, initialized=False)
+    run = command, given, environment, worker
+    (error, *_) = on_ranks("train", ranks, *run, initialized=False)
     return error or result(output)
 
 
-def result(output: Path) -> Any:
-    return run(read, 1, inputs() / "model", output, LR, TEXTS)[0]
-
-
-def compute_references(folder: Path) -> dict[str, Reference]:
-    from tests.frameworks import ms_swift
-
-    pairs = ms_swift.pair_reference(folder / "model", folder / "frozen", PAIRED)
-    return {**ms_swift.token_references(folder / "model", TEXTS), "pairs": pairs}
+def result(output: Path) -> Trained:
+    return Trained(*on_ranks("trained", 1, INPUTS / "model", output, LR, TEXTS)[0])
 
 
 @cache
 def references() -> dict[str, Reference]:
-    return run(compute_references, 1, inputs())[0]
+    found: dict[str, Reference] = on_ranks("all_references", 1, INPUTS, TEXTS, PAIRED)[0]
+    return found
 
 
 def weights(mode: str, scaled: bool = False) -> Weights:
@@ -212,105 +175,74 @@ def weights(mode: str, scaled: bool = False) -> Weights:
     return [(i, [x * y for x, y in zip(*of_sample, strict=True)]) for i, of_sample in both]
 
 
-MEAN_OF_PAIRS: Weights = [(i, [1 / len(PAIRS)]) for i in range(len(PAIRS))]
-
-
 def error(trained: Any, expected: Reference, w: Weights) -> float:
     return relative_error(trained.gradient, expected.gradient(w))
 
 
+@cache
 def own_error() -> float:
-    stock = train("sft", None, LAYOUTS["rows"], per_token(True))
+    stock = train("sft", None, LAYOUTS["rows"], {"calculate_per_token_loss": True})
     return error(stock, references()["loss"], weights("token_mean"))
 
 
-def per_token(flag: bool) -> Settings:
-    return {"calculate_per_token_loss": flag}
-
-
-def scales(given: bool) -> Settings:
-    return {"dataset": "scaled", "is_binary_loss_scale": False} if given else {}
-
-
 @pytest.mark.parametrize(
-    "layout, parallel, flag, mode, scaled",
+    "layout, parallel, per_token, mode, scaled, off",
     [
-        ("rows", "dp", True, "sample_mean", False),
-        ("rows", "dp", False, "sample_mean", True),
-        ("rows", "cp", False, "token_mean", True),
-        ("rows", "cp", True, "sample_mean", False),
-        ("padding_free", "dp", True, "sample_mean", True),
-        ("padding_free", "dp", False, "token_mean", False),
-        ("packing", "cp", True, "sample_mean", True),
-        ("packing", "cp", False, "token_mean", False),
-        ("packing", "pp", True, "sample_mean", False),
+        # The error of stock is on the page, or not.
+        ("packing", "cp", False, "token_mean", False, 0.40),
+        ("rows", "dp", False, "token_mean", False, 0.83),
+        ("packing", "cp", True, "token_mean", True, 0.0),
+        ("packing", "cp", False, "token_mean", True, 0.38),
+        ("packing", "cp", True, "sample_mean", False, 0.70),
+        ("packing", "cp", False, "sample_mean", False, 0.71),
+        ("rows", "dp", False, "sample_mean", False, 0.47),
+        ("rows", "cp", True, "sample_mean", True, 0.76),
+        ("padding_free", "dp", False, "sample_mean", True, 0.69),
+        ("packing", "pp", True, "sample_mean", False, 0.70),
     ],
 )
 def test_sft_is_exact_and_logs_the_token_mean_and_the_aggregated_loss(
-    layout: str, parallel: str, flag: bool, mode: str, scaled: bool
+    layout: str, parallel: str, per_token: bool, mode: str, scaled: bool, off: float
 ) -> None:
-    settings = (LAYOUTS[layout], PARALLEL[parallel], per_token(flag), scales(scaled))
-    hooked = train("sft", f"--loss-aggregation {mode}", *settings)
+    settings = [LAYOUTS[layout], PARALLEL[parallel], {"calculate_per_token_loss": per_token}]
+    settings += [SCALED] if scaled else []
+    hooked, stock = (train("sft", x, *settings) for x in (f"--loss-aggregation {mode}", None))
     whole, w = references()["loss"], weights(mode, scaled)
     assert error(hooked, whole, w) <= min(2 * own_error(), FP32)
-    assert error(train("sft", None, *settings), whole, w) > 1e-2
+    assert error(stock, whole, w) == pytest.approx(off, abs=5e-3)
     assert hooked.logs[f"{mode}_loss"] == pytest.approx(whole.loss(w), rel=1e-6)
     of_tokens = whole.loss(weights("token_mean", scaled))
     assert hooked.logs["loss"] == pytest.approx(of_tokens, rel=1e-6)
 
 
-STOCK = {
-    ("token_mean", False, "packing", "cp"): (0.0, 0.40),
-    ("token_mean", False, "rows", "dp"): (0.0, 0.83),
-    ("token_mean", True, "packing", "cp"): (0.0, 0.38),
-    ("sample_mean", False, "packing", "cp"): (0.70, 0.71),
-    ("sample_mean", False, "rows", "dp"): (0.70, 0.47),
+DPO: Settings = {
+    "rlhf_type": "dpo",
+    "dataset": INPUTS / "pairs.jsonl",
+    "ref_model": INPUTS / "frozen",
 }
-"""On the page: errors of stock with the per-token flag and without."""
+ONE_PAIR: Settings = {**LAYOUTS["rows"], "global_batch_size": 6, "micro_batch_size": 1}
 
 
-@pytest.mark.parametrize("mode, scaled, layout, parallel", STOCK)
-def test_stock_is_as_wrong_as_the_page_says(
-    mode: str, scaled: bool, layout: str, parallel: str
+# With the error of stock, which is on the page: packs have unequal numbers of pairs.
+@pytest.mark.parametrize(
+    "layout, parallel, off",
+    [(LAYOUTS["packing"], "dp", 0.46), (LAYOUTS["packing"], "cp", 0.46), (ONE_PAIR, "cp", 0.0)],
+)
+def test_dpo_is_exact_over_all_pairs_of_the_step(
+    layout: Settings, parallel: str, off: float
 ) -> None:
-    settings = (LAYOUTS[layout], PARALLEL[parallel], scales(scaled))
-    found = [
-        error(
-            train("sft", None, *settings, per_token(flag)),
-            references()["loss"],
-            weights(mode, scaled),
-        )
-        for flag in (True, False)
-    ]
-    assert found == pytest.approx(STOCK[mode, scaled, layout, parallel], abs=5e-3)
-
-
-DPO: Settings = {"rlhf_type": "dpo", "dataset": "pairs", "ref_model": "frozen"}
-DPO_FP32 = 2e-6
-"""Bound of the error of stock, in which log-probabilities of long answers cancel."""
-DPO_STOCK = 0.46
-"""On the page: the error where packs have unequal numbers of pairs."""
-
-
-def dpo(flags: str | None, layout: str, parallel: str) -> Any:
-    of_rows: Settings = {"global_batch_size": 6, "micro_batch_size": 1} if layout == "rows" else {}
-    return train("rlhf", flags, LAYOUTS[layout], of_rows, PARALLEL[parallel], DPO)
-
-
-@pytest.mark.parametrize("layout, parallel", [("packing", "dp"), ("packing", "cp"), ("rows", "cp")])
-def test_dpo_is_exact_where_packs_have_unequal_numbers_of_pairs(layout: str, parallel: str) -> None:
-    hooked, stock = (dpo(flags, layout, parallel) for flags in (SAMPLE_MEAN, None))
-    whole, w = references()["pairs"], MEAN_OF_PAIRS
-    own = error(dpo(None, "rows", "cp"), whole, w)  # of one pair in every microbatch
-    assert error(hooked, whole, w) <= 2 * own < 2 * DPO_FP32
-    if layout == "packing":
-        assert error(stock, whole, w) == pytest.approx(DPO_STOCK, abs=5e-3)
+    settings = (layout, PARALLEL[parallel], DPO)
+    hooked, stock = (train("rlhf", flags, *settings) for flags in (SAMPLE_MEAN, None))
+    whole, w = references()["pairs"], [(i, [1 / len(PAIRS)]) for i in range(len(PAIRS))]
+    # In both, log-probabilities of long answers cancel.
+    assert error(hooked, whole, w) < 4e-6
+    assert error(stock, whole, w) == pytest.approx(off, abs=5e-3)
     assert hooked.logs["sample_mean_loss"] == pytest.approx(whole.loss(w), rel=1e-6)
     assert hooked.logs["loss"] == stock.logs["loss"]
 
 
 def test_an_evaluation_is_aggregated() -> None:
-    settings = (LAYOUTS["packing"], PARALLEL["cp"], {"val_dataset": "plain"})
+    settings = (LAYOUTS["packing"], PARALLEL["cp"], {"val_dataset": INPUTS / "plain.jsonl"})
     trained = train("sft", SAMPLE_MEAN, *settings)
     after = Reference(trained.losses, [])
     for name, mode in (("eval_sample_mean_loss", "sample_mean"), ("eval_loss", "token_mean")):
@@ -338,7 +270,7 @@ def test_without_the_variable_or_in_a_worker_of_a_data_loader_nothing_changes() 
 
 
 def test_an_empty_step_can_be_skipped() -> None:
-    settings = (LAYOUTS["rows"], {"dataset": "empty", "weight_decay": 0.1})
+    settings = (LAYOUTS["rows"], {"dataset": INPUTS / "empty.jsonl", "weight_decay": 0.1})
     skipped = train("sft", f"{SAMPLE_MEAN} --loss-aggregation-empty-step skip", *settings)
     assert not any(g.any() for g in skipped.gradient.values())
     assert skipped.logs["grad_norm"] == 0
@@ -358,7 +290,7 @@ def test_an_empty_step_can_be_skipped() -> None:
 def test_other_losses_are_refused_before_the_model_is_built(
     command: str, trainer: str, settings: Settings
 ) -> None:
-    given = {**LAYOUTS["rows"], "dataset": "labelled", **settings}
+    given = {**LAYOUTS["rows"], "dataset": INPUTS / "labelled.jsonl", **settings}
     said = train(command, SAMPLE_MEAN, given, ranks=1)
     assert said.startswith(f"HostError: {trainer} with --task_type ")
     assert said.endswith("unset MEGATRON_LOSS_AGG_FLAGS")

@@ -7,6 +7,7 @@ of the data, which Ray would send to it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import logging
@@ -19,7 +20,9 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.presets import PRESETS, presets_of
 from tests.frameworks.checkout_report import (
+    Batch,
     Held,
     LogProbs,
     Losses,
@@ -30,7 +33,17 @@ from tests.frameworks.checkout_report import (
     weights,
     with_entropy,
 )
-from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients, attempt, patched_copy
+from tests.frameworks.harness import (
+    CLIP,
+    ENTROPY,
+    KL,
+    KeepGradients,
+    attempt,
+    patched_copy,
+    run_tests,
+)
+from tests.host import gpt
+from tests.host.harness import run_host_ranks
 from tests.peers.standins import PEERS, use_peers
 
 pytestmark = pytest.mark.host
@@ -61,38 +74,35 @@ FILTERED = (
     """),
 )
 ALL = tuple(tuple(dataclasses.replace(a, removed=False) for a in step) for step in FILTERED)
+# What SkyRL's mean over microbatches is of: it leaves out the last of an odd number of samples.
+EVEN = ((*ALL[0][:-1], dataclasses.replace(ALL[0][-1], removed=True)), ALL[1])
 ANSWERS = [answer for step in ALL for answer in step]
 PAIRS = 2  # samples of a microbatch
 DIVISOR = 2.0  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
-# Our modes, under SkyRL's names.
-MODES = {
-    "token_mean": "token_mean",
-    "sample_mean": "sequence_mean",
-    "prompt_mean": "prompt_mean",
-    "constant": "seq_mean_token_sum_norm",
-}
+MODES = {PRESETS[name].mode: name.partition("/")[2] for name in presets_of("skyrl")}
+"""Ours, under SkyRL's names."""
+PACKED = {"remove_microbatch_padding": True}  # which context parallelism requires
 # By tokens, microbatches differ in their number of samples, and a rank gets one of padding.
 WAYS: dict[str, dict[str, Any]] = {
-    "packed": {"packed": True},
-    "two calls": {"calls": 2},
-    "by tokens": {"packed": True, "max_tokens": 30},
-    "clip_cov": {"policy_loss": "clip_cov"},
+    "packed": PACKED,
+    "two calls": {"calls": 2},  # of forward_backward in each optimizer step
+    "by tokens": {**PACKED, "max_tokens_per_microbatch": 30},
+    "clip_cov": {"algorithm.policy_loss_type": "clip_cov"},
 }
 METRICS = {"policy_loss": "pg_loss", "policy_kl": "kl_loss", "policy_entropy": "entropy_loss"}
 """SkyRL's names, and those of `with_entropy`."""
-DEFAULTS = {
-    "loss_reduction": "token_mean",  # SkyRL's own
-    "aggregation": {},  # ours, which replaces it
-    "terms": True,  # whether there are KL and entropy
-    "filtered": False,
-    "packed": False,  # SkyRL's remove_microbatch_padding, which context parallelism requires
-    "max_tokens": 0,  # of a microbatch; 0: microbatches of two samples
-    "calls": 1,  # of forward_backward in each optimizer step
-    "policy_loss": "regular",
-    "max_seq_len": None,  # SkyRL's divisor
-    "strategy": "megatron",
-    "per_token": False,  # Megatron's calculate_per_token_loss
+SETTINGS = {
+    **{"strategy": "megatron", "logger": "console"},
+    **{"train_batch_size": 6, "policy_mini_batch_size": 3},  # prompts
+    "micro_train_batch_size_per_gpu": PAIRS,
+    "remove_microbatch_padding": False,
+    **{"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": KL},
+    **{"algorithm.use_entropy_loss": True, "algorithm.entropy_loss_coef": ENTROPY},
+    **{"algorithm.eps_clip_low": CLIP, "algorithm.eps_clip_high": CLIP},
+    # All of a window.
+    **{"algorithm.clip_cov.clip_ratio": 1.0, "algorithm.clip_cov.clip_cov_lb": 0.1},
 }
+"""Of SkyRL's trainer. So are the options of runs, besides ``calls``."""
 
 
 def use_skyrl(package: str) -> None:
@@ -123,8 +133,6 @@ def use_skyrl(package: str) -> None:
 def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
     """On a rank; see `checkout_report.Train`."""
     use_skyrl(package)
-    from tests.host import gpt
-
     gpt.initialize(cp)
     gpt.VOCAB = VOCAB
     return [attempt(_train, run, log_probs) for run in runs]
@@ -133,15 +141,14 @@ def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> 
 def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from skyrl.train.trainer import RayPPOTrainer
 
-    from tests.host import gpt
-
     os.environ[VARIABLE] = run.flags
-    options = Namespace(**{**DEFAULTS, **run.options})
+    settings = {**SETTINGS, **run.options}
+    calls = settings.pop("calls", 1)
     trainer = object.__new__(RayPPOTrainer)
-    trainer.cfg, trainer.all_metrics = _configured(options), {}
+    trainer.cfg, trainer.all_metrics = _configured(settings), {}
     trainer.tokenizer = Namespace(pad_token_id=0)
-    model = gpt.ddp_model(options.per_token, torch.float32)
-    trainer.dispatch = _Dispatch(trainer.cfg.trainer, model, options)
+    model = gpt.ddp_model(False, torch.float32)
+    trainer.dispatch = _Dispatch(trainer.cfg.trainer, model, calls)
     texts = [(a.tokens()[: a.prompt_length], a.tokens()[a.prompt_length :]) for a in ANSWERS]
     prompts = [answer.prompt for answer in ANSWERS]
     rollouts = [*(answer.rollout for answer in ANSWERS), None]
@@ -162,26 +169,14 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     return [(gradient, {**metrics, "all steps": total}) for gradient, metrics in steps]
 
 
-def _configured(options: Namespace) -> Any:
+def _configured(settings: dict[str, Any]) -> Any:
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.utils.utils import validate_cfg
 
     cfg = SkyRLTrainConfig()
-    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-    trainer.strategy, trainer.logger = options.strategy, "console"
-    trainer.train_batch_size, trainer.policy_mini_batch_size = 6, 3  # prompts
-    trainer.micro_train_batch_size_per_gpu = PAIRS
-    trainer.max_tokens_per_microbatch = options.max_tokens
-    trainer.remove_microbatch_padding = options.packed
-    algorithm.loss_reduction, algorithm.max_seq_len = options.loss_reduction, options.max_seq_len
-    for key, value in options.aggregation.items():
-        setattr(algorithm.loss_aggregation, key, value)
-    algorithm.zero_variance_filter = options.filtered
-    algorithm.policy_loss_type = options.policy_loss
-    algorithm.use_kl_loss = algorithm.use_entropy_loss = options.terms
-    algorithm.kl_loss_coef, algorithm.entropy_loss_coef = KL, ENTROPY
-    algorithm.eps_clip_low = algorithm.eps_clip_high = CLIP
-    algorithm.clip_cov.clip_ratio, algorithm.clip_cov.clip_cov_lb = 1.0, 0.1  # all of a window
+    for path, value in settings.items():
+        *parents, name = path.split(".")
+        setattr(functools.reduce(getattr, parents, cfg.trainer), name, value)
     cfg.generator.n_samples_per_prompt = 2
     validate_cfg(cfg)
     cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
@@ -191,10 +186,10 @@ def _configured(options: Namespace) -> Any:
 class _Dispatch:
     """In place of Ray: gives this rank's worker its own part of what the trainer sends to all."""
 
-    def __init__(self, cfg: Any, model: Any, options: Namespace) -> None:
+    def __init__(self, cfg: Any, model: Any, calls: int) -> None:
         from megatron.core import parallel_state
 
-        self.calls = options.calls
+        self.calls = calls
         self.optimizer = KeepGradients(model)
         self.worker = _worker(cfg, model, self.optimizer)
         self.size = parallel_state.get_data_parallel_world_size()
@@ -258,116 +253,114 @@ def policy_alone(*given: Any) -> dict[str, torch.Tensor]:
     return {"loss": policy, "pg_loss": policy}
 
 
-def held(run: Run, mode: str, losses: Losses = with_entropy, **weighing: Any) -> Held:
+def held(
+    run: Run, mode: str, losses: Losses = with_entropy, batch: Batch = ALL, **weighing: Any
+) -> Held:
     """The run, to the weights of a mode."""
-    batch = FILTERED if run.options.get("filtered") else ALL
     if mode == "constant":
         weighing["divisor"] = DIVISOR
-    if mode == "microbatch_mean":
-        rows = [range(len(step)) for step in batch]
-        pairs = [tuple(itertools.batched(row, PAIRS)) for row in rows]
-        of_steps = [weights(mode, s, places=(p,)) for s, p in zip(batch, pairs, strict=True)]
-    else:
-        of_steps = [weights(mode, step, **weighing) for step in batch]
+    of_steps = []
+    for step in batch:
+        if mode == "microbatch_mean":
+            present = [i for i, answer in enumerate(step) if not answer.removed]
+            weighing["places"] = (tuple(itertools.batched(present, PAIRS)),)
+        of_steps.append(weights(mode, step, **weighing))
     return run, (losses, of_steps)
 
 
+POLICY = {"algorithm.use_kl_loss": False, "algorithm.use_entropy_loss": False}
+
+
+def policy(mode: str) -> Held:
+    """SkyRL's own mode without KL and entropy, which are means of microbatches."""
+    batch = EVEN if mode == "microbatch_mean" else ALL
+    return held(stock(mode, **POLICY), mode, policy_alone, batch)
+
+
 def stock(mode: str, **options: Any) -> Run:
-    divisor = DIVISOR if mode == "constant" else None
-    return Run("", {"loss_reduction": MODES[mode], "max_seq_len": divisor, **options})
+    if mode == "constant":
+        options["algorithm.max_seq_len"] = DIVISOR
+    return Run("", {"algorithm.loss_reduction": MODES[mode], **options})
+
+
+def key(mode: str, **further: str | None) -> dict[str, Any]:
+    """An aggregation of ours in SkyRL's configuration."""
+    fields = {"mode": mode, **({"divisor": DIVISOR} if mode == "constant" else {}), **further}
+    return {f"algorithm.loss_aggregation.{name}": value for name, value in fields.items()}
 
 
 def ours(mode: str, empty: str = "count", rejected: str = "", **options: Any) -> Held:
-    key = {"mode": mode, "empty": empty, "rejected": rejected or None}
-    if mode == "constant":
-        key["divisor"] = DIVISOR
-    run = Run("", {"aggregation": key, **options})
-    return held(run, mode, empty=empty, rejected=rejected)
+    batch = FILTERED if FILTER.items() <= options.items() else ALL
+    run = Run("", {**key(mode, empty=empty, rejected=rejected or None), **options})
+    return held(run, mode, batch=batch, empty=empty, rejected=rejected)
 
 
-TOKENS = {"aggregation": {"mode": "token_mean"}}
-REFUSED = {
-    "ValueError: policy_loss_type='cross_entropy' does not support": Run(
-        "", {**TOKENS, "policy_loss": "cross_entropy"}
-    ),
-    "ValueError: .*does not support `calculate_per_token_loss`": Run(
-        "", {**TOKENS, "per_token": True}
-    ),
-    "ModeError: unknown preset 'skyrl/x'": Run("", {"aggregation": {"mode": "skyrl/x"}}),
-    "DivisorError: mode 'constant' needs": Run("", {"aggregation": {"mode": "constant"}}),
-    "ValueError: trainer.strategy='fsdp' does": Run("", {**TOKENS, "strategy": "fsdp"}),
-    "ValueError: .*sample_mean` differs from": Run("--loss-aggregation sample_mean", TOKENS),
-    "ValueError: .*has flags without a counterpart": Run(
-        "--loss-aggregation sum --loss-aggregation-sample-weights skip", {}
-    ),
+FILTER = {"algorithm.zero_variance_filter": True}
+SAMPLE_WEIGHTS = "--loss-aggregation sum --loss-aggregation-sample-weights skip"
+OWN: dict[str, Held] = {
+    **{f"{mode}, policy alone": policy(mode) for mode in MODES},
+    **{f"SkyRL's {mode}": (stock(mode), None) for mode in MODES},
+    **{f"SkyRL's {way}": (stock("prompt_mean", **options), None) for way, options in WAYS.items()},
 }
-FURTHER = {
+RUNS: dict[str, Held] = {
+    **{mode: ours(mode) for mode in MODES},
     **{way: ours("prompt_mean", **WAYS[way]) for way in WAYS if way != "clip_cov"},
     "flags": held(Run("--loss-aggregation skyrl/prompt_mean", {}), "prompt_mean"),
-    "preset": held(
-        Run("", {"aggregation": {"mode": "areal/seq_mean"}}), "sample_mean", empty="skip"
-    ),
     "rollouts": ours("rollout_mean"),
-    "microbatches": ours("microbatch_mean"),
     "sums": ours("sample_sum"),
     "without empty samples": ours("sample_mean", empty="skip"),
-    "filtered": ours("prompt_mean", filtered=True),
-    "rejected skipped": ours("prompt_mean", rejected="skip", filtered=True),
-    "rejected counted": ours("token_mean", rejected="count", filtered=True),
-    **{words: (run, words) for words, run in REFUSED.items()},
+    "filtered": ours("prompt_mean", **FILTER),
+    "rejected skipped": ours("prompt_mean", rejected="skip", **FILTER),
+    "rejected counted": ours("token_mean", rejected="count", **FILTER),
+    SAMPLE_WEIGHTS: (Run(SAMPLE_WEIGHTS, {}), "ValueError: .*has flags without a counterpart"),
 }
-
-
-def report(patched: str, every: bool) -> Report:
-    """In SkyRL's own modes it is exact without KL and entropy, which are means of microbatches."""
-    ways = {way: stock("prompt_mean", **WAYS[way]) for way in WAYS if every}
-    own = {
-        **{f"{x}, policy alone": held(stock(x, terms=False), x, policy_alone) for x in MODES},
-        **{f"SkyRL's {mode}": (stock(mode), None) for mode in MODES},
-        **{f"SkyRL's {way}": (run, None) for way, run in ways.items()},
-        # Leaves out the last sample of an odd number.
-        "SkyRL's microbatches": (Run("", {"loss_reduction": "token_mean_legacy"}), None),
-    }
-    runs = {**{mode: ours(mode) for mode in MODES}, **(FURTHER if every else {})}
-    near = {name: f"SkyRL's {name}" for name in runs}
-    near |= {name: "SkyRL's prompt_mean" for name, x in near.items() if x not in own}
-    others = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]} if every else {}
-    copies = str(PEERS), patched
-    return Report("SkyRL", train, copies, own, runs, near, others, batch=ALL, vocab=VOCAB)
+NEAR = dict.fromkeys(RUNS, "SkyRL's prompt_mean")
+NEAR |= {name: f"SkyRL's {name}" for name in (*MODES, *WAYS)}
+OTHERS = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]}
 
 
 @pytest.fixture(scope="session")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Steps]]:
-    """What failed, and all steps of two data-parallel ranks."""
+def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("skyrl")
     patched_copy("skyrl", folder)
-    whole, of_cp = (report(str(folder), every) for every in (True, False))
-    steps = whole.compare("DP 2", 1)
-    of_cp.compare("CP 2", 2, packed=True)
-    return [*whole.failures, *of_cp.failures], steps
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def compared(patched: str) -> tuple[list[str], dict[str, Steps]]:
+    """What failed, and all steps of two data-parallel ranks."""
+    copies = str(PEERS), patched
+    report = Report("SkyRL", train, copies, OWN, RUNS, NEAR, OTHERS, batch=ALL, vocab=VOCAB)
+    steps = report.compare("DP 2", 1)
+    report.compare("CP 2", 2, **PACKED)
+    return report.failures, steps
 
 
 def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
     compared: tuple[list[str], Any],
 ) -> None:
     failures, _ = compared
-    assert failures == []
+    assert failures == [] and len(MODES) == len(presets_of("skyrl"))
 
 
-def test_clip_cov_sees_the_advantages_as_they_are(compared: tuple[Any, dict[str, Steps]]) -> None:
-    _, steps = compared
-    theirs, ours = (steps[name][0][1]["all steps"] for name in ("SkyRL's clip_cov", "clip_cov"))
-    ratio = "loss_metrics/clip_ratio"
-    assert ours[ratio] > 10 * theirs[ratio]  # SkyRL rescales them
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_losses_follow_the_aggregation_and_other_metrics_stay(
-    compared: tuple[Any, dict[str, Steps]], mode: str
+    compared: tuple[Any, dict[str, Steps]],
 ) -> None:
-    _, steps = compared
-    theirs, ours = (steps[name][0][1]["all steps"] for name in (f"SkyRL's {mode}", mode))
+    of_steps = (compared[1][name][0] for name in ("SkyRL's prompt_mean", "prompt_mean"))
+    theirs, ours = (metrics["all steps"] for _, metrics in of_steps)
     total = ours["policy_loss"] + KL * ours["policy_kl"] - ENTROPY * ours["policy_entropy"]
     assert ours["final_loss"] == pytest.approx(total, rel=1e-5)
     followed = {name: ours[name] for name in (*METRICS, "final_loss")}
     assert ours == {**theirs, **followed}
+
+
+def test_clip_cov_sees_the_advantages_as_they_are(compared: tuple[Any, dict[str, Steps]]) -> None:
+    of_steps = (compared[1][name][0] for name in ("SkyRL's clip_cov", "clip_cov"))
+    theirs, ours = (metrics["all steps"]["loss_metrics/clip_ratio"] for _, metrics in of_steps)
+    assert ours > 10 * theirs  # SkyRL rescales them
+
+
+def test_skyrls_unit_tests_pass(patched: str) -> None:
+    file = "tests/backends/skyrl_train/utils/test_loss_aggregation.py"
+    but_one = ("-k", "not test_tinker")  # which needs Ray and pydantic
+    assert run_host_ranks(run_tests, 1, use_skyrl, patched, file, *but_one) == [0]
