@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,10 +12,19 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import AggregationError, CPLayout, LossAggregation, StepPlan
+from megatron_loss_agg import (
+    AggregationError,
+    CPLayout,
+    LossAggregation,
+    Microbatch,
+    StepPlan,
+    StepTerms,
+)
+from megatron_loss_agg.errors import MaskError
 from tests import oracle
 from tests.oracle import Sample
 
@@ -26,7 +36,7 @@ LARGEST = 3.4028234663852886e38  # of fp32
 # Three roundings: of the mask, of the coefficient and of their product; bf16 rounds once more.
 ROUNDING = {F64: 2e-14, torch.float32: 4 * 2.0**-24, torch.bfloat16: 2.0**-8}
 SMALLEST = {F64: 2.0**-1074, torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133}
-_SAYS_WHAT_TO_MEND = re.compile("expected |give |needs a|takes no|it has ")
+SAYS_WHAT_TO_MEND = re.compile("expected |give |needs a|takes no|it has ")
 
 
 def aggregation(mode: str, **options: Any) -> LossAggregation:
@@ -66,6 +76,15 @@ def lay(
     return given
 
 
+def names_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids of a microbatch by other names, under which an aggregation may group as well."""
+    return {"task": given.get("prompt_ids"), "session": given.get("rollout_ids")}
+
+
+def microbatch_of(given: Mapping[str, Any]) -> Microbatch:
+    return Microbatch(**given, ids=names_of(given))
+
+
 def cp_layout(given: Mapping[str, Any], cp: int, rank: int, kind: str | None = None) -> CPLayout:
     """How a context-parallel rank sees a microbatch: by ``kind``, or as the host splits it."""
     kind = kind or ("thd" if "cu_seqlens" in given else "bshd")
@@ -88,7 +107,7 @@ def called(function: Callable[..., Any], *args: Any, changes: Any = True, **opti
     except Exception as error:
         if not changes:
             raise AssertionError("valid input was refused") from error
-        if isinstance(error, AggregationError) and not _SAYS_WHAT_TO_MEND.search(str(error)):
+        if isinstance(error, AggregationError) and not SAYS_WHAT_TO_MEND.search(str(error)):
             raise AssertionError("the error does not say what to mend") from error
         raise Refused from error
 
@@ -140,8 +159,10 @@ class Read:
     samples: list[Sample]
     places: list[list[int]]  # of each sample's tokens in the flattened mask
     rejected: list[bool]  # of each sample
+    shape: tuple[int, ...]  # of the mask
     values: list[float]  # of the flattened mask
     factors: list[float]  # of its positions
+    routed: int | None  # tokens, if it says them
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Read:
@@ -160,7 +181,9 @@ class Read:
         assert all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights), "sample weights"
         rejected = _by_sample(given.get("rejected"), number, False)
         factors = listed(given.get("token_factors", [1.0] * len(values)))
-        return cls(samples, places, rejected, values, factors)
+        shape = tuple(given["loss_mask"].shape)
+        routed = given.get("routed_tokens")
+        return cls(samples, places, rejected, shape, values, factors, routed)
 
     @property
     def sums(self) -> list[float]:
@@ -216,14 +239,10 @@ def counted_step(agg: LossAggregation, step: Step) -> oracle.Step:
     return [[m.counted(agg) for m in rank] for rank in step]
 
 
-def expected_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
+def expected_weights(
+    agg: LossAggregation, step: Step, with_factors: bool = True
+) -> list[list[list[float]]]:
     """The weight of every position of every mask, by rank and microbatch."""
-    pairs = zip(step, counted_weights(agg, step), strict=True)
-    return [[m.factored(w) for m, w in zip(*pair, strict=True)] for pair in pairs]
-
-
-def counted_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
-    """Likewise, without factors of tokens."""
     found = oracle.step_weights(
         agg.mode,
         counted_step(agg, step),
@@ -233,24 +252,66 @@ def counted_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]
         count=agg.count,
         sample_weights=agg.sample_weights,
     )
-    return [
+    laid = [
         [m.laid(agg, weights) for m, weights in zip(rank, of_rank, strict=True)]
         for rank, of_rank in zip(step, found, strict=True)
     ]
+    if not with_factors:
+        return laid
+    pairs = zip(step, laid, strict=True)
+    return [[m.factored(w) for m, w in zip(*pair, strict=True)] for pair in pairs]
 
 
-def assert_plan(plan: StepPlan, step: Step, rank: int = 0) -> None:
-    """Everything that a plan says to one rank is what the whole step means."""
-    assert_counts(plan, step)
-    wanted = counted_weights(plan.aggregation, step)[rank]
-    for i, (microbatch, weights) in enumerate(zip(step[rank], wanted, strict=True)):
-        if plan.microbatches:
-            assert plan.active_tokens[i] == sum(x != 0 for x in microbatch.values)
-            assert_same([(plan.weights(i, F64), microbatch.factored(weights))], 2e-14)
-        assert_same([(plan.mask_sums(i), microbatch.sums)], 1e-13)
-        by_sample = [sum(weights[t] for t in places) for places in microbatch.places]
-        assert_same([(plan.coefficients(i) * plan.mask_sums(i), by_sample)], 1e-13)
-        assert_group_sums(plan, step, rank, i)
+def assert_plans(plans: StepTerms, step: Step, rank: int = 0) -> None:
+    """Everything that the plans of a step say to one rank is what the whole step means."""
+    for plan in plans.values():
+        assert_counts(plan, step)
+        wanted = expected_weights(plan.aggregation, step, with_factors=False)[rank]
+        for i, (read, weights) in enumerate(zip(step[rank], wanted, strict=True)):
+            assert plan.active_tokens[i] == sum(x != 0 for x in read.values)
+            assert_same([(plan.mask_sums(i), read.sums)], 1e-13)
+            by_sample = [sum(weights[t] for t in places) for places in read.places]
+            assert_same([(plan.coefficients(i) * plan.mask_sums(i), by_sample)], 1e-13)
+            assert_group_sums(plan, step, rank, i)
+            assert_weights(plan, i, read.shape, read.factored(weights))
+    for i in range(len(step[rank])):
+        assert_loss(plans, step, rank, i)
+
+
+def assert_weights(
+    plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]
+) -> None:
+    for dtype in ROUNDING:
+        w = plan.weights(i, dtype)
+        assert (w.dtype, w.shape, w.requires_grad) == (dtype, shape, False)
+        assert_same_weights([(w, wanted)], dtype)
+        assert dtype != torch.bfloat16 or torch.equal(w, plan.weights(i).to(dtype))
+    advantages = torch.linspace(-2, 2, len(wanted), dtype=F64)
+    scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
+    advantages = advantages.masked_fill(torch.tensor(wanted) == 0, math.nan).view(shape)
+    if any(x < 0 for x in wanted):
+        with pytest.raises(MaskError, match="negative token_factors flip"):
+            plan.scaled_advantages(i, advantages)
+    else:
+        assert_same([(plan.scaled_advantages(i, advantages), scaled)], 2e-14)
+
+
+def assert_loss(plans: StepTerms, step: Step, rank: int, i: int) -> None:
+    """The sum of all terms, and its gradient: NaN is no loss where nothing counts."""
+    losses, gradients, parts = {}, {}, []
+    for name, term in plans.terms.items():
+        weights = expected_weights(term.aggregation, step)[rank][i]
+        gradients[name] = [term.coefficient * w for w in weights]
+        x = torch.linspace(1, 2, len(weights), dtype=F64)
+        parts += [g * a for g, a in zip(gradients[name], listed(x), strict=True)]
+        x = x.masked_fill(torch.tensor(gradients[name]) == 0, math.nan)
+        losses[name] = x.view(step[rank][i].shape).requires_grad_()
+    total = plans.weighted_sum(i, losses)
+    total.backward()
+    for name, gradient in gradients.items():
+        assert_same_weights([(losses[name].grad, gradient)], F64)
+    room = 1e-13 * sum(map(abs, parts)) + 1e-44
+    assert total.item() == pytest.approx(sum(parts), rel=0, abs=room)
 
 
 def assert_group_sums(plan: StepPlan, step: Step, rank: int, i: int) -> None:
@@ -273,15 +334,17 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
     assert counts.microbatches == len(read)
     kept = [s for m in read for s, gone in zip(m.samples, m.rejected, strict=True) if not gone]
     assert plan.is_empty == (not any(any(s.mask) for s in kept))
-    for unit in {*UNITS} & {agg.within, agg.across}:
+    for unit in agg.by_id:
         of_unit = oracle.mask_sums(of_step, unit)
         ids, sums = plan.groups(unit)
-        assert getattr(counts, f"{unit}s") == len(of_unit) == ids.numel()
+        assert ids.numel() == len(of_unit)
+        assert unit not in UNITS or getattr(counts, f"{unit}s") == len(of_unit)
         if all(isinstance(x, int) for x in of_unit):  # and not hashed
             assert ids.tolist() == sorted(of_unit)
             assert_same([(sums, [of_unit[x] for x in sorted(of_unit)])], 1e-13)
-    if plan.microbatches:
-        sizes = [[len(m.values) for m in of_rank] for of_rank in step]
-        assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
-        assert (counts.positions, counts.routed_tokens) == (sum(map(sum, sizes)), None)
-        assert counts.unequal == any(len({*of_rank}) > 1 for of_rank in sizes)
+    assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
+    sizes = [[len(m.values) if m.routed is None else m.routed for m in rank] for rank in step]
+    assert counts.positions == sum(map(sum, sizes))
+    says_routed = any(m.routed is not None for m in read)
+    assert counts.routed_tokens == (counts.positions if says_routed else None)
+    assert counts.unequal == any(len({*of_rank}) > 1 for of_rank in sizes)
