@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import (
-    AggregationError,
     CPLayout,
     LossAggregation,
     Microbatch,
@@ -94,47 +90,11 @@ def cp_layout(given: Mapping[str, Any], cp: int, rank: int, kind: str | None = N
     return getattr(CPLayout, kind)(axis, cp, rank)
 
 
-class Refused(Exception):
-    """A changed input was refused, as it may be."""
-
-
-def called(function: Callable[..., Any], *args: Any, changes: Any = True, **options: Any) -> Any:
-    """The result; raises Refused if ``changes`` were made and the package, or torch, objects."""
-    try:
-        return function(*args, **options)
-    except Refused:
-        raise
-    except Exception as error:
-        if not changes:
-            raise AssertionError("valid input was refused") from error
-        if isinstance(error, AggregationError) and not SAYS_WHAT_TO_MEND.search(str(error)):
-            raise AssertionError("the error does not say what to mend") from error
-        raise Refused from error
-
-
-def exact_or_refused(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that ends where its input is refused."""
-
-    @functools.wraps(test)
-    def judged(*args: Any, **drawn: Any) -> None:
-        with contextlib.suppress(Refused), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about prototypes
-            test(*args, **drawn)
-
-    return judged
-
-
 def listed(x: Any) -> list[float]:
     """All numbers of a tensor, or of a nest of lists."""
     if isinstance(x, Tensor):
         return [float(value) for value in x.detach().reshape(-1).tolist()]
     return [value for part in x for value in listed(part)] if isinstance(x, list) else [float(x)]
-
-
-def products(values: Tensor, weights: Tensor) -> list[float]:
-    """Of values and weights, without what weighs nothing."""
-    pairs = zip(listed(values), listed(weights), strict=True)
-    return [v * w for v, w in pairs if w != 0]
 
 
 def assert_same(pairs: Iterable[tuple[Any, Any]], rounding: float, smallest: float = 0) -> None:
@@ -278,9 +238,7 @@ def assert_plans(plans: StepTerms, step: Step, rank: int = 0) -> None:
         assert_loss(plans, step, rank, i)
 
 
-def assert_weights(
-    plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]
-) -> None:
+def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
     for dtype in ROUNDING:
         w = plan.weights(i, dtype)
         assert (w.dtype, w.shape, w.requires_grad) == (dtype, shape, False)

@@ -88,21 +88,6 @@ def microbatches(
 
 
 @st.composite
-def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """Values and weights of any dtypes; values of weight 0 may be anything."""
-    shape = draw(st.sampled_from([(), (0,), (1,), (7,), (2, 3), (2, 0, 2)]))
-    dtypes = draw(st.tuples(*2 * [st.sampled_from(FLOATS + INTEGERS)]))
-    w = [draw(st.sampled_from([0.0, -0.0, 1.0, 2.0, 0.3, -0.5])) for _ in range(math.prod(shape))]
-    weights = torch.tensor(w, dtype=F64).to(dtypes[1])
-    v = [draw(st.floats(-9, 9) if x else ANYTHING) for x in weights.tolist()]
-    values = torch.tensor(v, dtype=F64)
-    if not dtypes[0].is_floating_point:
-        values = values.nan_to_num(0, 0, 0).clamp(0, 9)
-    form = draw(st.sampled_from([*FORMS]))
-    return FORMS[form](values.to(dtypes[0]).view(shape)), weights.view(shape)
-
-
-@st.composite
 def aggregations(draw: st.DrawFn) -> dict[str, Any]:
     """Keyword arguments of a `LossAggregation` of any mode but `custom`."""
     mode = draw(st.sampled_from([*MODES, "nested_mean"]))

@@ -27,9 +27,7 @@ UNITS = ("rollout", "prompt", "dataset", "microbatch")
 MODES = {
     "token_mean": ("m_t / 1050", [1 / 1050] * 3),
     "sample_mean": ("m_t / (M_sample * 3)", [1 / 30, 1 / 3000, 1 / 120]),
-    **{
-        f"{unit}_mean": (f"m_t / (M_{unit} * 2)", [1 / 2020, 1 / 2020, 1 / 80]) for unit in UNITS
-    },
+    **{f"{unit}_mean": (f"m_t / (M_{unit} * 2)", [1 / 2020, 1 / 2020, 1 / 80]) for unit in UNITS},
     "nested_mean": ("m_t / (M_sample * C * 2)", [1 / 40, 1 / 4000, 1 / 80]),
     "sample_sum": ("m_t / 3", [1 / 3] * 3),
     "constant": ("m_t / (100 * 3)", [1 / 300] * 3),

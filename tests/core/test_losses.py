@@ -1,8 +1,9 @@
-"""Token losses, their weighted sum and the means of sequences: by their formulas, and NaN-safe."""
+"""Losses of tokens by their published formulas, and metrics over microbatches and ranks."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -10,67 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Categorical
 
-from megatron_loss_agg import Microbatch, SequenceMean, SequenceSum, policy, weighted_sum
-from tests.core.meaning import F64, Read, called, cp_layout, exact_or_refused, lay, listed, products
+from megatron_loss_agg import LossAggregation, policy, weighted_sum
+from megatron_loss_agg.errors import PeerError, ReportError
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.report import Max, Mean, Min, Sum, reduce_reports
+from tests.core.meaning import F64
 from tests.core.operations import Operations
-from tests.core.strategies import (
-    ANYTHING,
-    EXTREMES,
-    INPUTS,
-    changes,
-    microbatches,
-    weighed,
-    with_changes,
-)
+from tests.core.strategies import EXTREMES
 from tests.distributed import run_ranks
-from tests.oracle import Sample
-
-
-@given(weighed(), changes(["w", "token_loss"]))
-@settings(max_examples=300, deadline=None)
-@exact_or_refused
-def test_a_weighted_sum_and_its_gradient_are_those_of_a_loop(drawn, changes):
-    given = with_changes(dict(zip(("token_loss", "w"), drawn, strict=True)), changes)
-    total = called(weighted_sum, changes=changes, **given)
-    w, losses = given["w"], given["token_loss"]
-    floats = [x.dtype for x in (w, losses) if x.is_floating_point()] or [torch.float32]
-    assert total.dtype == torch.promote_types(floats[0], floats[-1]) and total.dim() == 0
-    terms, limit = products(losses, w), torch.finfo(total.dtype)
-    size = sum(map(abs, terms))
-    if size < limit.max / 4:
-        room = 16 * limit.eps * size + limit.smallest_normal
-        assert total.item() == pytest.approx(math.fsum(terms), rel=0, abs=room)
-    if losses.requires_grad and not changes:
-        (grad,) = torch.autograd.grad(total, losses)
-        assert listed(grad) == pytest.approx(listed(w), rel=2 * torch.finfo(losses.dtype).eps)
-
-
-def test_many_tokens_add_up_in_the_wider_dtype():
-    # (1 + 2**-7)**2 - (1 + 2**-6) = 2**-14, whose terms are equal in bf16.
-    a, b = (torch.tensor(x).bfloat16() for x in ([1 + 2**-7, -1], [1 + 2**-7, 1 + 2**-6]))
-    assert weighted_sum(a, b).item() == 2**-14
-    # 200 * 2 + 100 * 3 = 700, which uint8 cannot hold.
-    total = weighted_sum(*(torch.tensor(x, dtype=torch.uint8) for x in ([2, 3], [200, 100])))
-    assert total.item() == 700
-    loss = torch.rand(2**22, generator=torch.Generator().manual_seed(0)) + 1
-    found = weighted_sum(torch.full_like(loss, 2.0**-22), loss).item()
-    assert found == pytest.approx(loss.double().mean().item(), rel=1e-6)
-
-
-def test_a_weighted_sum_compiles_as_one_graph_and_needs_no_values():
-    w, loss = torch.tensor([0.0, 0.5, 2.0]), torch.tensor([math.nan, 2, 3], requires_grad=True)
-    total = torch.compile(weighted_sum, fullgraph=True, backend="aot_eager")(w, loss)
-    total.backward()
-    assert total.item() == 7.0 and torch.equal(loss.grad, w)
-    with FakeTensorMode():
-        assert weighted_sum(torch.ones(3), torch.ones(3, requires_grad=True)).requires_grad
-
 
 # The formulas as they were published, see the docstrings of `policy`.
 
@@ -244,113 +195,173 @@ def test_entropy_and_its_gradient_whatever_lies_under_the_mask():
     )
 
 
-def mean_by_loop(read: Read, x: Tensor, pull: Tensor) -> tuple[list[float], list[float]]:
-    """The mean of its sequence at every token, and the gradient of ``sum(pull * mean)``."""
-    values, pulls = listed(x), listed(pull)
-    means, slopes = [0.0] * len(values), [0.0] * len(values)
-    for places in read.places:
-        if total := math.fsum(read.values[t] for t in places):
-            parts = (read.values[t] * values[t] for t in places if read.values[t])
-            mean, back = math.fsum(parts) / total, math.fsum(pulls[t] for t in places)
-            for t in places:
-                means[t], slopes[t] = mean, read.values[t] * back / total
-    return means, slopes
+def test_a_mean_of_masked_values():
+    # (1 * 2 + 0.5 * 8) / (1 + 0.5) = 4; the NaN lies under mask 0.
+    mean = Mean.of(torch.tensor([2.0, math.nan, 8.0]), torch.tensor([1.0, 0.0, 0.5]))
+    assert mean.value().item() == 4
+    assert mean.pair().tolist() == [6.0, 1.5]
+    assert Mean.of(torch.tensor([math.inf]), torch.zeros(1)).value().item() == 0
+    assert Mean.of(torch.empty(0), torch.empty(0)).value().item() == 0
+    # 4099 tokens are beyond what bf16 counts one by one (256).
+    values = torch.ones(4099, dtype=torch.bfloat16, requires_grad=True)
+    many = Mean.of(values, torch.ones_like(values))
+    assert many.pair().tolist() == [4099, 4099] and not many.sum.requires_grad
+    assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
 
 
-@given(
-    microbatches(),
-    st.sampled_from([F64, torch.float32]),
-    st.data(),
-    changes([x for x in INPUTS if x != "sample_weights"]),  # which it does not read
-)
-@settings(max_examples=200, deadline=None)
-@exact_or_refused
-def test_the_mean_of_a_sequence_and_its_gradient_are_those_of_a_loop(given, dtype, data, changes):
-    given = with_changes(given, changes)
-    mean = called(lambda: SequenceMean(Microbatch(**given)), changes=changes)
-    read = Read.of(given)
-    numbers = [data.draw(st.floats(-3, 3) if m else ANYTHING) for m in read.values]
-    x = torch.tensor(numbers, dtype=dtype).view(given["loss_mask"].shape).requires_grad_()
-    out = called(mean, x, changes=changes)
-    pull = torch.linspace(-1, 2, x.numel(), dtype=dtype).view(x.shape)
-    (out * pull).sum().backward()
-    for got, wanted in zip((out, x.grad), mean_by_loop(read, x, pull), strict=True):
-        room = 1e-12 if dtype == F64 else 2e-5
-        assert listed(got) == pytest.approx(wanted, rel=0, abs=room)
+def test_integers_add_up_exactly():
+    # 2**24 + 1 is the first integer that fp32 rounds, to 2**24.
+    n = 2**24 + 1
+    lengths, ones = torch.tensor([n, 0]), torch.ones(2)
+    for weights in (ones, ones.bool()):
+        assert Mean.of(lengths, weights).pair().tolist() == [n, 2]
+        assert Mean.of(weights, lengths.int()).pair().tolist() == [n, n]
+    metrics = {"sum": Mean.of(lengths, ones), "max": Max.of(lengths, ones)}
+    metrics |= {"min": Min.of(lengths[:1], ones[:1]), "by hand": Mean(torch.tensor(n), ones[:1])}
+    expected = {"sum": n / 2, "max": n, "min": n, "by hand": n}
+    assert reduce_reports([metrics] * 2, None) == expected
 
 
-# Of 2 * 4 chunks: samples cut over all ranks, fractional and empty masks, and a sample whose
-# tokens lie on the first rank alone; in the second microbatch no other rank has any token.
-SAMPLES = [
-    Sample((1.0,) * 13),
-    Sample((0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 0.0)),
-    Sample((0.0,) * 5),
-    Sample((1.0,)),
-]
-SHARDED = [
-    lay(samples, layout, multiple=8)
-    for samples in (SAMPLES, [Sample((1.0,)), Sample((0.0, 0.0, 0.0))])
-    for layout in ("thd", "thd_row", "bshd")
-]
-
-
-def values_of(mask: Tensor) -> Tensor:
-    """NaN where nothing counts."""
-    return torch.arange(mask.numel()).double().sin().view_as(mask).masked_fill(mask == 0, math.nan)
-
-
-def on_ranks() -> list[tuple[Tensor, Tensor, Tensor, int]]:
-    """Sums of sequences; this rank's part of their means and of the gradient; and collectives."""
-    found = []
-    for inputs in SHARDED:
-        cut = cp_layout(inputs, dist.get_world_size(), dist.get_rank())
-        sums, mean = (
-            kind(Microbatch(**inputs), cut, dist.group.WORLD)
-            for kind in (SequenceSum, SequenceMean)
-        )
-        x = cut.shard(values_of(inputs["loss_mask"])).requires_grad_()
+@pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
+def test_losses_are_not_copied_to_fp64(mask):
+    for dtype in (torch.float32, torch.bfloat16):
         with Operations() as made:
-            out = mean(x)
-            (out * cut.index).sum().backward()
-        of_fp32 = sums(x.detach().float())
-        found.append((of_fp32, out.detach(), x.grad, len(made.collectives)))
-    return found
+            Mean.of(torch.ones(8, dtype=dtype), torch.ones(8, dtype=mask))
+        assert F64 not in made.dtypes
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_sums_and_means_of_sequences_over_ranks_are_those_of_one_process(cp):
-    for inputs, *of_ranks in zip(SHARDED, *run_ranks(on_ranks, cp), strict=True):
-        sums, *parts, collectives = zip(*of_ranks, strict=True)
-        # One forward and its adjoint backward, also on ranks without a token.
-        assert collectives == (2,) * cp
-        mask, cut, read = inputs["loss_mask"], cp_layout(inputs, cp, 0), Read.of(inputs)
-        pull, values = torch.arange(mask.shape[-1]).expand_as(mask), values_of(mask)
-        found = [listed(cut.unshard(part)) for part in parts]
-        means, slopes = mean_by_loop(read, values, pull)
-        assert found[0] == pytest.approx(means, rel=1e-12, abs=1e-15)
-        assert found[1] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
-        of_all = listed(values)
-        expected = [
-            math.fsum(read.values[t] * of_all[t] for t in places if read.values[t])
-            for places in read.places
+def test_extremes_look_at_active_positions_alone():
+    values, mask = torch.tensor([math.nan, -3.0, 5.0, 9.0]), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    for metric, extreme, nothing in ((Max, 5, -math.inf), (Min, -3, math.inf)):
+        assert metric.of(values, mask).value().item() == extreme
+        for unseen in (values, values[:0]):
+            assert metric.of(unseen, torch.zeros_like(unseen)).value().item() == nothing
+        assert math.isnan(metric.of(values, torch.ones(4)).value())
+    assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
+
+
+NUMBERS = [0, 1, 100]
+
+
+def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
+    """Two microbatches a rank, of all kinds; then one of each of NUMBERS of metrics."""
+    rank = dist.get_rank()
+    steps: list[Any] = [
+        [
+            {
+                "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
+                "sum": Sum.of(torch.full((n,), 1.0 + 3 * rank), torch.full((n,), 0.5)),
+                "pair": torch.tensor([float(rank), 5.0]),
+                "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
+                "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+                "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+            }
+            for n in (1, 1 + 2 * rank)
         ]
-        for of_rank in sums:  # every rank has them all
-            assert of_rank.dtype == torch.float32
-            assert listed(of_rank) == pytest.approx(expected, rel=1e-6)
+    ]
+    for number in NUMBERS:
+        # Metric i is i on rank 0 and i + 2**24 + 1 on rank 1, which fp32 could not tell.
+        values = torch.arange(number) + rank * (2**24 + 1)
+        steps.append([{f"{i:03}": Max.of(x, torch.ones(())) for i, x in enumerate(values)}])
+    answers = []
+    for reports in steps:
+        with Operations() as made:
+            answer = reduce_reports(reports, dist.group.WORLD)
+        answers.append((answer, len(made.collectives)))
+    return answers
 
 
-def test_nan_that_counts_stays_in_its_sequence():
-    mean = SequenceMean(Microbatch(torch.ones(2, 2)))(torch.tensor([[math.nan, 1.0], [1.0, 3.0]]))
-    assert mean[0].isnan().all() and mean[1].tolist() == [2.0, 2.0]
+def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at_most():
+    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3. sum: 18 / 2.
+    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
+    expected = {"loss": 3.0, "sum": 9.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
+    for (answer, collectives), *of_numbers in run_ranks(reduced_on_every_rank, 2):
+        assert answer == pytest.approx(expected)
+        assert collectives == 2
+        for number, (answer, collectives) in zip(NUMBERS, of_numbers, strict=True):
+            assert answer == {f"{i:03}": i + 2**24 + 1 for i in range(number)}
+            assert collectives == 1 + (number > 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
-def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
-    # 4096 ones in bf16 would stop at 256.
-    x, mask = torch.ones(1, 4096, dtype=dtype, requires_grad=True), torch.ones(1, 4096).bool()
-    mean = SequenceMean(Microbatch(mask))
-    mask.zero_()  # which a script may do once the mean is made
-    out = mean(x)
-    assert out.dtype == torch.promote_types(dtype, torch.float32) and out[0, 0] == 1
-    out[0, 0].backward()
-    assert x.grad.dtype == dtype
+def two(name: str = "a", kind: Any = Mean) -> Any:
+    one = kind.of(torch.ones(1), torch.ones(1))
+    return {"loss": one, name: torch.tensor([1.0, 1.0])}
+
+
+def one_of_them_fails() -> Any:
+    yield two()
+    raise SystemExit("of the loader")
+
+
+SAME: dict[str, Callable[[], Any]] = {
+    "in another order": lambda: [dict(reversed(two().items()))],
+    "in more microbatches": lambda: [two()] * 2,
+}
+OTHERS = "and another rank of the group other metrics; expected the same"
+# What one rank reports, and what it hears; the others hear of other metrics, or of that rank.
+DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
+    "nothing": (lambda: [{}], f"^ReportError: this rank reports nothing, {OTHERS}"),
+    "a name": (lambda: [two("b")], OTHERS),
+    "a kind": (lambda: [two("a", Max)], OTHERS),
+    "a row more": (lambda: [two() | {f"more {i}": two()["a"] for i in range(32)}], OTHERS),
+    "some microbatches": (lambda: [two(), {}], "^ReportError: .*in 1 of 2 microbatches"),
+    "no metric": (lambda: [{"a": 1.0}], "^ReportError: .*expected a Mean, Sum, Max or Min"),
+    "an error of its own": (one_of_them_fails, "^SystemExit: of the loader"),
+}
+
+
+def reduce_with_defects(where: int) -> dict[str, Any]:
+    """What this rank sees when rank ``where`` reports otherwise."""
+    seen: dict[str, Any] = {}
+    made = SAME | {name: of for name, (of, _) in DIFFERENT.items()}
+    for name, reports in made.items():
+        mine = reports() if dist.get_rank() == where else [two()]
+        try:
+            seen[name] = reduce_reports(mine, dist.group.WORLD)
+        except (SystemExit, PeerError, ReportError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+def test_no_rank_waits_for_one_whose_reports_are_bad_or_missing():
+    for rank, seen in enumerate(run_ranks(reduce_with_defects, 3, 1, timeout=60.0)):
+        for name in SAME:
+            assert seen.pop(name) == {"a": 1.0, "loss": 1.0}
+        for name, said in seen.items():
+            own = expected = DIFFERENT[name][1]
+            if rank != 1:
+                of_peer = r"^PeerError: bad metrics on rank\(s\) \[1\] of the group"
+                here = f"^ReportError: this rank reports Mean 'a', Mean 'loss', {OTHERS}"
+                expected = here if OTHERS in own else of_peer
+            assert re.search(expected, said), (rank, name, said)
+
+
+# Without a hook, a `TokenLoss` is a stock loss function: losses, mask, and their sum and count.
+HALF, LOSSES, MASK = torch.tensor(0.5), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0, 1])
+TOTALS: dict[str, tuple[Any, Any, float, int]] = {
+    # fp16 ends at 65504, and bf16 counts to 256 one by one.
+    "mask of fp16": (HALF.expand(70001), torch.ones(70001).half(), 35000.5, 70001),
+    "mask of bf16": (HALF.expand(70001), torch.ones(70001).bfloat16(), 35000.5, 70001),
+    "losses of fp16": (HALF.expand(140002).half(), torch.ones(140002), 70001, 140002),
+    "losses of fp64": (HALF.expand(140002).double(), torch.ones(140002), 70001, 140002),
+    "flat losses": (LOSSES, MASK.view(1, 3), 4, 2),
+    "a column": (LOSSES.view(1, 3), MASK.view(3, 1), 4, 2),
+    "NaN where the mask is 0": (torch.tensor([1.0, torch.nan, 3.0]), MASK, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_without_a_hook_a_token_loss_sums_over_the_mask(name):
+    losses, mask, *expected = TOTALS[name]
+    losses = losses.clone().requires_grad_()
+    total, number, report = TokenLoss(lambda x: (x, {"own": 1}), mask)(losses)
+    assert [total.item(), number.item()] == expected
+    assert number.dtype == torch.int  # Megatron's counter
+    assert (total.dtype, report) == (torch.promote_types(losses.dtype, torch.float32), {"own": 1})
+    total.backward()
+    assert torch.equal(losses.grad.flatten(), (mask.flatten() != 0).to(losses))
+
+
+def test_a_loss_is_named_by_its_preset():
+    assert [*LossHook(LossAggregation.preset("verl/token-mean")).terms] == ["verl/token-mean"]
+    assert [*LossHook(LossAggregation(mode="token_mean")).terms] == ["token_mean"]

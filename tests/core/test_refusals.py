@@ -181,7 +181,11 @@ OF_MASKS: list[Row] = [
     (rows_with(token_ids=tensor([1, 2])), MaskError, "token_ids .* of 6 elements; expected an int"),
     # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
     (weighing(ROWS, dtype=torch.float16), MaskError, "expected a floating dtype with the range of"),
-    (lambda: by_function(ONES).weights(0), FunctionError, r"of shape \(6,\); .*mask's shape \(2, 3"),
+    (
+        lambda: by_function(ONES).weights(0),
+        FunctionError,
+        r"of shape \(6,\); .*mask's shape \(2, 3",
+    ),
     (lambda: by_function(ROWS * math.nan).weights(0), FunctionError, "not finite"),
     (
         lambda: by_function(ROWS, rejected=tensor([False, True])).weights(0),
@@ -203,8 +207,16 @@ TWO_PARENTS = {"prompt_ids": tensor([7, 7, 9]), "ids": {"session": tensor([4, 5,
 IN_PROMPTS = LossAggregation(mode="nested_mean", levels=("prompt", "session"))
 OF_SAMPLES: list[Row] = [
     (weighing(ROWS, PROMPT_MEAN), GroupError, "by prompt and a microbatch has no prompt_ids; give"),
-    (rows_with(prompt_ids=tensor([1])), GroupError, r"prompt_ids .*expected torch.int64 \[2\], one"),
-    (rows_with(dataset_ids=ONES[:2]), GroupError, "dataset_ids is a torch.float32 tensor.*expected"),
+    (
+        rows_with(prompt_ids=tensor([1])),
+        GroupError,
+        r"prompt_ids .*expected torch.int64 \[2\], one",
+    ),
+    (
+        rows_with(dataset_ids=ONES[:2]),
+        GroupError,
+        "dataset_ids is a torch.float32 tensor.*expected",
+    ),
     (rows_with(rejected=ONES[:2]), GroupError, "rejected .*torch.bool"),
     (rows_with(ids={"prompt": ["a", "b"]}), GroupError, "ids=.*'prompt'.*prompt_ids="),
     (rows_with(ids={"turn": [0, 1]}), GroupError, f"turn_ids is a .*{A_STRING}"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import re
 import warnings
 from collections.abc import Callable
@@ -147,8 +146,12 @@ def assert_sharded_alike(step: Drawn, plan: StepPlan, rank: int, cp_group: Any) 
 def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> None:
     """A plan from what a controller knows of the samples has the same coefficients and groups."""
     given, sums = step.given[rank], [plan.mask_sums(i) for i in range(len(step.given[rank]))]
-    flags = [x.get("rejected", torch.zeros(s.shape).bool()) for x, s in zip(given, sums, strict=True)]
-    weights = [x.get("sample_weights", torch.ones(s.shape)) for x, s in zip(given, sums, strict=True)]
+    flags = [
+        x.get("rejected", torch.zeros(s.shape).bool()) for x, s in zip(given, sums, strict=True)
+    ]
+    weights = [
+        x.get("sample_weights", torch.ones(s.shape)) for x, s in zip(given, sums, strict=True)
+    ]
     found = StepPlan.from_mask_sums(
         plan.aggregation,
         sums,
@@ -168,8 +171,8 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
 
 def overwritten(step: Drawn, rank: int) -> None:
     """What a loader may do with its batches once they were planned."""
-    for given in step.given[rank]:
-        for x in given.values():
+    for microbatch in step.given[rank]:
+        for x in microbatch.values():
             if isinstance(x, torch.Tensor):
                 x.data.fill_(3)  # which no version counter sees
 
