@@ -192,6 +192,9 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch)
     for name in ("out.docx", "no/such/folder/out.png"):
         path = tmp_path / name
         assert f"InputError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
+    data = ["--data", write(tmp_path / "lengths.txt", *FOUR), "--plot", str(tmp_path / "a.png")]
+    assert main(["explain", *data, *RUN]) == 0
+    assert capsys.readouterr().err == f"drawn: {data[-1]}, of step 1\n"
     nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
     assert "InputError: --plot: no sample has loss tokens" in nothing
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -247,31 +250,13 @@ STOCK = {
 @pytest.mark.parametrize("flags", STOCK)
 def test_stock_weights_are_those_derived_by_hand(capsys, tmp_path, flags):
     run = [*flags.split(), "--global-batch-size", "2", "--context-parallel-size", "2"]
-    path = write(tmp_path / "rows.jsonl", *ROWS)
-    lines = printed(capsys, "--data", path, "--", *run).splitlines()
+    path = write(tmp_path / "rows.jsonl", *ROWS, "no row")  # which nobody reads
+    lines = printed(capsys, "--data", path, "--samples", "4", "--", *run).splitlines()
     divisor, samples = STOCK[flags]
     assert f"stock: w_t = m_t / {divisor}" in lines
     found = [" ".join(line.split()) for line in lines]
     for sample in samples:
         assert any(line.startswith(sample) for line in found), found
-
-
-def test_masks_packs_and_a_picture_of_data(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    # The four samples as masks, two in a pack; and what nobody reads.
-    pack = {"loss_mask": [1, 0, 1, 1, 1, 0], "cu_seqlens": [0, 2, 6]}
-    path = write(tmp_path / "x.jsonl", pack, {"loss_mask": [0, *[1] * 8]}, {"length": 4}, "no row")
-    run = ["--micro-batch-size", "1", "--global-batch-size", "3"]
-    plot, flags = tmp_path / "x.png", ["--samples", "3"]
-    assert main(["explain", "--data", path, *flags, "--plot", str(plot), "--", *run]) == 0
-    out, err = capsys.readouterr()
-    # M / (H M_h): 16 / (3 * 4), and 16 / (3 * 8) in the microbatch of 8 tokens.
-    assert "weighs a token 0.67 to 1.33 times" in out and "samples: 4;" in out
-    assert "stock: w_t = m_t / (M_part * 3)\ntoken_mean: w_t = m_t / 16 in" in out
-    assert "sample_mean: w_t = m_t / (M_sample * 4) in" in out
-    assert "with --micro-batch-size 1: 0.0 % " in out  # 2 does not divide 3
-    assert err == f"drawn: {plot}, of step 1\n"
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp_path):
