@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import (
-    CPLayout,
-    LossAggregation,
-    Microbatch,
-    StepPlan,
-    StepTerms,
-)
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, StepTerms
 from megatron_loss_agg.errors import MaskError
 from tests import oracle
 from tests.oracle import Sample
@@ -41,9 +35,7 @@ def aggregation(mode: str, **options: Any) -> LossAggregation:
     return LossAggregation(**{"mode": mode, "divisor": divisor, **options})
 
 
-def lay(
-    samples: Sequence[Sample], layout: str, multiple: int = 1, dtype: torch.dtype = F64
-) -> dict[str, Any]:
+def lay(samples: Sequence[Sample], layout: str, multiple: int = 1) -> dict[str, Any]:
     """Arguments of a `Microbatch`; every sequence is padded to a multiple of ``multiple``."""
     lengths = [len(s.mask) for s in samples]
     padded = [-(-n // multiple) * multiple for n in lengths]
@@ -51,9 +43,9 @@ def lay(
     if layout == "bshd":
         padded = [max([multiple, *padded])] * len(samples)
     starts = [0, *accumulate(n + gap for n in padded)]
-    mask = torch.zeros(starts[-1] + gap, dtype=dtype)
+    mask = torch.zeros(starts[-1] + gap, dtype=F64)
     for start, sample in zip(starts, samples, strict=False):
-        mask[start : start + len(sample.mask)] = torch.tensor(sample.mask, dtype=dtype)
+        mask[start : start + len(sample.mask)] = torch.tensor(sample.mask, dtype=F64)
     given: dict[str, Any] = {"loss_mask": mask}
     if layout == "bshd":
         given["loss_mask"] = mask.view(len(samples), -1) if samples else mask.view(0, multiple)
@@ -68,7 +60,7 @@ def lay(
         ids = [getattr(s, unit) for s in samples]
         given[f"{unit}_ids"] = torch.tensor(ids, dtype=torch.int64)
     if any(s.weight != 1 for s in samples):
-        given["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=dtype)
+        given["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=F64)
     return given
 
 
@@ -81,13 +73,11 @@ def microbatch_of(given: Mapping[str, Any]) -> Microbatch:
     return Microbatch(**given, ids=names_of(given))
 
 
-def cp_layout(given: Mapping[str, Any], cp: int, rank: int, kind: str | None = None) -> CPLayout:
-    """How a context-parallel rank sees a microbatch: by ``kind``, or as the host splits it."""
-    kind = kind or ("thd" if "cu_seqlens" in given else "bshd")
-    axis = given["loss_mask"].shape[-1]
-    if kind == "thd":
-        axis = given.get("cu_seqlens_padded", given["cu_seqlens"])
-    return getattr(CPLayout, kind)(axis, cp, rank)
+def cp_layout(given: Mapping[str, Any], cp: int, rank: int) -> CPLayout:
+    """How a context-parallel rank sees a microbatch."""
+    if "cu_seqlens" not in given:
+        return CPLayout.bshd(given["loss_mask"].shape[-1], cp, rank)
+    return CPLayout.thd(given.get("cu_seqlens_padded", given["cu_seqlens"]), cp, rank)
 
 
 def listed(x: Any) -> list[float]:
@@ -97,19 +87,14 @@ def listed(x: Any) -> list[float]:
     return [value for part in x for value in listed(part)] if isinstance(x, list) else [float(x)]
 
 
-def assert_same(pairs: Iterable[tuple[Any, Any]], rounding: float, smallest: float = 0) -> None:
+def assert_same(got: Any, wanted: Any, rounding: float, smallest: float = 0) -> None:
     """Each number is near rounding error, and so is their sum, which denormal numbers escape."""
     error = size = 0.0
-    for got, wanted in pairs:
-        for x, y in zip(listed(got), listed(wanted), strict=True):
-            off = abs(x - y)
-            assert off <= rounding * abs(y) + smallest, f"{x!r}, and the oracle {y!r}"
-            error, size = error + max(off - smallest, 0.0), size + abs(y)
+    for x, y in zip(listed(got), listed(wanted), strict=True):
+        off = abs(x - y)
+        assert off <= rounding * abs(y) + smallest, f"{x!r}, and the oracle {y!r}"
+        error, size = error + max(off - smallest, 0.0), size + abs(y)
     assert error <= rounding * size
-
-
-def assert_same_weights(pairs: Iterable[tuple[Tensor, Any]], dtype: torch.dtype) -> None:
-    assert_same(pairs, ROUNDING[dtype], SMALLEST[dtype])
 
 
 @dataclass(frozen=True)
@@ -229,9 +214,9 @@ def assert_plans(plans: StepTerms, step: Step, rank: int = 0) -> None:
         wanted = expected_weights(plan.aggregation, step, with_factors=False)[rank]
         for i, (read, weights) in enumerate(zip(step[rank], wanted, strict=True)):
             assert plan.active_tokens[i] == sum(x != 0 for x in read.values)
-            assert_same([(plan.mask_sums(i), read.sums)], 1e-13)
+            assert_same(plan.mask_sums(i), read.sums, 1e-13)
             by_sample = [sum(weights[t] for t in places) for places in read.places]
-            assert_same([(plan.coefficients(i) * plan.mask_sums(i), by_sample)], 1e-13)
+            assert_same(plan.coefficients(i) * plan.mask_sums(i), by_sample, 1e-13)
             assert_group_sums(plan, step, rank, i)
             assert_weights(plan, i, read.shape, read.factored(weights))
     for i in range(len(step[rank])):
@@ -239,10 +224,10 @@ def assert_plans(plans: StepTerms, step: Step, rank: int = 0) -> None:
 
 
 def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
-    for dtype in ROUNDING:
+    for dtype, rounding in ROUNDING.items():
         w = plan.weights(i, dtype)
         assert (w.dtype, w.shape, w.requires_grad) == (dtype, shape, False)
-        assert_same_weights([(w, wanted)], dtype)
+        assert_same(w, wanted, rounding, SMALLEST[dtype])
         assert dtype != torch.bfloat16 or torch.equal(w, plan.weights(i).to(dtype))
     advantages = torch.linspace(-2, 2, len(wanted), dtype=F64)
     scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
@@ -251,7 +236,7 @@ def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[
         with pytest.raises(MaskError, match="negative token_factors flip"):
             plan.scaled_advantages(i, advantages)
     else:
-        assert_same([(plan.scaled_advantages(i, advantages), scaled)], 2e-14)
+        assert_same(plan.scaled_advantages(i, advantages), scaled, 2e-14)
 
 
 def assert_loss(plans: StepTerms, step: Step, rank: int, i: int) -> None:
@@ -267,7 +252,7 @@ def assert_loss(plans: StepTerms, step: Step, rank: int, i: int) -> None:
     total = plans.weighted_sum(i, losses)
     total.backward()
     for name, gradient in gradients.items():
-        assert_same_weights([(losses[name].grad, gradient)], F64)
+        assert_same(losses[name].grad, gradient, ROUNDING[F64], SMALLEST[F64])
     room = 1e-13 * sum(map(abs, parts)) + 1e-44
     assert total.item() == pytest.approx(sum(parts), rel=0, abs=room)
 
@@ -280,14 +265,14 @@ def assert_group_sums(plan: StepPlan, step: Step, rank: int, i: int) -> None:
         sums = oracle.mask_sums(counted_step(agg, step), agg.within)
         places = (((rank, i, s), sample) for s, sample in enumerate(microbatch.samples))
         wanted = [sums.get(oracle.key_of(agg.within, *place), 0.0) for place in places]
-        assert_same([(plan.group_sums(agg.within, i), wanted)], 1e-13)
+        assert_same(plan.group_sums(agg.within, i), wanted, 1e-13)
 
 
 def assert_counts(plan: StepPlan, step: Step) -> None:
     """Counts are those of the whole step."""
     counts, agg = plan.counts, plan.aggregation
     of_step, read = counted_step(agg, step), [m for of_rank in step for m in of_rank]
-    assert_same([(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()))], 1e-13)
+    assert_same(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()), 1e-13)
     assert counts.samples == oracle.number_of(of_step, "sample")
     assert counts.microbatches == len(read)
     kept = [s for m in read for s, gone in zip(m.samples, m.rejected, strict=True) if not gone]
@@ -299,7 +284,7 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
         assert unit not in UNITS or getattr(counts, f"{unit}s") == len(of_unit)
         if all(isinstance(x, int) for x in of_unit):  # and not hashed
             assert ids.tolist() == sorted(of_unit)
-            assert_same([(sums, [of_unit[x] for x in sorted(of_unit)])], 1e-13)
+            assert_same(sums, [of_unit[x] for x in sorted(of_unit)], 1e-13)
     assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
     sizes = [[len(m.values) if m.routed is None else m.routed for m in rank] for rank in step]
     assert counts.positions == sum(map(sum, sizes))

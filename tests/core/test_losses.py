@@ -337,15 +337,15 @@ def test_no_rank_waits_for_one_whose_reports_are_bad_or_missing():
 
 
 # Without a hook, a `TokenLoss` is a stock loss function: losses, mask, and their sum and count.
-HALF, LOSSES, MASK = torch.tensor(0.5), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0, 1])
+HALF, THREE, MASK = torch.tensor(0.5), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0, 1])
 TOTALS: dict[str, tuple[Any, Any, float, int]] = {
     # fp16 ends at 65504, and bf16 counts to 256 one by one.
     "mask of fp16": (HALF.expand(70001), torch.ones(70001).half(), 35000.5, 70001),
     "mask of bf16": (HALF.expand(70001), torch.ones(70001).bfloat16(), 35000.5, 70001),
     "losses of fp16": (HALF.expand(140002).half(), torch.ones(140002), 70001, 140002),
     "losses of fp64": (HALF.expand(140002).double(), torch.ones(140002), 70001, 140002),
-    "flat losses": (LOSSES, MASK.view(1, 3), 4, 2),
-    "a column": (LOSSES.view(1, 3), MASK.view(3, 1), 4, 2),
+    "flat losses": (THREE, MASK.view(1, 3), 4, 2),
+    "a column": (THREE.view(1, 3), MASK.view(3, 1), 4, 2),
     "NaN where the mask is 0": (torch.tensor([1.0, torch.nan, 3.0]), MASK, 4, 2),
 }
 

@@ -27,6 +27,7 @@ from megatron_loss_agg.errors import (
     DivisorError,
     FunctionError,
     GroupError,
+    HostError,
     LayoutError,
     MaskError,
     ModeError,
@@ -339,8 +340,8 @@ OF_HOOKS: list[Row] = [
     (hook(SUM, extensions=[Audit]), ModeError, "^<class .* among extensions; expected obj"),
     (hook(SUM, extensions=AUDITS), ModeError, "^several extensions have the settings"),
     (loss_of_rows(ROWS, whole="yes"), ModeError, "^whole='yes'; .* or 'reduced_grad'$"),
-    (loss_of_rows(ROWS, whole="local_grad"), ModeError, "was called without a hook"),
-    (loss_of_rows(ROWS, takes_weights=True), ModeError, "was called without a hook"),
+    (loss_of_rows(ROWS, whole="local_grad"), HostError, "was called without a hook"),
+    (loss_of_rows(ROWS, takes_weights=True), HostError, "was called without a hook"),
     (loss_of_rows(ROWS.T), MaskError, "expected one loss per token"),
 ]
 CALLS = [*OF_MASKS, *OF_SAMPLES, *OF_TERMS, *OF_LOSSES, *OF_LAYOUTS, *OF_REPORTS, *OF_HOOKS]

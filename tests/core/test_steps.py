@@ -139,8 +139,9 @@ def assert_sharded_alike(step: Drawn, plan: StepPlan, rank: int, cp_group: Any) 
     parts = [sharded(x, layout) for x, layout in zip(given, layouts, strict=True)]
     found = StepPlan.build(plan.aggregation, parts, dist.group.WORLD, sharded_over=cp_group)
     for i, layout in enumerate(layouts):
-        assert_same([(found.weights(i, F64), layout.shard(plan.weights(i, F64)))], 1e-13)
-    assert_same([[[float(number or 0) for number in x.counts] for x in (found, plan)]], 1e-13)
+        assert_same(found.weights(i, F64), layout.shard(plan.weights(i, F64)), 1e-13)
+    of_parts, of_whole = ([float(n or 0) for n in x.counts] for x in (found, plan))
+    assert_same(of_parts, of_whole, 1e-13)
 
 
 def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> None:
@@ -162,7 +163,7 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
         group=group,
     )
     for i in range(len(sums)):
-        assert_same([(found.coefficients(i), plan.coefficients(i))], 1e-13)
+        assert_same(found.coefficients(i), plan.coefficients(i), 1e-13)
     unknown = {"active_tokens": None, "positions": None, "routed_tokens": None, "unequal": False}
     assert found.counts == plan.counts._replace(**unknown)
     for unit in plan.aggregation.by_id:
