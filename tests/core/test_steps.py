@@ -228,7 +228,9 @@ def judged(step: Drawn, found: list[Any], cp: int = 1) -> str:
     return "exact"
 
 
-MEAN = {"a": ({"mode": "sample_mean", "rejected": "skip", "sample_weights": "count"}, 1.0)}
+CHOICES = {"rejected": "skip", "sample_weights": "count"}
+MEAN = {"a": ({"mode": "sample_mean", **CHOICES}, 1.0)}
+OF_MICROBATCHES = {"a": ({"mode": "microbatch_mean", **CHOICES}, 1.0)}
 PACK = lay([Sample((1.0, 0.5)), Sample((1.0,))], "thd")
 WEIGHTED = {**PACK, "sample_weights": torch.tensor([0.5, 1.0])}
 
@@ -236,6 +238,7 @@ WEIGHTED = {**PACK, "sample_weights": torch.tensor([0.5, 1.0])}
 @given(drawn_steps(1, 1))
 @example(Drawn(MEAN, [[PACK, WEIGHTED]]))
 @example(Drawn(MEAN, [[WEIGHTED]], changes={"sample_weights": "sparse"}))
+@example(Drawn(OF_MICROBATCHES, [[PACK, lay([], "thd")]]))
 @settings(max_examples=500, deadline=None)
 def test_a_step_of_one_process_is_exact_or_refused(step):
     with warnings.catch_warnings():
