@@ -57,8 +57,9 @@ def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
         "microbatch": (rank, microbatch),
         "sample": place,
         "rollout": sample.rollout,
-        "session": sample.rollout,  # by another name
         "prompt": sample.prompt,
+        "session": sample.rollout,  # by other names
+        "task": sample.prompt,
         "dataset": sample.dataset,
     }[unit]
 

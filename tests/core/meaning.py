@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import math
 import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import AggregationError, CPLayout, LossAggregation, StepPlan
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, StepTerms
+from megatron_loss_agg.errors import MaskError
 from tests import oracle
 from tests.oracle import Sample
 
@@ -26,7 +26,7 @@ LARGEST = 3.4028234663852886e38  # of fp32
 # Three roundings: of the mask, of the coefficient and of their product; bf16 rounds once more.
 ROUNDING = {F64: 2e-14, torch.float32: 4 * 2.0**-24, torch.bfloat16: 2.0**-8}
 SMALLEST = {F64: 2.0**-1074, torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133}
-_SAYS_WHAT_TO_MEND = re.compile("expected |give |needs a|takes no|it has ")
+SAYS_WHAT_TO_MEND = re.compile("expected |give |needs a|takes no|it has ")
 
 
 def aggregation(mode: str, **options: Any) -> LossAggregation:
@@ -35,9 +35,7 @@ def aggregation(mode: str, **options: Any) -> LossAggregation:
     return LossAggregation(**{"mode": mode, "divisor": divisor, **options})
 
 
-def lay(
-    samples: Sequence[Sample], layout: str, multiple: int = 1, dtype: torch.dtype = F64
-) -> dict[str, Any]:
+def lay(samples: Sequence[Sample], layout: str, multiple: int = 1) -> dict[str, Any]:
     """Arguments of a `Microbatch`; every sequence is padded to a multiple of ``multiple``."""
     lengths = [len(s.mask) for s in samples]
     padded = [-(-n // multiple) * multiple for n in lengths]
@@ -45,9 +43,9 @@ def lay(
     if layout == "bshd":
         padded = [max([multiple, *padded])] * len(samples)
     starts = [0, *accumulate(n + gap for n in padded)]
-    mask = torch.zeros(starts[-1] + gap, dtype=dtype)
+    mask = torch.zeros(starts[-1] + gap, dtype=F64)
     for start, sample in zip(starts, samples, strict=False):
-        mask[start : start + len(sample.mask)] = torch.tensor(sample.mask, dtype=dtype)
+        mask[start : start + len(sample.mask)] = torch.tensor(sample.mask, dtype=F64)
     given: dict[str, Any] = {"loss_mask": mask}
     if layout == "bshd":
         given["loss_mask"] = mask.view(len(samples), -1) if samples else mask.view(0, multiple)
@@ -62,47 +60,24 @@ def lay(
         ids = [getattr(s, unit) for s in samples]
         given[f"{unit}_ids"] = torch.tensor(ids, dtype=torch.int64)
     if any(s.weight != 1 for s in samples):
-        given["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=dtype)
+        given["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=F64)
     return given
 
 
-def cp_layout(given: Mapping[str, Any], cp: int, rank: int, kind: str | None = None) -> CPLayout:
-    """How a context-parallel rank sees a microbatch: by ``kind``, or as the host splits it."""
-    kind = kind or ("thd" if "cu_seqlens" in given else "bshd")
-    axis = given["loss_mask"].shape[-1]
-    if kind == "thd":
-        axis = given.get("cu_seqlens_padded", given["cu_seqlens"])
-    return getattr(CPLayout, kind)(axis, cp, rank)
+def names_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids of a microbatch by other names, under which an aggregation may group as well."""
+    return {"task": given.get("prompt_ids"), "session": given.get("rollout_ids")}
 
 
-class Refused(Exception):
-    """A changed input was refused, as it may be."""
+def microbatch_of(given: Mapping[str, Any]) -> Microbatch:
+    return Microbatch(**given, ids=names_of(given))
 
 
-def called(function: Callable[..., Any], *args: Any, changes: Any = True, **options: Any) -> Any:
-    """The result; raises Refused if ``changes`` were made and the package, or torch, objects."""
-    try:
-        return function(*args, **options)
-    except Refused:
-        raise
-    except Exception as error:
-        if not changes:
-            raise AssertionError("valid input was refused") from error
-        if isinstance(error, AggregationError) and not _SAYS_WHAT_TO_MEND.search(str(error)):
-            raise AssertionError("the error does not say what to mend") from error
-        raise Refused from error
-
-
-def exact_or_refused(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that ends where its input is refused."""
-
-    @functools.wraps(test)
-    def judged(*args: Any, **drawn: Any) -> None:
-        with contextlib.suppress(Refused), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about prototypes
-            test(*args, **drawn)
-
-    return judged
+def cp_layout(given: Mapping[str, Any], cp: int, rank: int) -> CPLayout:
+    """How a context-parallel rank sees a microbatch."""
+    if "cu_seqlens" not in given:
+        return CPLayout.bshd(given["loss_mask"].shape[-1], cp, rank)
+    return CPLayout.thd(given.get("cu_seqlens_padded", given["cu_seqlens"]), cp, rank)
 
 
 def listed(x: Any) -> list[float]:
@@ -112,25 +87,14 @@ def listed(x: Any) -> list[float]:
     return [value for part in x for value in listed(part)] if isinstance(x, list) else [float(x)]
 
 
-def products(values: Tensor, weights: Tensor) -> list[float]:
-    """Of values and weights, without what weighs nothing."""
-    pairs = zip(listed(values), listed(weights), strict=True)
-    return [v * w for v, w in pairs if w != 0]
-
-
-def assert_same(pairs: Iterable[tuple[Any, Any]], rounding: float, smallest: float = 0) -> None:
+def assert_same(got: Any, wanted: Any, rounding: float, smallest: float = 0) -> None:
     """Each number is near rounding error, and so is their sum, which denormal numbers escape."""
     error = size = 0.0
-    for got, wanted in pairs:
-        for x, y in zip(listed(got), listed(wanted), strict=True):
-            off = abs(x - y)
-            assert off <= rounding * abs(y) + smallest, f"{x!r}, and the oracle {y!r}"
-            error, size = error + max(off - smallest, 0.0), size + abs(y)
+    for x, y in zip(listed(got), listed(wanted), strict=True):
+        off = abs(x - y)
+        assert off <= rounding * abs(y) + smallest, f"{x!r}, and the oracle {y!r}"
+        error, size = error + max(off - smallest, 0.0), size + abs(y)
     assert error <= rounding * size
-
-
-def assert_same_weights(pairs: Iterable[tuple[Tensor, Any]], dtype: torch.dtype) -> None:
-    assert_same(pairs, ROUNDING[dtype], SMALLEST[dtype])
 
 
 @dataclass(frozen=True)
@@ -140,8 +104,10 @@ class Read:
     samples: list[Sample]
     places: list[list[int]]  # of each sample's tokens in the flattened mask
     rejected: list[bool]  # of each sample
+    shape: tuple[int, ...]  # of the mask
     values: list[float]  # of the flattened mask
     factors: list[float]  # of its positions
+    routed: int | None  # tokens, if it says them
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Read:
@@ -160,7 +126,9 @@ class Read:
         assert all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights), "sample weights"
         rejected = _by_sample(given.get("rejected"), number, False)
         factors = listed(given.get("token_factors", [1.0] * len(values)))
-        return cls(samples, places, rejected, values, factors)
+        shape = tuple(given["loss_mask"].shape)
+        routed = given.get("routed_tokens")
+        return cls(samples, places, rejected, shape, values, factors, routed)
 
     @property
     def sums(self) -> list[float]:
@@ -216,14 +184,10 @@ def counted_step(agg: LossAggregation, step: Step) -> oracle.Step:
     return [[m.counted(agg) for m in rank] for rank in step]
 
 
-def expected_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
+def expected_weights(
+    agg: LossAggregation, step: Step, with_factors: bool = True
+) -> list[list[list[float]]]:
     """The weight of every position of every mask, by rank and microbatch."""
-    pairs = zip(step, counted_weights(agg, step), strict=True)
-    return [[m.factored(w) for m, w in zip(*pair, strict=True)] for pair in pairs]
-
-
-def counted_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
-    """Likewise, without factors of tokens."""
     found = oracle.step_weights(
         agg.mode,
         counted_step(agg, step),
@@ -233,24 +197,64 @@ def counted_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]
         count=agg.count,
         sample_weights=agg.sample_weights,
     )
-    return [
+    laid = [
         [m.laid(agg, weights) for m, weights in zip(rank, of_rank, strict=True)]
         for rank, of_rank in zip(step, found, strict=True)
     ]
+    if not with_factors:
+        return laid
+    pairs = zip(step, laid, strict=True)
+    return [[m.factored(w) for m, w in zip(*pair, strict=True)] for pair in pairs]
 
 
-def assert_plan(plan: StepPlan, step: Step, rank: int = 0) -> None:
-    """Everything that a plan says to one rank is what the whole step means."""
-    assert_counts(plan, step)
-    wanted = counted_weights(plan.aggregation, step)[rank]
-    for i, (microbatch, weights) in enumerate(zip(step[rank], wanted, strict=True)):
-        if plan.microbatches:
-            assert plan.active_tokens[i] == sum(x != 0 for x in microbatch.values)
-            assert_same([(plan.weights(i, F64), microbatch.factored(weights))], 2e-14)
-        assert_same([(plan.mask_sums(i), microbatch.sums)], 1e-13)
-        by_sample = [sum(weights[t] for t in places) for places in microbatch.places]
-        assert_same([(plan.coefficients(i) * plan.mask_sums(i), by_sample)], 1e-13)
-        assert_group_sums(plan, step, rank, i)
+def assert_plans(plans: StepTerms, step: Step, rank: int = 0) -> None:
+    """Everything that the plans of a step say to one rank is what the whole step means."""
+    for plan in plans.values():
+        assert_counts(plan, step)
+        wanted = expected_weights(plan.aggregation, step, with_factors=False)[rank]
+        for i, (read, weights) in enumerate(zip(step[rank], wanted, strict=True)):
+            assert plan.active_tokens[i] == sum(x != 0 for x in read.values)
+            assert_same(plan.mask_sums(i), read.sums, 1e-13)
+            by_sample = [sum(weights[t] for t in places) for places in read.places]
+            assert_same(plan.coefficients(i) * plan.mask_sums(i), by_sample, 1e-13)
+            assert_group_sums(plan, step, rank, i)
+            assert_weights(plan, i, read.shape, read.factored(weights))
+    for i in range(len(step[rank])):
+        assert_loss(plans, step, rank, i)
+
+
+def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
+    for dtype, rounding in ROUNDING.items():
+        w = plan.weights(i, dtype)
+        assert (w.dtype, w.shape, w.requires_grad) == (dtype, shape, False)
+        assert_same(w, wanted, rounding, SMALLEST[dtype])
+        assert dtype != torch.bfloat16 or torch.equal(w, plan.weights(i).to(dtype))
+    advantages = torch.linspace(-2, 2, len(wanted), dtype=F64)
+    scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
+    advantages = advantages.masked_fill(torch.tensor(wanted) == 0, math.nan).view(shape)
+    if any(x < 0 for x in wanted):
+        with pytest.raises(MaskError, match="negative token_factors flip"):
+            plan.scaled_advantages(i, advantages)
+    else:
+        assert_same(plan.scaled_advantages(i, advantages), scaled, 2e-14)
+
+
+def assert_loss(plans: StepTerms, step: Step, rank: int, i: int) -> None:
+    """The sum of all terms, and its gradient: NaN is no loss where nothing counts."""
+    losses, gradients, parts = {}, {}, []
+    for name, term in plans.terms.items():
+        weights = expected_weights(term.aggregation, step)[rank][i]
+        gradients[name] = [term.coefficient * w for w in weights]
+        x = torch.linspace(1, 2, len(weights), dtype=F64)
+        parts += [g * a for g, a in zip(gradients[name], listed(x), strict=True)]
+        x = x.masked_fill(torch.tensor(gradients[name]) == 0, math.nan)
+        losses[name] = x.view(step[rank][i].shape).requires_grad_()
+    total = plans.weighted_sum(i, losses)
+    total.backward()
+    for name, gradient in gradients.items():
+        assert_same(losses[name].grad, gradient, ROUNDING[F64], SMALLEST[F64])
+    room = 1e-13 * sum(map(abs, parts)) + 1e-44
+    assert total.item() == pytest.approx(sum(parts), rel=0, abs=room)
 
 
 def assert_group_sums(plan: StepPlan, step: Step, rank: int, i: int) -> None:
@@ -261,27 +265,29 @@ def assert_group_sums(plan: StepPlan, step: Step, rank: int, i: int) -> None:
         sums = oracle.mask_sums(counted_step(agg, step), agg.within)
         places = (((rank, i, s), sample) for s, sample in enumerate(microbatch.samples))
         wanted = [sums.get(oracle.key_of(agg.within, *place), 0.0) for place in places]
-        assert_same([(plan.group_sums(agg.within, i), wanted)], 1e-13)
+        assert_same(plan.group_sums(agg.within, i), wanted, 1e-13)
 
 
 def assert_counts(plan: StepPlan, step: Step) -> None:
     """Counts are those of the whole step."""
     counts, agg = plan.counts, plan.aggregation
     of_step, read = counted_step(agg, step), [m for of_rank in step for m in of_rank]
-    assert_same([(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()))], 1e-13)
+    assert_same(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()), 1e-13)
     assert counts.samples == oracle.number_of(of_step, "sample")
     assert counts.microbatches == len(read)
     kept = [s for m in read for s, gone in zip(m.samples, m.rejected, strict=True) if not gone]
     assert plan.is_empty == (not any(any(s.mask) for s in kept))
-    for unit in {*UNITS} & {agg.within, agg.across}:
+    for unit in agg.by_id:
         of_unit = oracle.mask_sums(of_step, unit)
         ids, sums = plan.groups(unit)
-        assert getattr(counts, f"{unit}s") == len(of_unit) == ids.numel()
+        assert ids.numel() == len(of_unit)
+        assert unit not in UNITS or getattr(counts, f"{unit}s") == len(of_unit)
         if all(isinstance(x, int) for x in of_unit):  # and not hashed
             assert ids.tolist() == sorted(of_unit)
-            assert_same([(sums, [of_unit[x] for x in sorted(of_unit)])], 1e-13)
-    if plan.microbatches:
-        sizes = [[len(m.values) for m in of_rank] for of_rank in step]
-        assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
-        assert (counts.positions, counts.routed_tokens) == (sum(map(sum, sizes)), None)
-        assert counts.unequal == any(len({*of_rank}) > 1 for of_rank in sizes)
+            assert_same(sums, [of_unit[x] for x in sorted(of_unit)], 1e-13)
+    assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
+    sizes = [[len(m.values) if m.routed is None else m.routed for m in rank] for rank in step]
+    assert counts.positions == sum(map(sum, sizes))
+    says_routed = any(m.routed is not None for m in read)
+    assert counts.routed_tokens == (counts.positions if says_routed else None)
+    assert counts.unequal == any(len({*of_rank}) > 1 for of_rank in sizes)

@@ -18,12 +18,15 @@ from tests.oracle import Sample
 
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# Groups of any name are told by ids, see `meaning.names_of`.
 PATHS = [("prompt", "sample"), ("rollout", "sample"), ("dataset", "sample"), ("prompt",)]
-NESTED = [("prompt", "rollout"), ("prompt", "rollout", "sample")]  # in one microbatch
+PATHS += [("prompt", "rollout"), ("prompt", "rollout", "sample")]
+PATHS += [("session",), ("task", "session"), ("prompt", "session", "sample")]
 # Ids collide where a host rounds them through fp64 (2**53), fp32 (2**24), int32, or takes a
 # sentinel (-1, 0, the ends of int64) for "no group".
 IDS = (0, -1, 1, 2**24, 2**24 + 1, 2**31, 2**32, 2**53, 2**53 + 1, -(2**53) - 1)
 IDS += (2**63 - 1, -(2**63))
+PROMPTS = (-1, 2**32 - 1, 2**53, 2**53 + 1)  # of rollouts
 Changes = dict[str, str]  # what is changed, and the name of how
 
 masks = st.one_of(
@@ -35,9 +38,9 @@ masks = st.one_of(
 ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
 sample_weights = st.sampled_from([0.0, 0.25, 1.0, 3.5])
 token_factors = st.sampled_from([2.0, 0.5, 1.0, 0.0, -1.5])
-_HUGE = (3e38, -3e38, 1.7e308)
-ANYTHING = st.sampled_from([math.nan, math.inf, -math.inf, *_HUGE, 1e-40, 1.0])
+EXTREMES = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1.7e308, 1e-40, 1.0)
 """What may lie where nothing counts."""
+ANYTHING = st.sampled_from(EXTREMES)
 
 
 @st.composite
@@ -45,12 +48,10 @@ def samples(
     draw: st.DrawFn, max_size: int = 8, min_size: int = 0, weighted: bool = False
 ) -> list[Sample]:
     """Samples that share a few prompts, rollouts and data sets; a rollout has one prompt."""
-    pool = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
-    rollouts = draw(st.lists(ids, min_size=1, max_size=6, unique=True))
-    prompt_of = {rollout: draw(st.sampled_from(pool)) for rollout in rollouts}
-    of_sample = st.tuples(masks, st.sampled_from(rollouts), st.sampled_from(pool))
+    pool = draw(st.lists(ids, min_size=1, max_size=6, unique=True))
+    of_sample = st.tuples(masks, st.sampled_from(pool), st.sampled_from(pool))
     drawn = draw(st.lists(of_sample, min_size=min_size, max_size=max_size))
-    found = [Sample(tuple(m), prompt_of[r], r, dataset) for m, r, dataset in drawn]
+    found = [Sample(tuple(m), PROMPTS[r % len(PROMPTS)], r, dataset) for m, r, dataset in drawn]
     return [replace(s, weight=draw(sample_weights)) for s in found] if weighted else found
 
 
@@ -66,10 +67,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @st.composite
 def microbatches(
-    draw: st.DrawFn,
-    rejected: bool = True,
-    layouts: Sequence[str] = LAYOUTS,
-    multiple: int = 1,
+    draw: st.DrawFn, layouts: Sequence[str] = LAYOUTS, multiple: int = 1
 ) -> dict[str, Any]:
     """Keyword arguments of a `Microbatch`."""
     drawn = draw(samples(max_size=4, weighted=draw(st.booleans())))
@@ -83,31 +81,16 @@ def microbatches(
         given["token_factors"] = FORMS[draw(st.sampled_from([*FORMS]))](of_tokens)
     if draw(st.booleans()):
         given |= {f"{unit}_ids": [f"p{x}" for x in given[f"{unit}_ids"]] for unit in UNITS}
-    if rejected and draw(st.booleans()):
+    if draw(st.booleans()):
         flags = [draw(st.booleans()) for _ in drawn]
         given["rejected"] = torch.tensor(flags, dtype=torch.bool)
     return given
 
 
 @st.composite
-def weighed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """Values and weights of any dtypes; values of weight 0 may be anything."""
-    shape = draw(st.sampled_from([(), (0,), (1,), (7,), (2, 3), (2, 0, 2)]))
-    dtypes = draw(st.tuples(*2 * [st.sampled_from(FLOATS + INTEGERS)]))
-    w = [draw(st.sampled_from([0.0, -0.0, 1.0, 2.0, 0.3, -0.5])) for _ in range(math.prod(shape))]
-    weights = torch.tensor(w, dtype=F64).to(dtypes[1])
-    v = [draw(st.floats(-9, 9) if x else ANYTHING) for x in weights.tolist()]
-    values = torch.tensor(v, dtype=F64)
-    if not dtypes[0].is_floating_point:
-        values = values.nan_to_num(0, 0, 0).clamp(0, 9)
-    form = draw(st.sampled_from([*FORMS]))
-    return FORMS[form](values.to(dtypes[0]).view(shape)), weights.view(shape)
-
-
-@st.composite
-def aggregations(draw: st.DrawFn, paths: Sequence[Sequence[str]] = PATHS) -> dict[str, Any]:
-    """Keyword arguments of a `LossAggregation` of any mode but `custom`; with one of ``paths``."""
-    mode = draw(st.sampled_from([*MODES, "nested_mean"]))
+def aggregations(draw: st.DrawFn) -> dict[str, Any]:
+    """Keyword arguments of a `LossAggregation` of any mode but `custom`."""
+    mode = draw(st.sampled_from([*MODES, *4 * ["nested_mean"]]))  # of which there are many
     choices = ("empty", "rejected", "sample_weights")
     chosen = {name: draw(st.sampled_from(["count", "skip"])) for name in choices}
     if mode == "constant" or (mode == "sum" and draw(st.booleans())):
@@ -115,7 +98,7 @@ def aggregations(draw: st.DrawFn, paths: Sequence[Sequence[str]] = PATHS) -> dic
     if mode not in ("token_mean", "nested_mean", "sum", "microbatch_mean"):
         chosen["count"] = draw(st.sampled_from([None, "sample", *UNITS]))
     if mode == "nested_mean":
-        chosen["levels"] = draw(st.sampled_from(paths))
+        chosen["levels"] = draw(st.sampled_from(PATHS))
     return {"mode": mode, **chosen}
 
 

@@ -26,19 +26,18 @@ from megatron_loss_agg import (
 from tests.core.meaning import aggregation
 from tests.core.operations import Operations
 
-MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "microbatch_mean")
+MODES = ("token_mean", "sample_mean", "prompt_mean", "microbatch_mean")
 LAYOUTS = ("bshd", "thd")
 OfSamples = Callable[[int], Callable[[], Any]]  # what is called, with so many samples
 
 
 def microbatch(samples: int, layout: str, length: int = 4) -> Microbatch:
     """Rows, or a pack with padding, of which every sample has one token."""
-    ids = {"prompt_ids": torch.arange(samples) // 2, "rollout_ids": torch.arange(samples)}
-    mask = (torch.arange(length * samples) % length < 1).float()
+    mask, ids = (torch.arange(length * samples) % length < 1).float(), torch.arange(samples) // 2
     if layout == "bshd":
-        return Microbatch(mask.view(samples, length), **ids)
+        return Microbatch(mask.view(samples, length), prompt_ids=ids)
     real = torch.arange(samples + 1, dtype=torch.int32)
-    return Microbatch(mask, cu_seqlens=real, cu_seqlens_padded=length * real, **ids)
+    return Microbatch(mask, real, prompt_ids=ids, cu_seqlens_padded=length * real)
 
 
 def planning(mode: str, layout: str) -> OfSamples:
@@ -56,11 +55,8 @@ def weighing(mode: str, layout: str) -> OfSamples:
 
 def taking_means(layout: str) -> OfSamples:
     def of(samples: int) -> Callable[[], Any]:
-        mean, x = (
-            SequenceMean(microbatch(samples, layout)),
-            torch.ones(4 * samples).requires_grad_(),
-        )
-        x = x if layout == "thd" else x.view(samples, 4)
+        given = microbatch(samples, layout)
+        mean, x = SequenceMean(given), torch.ones_like(given.loss_mask).requires_grad_()
         return lambda: mean(x).sum().backward()
 
     return of
@@ -77,7 +73,7 @@ WAITING: dict[str, OfSamples] = {
     "means": lambda n: partial(SequenceMean, microbatch(n, "thd")),
 }
 OF_A_MICROBATCH: dict[str, OfSamples] = {
-    **{f"weigh {m} {layout}": weighing(m, layout) for m in MODES for layout in LAYOUTS},
+    **{f"weigh {layout}": weighing("prompt_mean", layout) for layout in LAYOUTS},
     "shard": lambda n: partial(halves(n).shard, torch.ones(4 * n)),
     **{f"mean {layout}": taking_means(layout) for layout in LAYOUTS},
 }
@@ -97,7 +93,7 @@ def test_any_number_of_samples_takes_the_same_operations_and_a_microbatch_no_wai
     assert name != "shard" or len(few.names) <= 2
 
 
-@pytest.mark.parametrize(("layout", "more"), [("bshd", 7 + 3), ("thd", 27 + 5)])
+@pytest.mark.parametrize(("layout", "more"), [("bshd", 7 + 2), ("thd", 27 + 4)])
 def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(layout, more):
     """As many to read it, and to copy what was given."""
 

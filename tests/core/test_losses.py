@@ -1,69 +1,55 @@
-"""Token losses and sequence means against plain loops, and anything at masked positions."""
+"""Losses of tokens by their published formulas, and metrics over microbatches and ranks."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributions import Categorical
 
-from megatron_loss_agg import Microbatch, SequenceMean, SequenceSum, policy, weighted_sum
-from tests.core.meaning import F64, Read, called, cp_layout, exact_or_refused, lay, listed
+from megatron_loss_agg import LossAggregation, policy, weighted_sum
+from megatron_loss_agg.errors import PeerError, ReportError
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.report import Max, Mean, Min, Sum, reduce_reports
+from tests.core.meaning import F64
 from tests.core.operations import Operations
-from tests.core.strategies import ANYTHING, INPUTS, changes, microbatches, with_changes
+from tests.core.strategies import EXTREMES
 from tests.distributed import run_ranks
-from tests.oracle import Sample
 
-BOUND = policy.LOG_RATIO_BOUND
-BEYOND = math.exp(BOUND + 1)
-Number = tuple[float, float]  # value, and slope by the first input
+# The formulas as they were published, see the docstrings of `policy`.
 
 
-def ratio_of(x: float) -> float:
-    return math.exp(min(max(x, -BOUND), BOUND))
+def ppo(lp: Tensor, old: Tensor, a: Tensor, low: float, high: float, dual: Any = None) -> Tensor:
+    r = (lp - old).exp()
+    loss = torch.maximum(-a * r, -a * r.clamp(1 - low, 1 + high))
+    if dual is None:
+        return loss
+    return torch.where(a < 0, torch.minimum(loss, -dual * a), loss)
 
 
-def loop_ppo(
-    lp: float, old: float, a: float, clip_low: float, clip_high: float, dual_clip: Any = None
-) -> Number:
-    r, inside = ratio_of(lp - old), abs(lp - old) <= BOUND
-    limit = min(max(r, 1 - clip_low), 1 + clip_high)
-    loss, slope = (-a * r, -a * r * inside) if -a * r >= -a * limit else (-a * limit, 0.0)
-    if dual_clip is not None and a < 0 and loss > -dual_clip * a:
-        return -dual_clip * a, 0.0
-    return loss, slope
+def cispo(lp: Tensor, old: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    return -(lp - old).exp().clamp(1 - low, 1 + high).detach() * a * lp
 
 
-def loop_cispo(lp: float, old: float, a: float, clip_low: float, clip_high: float) -> Number:
-    weight = min(max(ratio_of(lp - old), 1 - clip_low), 1 + clip_high)
-    return -weight * a * lp, -weight * a
-
-
-def loop_kl(lp: float, ref: float, estimator: str) -> Number:
+def kl(lp: Tensor, ref: Tensor, estimator: str) -> Tensor:
     x = lp - ref
-    if estimator == "k1":
-        return x, 1.0
-    if estimator == "k2":
-        return x * x / 2, x
-    y = min(max(x, -BOUND), BOUND)
-    return math.expm1(-y) + y, -math.expm1(-y) * (x == y)
+    return {"k1": x, "k2": x**2 / 2, "k3": torch.expm1(-x) + x}[estimator]
 
 
-def loop_value(v: float, old: float, returned: float, clip: float) -> Number:
-    near = min(max(v, old - clip), old + clip)
-    if (near - returned) ** 2 > (v - returned) ** 2:
-        return (near - returned) ** 2 / 2, 0.0
-    return (v - returned) ** 2 / 2, v - returned
+def value(v: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    near = old + (v - old).clamp(-clip, clip)
+    return torch.maximum((v - returns) ** 2, (near - returns) ** 2) / 2
 
 
-def loop_weight(lp: float, rollout: float, cap: float) -> Number:
-    return min(ratio_of(lp - rollout), cap), 0.0
+def weight(lp: Tensor, rollout: Tensor, cap: float) -> Tensor:
+    return (lp - rollout).exp().clamp(max=cap).detach()
 
 
 def gspo(lp: Tensor, old: Tensor, a: Tensor, **clips: float) -> Any:
@@ -71,31 +57,23 @@ def gspo(lp: Tensor, old: Tensor, a: Tensor, **clips: float) -> Any:
     return policy.sequence_policy_loss(lp, old, a, lambda x: x, **clips)
 
 
-ppo, cispo, truncated = (
-    policy.clipped_policy_loss,
-    policy.cispo_loss,
-    policy.truncated_importance_weight,
-)
-clips = st.sampled_from([0.2, 0.28, 0.0, 1.0, 5, math.inf])
-CLIPS = {"clip_low": clips, "clip_high": clips}
-# A loss, its loop, the number of its inputs, and its options.
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Number], int, dict[str, Any]]] = {
-    "ppo": (ppo, loop_ppo, 3, {**CLIPS, "dual_clip": st.sampled_from([3.0, None, 1.5])}),
-    "gspo": (gspo, loop_ppo, 3, CLIPS),
-    "cispo": (cispo, loop_cispo, 3, CLIPS),
-    "kl": (policy.kl_penalty, loop_kl, 2, {"estimator": st.sampled_from(["k3", "k2", "k1"])}),
-    "value": (policy.clipped_value_loss, loop_value, 3, {"clip": clips}),
-    "weight": (truncated, loop_weight, 2, {"cap": st.sampled_from([0.5, 2, math.inf])}),
+CLIPS = [(0.2, 0.28), (0.0, 0.0), (1.0, math.inf), (5, 0.2)]
+CLIPS_AND_DUAL = [(*clips, dual) for clips in CLIPS for dual in (3.0, None, 1.5)]
+# A loss, its formula, the number of its inputs, its options, and what these may be.
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], int, str, list[Any]]] = {
+    "ppo": (policy.clipped_policy_loss, ppo, 3, "clip_low clip_high dual_clip", CLIPS_AND_DUAL),
+    "gspo": (gspo, ppo, 3, "clip_low clip_high", CLIPS),
+    "cispo": (policy.cispo_loss, cispo, 3, "clip_low clip_high", CLIPS),
+    "kl": (policy.kl_penalty, kl, 2, "estimator", [("k3",), ("k2",), ("k1",)]),
+    "value": (policy.clipped_value_loss, value, 3, "clip", [(0.2,), (0.0,), (math.inf,)]),
+    "weight": (policy.truncated_importance_weight, weight, 2, "cap", [(2,), (0.5,), (math.inf,)]),
 }
-# Each with its first options.
-FIXED = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "estimator": "k3", "clip": 0.2}
-TRAINED = [name for name in LOSSES if name != "weight"]
-in_every_loss = pytest.mark.parametrize("name", TRAINED)
+in_every_loss = pytest.mark.parametrize("name", [name for name in LOSSES if name != "weight"])
 
 
-def losses_of(name: str, *inputs: Tensor) -> Tensor:
-    function, _, arity, options = LOSSES[name]
-    out = function(*inputs[:arity], **{key: FIXED[key] for key in options})
+def losses_of(name: str, inputs: Any, choice: int = 0) -> Tensor:
+    function, _, arity, options, choices = LOSSES[name]
+    out = function(*inputs[:arity], **dict(zip(options.split(), choices[choice], strict=True)))
     return getattr(out, "losses", out)
 
 
@@ -103,42 +81,31 @@ def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=F64)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-@exact_or_refused
-def test_value_and_gradient_are_those_of_a_loop(name, data):
-    function, loop, arity, choices = LOSSES[name]
-    options = {key: data.draw(of, label=key) for key, of in choices.items()}
-    weights = data.draw(st.lists(st.sampled_from([1.0, 0.0, 0.5]), max_size=5))
-    inputs = [
-        [data.draw(st.floats(-3, 3) if w else ANYTHING) for w in weights] for _ in range(arity)
-    ]
-    first, *others = (tensor(*x) for x in inputs)
-    given = {"0": first.requires_grad_(), **{str(n): x for n, x in enumerate(others, 1)}}
-    how = data.draw(changes([*given], [*options]))
-    out = called(
-        function, *with_changes(given, how).values(), **with_changes(options, how), changes=how
-    )
-    if how:
-        return
-    total = weighted_sum(tensor(*weights), getattr(out, "losses", out))
+def drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "name, choice", [(name, i) for name, row in LOSSES.items() for i in range(len(row[-1]))]
+)
+def test_value_and_gradient_are_those_of_the_formula_whatever_lies_under_the_mask(name, choice):
+    _, formula, arity, _, choices = LOSSES[name]
+    counted = drawn(arity, 500)
+    counted[1, ::5] = counted[0, ::5]  # on policy
+    counted[-1, ::7] = 0  # no advantage
+    unseen = tensor(*product(EXTREMES, repeat=arity)).T
+    w = torch.cat([torch.linspace(0.1, 1, 500, dtype=F64), torch.zeros(unseen.shape[1])])
+    inputs, own = torch.cat([counted, unseen], dim=1), counted[0].clone().requires_grad_()
+    first = inputs[0].clone().requires_grad_()
+    total = weighted_sum(w, losses_of(name, [first, *inputs[1:]], choice))
+    expected = (w[:500] * formula(own, *counted[1:], *choices[choice])).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    assert total.requires_grad == expected.requires_grad
     if total.requires_grad:
         total.backward()
-    grad = [0.0] * len(weights) if first.grad is None else listed(first.grad)
-    value = size = 0.0
-    for w, got, x in zip(weights, grad, zip(*inputs, strict=True), strict=True):
-        if not w:
-            assert got == 0
-            continue
-        of_loop, slope = loop(*x, **options)
-        value, size = value + w * of_loop, size + w * abs(of_loop)
-        # At a kink either slope is right.
-        beside = [loop(x[0] + d, *x[1:], **options)[1] for d in (-1e-9, 1e-9)]
-        near = [pytest.approx(w * s, rel=1e-7, abs=1e-8) for s in beside]
-        assert got == pytest.approx(w * slope, rel=1e-12, abs=1e-14) or got in near
-    # k3 near 0 is a small difference of numbers near 1.
-    assert total.item() == pytest.approx(value, rel=0, abs=1e-12 * (1 + size))
+        expected.backward()
+        torch.testing.assert_close(first.grad[:500], own.grad, rtol=1e-12, atol=1e-14)
+        assert not first.grad[500:].any()
 
 
 @in_every_loss
@@ -147,51 +114,51 @@ def test_nan_that_counts_is_shown_and_only_the_first_input_gets_a_gradient(name)
     for bad in range(arity):
         inputs = [tensor(0.3, 0.1) for _ in range(arity)]
         inputs[bad][1] = math.nan
-        assert math.isnan(weighted_sum(tensor(0.5, 0.5), losses_of(name, *inputs)).item())
+        assert math.isnan(weighted_sum(tensor(0.5, 0.5), losses_of(name, inputs)).item())
     inputs = [tensor(0.3).requires_grad_() for _ in range(arity)]
-    grads = torch.autograd.grad(losses_of(name, *inputs).sum(), inputs, allow_unused=True)
+    grads = torch.autograd.grad(losses_of(name, inputs).sum(), inputs, allow_unused=True)
     assert grads[0] is not None and not any(g is not None for g in grads[1:])
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "kl"])
-@pytest.mark.parametrize("distance", [-1e4, -700.0, 700.0, 1e4, math.inf, -math.inf])
-def test_far_log_ratios_overflow_neither_value_nor_gradient(name, distance):
-    for advantage in (-1.0, 1.0):
-        # The second one lies far off, for CISPO's loss is linear in the first.
-        first = torch.tensor([-1.0], requires_grad=True)
-        losses = losses_of(name, first, torch.tensor([-1.0 + distance]), torch.tensor([advantage]))
-        losses.backward()
+def test_far_log_ratios_overflow_neither_value_nor_gradient(name):
+    # The second one lies far off, for CISPO's loss is linear in the first.
+    far = torch.tensor([-1e4, -700.0, 700.0, 1e4, math.inf, -math.inf])
+    for advantages in (torch.ones(6), -torch.ones(6)):
+        first = torch.full((6,), -1.0, requires_grad=True)
+        losses = losses_of(name, [first, far - 1, advantages])
+        losses.sum().backward()
         assert losses.isfinite().all() and first.grad.isfinite().all()
 
 
 @in_every_loss
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_fp32(name, dtype):
-    halves = [x.to(dtype) for x in torch.randn(3, 50, generator=torch.Generator().manual_seed(0))]
-    halves[0].requires_grad_()
-    losses = losses_of(name, *halves)
+def test_half_precision_is_computed_in_fp32(name):
+    halves = [x.requires_grad_() for x in drawn(3, 50, dtype=torch.bfloat16)]
+    losses = losses_of(name, halves)
     assert losses.dtype == torch.float32
-    assert torch.equal(losses, losses_of(name, *(x.detach().float() for x in halves)))
+    assert torch.equal(losses, losses_of(name, [x.detach().float() for x in halves]))
     losses.sum().backward()
-    assert halves[0].grad.dtype == dtype
+    assert halves[0].grad.dtype == torch.bfloat16
 
 
+BEYOND = math.exp(policy.LOG_RATIO_BOUND + 1)
 # A loss, ratios, advantages and options; and which are clipped.
 CLIPPED = [
     # Kept are those that move back towards 1.
-    (ppo, [0.5, 1, 2], [1, 1, 1], {"clip_high": 0.28}, [False, False, True]),
-    (ppo, [0.5, 1, 2], [-1, -1, -1], {"clip_high": 0.28}, [True, False, False]),
+    ("ppo", [0.5, 1, 2], [1, 1, 1], {"clip_high": 0.28}, [False, False, True]),
+    ("ppo", [0.5, 1, 2], [-1, -1, -1], {"clip_high": 0.28}, [True, False, False]),
     # -A r = 5 is limited to 3; with A = 1 the upper clip gives -1.2.
-    (ppo, [5, 5], [-1, 1], {"dual_clip": 3.0}, [True, True]),
+    ("ppo", [5, 5], [-1, 1], {"dual_clip": 3.0}, [True, True]),
     # Without an advantage nothing is taken away.
-    (ppo, [BEYOND, BEYOND], [-1, 0], {}, [True, False]),
-    (cispo, [2, 1.1], [1, 1], {"clip_low": 1.0, "clip_high": 0.28}, [True, False]),
+    ("ppo", [BEYOND, BEYOND], [-1, 0], {}, [True, False]),
+    ("cispo", [2, 1.1], [1, 1], {"clip_low": 1.0, "clip_high": 0.28}, [True, False]),
 ]
 
 
-@pytest.mark.parametrize("loss, ratios, advantages, options, clipped", CLIPPED)
-def test_what_is_clipped_is_said_with_the_ratios(loss, ratios, advantages, options, clipped):
+@pytest.mark.parametrize("name, ratios, advantages, options, clipped", CLIPPED)
+def test_what_is_clipped_is_said_with_the_ratios(name, ratios, advantages, options, clipped):
     log_probs = tensor(*ratios).log().requires_grad_()
+    loss = LOSSES[name][0]
     found = loss(log_probs, torch.zeros_like(log_probs), tensor(*advantages), **options)
     assert found.clipped.tolist() == clipped
     if BEYOND not in ratios:
@@ -202,144 +169,195 @@ def test_what_is_clipped_is_said_with_the_ratios(loss, ratios, advantages, optio
 def test_an_importance_weight_under_the_mask_is_0_whatever_is_there():
     log_probs = tensor(0.5, 3.0, 0.2, 0.2).requires_grad_()
     rollout, mask = tensor(0.0, 0.0, math.nan, -math.inf), tensor(1.0, 0.5, 0.0, 0.0)
-    weights = truncated(log_probs, rollout, cap=2.0, mask=mask)
+    weights = policy.truncated_importance_weight(log_probs, rollout, cap=2.0, mask=mask)
     # exp(0.5) = 1.65 and exp(3) = 20.1, of which the cap leaves 2.
     torch.testing.assert_close(weights, tensor(math.exp(0.5), 2.0, 0.0, 0.0))
     assert not weights.requires_grad
 
 
-@given(
-    st.lists(st.lists(st.one_of(st.floats(-9, 9), ANYTHING), min_size=3, max_size=3), max_size=3)
-)
-@settings(max_examples=150, deadline=None)
-def test_entropy_and_gradient_are_those_of_a_loop_and_masked_rows_may_be_anything(rows):
-    logits = torch.tensor(rows, dtype=F64).view(-1, 3).requires_grad_()
+def test_entropy_and_its_gradient_whatever_lies_under_the_mask():
+    counted = drawn(20, 3)
+    unseen = tensor(*product(EXTREMES, repeat=3))
+    logits = torch.cat([counted, unseen]).requires_grad_()
+    w = torch.cat([torch.ones(20), torch.zeros(len(unseen))]).double()
     entropy = policy.token_entropy(logits)
-    weights = [1.0 if n % 2 == 0 else 0.0 for n in range(len(rows))]
-    weighted_sum(tensor(*weights), entropy).backward()
-    for w, row, got, grad in zip(weights, rows, listed(entropy), logits.grad, strict=True):
-        assert w or not grad.any()
-        if not math.isfinite(max(row)) or any(map(math.isnan, row)):
-            assert math.isnan(got)
-            continue
-        e = [math.exp(z - max(row)) for z in row]
-        p = [x / math.fsum(e) for x in e]
-        h = -math.fsum(x * math.log(x) for x in p if x)
-        assert got == pytest.approx(h, rel=1e-12, abs=1e-14)
-        # dH / dz_j = -p_j (log p_j + H)
-        slopes = [-w * x * (math.log(x) + h) if x else 0.0 for x in p]
-        assert grad.tolist() == pytest.approx(slopes, rel=1e-10, abs=1e-13)
+    weighted_sum(w, entropy).backward()
+    own = counted.clone().requires_grad_()
+    expected = Categorical(logits=own).entropy()
+    expected.sum().backward()
+    torch.testing.assert_close(entropy[:20], expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(logits.grad[:20], own.grad, rtol=1e-12, atol=1e-14)
+    assert not logits.grad[20:].any()
+    # A token that cannot be sampled counts for nothing; of other rows nothing is known.
+    shown = tensor([0, 0, -math.inf], [0, math.inf, 0], [math.nan, 0, 0], 3 * [-math.inf])
+    assert policy.token_entropy(shown).tolist() == pytest.approx(
+        [math.log(2), math.nan, math.nan, math.nan], nan_ok=True
+    )
 
 
-def mean_by_loop(read: Read, x: Tensor, pull: Tensor) -> tuple[list[float], list[float]]:
-    """The mean of its sequence at every token, and the gradient of ``sum(pull * mean)``."""
-    values, pulls = listed(x), listed(pull)
-    means, slopes = [0.0] * len(values), [0.0] * len(values)
-    for places in read.places:
-        if total := math.fsum(read.values[t] for t in places):
-            parts = (read.values[t] * values[t] for t in places if read.values[t])
-            mean, back = math.fsum(parts) / total, math.fsum(pulls[t] for t in places)
-            for t in places:
-                means[t], slopes[t] = mean, read.values[t] * back / total
-    return means, slopes
+def test_a_mean_of_masked_values():
+    # (1 * 2 + 0.5 * 8) / (1 + 0.5) = 4; the NaN lies under mask 0.
+    mean = Mean.of(torch.tensor([2.0, math.nan, 8.0]), torch.tensor([1.0, 0.0, 0.5]))
+    assert mean.value().item() == 4
+    assert mean.pair().tolist() == [6.0, 1.5]
+    assert Mean.of(torch.tensor([math.inf]), torch.zeros(1)).value().item() == 0
+    assert Mean.of(torch.empty(0), torch.empty(0)).value().item() == 0
+    # 4099 tokens are beyond what bf16 counts one by one (256).
+    values = torch.ones(4099, dtype=torch.bfloat16, requires_grad=True)
+    many = Mean.of(values, torch.ones_like(values))
+    assert many.pair().tolist() == [4099, 4099] and not many.sum.requires_grad
+    assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
 
 
-@given(
-    microbatches(),
-    st.sampled_from([F64, torch.float32]),
-    st.data(),
-    changes([x for x in INPUTS if x != "sample_weights"]),  # which it does not read
-)
-@settings(max_examples=200, deadline=None)
-@exact_or_refused
-def test_the_mean_of_a_sequence_and_its_gradient_are_those_of_a_loop(given, dtype, data, changes):
-    given = with_changes(given, changes)
-    mean = called(lambda: SequenceMean(Microbatch(**given)), changes=changes)
-    read = Read.of(given)
-    numbers = [data.draw(st.floats(-3, 3) if m else ANYTHING) for m in read.values]
-    x = torch.tensor(numbers, dtype=dtype).view(given["loss_mask"].shape).requires_grad_()
-    out = called(mean, x, changes=changes)
-    pull = torch.linspace(-1, 2, x.numel(), dtype=dtype).view(x.shape)
-    (out * pull).sum().backward()
-    for got, wanted in zip((out, x.grad), mean_by_loop(read, x, pull), strict=True):
-        room = 1e-12 if dtype == F64 else 2e-5
-        assert listed(got) == pytest.approx(wanted, rel=0, abs=room)
+def test_integers_add_up_exactly():
+    # 2**24 + 1 is the first integer that fp32 rounds, to 2**24.
+    n = 2**24 + 1
+    lengths, ones = torch.tensor([n, 0]), torch.ones(2)
+    for weights in (ones, ones.bool()):
+        assert Mean.of(lengths, weights).pair().tolist() == [n, 2]
+        assert Mean.of(weights, lengths.int()).pair().tolist() == [n, n]
+    metrics = {"sum": Mean.of(lengths, ones), "max": Max.of(lengths, ones)}
+    metrics |= {"min": Min.of(lengths[:1], ones[:1]), "by hand": Mean(torch.tensor(n), ones[:1])}
+    expected = {"sum": n / 2, "max": n, "min": n, "by hand": n}
+    assert reduce_reports([metrics] * 2, None) == expected
 
 
-# Of 2 * 4 chunks: samples cut over all ranks, fractional and empty masks, and a sample whose
-# tokens lie on the first rank alone; in the second microbatch no other rank has any token.
-SAMPLES = [
-    Sample((1.0,) * 13),
-    Sample((0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 0.0)),
-    Sample((0.0,) * 5),
-    Sample((1.0,)),
-]
-SHARDED = [
-    lay(samples, layout, multiple=8)
-    for samples in (SAMPLES, [Sample((1.0,)), Sample((0.0, 0.0, 0.0))])
-    for layout in ("thd", "thd_row", "bshd")
-]
-
-
-def values_of(mask: Tensor) -> Tensor:
-    """NaN where nothing counts."""
-    return torch.arange(mask.numel()).double().sin().view_as(mask).masked_fill(mask == 0, math.nan)
-
-
-def on_ranks() -> list[tuple[Tensor, Tensor, Tensor, int]]:
-    """The sums of sequences; this rank's part of the means and of their gradient; and how many
-    collectives the means took.
-    """
-    found = []
-    for inputs in SHARDED:
-        cut = cp_layout(inputs, dist.get_world_size(), dist.get_rank())
-        sums, mean = (
-            kind(Microbatch(**inputs), cut, dist.group.WORLD)
-            for kind in (SequenceSum, SequenceMean)
-        )
-        x = cut.shard(values_of(inputs["loss_mask"])).requires_grad_()
+@pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
+def test_losses_are_not_copied_to_fp64(mask):
+    for dtype in (torch.float32, torch.bfloat16):
         with Operations() as made:
-            out = mean(x)
-            (out * cut.index).sum().backward()
-        of_fp32 = sums(x.detach().float())
-        found.append((of_fp32, out.detach(), x.grad, len(made.collectives)))
-    return found
+            Mean.of(torch.ones(8, dtype=dtype), torch.ones(8, dtype=mask))
+        assert F64 not in made.dtypes
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_sums_and_means_of_sequences_over_ranks_are_those_of_one_process(cp):
-    for inputs, *of_ranks in zip(SHARDED, *run_ranks(on_ranks, cp), strict=True):
-        sums, *parts, collectives = zip(*of_ranks, strict=True)
-        # One forward and its adjoint backward, also on ranks without a token.
-        assert collectives == (2,) * cp
-        mask, cut, read = inputs["loss_mask"], cp_layout(inputs, cp, 0), Read.of(inputs)
-        pull, values = torch.arange(mask.shape[-1]).expand_as(mask), values_of(mask)
-        found = [listed(cut.unshard(part)) for part in parts]
-        means, slopes = mean_by_loop(read, values, pull)
-        assert found[0] == pytest.approx(means, rel=1e-12, abs=1e-15)
-        assert found[1] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
-        of_all = listed(values)
-        expected = [
-            math.fsum(read.values[t] * of_all[t] for t in places if read.values[t])
-            for places in read.places
-        ]
-        for of_rank in sums:  # every rank has them all
-            assert of_rank.dtype == torch.float32
-            assert listed(of_rank) == pytest.approx(expected, rel=1e-6)
+def test_extremes_look_at_active_positions_alone():
+    values, mask = torch.tensor([math.nan, -3.0, 5.0, 9.0]), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    for metric, extreme, nothing in ((Max, 5, -math.inf), (Min, -3, math.inf)):
+        assert metric.of(values, mask).value().item() == extreme
+        for unseen in (values, values[:0]):
+            assert metric.of(unseen, torch.zeros_like(unseen)).value().item() == nothing
+        assert math.isnan(metric.of(values, torch.ones(4)).value())
+    assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
 
 
-def test_nan_that_counts_stays_in_its_sequence():
-    mean = SequenceMean(Microbatch(torch.ones(2, 2)))(torch.tensor([[math.nan, 1.0], [1.0, 3.0]]))
-    assert mean[0].isnan().all() and mean[1].tolist() == [2.0, 2.0]
+def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
+    """Metrics of all kinds from two microbatches a rank, and how many collectives; then of none."""
+    rank = dist.get_rank()
+    # Number i is i on rank 0 and i + 2**24 + 1 on rank 1, which fp32 could not tell.
+    numbers = torch.arange(100) + rank * (2**24 + 1)
+    steps: list[Any] = [
+        [
+            {
+                **{f"{i:03}": Max.of(x, torch.ones(())) for i, x in enumerate(numbers)},
+                "loss": Mean.of(torch.full((n,), 1.0 + 3 * rank), torch.ones(n)),
+                "sum": Sum.of(torch.full((n,), 1.0 + 3 * rank), torch.full((n,), 0.5)),
+                "pair": torch.tensor([float(rank), 5.0]),
+                "never": Mean(torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)),
+                "max": Max.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+                "min": Min.of(torch.tensor([10.0 * rank + n]), torch.ones(1)),
+            }
+            for n in (1, 1 + 2 * rank)
+        ],
+        [{}],
+    ]
+    answers = []
+    for reports in steps:
+        with Operations() as made:
+            answer = reduce_reports(reports, dist.group.WORLD)
+        answers.append((answer, len(made.collectives)))
+    return answers
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
-def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
-    # 4096 ones in bf16 would stop at 256.
-    x, mask = torch.ones(1, 4096, dtype=dtype, requires_grad=True), torch.ones(1, 4096).bool()
-    mean = SequenceMean(Microbatch(mask))
-    mask.zero_()  # which a script may do once the mean is made
-    out = mean(x)
-    assert out.dtype == torch.promote_types(dtype, torch.float32) and out[0, 0] == 1
-    out[0, 0].backward()
-    assert x.grad.dtype == dtype
+def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at_most():
+    # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 3 of 4: (2 + 16) / 6 = 3. sum: 18 / 2.
+    # pair: (0 + 0 + 1 + 1) / 20. max: 10 + 3. min: 0 + 1.
+    expected = {"loss": 3.0, "sum": 9.0, "pair": 0.1, "never": 0.0, "max": 13.0, "min": 1.0}
+    numbers = {f"{i:03}": i + 2**24 + 1 for i in range(100)}
+    for (answer, collectives), of_none in run_ranks(reduced_on_every_rank, 2):
+        assert {name: answer.pop(name) for name in numbers} == numbers
+        assert answer == pytest.approx(expected)
+        assert collectives == 2 and of_none == ({}, 1)
+
+
+def two(name: str = "a", kind: Any = Mean) -> Any:
+    one = kind.of(torch.ones(1), torch.ones(1))
+    return {"loss": one, name: torch.tensor([1.0, 1.0])}
+
+
+def one_of_them_fails() -> Any:
+    yield two()
+    raise SystemExit("of the loader")
+
+
+SAME: dict[str, Callable[[], Any]] = {
+    "in another order": lambda: [dict(reversed(two().items()))],
+    "in more microbatches": lambda: [two()] * 2,
+}
+OTHERS = "and another rank of the group other metrics; expected the same"
+# What one rank reports, and what it hears; the others hear of other metrics, or of that rank.
+DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
+    "nothing": (lambda: [{}], f"^ReportError: this rank reports nothing, {OTHERS}"),
+    "a name": (lambda: [two("b")], OTHERS),
+    "a kind": (lambda: [two("a", Max)], OTHERS),
+    "a row more": (lambda: [two() | {f"more {i}": two()["a"] for i in range(32)}], OTHERS),
+    "some microbatches": (lambda: [two(), {}], "^ReportError: .*in 1 of 2 microbatches"),
+    "no metric": (lambda: [{"a": 1.0}], "^ReportError: .*expected a Mean, Sum, Max or Min"),
+    "an error of its own": (one_of_them_fails, "^SystemExit: of the loader"),
+}
+
+
+def reduce_with_defects(where: int) -> dict[str, Any]:
+    """What this rank sees when rank ``where`` reports otherwise."""
+    seen: dict[str, Any] = {}
+    made = SAME | {name: of for name, (of, _) in DIFFERENT.items()}
+    for name, reports in made.items():
+        mine = reports() if dist.get_rank() == where else [two()]
+        try:
+            seen[name] = reduce_reports(mine, dist.group.WORLD)
+        except (SystemExit, PeerError, ReportError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+def test_no_rank_waits_for_one_whose_reports_are_bad_or_missing():
+    for rank, seen in enumerate(run_ranks(reduce_with_defects, 3, 1, timeout=60.0)):
+        for name in SAME:
+            assert seen.pop(name) == {"a": 1.0, "loss": 1.0}
+        for name, said in seen.items():
+            own = expected = DIFFERENT[name][1]
+            if rank != 1:
+                of_peer = r"^PeerError: bad metrics on rank\(s\) \[1\] of the group"
+                here = f"^ReportError: this rank reports Mean 'a', Mean 'loss', {OTHERS}"
+                expected = here if OTHERS in own else of_peer
+            assert re.search(expected, said), (rank, name, said)
+
+
+# Without a hook, a `TokenLoss` is a stock loss function: losses, mask, and their sum and count.
+HALF, THREE, MASK = torch.tensor(0.5), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0, 1])
+TOTALS: dict[str, tuple[Any, Any, float, int]] = {
+    # fp16 ends at 65504, and bf16 counts to 256 one by one.
+    "mask of fp16": (HALF.expand(70001), torch.ones(70001).half(), 35000.5, 70001),
+    "mask of bf16": (HALF.expand(70001), torch.ones(70001).bfloat16(), 35000.5, 70001),
+    "losses of fp16": (HALF.expand(140002).half(), torch.ones(140002), 70001, 140002),
+    "losses of fp64": (HALF.expand(140002).double(), torch.ones(140002), 70001, 140002),
+    "flat losses": (THREE, MASK.view(1, 3), 4, 2),
+    "a column": (THREE.view(1, 3), MASK.view(3, 1), 4, 2),
+    "NaN where the mask is 0": (torch.tensor([1.0, torch.nan, 3.0]), MASK, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_without_a_hook_a_token_loss_sums_over_the_mask(name):
+    losses, mask, *expected = TOTALS[name]
+    losses = losses.clone().requires_grad_()
+    total, number, report = TokenLoss(lambda x: (x, {"own": 1}), mask)(losses)
+    assert [total.item(), number.item()] == expected
+    assert number.dtype == torch.int  # Megatron's counter
+    assert (total.dtype, report) == (torch.promote_types(losses.dtype, torch.float32), {"own": 1})
+    total.backward()
+    assert torch.equal(losses.grad.flatten(), (mask.flatten() != 0).to(losses))
+
+
+def test_a_loss_is_named_by_its_preset():
+    assert [*LossHook(LossAggregation.preset("verl/token-mean")).terms] == ["verl/token-mean"]
+    assert [*LossHook(LossAggregation(mode="token_mean")).terms] == ["token_mean"]

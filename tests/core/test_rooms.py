@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -80,13 +79,7 @@ def test_a_file_of_the_guide_imports_only_what_stands_above_it():
             assert not unknown, f"{file} imports {unknown}"
     left = {file for file in {*FILES} - above if len(ast.parse(file.read_text()).body) > 1}
     assert left == {PACKAGE / "__main__.py"}  # others are docstrings of folders
-
-
-def test_no_file_imports_itself_over_others():
-    # Also among the files of one folder, which stand in one line of the guide.
-    imports = {file: imported_by(file.read_text()) for file in FILES}
-    assert len(imports[PACKAGE / "plan.py"]) > 5
-    TopologicalSorter(imports).prepare()  # raises CycleError
+    assert len(imported_by((PACKAGE / "plan.py").read_text())) > 5
 
 
 def test_public_names_are_frozen():
@@ -131,39 +124,16 @@ def room_of(file: Path) -> str:
     return OF_FILES.get(name_of(file), room)
 
 
-def forbidden(file: Path, source: str) -> set[str]:
-    """The files that a source in this place imports and must not."""
-    room = room_of(file)
-    return {
-        name_of(other)
-        for other in imported_by(source)
-        if room_of(other) not in {room, *ROOMS[room]}
-    }
-
-
 def lines_of(file: Path) -> int:
     return len(file.read_text().splitlines())
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if name_of(f) not in FACADES], ids=name_of)
 def test_a_room_imports_only_lower_ones(file: Path):
-    assert room_of(file) in ROOMS, "a new folder: say what it may import"
-    assert not forbidden(file, file.read_text())
-
-
-@pytest.mark.parametrize(
-    ("place", "source"),
-    [
-        ("plan.py", "try:\n    import torch, megatron_loss_agg.mcore.host as h\nfinally:\n    0"),
-        ("mcore/reading/keys.py", "def f():\n    from megatron_loss_agg.mcore.step import Step"),
-        ("mcore/hook.py", "if TYPE_CHECKING:\n    from megatron_loss_agg.mcore import extensions"),
-        ("mcore/extensions/masks.py", "from megatron_loss_agg.mcore import LossHook"),
-        ("mcore/extensions/audit.py", "from megatron_loss_agg.mcore import cpu"),
-        ("explain/table.py", "from megatron_loss_agg.losses import policy"),
-    ],
-)
-def test_an_import_of_a_higher_room_is_found_wherever_it_stands(place, source):
-    assert forbidden(PACKAGE / place, source)
+    room = room_of(file)
+    assert room in ROOMS, "a new folder: say what it may import"
+    allowed = {room, *ROOMS[room]}
+    assert not {name_of(x) for x in imported_by(file.read_text()) if room_of(x) not in allowed}
 
 
 def test_a_facade_is_one_import_and_its_names():

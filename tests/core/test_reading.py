@@ -1,0 +1,282 @@
+"""Batches as data loaders collate them and scripts use them; and drawn ahead: none is lost."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, StepPlan, Term
+from megatron_loss_agg.errors import GroupError
+from megatron_loss_agg.mcore import LateMicrobatch, Prefetch, read_batch, read_samples
+from megatron_loss_agg.mcore.reading.ahead import copied
+from megatron_loss_agg.mcore.reading.keys import reading  # for terms that use some keys alone
+from tests.core.meaning import aggregation
+
+
+def offsets(*names: str) -> Callable[..., dict[str, Any]]:
+    """Makes batches of masks, as in "1110 1100" of two rows, and of offsets under these names."""
+
+    def batch(mask: str, *values: Any, **others: Any) -> dict[str, Any]:
+        rows = [[int(m) for m in row] for row in mask.split()]
+        given = {name: x for name, x in zip(names, values, strict=False) if x is not None}
+        return {"loss_mask": rows, **given, **others}
+
+    return batch
+
+
+packs = offsets("cu_seqlens", "cu_seqlens_padded")  # of Megatron-LM
+bridge = offsets("cu_seqlens_q", "cu_seqlens_q_padded", "token_count")  # of Megatron-Bridge 0.6
+FILLED, PADDED = "11111000", "111011000000"  # samples of 3 and 2 tokens, in two ways
+# Batches, and the coefficients of their samples under ``sample_mean``.
+BATCHES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    # 0.19's SFT data stacks packs of 3 and 1 tokens, padded to the length of the longest: two
+    # samples, 1/2 * 1/3 and 1/2 * 1/1 and not phantom ones of length 0.
+    "repeated ends": (packs("1111", [[0, 3, 4, 4, 4]]), [1 / 6, 1 / 2]),
+    "several packs": (packs("1111 1111", [[0, 3, 4, 4], [0, 4, 4, 4]]), [1 / 9, 1 / 3, 1 / 12]),
+    # The real ones are filled with their own end, or like the padded ones with the pack's length.
+    "own ends": (packs("1110111000", [[0, 3, 6, 6]], [[0, 4, 10, 10]]), [1 / 6, 1 / 6]),
+    "ends of places": (packs("1110111000", [[0, 3, 6, 10]], [[0, 4, 10, 10]]), [1 / 6, 1 / 6]),
+    "padded offsets alone": (packs("1111", None, [[0, 3, 4]]), [1 / 6, 1 / 2]),
+    # A microbatch that only pads a rank, whose padded offsets tell the model that there is one.
+    "no sample": (packs("00000000", [[0]], [[0, 8]]), []),
+    "no sample twice": (packs("00000000", [[0, 0]], [[0, 8]]), []),
+    # An empty sample counts if it has an id or a place, also where it repeats the end.
+    "an id": (packs("1111", [[0, 4, 4]], prompt_ids=[[1, 2]]), [1 / 8, 0]),
+    "a place": (packs("11110000", [[0, 4, 4]], [[0, 4, 8]]), [1 / 8, 0]),
+    "ids of all": (packs("1" * 12, [0, 5, 12, 12], prompt_ids=[1, 2]), [1 / 10, 1 / 14]),
+    # Bridge adds one sample for the pack's padding, which is none.
+    "padding": (bridge(FILLED, [[0, 3, 5, 8]], None, [5]), [1 / 6, 1 / 4]),
+    "repeated padding": (bridge(FILLED, [[0, 3, 5, 8, 8, 8]], None, [5]), [1 / 6, 1 / 4]),
+    "packed in a batch": (bridge(FILLED, [0, 3, 5], None, [3, 2]), [1 / 6, 1 / 4]),
+    "places": (bridge(PADDED, [[0, 3, 5, 5, 5]], [[0, 4, 8, 12, 12]], [8]), [1 / 6, 1 / 4]),
+    "empty, then padding": (bridge("1110", [[0, 3, 3, 4]], None, [3]), [1 / 6, 0]),
+    "an empty place": (bridge("111" + "0" * 9, [[0, 3, 3, 3]], [[0, 4, 8, 12]], [8]), [1 / 6, 0]),
+    "empty places": (bridge("00000000", [[0, 0, 0]], [[0, 4, 8]], [8]), [0, 0]),
+    "a full pack": (bridge("1110", [[0, 3, 4]], None, [4]), [1 / 6, 0]),
+    "padding with an id": (bridge("1110", [[0, 3, 4]], None, [3], prompt_ids=[[1, 2]]), [1 / 6, 0]),
+    "ends with ids": (bridge("11111", [0, 5, 5, 5], prompt_ids=[1, 2, 3]), [1 / 15, 0, 0]),
+}
+
+
+def read(lists: dict[str, Any]) -> Any:
+    batch = {key: torch.tensor(x) if isinstance(x, list) else x for key, x in lists.items()}
+    batch["loss_mask"] = batch["loss_mask"].float()
+    return read_batch(batch)
+
+
+def plan(lists: dict[str, Any]) -> StepPlan:
+    return StepPlan.build(LossAggregation(mode="sample_mean"), [read(lists)])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_samples_are_those_that_the_script_means(name: str) -> None:
+    lists, expected = BATCHES[name]
+    assert plan(lists).coefficients(0).tolist() == pytest.approx(expected)
+    mask = read(lists).loss_mask
+    assert mask.shape == (1, torch.tensor(lists["loss_mask"]).numel())
+
+
+ALL_FORMS = (
+    "expected exactly one of these: cu_seqlens or cu_seqlens_padded or cu_seqlens with "
+    "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded$"
+)
+UNKNOWN = "the batch has the offsets {}, and which"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (packs("1111 1111", [[0, 3], [0, 4]]), "does not end at the length 4 of every pack"),
+    (packs("11 11", [[0, 2], [0, 2]], [[0, 2]]), "key 'cu_seqlens_padded'.*row for each row of th"),
+    (bridge("1111", [[0, 4], [0, 4]]), r"of shape \(2, 2\) beside a loss_mask of shape \(1, 4\)"),
+    (packs("1", [0, 1]) | bridge("1", [0, 1]), UNKNOWN.format("cu_seqlens and cu_seqlens_q")),
+    (bridge("1111", None, [0, 4]), UNKNOWN.format("cu_seqlens_q_padded")),
+    # Of Megatron-Bridge 0.3: padded places, real lengths, and how many are no fill.
+    (
+        packs("1111", [0, 4], cu_seqlens_unpadded=[0, 3]),
+        UNKNOWN.format("cu_seqlens and cu_seqlens_unpadded") + ".*" + ALL_FORMS,
+    ),
+    (packs("1111", [[0, 2, 4, -1, -1]]), r"\[0, 2, 4, -1\].* start at 0 and do not decrease"),
+    (bridge("1111", (0, 4)), "'cu_seqlens_q' is a tuple beside a loss_mask"),
+]
+
+
+@pytest.mark.parametrize("batch, error", REFUSED)
+def test_offsets_in_no_known_form_are_refused(batch: dict[str, Any], error: str) -> None:
+    with pytest.raises(GroupError, match=error):
+        plan(batch)
+
+
+TOKENS = torch.ones(2, 8)
+
+
+def test_rows_are_samples_where_the_model_makes_the_mask() -> None:
+    for key in ("tokens", "input_ids", "text", "labels"):
+        batch = {"image": torch.ones(4, 3), key: torch.ones(5, 7)}
+        assert read_samples(batch) == LateMicrobatch(5)
+
+
+@pytest.mark.parametrize(
+    "batch, error",
+    [
+        (TOKENS, r"the data iterator gave Tensor; expected a mapping"),
+        ({"image": TOKENS}, r"the data iterator gave \['image'\]; .* LateMicrobatch \(--loss-agg"),
+        ({"tokens": TOKENS[0]}, r"the data iterator gave \['tokens'\]"),
+        *(
+            ({"tokens": TOKENS, key: TOKENS[0]}, rf"the batch has the key '{key}' beside")
+            for key in ("rejected", "sample_weights")
+        ),
+    ],
+)
+def test_where_the_model_makes_the_mask_other_batches_need_a_reader(batch: Any, error: str) -> None:
+    with pytest.raises(AggregationError, match=f"^{error}"):
+        read_samples(batch)
+
+
+TWO_PACKS = {"loss_mask": torch.ones(2, 4), "dataset_id": torch.tensor([[5], [6]])}
+# A batch of a blended data set, and the data set of each of its samples.
+BLENDED = [
+    ({"loss_mask": torch.ones(3, 4), "dataset_id": torch.tensor([1, 0, 1]).short()}, [1, 0, 1]),
+    # Two samples each, and fill in the first.
+    (TWO_PACKS | {"cu_seqlens": torch.tensor([[0, 3, 4, 4], [0, 1, 4, 4]])}, [5, 5, 6, 6]),
+    # The last sample is empty and starts where the last pack ends.
+    (
+        TWO_PACKS
+        | {"cu_seqlens": torch.tensor([0, 4, 8, 8]), "prompt_ids": torch.tensor([0, 0, 1])},
+        [5, 6, 6],
+    ),
+    # Padded inside the first pack, so that the second one starts at 4 and not at 2.
+    (
+        TWO_PACKS
+        | {
+            "cu_seqlens": torch.tensor([0, 1, 2, 5, 6]),
+            "cu_seqlens_padded": torch.tensor([0, 2, 4, 7, 8]),
+        },
+        [5, 5, 6, 6],
+    ),
+]
+
+
+@pytest.mark.parametrize(("batch", "ids"), BLENDED)
+def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch: Any, ids: list[int]) -> None:
+    terms = {"loss": Term(aggregation("sample_mean", count="dataset"))}
+    of_batch = reading(read_batch, terms)
+    assert of_batch(batch).dataset_ids.tolist() == ids
+    own = torch.arange(len(ids))
+    assert torch.equal(of_batch({**batch, "dataset_ids": own}).dataset_ids, own)
+    # Where data sets do not matter, the key may be anything.
+    other = reading(read_batch, {"loss": Term(aggregation("sample_mean", count="prompt"))})
+    assert other({**batch, "dataset_id": "wikipedia"}).dataset_ids is None
+    for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
+        with pytest.raises(GroupError, match=r"'dataset_id' is .*expected an integer for each"):
+            of_batch({**batch, "dataset_id": bad})
+
+
+def test_a_level_without_ids_in_the_batch_is_refused_with_those_that_it_has() -> None:
+    levels = aggregation("nested_mean", levels=("prompt", "sesion", "sample"))
+    batch = {"loss_mask": torch.ones(2, 1), "session_ids": torch.arange(2)}
+    batch["position_ids"] = torch.zeros(2, 1).long()  # no level
+    with pytest.raises(GroupError, match=r"\['sesion_ids'\].*it has: \['session_ids'\]"):
+        reading(read_batch, {"loss": Term(levels)})(batch)
+
+
+def test_own_keys_are_those_of_the_levels_and_what_the_reader_itself_asks_for() -> None:
+    levels = {"loss": Term(aggregation("nested_mean", levels=("task", "session", "sample")))}
+    named = {f"{unit}_ids": torch.tensor([[i, i]]) for i, unit in enumerate(("task", "session"))}
+    batch = {"loss_mask": torch.ones(2, 1), "dataset_id": torch.tensor([5, 6]), **named}
+    batch["turn_ids"] = torch.tensor([2, 2])
+    asked = functools.partial(read_batch, dataset_id=True, units=["turn"])
+    found = reading(asked, levels)(batch)
+    ids = {unit: x.tolist() for unit, x in found.ids.items()}
+    assert ids == {"task": [0, 0], "session": [1, 1], "turn": [2, 2]}
+    assert found.dataset_ids.tolist() == [5, 6]
+    assert reading(read_batch, levels)(batch).ids.keys() == {"task", "session"}
+
+
+def test_a_microbatch_that_is_read_ahead_has_tensors_of_its_own() -> None:
+    mask, ids = torch.ones(2, 1), torch.tensor([7, 9])
+    copy = copied(Microbatch(mask, ids={"session": ids}))
+    for x in (mask, ids):
+        x.zero_()  # by a loader that fills the same batch again
+    assert copy.ids["session"].tolist() == [7, 9] and copy.loss_mask.all()
+
+
+PATIENCE = 30.0  # seconds until a test that would hang fails
+
+
+def test_an_exception_surfaces_at_its_batch() -> None:
+    def source() -> Iterator[int]:
+        yield from (1, 2)
+        raise OSError("disk")
+
+    prefetch = Prefetch(source())
+    for _ in range(3):
+        prefetch.fetch(4)
+    assert [next(prefetch), next(prefetch)] == [1, 2]
+    with pytest.raises(OSError, match="disk"):
+        next(prefetch)
+    with pytest.raises(StopIteration):  # what the source itself says from then on
+        next(prefetch)
+
+
+def test_fetching_does_not_wait_for_the_source() -> None:
+    may_draw = threading.Event()
+
+    def source() -> Iterator[int]:
+        assert may_draw.wait(PATIENCE)
+        yield 1
+
+    prefetch = Prefetch(source())
+    prefetch.fetch(1)
+    may_draw.set()  # reached, though the source has not drawn
+    assert next(prefetch) == 1
+
+
+class Saving:
+    """A loader of epochs that can be resumed: its state is live, as some loaders return theirs."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.state = {"position": position}
+
+    def __next__(self) -> int:
+        if self.state["position"] == 9:
+            self.state["position"] = 0
+            raise StopIteration
+        self.state["position"] += 1
+        return self.state["position"]
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+
+class Unsaved(Saving):
+    def state_dict(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("fetched", [0, 1, 3, 5])
+def test_a_run_resumed_at_the_saved_position_reads_on_where_the_reader_was(fetched: int) -> None:
+    prefetch = Prefetch(Saving())
+    got = []
+    for taken in (2, 0, 4, 2):
+        prefetch.fetch(fetched)
+        got += [next(prefetch) for _ in range(taken)]
+        assert next(Saving(**prefetch.state_dict())) == len(got) + 1
+    prefetch.fetch(fetched)
+    assert [*got, next(prefetch)] == list(range(1, 10))
+    prefetch.fetch(0)
+    assert prefetch.state_dict() == {"position": 9}  # before the end of data, which is unread
+    with pytest.raises(StopIteration):
+        next(prefetch)
+
+
+def test_a_position_has_the_name_of_the_source_and_matters_only_if_it_is_asked_for() -> None:
+    names = ("state_dict", "save_state", "load_state_dict")  # the last would drop what was drawn
+    assert [hasattr(Prefetch(Saving()), name) for name in names] == [True, False, False]
+    assert not hasattr(Prefetch(iter([])), "state_dict")
+    prefetch = Prefetch(Unsaved())
+    prefetch.fetch(2)
+    with pytest.raises(NotImplementedError):
+        prefetch.state_dict()
+    assert next(prefetch) == 1
