@@ -1,13 +1,12 @@
 """A device in the memory of the CPU: what a GPU forbids raises, and every wait is noted.
 
 Its tensors have true numbers and say that they lie on `DEVICE`. An operation on them and on tensors
-of the CPU raises, as does a collective on tensors of another device than its backend takes. `take`
-it in a process of its own: torch cannot take a device back. It has no backward pass.
+of the CPU raises. `take` it in a process of its own: torch cannot take a device back. It has no
+backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 BACKEND = "device_only"
-"""Of process groups: takes tensors on the device alone."""
+"""Of process groups, for tensors on the device."""
 
 DEVICE = torch.device("privateuseone", 0)
 # Operations whose results' size or value the host must know.
@@ -69,7 +68,6 @@ class Watch(TorchDispatchMode):
         given = tensors_in((args, kwargs))
         if func.namespace == "c10d":
             collectives.extend(x.device.type for x in given[:1])
-            _check_backend(name, args, given)
         out = _run(func, args, kwargs)
         if _waits(name, given, tensors_in(out), kwargs):
             _synchronize(name)
@@ -176,21 +174,3 @@ def _waits(name: str, given: list[Tensor], made: list[Tensor], kwargs: dict[str,
         pageable = _is_on_device(made) and not hasattr(given[-1], "is_pinned_here")
         return given[-1].numel() > 0 and (pageable or not kwargs.get("non_blocking"))
     return name in WAITS
-
-
-def _check_backend(name: str, args: Any, given: list[Tensor]) -> None:
-    """Raise RuntimeError for tensors that the backend of the group does not take."""
-    (group,) = _groups(args)
-    backend = dist.get_backend(group)
-    wrong = [x for x in given if isinstance(x, OnDevice) != (backend == BACKEND)]
-    if wrong and backend in (BACKEND, "gloo"):
-        raise RuntimeError(f"{name} over {backend} of a tensor on {wrong[0].device}")
-
-
-def _groups(args: Any) -> Iterator[dist.ProcessGroup]:
-    for x in args:
-        if isinstance(x, torch.ScriptObject):
-            try:
-                yield dist.ProcessGroup.unbox(x)
-            except RuntimeError:  # of another class, such as the kind of a reduction
-                continue

@@ -123,9 +123,7 @@ def test_the_wheel_works_beside_an_existing_torch_and_megatron(wheel: Path, tmp_
 
 # What NVIDIA's images of 2025 say of their own builds; the first is the oldest that is accepted.
 @pytest.mark.parametrize("torch", ["2.6.0a0+ecf3bae40a.nv25.1", "2.9.0a0+145a3a7bda.nv25.10"])
-def test_an_images_own_torch_and_megatron_are_kept(
-    torch: str, wheel: Path, tmp_path: Path
-) -> None:
+def test_an_images_own_torch_and_megatron_are_kept(torch: str, wheel: Path, tmp_path: Path) -> None:
     site = new_environment(tmp_path)
     for name, version in (("torch", torch), ("megatron_core", "0.14.0")):
         info = site / f"{name}-{version}.dist-info"

@@ -44,7 +44,8 @@ def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
     """One sample of many equal fractions: added up in fp32 one by one, its mask is 3e-4 off."""
     starts = torch.tensor([0, LONG], dtype=torch.int32)
     rows = {"tokens": torch.ones(1, LONG), "loss_mask": torch.full((1, LONG), 0.1)}
-    return {**rows, "cu_seqlens": starts, "cu_seqlens_padded": starts}
+    ids = {"prompt_ids": torch.zeros(1, dtype=torch.int64)}
+    return {**rows, **ids, "cu_seqlens": starts, "cu_seqlens_padded": starts}
 
 
 CASES = {
