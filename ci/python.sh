@@ -21,7 +21,8 @@ say() { echo "ci/python.sh: $*" >&2; }
 
 # megatron-core has wheels for Python 3.12 and 3.13. Candidates are run, since a name on the PATH may
 # be a shim that refuses to start; one of an environment stands for the interpreter behind it.
-candidates=(python3 python3.12 python3.13 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[23].*/bin/python)
+pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
+candidates=(python3 python3.12 python3.13 "$pyenv"/3.1[23].*/bin/python)
 if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
 base=
 for candidate in "${candidates[@]}"; do
@@ -47,7 +48,8 @@ if [[ -n $(ls -A "$venv" 2>/dev/null) && ! -e $mark ]]; then
     say "$venv exists and was not made here: remove it, or set MEGATRON_LOSS_AGG_VENV"
     exit 1
 fi
-made_of="$root, $base $("$base" -VV) ${options[*]}, $(cat "$root"/{setup.py,ci/*.txt} | sha256sum)"
+versions=$(cat "$root"/{setup.py,ci/*.txt} | sha256sum)
+made_of="$root, $base $("$base" -VV) ${options[*]}, $versions"
 if [[ $(cat "$mark" 2>/dev/null) != "$made_of" ]]; then
     say "making $venv with $base ${options[*]}"
     rm -rf "$venv"

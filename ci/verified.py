@@ -2,9 +2,9 @@
 
     python ci/verified.py REPORT.xml ... > docs/verified.md
 
-A report is pytest's ``--junitxml``, without failures; what is in all of them goes into the tables.
-The page ends with ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names
-write; of a table with a line for each layout of ranks, the page has a column for each.
+A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
+ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names write; of a table
+with a line for each layout of ranks, the page has a column for each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 HEAD = """\
@@ -25,7 +25,7 @@ microbatches of unequal size, with and without `--calculate-per-token-loss`, in 
 newest release all combinations; on the others a part of them, in which every two of these have all
 on each release, and every three on all of them together.
 
-Numbers are of comparisons and tests, all of which hold.
+Numbers are of comparisons and tests that hold: all of them, unless one is written as 15/16.
 """
 GRADIENTS = ("tests.host.test_gradients", "test_gradient_is_that_of_the_whole_step")
 SECTIONS = [Path(__file__).with_name(name) for name in ("sweep.md", "frameworks.md", "next.md")]
@@ -36,26 +36,32 @@ def properties(case: ElementTree.Element) -> dict[str, str]:
     return {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
 
 
+def passed(case: ElementTree.Element) -> bool:
+    return all(case.find(outcome) is None for outcome in ("failure", "error", "skipped"))
+
+
+def held(results: list[bool]) -> str:
+    """How many hold; and of how many, if not all."""
+    return str(len(results)) if all(results) else f"{sum(results)}/{len(results)}"
+
+
 def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
     worst: dict[str, float] = defaultdict(float)
     for case in cases:
         found = properties(case)
         dtype = found["dtype"]
         worst[dtype] = max(worst[dtype], float(found["error"]))
-    cells = [version, str(len(cases)), *(f"{worst[d]:.1e}" for d in TITLES)]
+    cells = [version, held(list(map(passed, cases))), *(f"{worst[d]:.1e}" for d in TITLES)]
     return f"| {' | '.join(cells)} |"
 
 
 def read(path: str) -> tuple[str, list[ElementTree.Element]]:
-    """The release that a report is about, and the cases that ran."""
+    """The release that a report is about, and its cases."""
     suite = ElementTree.parse(path)
     released = suite.find(".//property[@name='megatron-core']")
     if released is None:
         sys.exit(f"{path} names no release of megatron-core; expected a report on tests/host")
-    if suite.find(".//failure") is not None or suite.find(".//error") is not None:
-        sys.exit(f"{path} has tests that failed; expected none")
-    cases = [case for case in suite.iter("testcase") if case.find("skipped") is None]
-    return released.attrib["value"], cases
+    return released.attrib["value"], list(suite.iter("testcase"))
 
 
 def title(case: ElementTree.Element) -> tuple[str, str]:
@@ -104,14 +110,14 @@ def main(paths: list[str]) -> None:
     print("\n## Everything else that ran\n")
     print(f"| test | {' | '.join(reports)} |")
     print(f"|---|{'---|' * len(reports)}")
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    counts: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for version, cases in reports.items():
         for case in cases:
             module, name = title(case)
             if (module, name) in everywhere and (module, name) != GRADIENTS:
-                counts[name.removeprefix("test_").replace("_", " ")][version] += 1
+                counts[name.removeprefix("test_").replace("_", " ")][version].append(passed(case))
     for name, by_version in sorted(counts.items()):
-        cells = [str(by_version[version]) for version in reports]
+        cells = [held(by_version[version]) for version in reports]
         print(f"| {name} | {' | '.join(cells)} |")
     for section in SECTIONS:
         print(f"\n{by_aggregation(section.read_text())}", end="")

@@ -302,6 +302,21 @@ def test_the_page_of_errors_is_that_of_the_source() -> None:
     assert TEXTS["docs/errors.md"] == printed, "run python ci/errors.py >docs/errors.md"
 
 
+REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/></properties>
+<testcase classname="a" name="test_a_sum[1]"/>
+<testcase classname="a" name="test_a_sum[2]">{1}</testcase></testsuite>"""
+
+
+def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: Path) -> None:
+    reports = [tmp_path / "old.xml", tmp_path / "new.xml"]
+    reports[0].write_text(REPORT.format("0.18.2", "<failure/>"))
+    reports[1].write_text(REPORT.format("0.19.2", ""))
+    command = [sys.executable, str(ROOT / "ci/verified.py"), *map(str, reports)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "| a sum | 1/2 | 2 |\n" in printed
+    assert TEXTS["docs/verified.md"].endswith(printed[printed.index("\n## Sweep") :])
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")

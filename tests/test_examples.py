@@ -57,8 +57,6 @@ def losses(said: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.host
-@pytest.mark.slow
 def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) -> None:
     trained = losses(torchrun(4, *LAUNCHER, str(SCRIPT), *flags_of("quickstart.sh"), *SHORT))
     assert set(trained) == {"lm loss", "prompt_mean loss"}
@@ -74,7 +72,6 @@ def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) ->
         assert halved[name] == pytest.approx(values, rel=1e-4)
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("script", ["custom_loop", "dpo"])
 def test_the_custom_loops_prove_their_gradients(script: str) -> None:
     errors = re.findall(r"gradient error (\S+)", torchrun(2, f"examples/{script}.py", "--cpu"))
@@ -82,8 +79,6 @@ def test_the_custom_loops_prove_their_gradients(script: str) -> None:
     assert all(float(error) < 1e-12 for error in errors)
 
 
-@pytest.mark.host
-@pytest.mark.slow
 def test_the_proof_holds_and_stock_averages_differ() -> None:
     said = torchrun(4, "examples/proof.py")
     rows = dict(re.findall(r"^  (\S.*?)  +([\d.e+ -]+)$", said, re.MULTILINE))
@@ -115,15 +110,12 @@ sys.exit(proof.main())
 """
 
 
-@pytest.mark.host
-@pytest.mark.slow
 def test_the_proof_fails_when_one_parameter_of_one_run_is_wrong(tmp_path: Path) -> None:
     codes, said = processes.run(tmp_path, SPOILED, ranks=4, starter=())
     assert codes == [1, 0, 0, 0]
     assert "NOT EXACT" in said
 
 
-@pytest.mark.host
 def test_losses_by_length_are_megatrons_and_runs_are_plotted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -300,8 +292,6 @@ def _sample(options: Options) -> tuple[Any, Any, Any]:
     return rows.tokens.numpy(), rows.old_log_probs.numpy(), rows.reference_log_probs.numpy()
 
 
-@pytest.mark.host
-@pytest.mark.slow
 def test_context_parallel_ranks_sample_the_same_to_the_bit() -> None:
     ranks = run_host_ranks(_sample, 4, TINY)
     for first, second in (ranks[0:2], ranks[2:4]):
@@ -330,8 +320,6 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.host
-@pytest.mark.slow
 def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: Path) -> None:
     from examples.grpo import plot
 
@@ -347,8 +335,6 @@ def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: 
     assert "26 steps" in plot.summary(trained.output)
 
 
-@pytest.mark.host
-@pytest.mark.slow
 def test_a_run_resumes_to_the_bit_and_with_the_same_flags_alone(
     trained: Options, tmp_path: Path
 ) -> None:

@@ -110,7 +110,6 @@ def test_links_lead_to_the_repository_once_it_has_an_address(tmp_path: Path) -> 
     assert pictures and all(x.startswith(of_release.replace("blob", "raw")) for x in pictures)
 
 
-@pytest.mark.host
 def test_the_wheel_works_beside_an_existing_torch_and_megatron(wheel: Path, tmp_path: Path) -> None:
     (new_environment(tmp_path) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip("install", "--no-deps", wheel, python=tmp_path / "bin/python")

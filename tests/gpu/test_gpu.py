@@ -107,7 +107,6 @@ def test_packs_are_split_as_transformer_engine_splits_them(size: int) -> None:
             assert torch.equal(theirs, CPLayout.thd(offsets, size, rank).index)
 
 
-@pytest.mark.host
 def test_every_part_of_a_dry_run_runs_or_says_why_not_and_that_it_is_one(tmp_path: Path) -> None:
     own = {"PYTHON": sys.executable, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     parts = [f"--only={name}" for name in PARTS if name != "tests"]  # which runs pytest
