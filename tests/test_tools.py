@@ -273,5 +273,5 @@ def test_releases_that_share_a_grid_have_all_pairs_and_together_all_triples(
         assert len(rows) < len([*product(*axes)])
         for i, j in combinations(range(3), 2):
             assert {(row[i], row[j]) for row in rows} == {*product(axes[i], axes[j])}
-        together.update(rows)
+        together.update(map(tuple, rows))
     assert together == {*product(*axes)}
