@@ -3,11 +3,11 @@
 #
 # Prints the interpreter of this checkout's virtual environment, in which the package and EXTRAS
 # ("mcore" or "mcore,test") are installed in the versions of ci/constraints.txt. What is missing is
-# installed; for another interpreter or other versions all is made anew. "test" includes the packages
-# of ci/peers.txt and ci/hugging_face.txt, in the environment's folders peers and hugging_face.
+# installed; for another interpreter or other versions all is made anew. "test" includes what is in
+# ci/peers.txt and ci/hugging_face.txt, in the environment's folders peers and hugging_face.
 #
 #   PYTHON                  the interpreter to build on; by default the first fit one that is found.
-#                           One that has torch, as in a GPU container, keeps it and its other packages
+#                           One that has torch, as in a GPU container, keeps all its packages
 #   MEGATRON_LOSS_AGG_VENV  where the environment lies; by default .venv in the checkout
 set -euo pipefail
 
@@ -19,8 +19,8 @@ export PIP_USER=0 # pip refuses to install for a user into an environment
 
 say() { echo "ci/python.sh: $*" >&2; }
 
-# megatron-core has wheels for Python 3.12 and 3.13. Candidates are run, since a name on the PATH may
-# be a shim that refuses to start; one of an environment stands for the interpreter behind it.
+# megatron-core has wheels for Python 3.12 and 3.13. Candidates are run, since a name on the PATH
+# may be a shim that refuses to start; one of an environment stands for the interpreter behind it.
 pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
 candidates=(python3 python3.12 python3.13 "$pyenv"/3.1[23].*/bin/python)
 if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
