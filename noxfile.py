@@ -24,49 +24,37 @@ nox.options.reuse_venv = "yes"
 CI = Path(__file__).parent / "ci"
 REPORTS = CI.parent / "build" / "verified"
 TESTS = (
-    *(
-        f"tests/host/test_{name}.py"
-        for name in (
-            *("gradients", "reports", "late_masks", "by_sample", "mtp", "terms"),
-            *("audit", "dataset_reports"),
-        )
-    ),
+    "tests/host/test_gradients.py",
+    "tests/host/test_reports.py",
+    "tests/host/test_late_masks.py",
+    "tests/host/test_by_sample.py",
+    "tests/host/test_mtp.py",
+    "tests/host/test_terms.py",
+    "tests/host/test_audit.py",
+    "tests/host/test_dataset_reports.py",
     "tests/launch/test_any_loop.py",
 )
-TOOLS = (
-    *("setuptools>=77", "pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis"),
-    "covertable",
-)
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis", "covertable")
+CONSTRAINTS = {"3.11": "constraints-3.11.txt", "3.12": "constraints.txt"}
 
 
 class Host(NamedTuple):
     """A release of Megatron-Core, and what it needs in place of what the constraints say."""
 
     version: str
+    python: str
     instead: tuple[str, ...] = ()
 
 
-class Python(NamedTuple):
-    """An interpreter, and the releases that are installed there in turn: torch is 5 GB."""
-
-    version: str
-    constraints: str
-    hosts: tuple[Host, ...]
-
-
-PYTHONS = (
-    # The wheels up to 0.16 are for 3.11 and older, and lack megatron.training.
-    Python(
-        "3.11",
-        "constraints-3.11.txt",
-        (
-            Host("0.14.0", ("numpy==1.26.4",)),
-            Host("0.15.3", ("numpy==1.26.4",)),
-            Host("0.16.1"),
-        ),
-    ),
-    Python("3.12", "constraints.txt", (Host("0.17.1"), Host("0.18.2"))),
+# The wheels up to 0.16 are for 3.11 and older, and lack megatron.training.
+HOSTS = (
+    Host("0.14.0", "3.11", ("numpy==1.26.4",)),
+    Host("0.15.3", "3.11", ("numpy==1.26.4",)),
+    Host("0.16.1", "3.11"),
+    Host("0.17.1", "3.12"),
+    Host("0.18.2", "3.12"),
 )
+RELEASES = [host.version for host in HOSTS]
 
 
 def interpreter(version: str) -> str:
@@ -83,22 +71,12 @@ def interpreter(version: str) -> str:
     return version  # nox says that it is missing
 
 
-def constraints_for(python: Python, host: Host) -> str:
-    """The constraints file of ``python``, with ``host``'s own versions in place of some."""
+def constraints_for(host: Host) -> str:
+    """The constraints of the host's Python, with its own versions in place of some."""
     own = (f"megatron-core=={host.version}", *host.instead)
     replaced = {requirement.partition("==")[0] for requirement in own}
-    pins = (CI / python.constraints).read_text().splitlines()
+    pins = (CI / CONSTRAINTS[host.python]).read_text().splitlines()
     return "\n".join([*(pin for pin in pins if pin.partition("==")[0] not in replaced), *own, ""])
-
-
-RELEASES = [host.version for python in PYTHONS for host in python.hosts]
-
-
-def chosen(session: nox.Session, python: Python) -> list[Host]:
-    """The releases on ``python`` that the command line names; all of them where it names none."""
-    if unknown := set(session.posargs) - set(RELEASES):
-        session.error(f"no release {', '.join(unknown)}; expected some of {', '.join(RELEASES)}")
-    return [h for h in python.hosts if not session.posargs or h.version in session.posargs]
 
 
 def share_packages(session: nox.Session) -> None:
@@ -108,14 +86,13 @@ def share_packages(session: nox.Session) -> None:
     (site / "shared.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
 
 
-def test_on(session: nox.Session, python: Python, host: Host) -> None:
+def test_on(session: nox.Session, host: Host) -> None:
     """Install ``host`` in place of the one before it, and run the tests that it can run."""
-    if python.version == f"{sys.version_info.major}.{sys.version_info.minor}":
-        share_packages(session)
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    constraints.write_text(constraints_for(python, host))
-    session.install("-q", "-c", str(constraints), "megatron-core", *TOOLS)
-    session.install("-q", "-c", str(constraints), "--no-build-isolation", "-e", ".")
+    constraints.write_text(constraints_for(host))
+    install = ("-q", "-c", str(constraints))
+    session.install(*install, "megatron-core", "setuptools>=77", *TOOLS)
+    session.install(*install, "--no-build-isolation", "-e", ".")
     # All releases share the rows of a grid; one that is named has all of them.
     part = f"covering {RELEASES.index(host.version)} {len(RELEASES)}"
     session.run(
@@ -127,16 +104,22 @@ def test_on(session: nox.Session, python: Python, host: Host) -> None:
     )
 
 
-for python in PYTHONS:
+# Of one Python, releases are installed in turn into the same environment: torch is 5 GB.
+for python in CONSTRAINTS:
 
-    @nox.session(name=f"python-{python.version}", python=interpreter(python.version))
-    def matrix(session: nox.Session, python: Python = python) -> None:
-        """Test every release on this Python, also after one that fails."""
+    @nox.session(name=f"python-{python}", python=interpreter(python))
+    def matrix(session: nox.Session, python: str = python) -> None:
+        """Test every release on this Python, or those that are named, also after one that fails."""
+        if unknown := set(session.posargs) - set(RELEASES):
+            session.error(f"no release {', '.join(unknown)}; expected some of {RELEASES}")
+        if python == f"{sys.version_info.major}.{sys.version_info.minor}":
+            share_packages(session)
         failed = []
-        for host in chosen(session, python):
-            try:
-                test_on(session, python, host)
-            except CommandFailed:
-                failed.append(host.version)
+        for host in HOSTS:
+            if host.python == python and host.version in (session.posargs or RELEASES):
+                try:
+                    test_on(session, host)
+                except CommandFailed:
+                    failed.append(host.version)
         if failed:
             session.error(f"failed on Megatron-Core {', '.join(failed)}")

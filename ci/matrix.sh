@@ -17,5 +17,6 @@ fi
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 "$python" -m nox --noxfile noxfile.py "$@" </dev/null
 if [[ $# -eq 0 ]]; then
-    "$python" ci/verified.py build/verified/*.xml >docs/verified.md
+    page=$("$python" ci/verified.py build/verified/*.xml)
+    echo "$page" >docs/verified.md
 fi

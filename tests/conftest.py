@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # The core's first: Hypothesis also draws numbers that are in the modules imported by then.
-ORDER = ("core", "frameworks", "sweep", "examples", "host", "launch", "peers")
+ORDER = ("core", "frameworks", "sweep", "test_examples.py", "host", "launch", "peers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,13 +1,12 @@
-"""A device in the memory of the CPU: what a GPU forbids raises, and every wait is counted.
+"""A device in the memory of the CPU: what a GPU forbids raises, and every wait is noted.
 
 Its tensors have true numbers and say that they lie on `DEVICE`. An operation on them and on tensors
-of the CPU raises, as does a collective on tensors of another device than its backend takes. `take`
-it in a process of its own: torch cannot take a device back. It has no backward pass.
+of the CPU raises. `take` it in a process of its own: torch cannot take a device back. It has no
+backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,11 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 BACKEND = "device_only"
-"""Of process groups: takes tensors on the device alone."""
+"""Of process groups, for tensors on the device."""
 
 DEVICE = torch.device("privateuseone", 0)
 # Operations whose results' size or value the host must know.
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+
+waits: list[str] = []
+"""Names of the operations for which the host waited for the device."""
+collectives: list[str] = []
+"""The types of the devices whose tensors they took."""
+_arriving: list[tuple[Tensor, Tensor]] = []
+"""Copies to the CPU that were not waited for, and what they will hold."""
 
 
 class OnDevice(Tensor):
@@ -54,33 +60,26 @@ class OnDevice(Tensor):
         return _run(func, args, kwargs or {})
 
 
-class Watched(TorchDispatchMode):
-    """Everything inside: `waits` are names of operations for which the host waits for the device.
-
-    Attributes:
-        collectives: (name, type of the device) of each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[str] = []
-        self.collectives: list[tuple[str, str]] = []
-        _watching.append(self)
+class Watch(TorchDispatchMode):
+    """Notes `waits` and `collectives` of everything inside."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[1]
+        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
         given = tensors_in((args, kwargs))
         if func.namespace == "c10d":
-            self.collectives += [(name, x.device.type) for x in given[:1]]
-            _check_backend(name, args, given)
-        out = self.result(func, args, kwargs or {})
-        if _waits(name, given, tensors_in(out), kwargs or {}):
-            self.waits.append(name)
-            _synchronize()
+            collectives.extend(x.device.type for x in given[:1])
+        out = _run(func, args, kwargs)
+        if _waits(name, given, tensors_in(out), kwargs):
+            _synchronize(name)
         return out
 
-    def result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return _run(func, args, kwargs)
+
+class _Stream:
+    """Of the device: there is one."""
+
+    @staticmethod
+    def synchronize() -> None:
+        _synchronize("synchronize")
 
 
 def take() -> None:
@@ -96,12 +95,10 @@ def take() -> None:
     torch.accelerator.current_stream = lambda *_: _Stream
     torch.accelerator.is_available = lambda: True
     Tensor.pin_memory = _pinned
-    _Stream.exists = True
     dist.Backend.register_backend(BACKEND, dist.ProcessGroupGloo, devices=["cpu"])
 
 
 _kept: list[Any] = []
-_watching: list[Watched] = []
 
 
 def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
@@ -124,26 +121,11 @@ def _copy_from(x: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
     return to
 
 
-_on_their_way: list[tuple[Tensor, Tensor]] = []
-"""Copies to the CPU that were not waited for, and what they will hold."""
-
-
-def _synchronize() -> None:
-    for copy, value in _on_their_way:
+def _synchronize(name: str) -> None:
+    waits.append(name)
+    for copy, value in _arriving:
         copy.copy_(value)
-    _on_their_way.clear()
-
-
-class _Stream:
-    """Of the device: there is one."""
-
-    exists = False
-
-    @staticmethod
-    def synchronize() -> None:
-        for mode in _watching:
-            mode.waits.append("synchronize")
-        _synchronize()
+    _arriving.clear()
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -161,19 +143,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     held = tree_map_only(OnDevice, lambda x: x.held, (args, kwargs))
     out = func(*held[0], **held[1])
     if not on_device:
-        return _arriving(out) if kwargs.get("non_blocking") else out
+        if not kwargs.get("non_blocking"):
+            return out
+        copy = torch.full_like(out, 1)  # something else, until the device is waited for
+        _arriving.append((copy, out.clone()))
+        return copy
     if func is torch.ops.aten.copy_.default:
         return args[0]
     # An operation in place returns what it was given.
     same = {id(x.held): x for x in given if isinstance(x, OnDevice)}
     return tree_map_only(Tensor, lambda x: same[id(x)] if id(x) in same else OnDevice(x), out)
-
-
-def _arriving(value: Tensor) -> Tensor:
-    """A copy that holds something else until the device is waited for."""
-    copy = torch.full_like(value, 1)
-    _on_their_way.append((copy, value.clone()))
-    return copy
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -185,34 +164,13 @@ def _is_on_device(tensors: list[Tensor]) -> bool:
 
 
 def _waits(name: str, given: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether the host waits for the device, real, simulated or fake."""
-    off_cpu = [any(x.device.type != "cpu" for x in tensors) for tensors in (given, made)]
-    if not any(off_cpu):
+    """Whether the host waits for the device."""
+    if not _is_on_device([*given, *made]):
         return False
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
-    if name in ("_to_copy", "copy_") and len({x.device.type for x in (*given, *made)}) > 1:
-        if not all(x.numel() for x in given):
-            return False
+    if name in ("_to_copy", "copy_") and len({x.device for x in (*given, *made)}) > 1:
         # Memory of the CPU that can be swapped out is copied first, by the host.
-        from_pinned = not _Stream.exists or hasattr(given[-1], "is_pinned_here")
-        return not kwargs.get("non_blocking") or (off_cpu[1] and not from_pinned)
+        pageable = _is_on_device(made) and not hasattr(given[-1], "is_pinned_here")
+        return given[-1].numel() > 0 and (pageable or not kwargs.get("non_blocking"))
     return name in WAITS
-
-
-def _check_backend(name: str, args: Any, given: list[Tensor]) -> None:
-    """Raise RuntimeError for tensors that the backend of the group does not take."""
-    (group,) = _groups(args)
-    backend = dist.get_backend(group)
-    wrong = [x for x in given if isinstance(x, OnDevice) != (backend == BACKEND)]
-    if wrong and backend in (BACKEND, "gloo"):
-        raise RuntimeError(f"{name} over {backend} of a tensor on {wrong[0].device}")
-
-
-def _groups(args: Any) -> Iterator[dist.ProcessGroup]:
-    for x in args:
-        if isinstance(x, torch.ScriptObject):
-            try:
-                yield dist.ProcessGroup.unbox(x)
-            except RuntimeError:  # of another class, such as the kind of a reduction
-                continue

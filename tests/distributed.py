@@ -18,11 +18,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import popen_fork
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ class RankFailed(AssertionError):
     """A rank raised, died, or was still running when the time was up."""
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     world_size: int
     port: int
     timeout: float
@@ -162,39 +160,36 @@ def _run(job: _Job) -> list[bytes]:
 
 
 def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[bytes]:
+    pending = {rank.receiver: i for i, rank in enumerate(ranks)}
     results: dict[int, bytes] = {}
-    while len(results) < len(ranks):
-        pending = {x.receiver: i for i, x in enumerate(ranks) if i not in results}
+    failures: list[str] = []
+    peers_lost: list[str] = []  # what others fail with: the cause is said before, or soon after
+    while pending:
         ready = wait([*pending], timeout=max(deadline - time.monotonic(), 0.0))
-        if not ready:
-            where = "".join(f"\nrank {i}:{ranks[i].last_lines()}" for i in pending.values())
-            late = [*pending.values()]
-            raise RankFailed(f"ranks {late} were still running after {timeout:g} s{where}")
-        failures: dict[int, str] = {}
-        for rank in (pending[receiver] for receiver in ready):
+        for receiver in ready:
+            number = pending.pop(receiver)
+            rank = ranks[number]
             try:
-                succeeded, payload = pickle.loads(ranks[rank].receiver.recv_bytes())
+                succeeded, payload = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                raise RankFailed(f"rank {rank} {ranks[rank].death()}") from None
-            (results if succeeded else failures)[rank] = payload
-        if failures:
-            # Who lost a peer is not the cause: that peer has said its error before, or has died.
-            rank = min(failures, key=lambda rank: "/gloo/" in failures[rank])
-            dead = _died(ranks) if "/gloo/" in failures[rank] else None
-            if dead is not None:
-                raise RankFailed(f"rank {dead} {ranks[dead].death()}")
-            raise RankFailed(f"rank {rank} failed:\n{failures[rank]}{ranks[rank].last_lines()}")
-    return [results[rank] for rank in range(len(ranks))]
-
-
-def _died(ranks: list[_Rank]) -> int | None:
-    """A rank whose death may have closed another's connections, shortly before it is known here."""
-    for _ in range(100):
-        for rank, process in enumerate(ranks):
-            if process.exitcode not in (None, 0):
-                return rank
-        time.sleep(0.01)
-    return None
+                failures.append(f"rank {number} {rank.death()}")
+                continue
+            if succeeded:
+                results[number] = payload
+                continue
+            kind = peers_lost if "/gloo/" in payload else failures
+            kind.append(f"rank {number} failed:\n{payload}{rank.last_lines()}")
+        if peers_lost:
+            deadline = min(deadline, time.monotonic() + 1)
+        if failures or not ready:
+            break
+    if failures or peers_lost:
+        raise RankFailed([*failures, *peers_lost][0])
+    if pending:
+        where = "".join(f"\nrank {i}:{ranks[i].last_lines()}" for i in pending.values())
+        late = [*pending.values()]
+        raise RankFailed(f"ranks {late} were still running after {timeout:g} s{where}")
+    return [results[number] for number in range(len(ranks))]
 
 
 def _rank_main(rank: int, job: _Job, sender: Connection, log: IO[bytes]) -> None:

@@ -2,12 +2,15 @@
 
 A page's blocks of Python run in their order, as one program. Commands of the package itself run,
 too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
-Links lead somewhere, and what the pages say of errors is so.
+What the pages say of errors is so, and the site that is built of them leads somewhere and needs
+nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import html
 import os
 import re
 import shlex
@@ -16,10 +19,12 @@ import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from markdown.extensions.toc import slugify
 
+from megatron_loss_agg import errors
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -51,8 +56,8 @@ CLAIMS = {
 # Commands that no test here can run, by how they begin: who runs them, or why nobody does.
 ELSEWHERE = {
     "bash ci/": "continuous integration itself",
-    "bash examples/quickstart.sh": "its commands run in tests/examples/test_scripts.py",
-    "bash examples/grpo/run.sh": "its loop runs in tests/examples/test_grpo.py",
+    "bash examples/quickstart.sh": "its commands run in tests/test_examples.py",
+    "bash examples/grpo/run.sh": "its loop runs in tests/test_examples.py",
     "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
     "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_commands.py",
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
@@ -302,15 +307,76 @@ REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/><
 <testcase classname="a" name="test_a_sum[2]">{1}</testcase></testsuite>"""
 
 
-def test_the_page_of_what_was_verified_counts_what_holds_and_ends_with_its_sections(
-    tmp_path: Path,
-) -> None:
+def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: Path) -> None:
     reports = [tmp_path / "old.xml", tmp_path / "new.xml"]
     reports[0].write_text(REPORT.format("0.18.2", "<failure/>"))
     reports[1].write_text(REPORT.format("0.19.2", ""))
     command = [sys.executable, str(ROOT / "ci/verified.py"), *map(str, reports)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "| a sum | 1/2 | 2 |\n" in printed
-    sections = printed[printed.index("\n## Sweep") :]
-    assert TEXTS["docs/verified.md"].endswith(sections)
-    assert re.search(r"^\| token_mean( \| \d\.\de-07){3} \|", sections, re.MULTILINE)
+    assert TEXTS["docs/verified.md"].endswith(printed[printed.index("\n## Sweep") :])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
+    # The page of an unknown address is shown at any of them, so its links begin at the root.
+    texts = {file: file.read_text() for file in site.rglob("*.html") if file.name != "404.html"}
+    anchors = {file: {*re.findall(r'\bid="([^"]+)"', text)} for file, text in texts.items()}
+    dead, seen = [], 0
+    for file, text in texts.items():
+        for link in re.findall(r'<[^>]*\b(?:href|src)="([^"]*)"', text):
+            parts = urlsplit(html.unescape(link))
+            if parts.scheme:
+                continue
+            seen += 1
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            named = not parts.fragment or unquote(parts.fragment) in anchors.get(target, ())
+            if not target.is_file() or not named:
+                dead.append((file.name, link))
+    assert seen > 1000
+    assert dead == []
+
+
+def test_nothing_that_a_page_of_the_site_needs_comes_from_elsewhere(site: Path) -> None:
+    loads = re.compile(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
+    assert [(f.name, x) for f in site.rglob("*.html") for x in loads.findall(f.read_text())] == []
+
+
+def test_formulas_are_drawn(site: Path) -> None:
+    drawn = 0
+    for source in (ROOT / "docs").glob("*.md"):
+        formulas = source.read_text().count("```math") + source.read_text().count("$`")
+        page = (site / f"{source.stem}.html").read_text()
+        assert page.count('<svg role="img"') == formulas and "$<code>" not in page, source
+        drawn += formulas
+    assert drawn > 5
+
+
+def test_the_first_page_is_the_readme_and_a_file_is_shown_whole(site: Path) -> None:
+    first = (site / "index.html").read_text()
+    assert "<h1" in first and 'href="modes.html"' in first and '="docs/' not in first
+    guide = html.unescape(re.sub(r"<[^>]+>", "", (site / "custom_loop.html").read_text()))
+    assert (ROOT / "examples/custom_loop.py").read_text().strip() in guide
+
+
+def test_api_pages_hold_every_public_name_and_render_the_sections_of_its_docstring(
+    site: Path,
+) -> None:
+    names = {name for name in vars(errors) if name.endswith("Error")}
+    for source in (ROOT / "megatron_loss_agg").rglob("*.py"):
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names |= {*ast.literal_eval(node.value)}
+    text = "".join(page.read_text() for page in site.glob("api*.html"))
+    shown = {path.rpartition(".")[2] for path in re.findall(r'id="([\w.]+)"', text)}
+    assert len(names) > 60 and names - shown == {"main"}  # of the command `explain`
+    assert re.findall(r"<p>\s*(?:Args|Attributes|Returns|Raises)\b.*?:", text) == []
+    assert "::\n" not in text and "<p>::" not in text

@@ -1,15 +1,15 @@
 """On a device: the loss function waits for nothing, planning seldom, collectives get its tensors.
 
 Proved without one, on that of `tests.device`: it has values, so that numbers can be compared with
-the CPU's, and every wait for it is counted. It has no backward pass, so a toy model and a schedule
-of the loop's own run here.
+the CPU's, and every wait for it is noted. It has no backward pass, so a toy model and a schedule of
+the loop's own run here.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,49 +26,46 @@ from tests import device
 from tests.distributed import run_ranks
 from tests.host import parallel_state
 from tests.host.cases import Batch, Case
-from tests.host.steps import Places, aggregation
+from tests.host.steps import aggregation
 
 N_MB = 2
+PLACES = (((0, 1), (2, 3, 4)), ((3, 6), (7, 8, 9)))
+"""Samples of the microbatches, by data-parallel rank."""
 BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
 Place = Callable[[Tensor], Tensor]
-Seen = tuple[Sequence[str], Sequence[str]]
+Seen = tuple[list[str], list[str]]
 """Waits, and the devices of collectives."""
 TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), coefficient=0.1)}
-
-
-# By data-parallel rank.
-PLACES: Places = (((0, 1), (2, 3, 4)), ((3, 6), (7, 8, 9)))
 LATE = {"read_batch": read_samples}
 CASES = {
-    name: replace(case, places=PLACES)
-    for name, case in {
-        "rows": Case("sample_mean", layout="bshd"),
-        "rows-per-token": Case("prompt_mean", layout="bshd", per_token=True),
-        "packs": Case("prompt_mean"),
-        "packs-per-token": Case("sample_mean", per_token=True),
-        "packs-token-mean": Case("token_mean"),
-        "packs-evaluation": Case("sample_mean", call={"forward_only": True}),
-        "packs-of-two-terms": Case("", terms=TWO),
-        "rows-of-two-terms": Case("", terms=TWO, layout="bshd", per_token=True),
-        "custom": Case("custom", layout="bshd"),
-        "late": Case("sample_mean", layout="bshd", hook=LATE),
-        "late-token-mean": Case("token_mean", layout="bshd", per_token=True, hook=LATE),
-    }.items()
+    "rows": Case("sample_mean", layout="bshd"),
+    "rows-per-token": Case("prompt_mean", layout="bshd", per_token=True),
+    "packs": Case("prompt_mean"),
+    "packs-per-token": Case("sample_mean", per_token=True),
+    "packs-token-mean": Case("token_mean"),
+    "packs-evaluation": Case("sample_mean", call={"forward_only": True}),
+    "packs-of-two-terms": Case("", terms=TWO),
+    "rows-of-two-terms": Case("", terms=TWO, layout="bshd", per_token=True),
+    "custom": Case("custom", layout="bshd"),
+    "late": Case("sample_mean", layout="bshd", hook=LATE),
+    "late-token-mean": Case("token_mean", layout="bshd", per_token=True, hook=LATE),
 }
 
 
-def as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
 class Model(torch.nn.Module):
-    def __init__(self, per_token: bool = False) -> None:
+    def __init__(self, per_token: bool) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
         self.config = SimpleNamespace(calculate_per_token_loss=per_token)
 
     def forward(self, tokens: Tensor, packed_seq_params: Any = None) -> Tensor:
         return tokens * self.scale
+
+
+class Unmeasured(Audit):
+    """Which needs a model in one of Megatron's wrappers; all other checks are on."""
+
+    def start(self, call: Any) -> None: ...
 
 
 def stock_loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -97,113 +94,96 @@ def groups_of(backend: str | None = None) -> Any:
     return SimpleNamespace(dp=mine(*(ranks[i::cp] for i in range(cp))), cp=split, tp=one, pp=one)
 
 
-@dataclass
-class Script:
-    """A loop's own forward step and schedule, for one call."""
+def seen() -> Seen:
+    """Since the last call."""
+    found = [*device.waits], [*device.collectives]
+    device.waits.clear()
+    device.collectives.clear()
+    return found
 
-    case: Case
-    groups: Any
-    place: Place = as_it_is  # puts losses and masks somewhere
-    read: Place = as_it_is  # puts the tensors of the data iterator somewhere
-    seen: device.Watched | None = None
-    planning: Seen = ((), ())
-    of_losses: list[Seen] = field(default_factory=list)
 
-    def data(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self.case.data(dist.get_rank(self.groups.dp)):
-            yield {k: self.read(x.float() if k == "loss_mask" else x) for k, x in batch.items()}
+def as_it_is(x: Tensor) -> Tensor:
+    return x
 
-    def run(self, hook: Any, model: Any, forward_only: bool = False) -> list[Any]:
-        """What the loss functions returned."""
-        data = iter([*self.data()])
-        self._look()
-        return hook.wrap(self.schedule)(
-            forward_step_func=self.forward_step,
-            data_iterator=data,
-            model=model,
-            num_microbatches=N_MB,
-            forward_only=forward_only,
-            pg_collection=self.groups,
-        )
 
-    @torch.no_grad()
-    def schedule(
-        self, *, forward_step_func: Any, data_iterator: Any, model: Any, **_: Any
-    ) -> list[Any]:
-        self.planning = self._look()
-        returned = []
-        for _ in range(N_MB):
-            losses, loss_func = forward_step_func(data_iterator, model)
-            self._look()
-            returned.append(loss_func(losses))
-            self.of_losses.append(self._look())
-        return returned
+def to_device(x: Tensor) -> Tensor:
+    return x.pin_memory().to(device.DEVICE, non_blocking=True)
 
-    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+
+def two_steps(
+    case: Case, groups: Any, read: Place = as_it_is, place: Place = as_it_is
+) -> tuple[list[Any], list[Any], Seen, list[Seen]]:
+    """What the loss functions return, the last step's reports, and what it saw: first, planning.
+
+    ``read`` puts the data iterator's tensors somewhere, and ``place`` losses and masks.
+    """
+    hook = {**case.hook, "extensions": [Unmeasured()], "loop": Loop(of_megatron=True)}
+    case = replace(case, places=PLACES, hook=hook)
+    model, returned = Model(case.per_token), []
+    planning: Seen = [], []
+    of_losses: list[Seen] = []
+
+    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch = next(data_iterator)
-        size, rank = self.groups.cp.size(), self.groups.cp.rank()
+        size, rank = groups.cp.size(), groups.cp.rank()
         packed, layout = None, CPLayout.bshd(batch["tokens"].shape[1], size, rank)
-        if self.case.layout == "thd":
+        if case.layout == "thd":
             starts = batch["cu_seqlens_padded"]
             packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=starts)
             layout = CPLayout.thd(starts, size, rank)
         tokens, mask = (layout.shard(batch[key]) for key in ("tokens", "loss_mask"))
-        losses, mask = self.place(model(tokens, packed)), self.place(mask)
-        if self.case.terms:
+        losses, mask = place(model(tokens, packed)), place(mask)
+        if case.terms:
             return losses, TokenLoss(two_losses, mask, takes_weights=True)
         return losses, functools.partial(stock_loss_func, mask)
 
-    def _look(self) -> Seen:
-        """Since the last look."""
-        if self.seen is None:
-            return (), ()
-        waits, collectives = [*self.seen.waits], [where for _, where in self.seen.collectives]
-        self.seen.waits.clear()
-        self.seen.collectives.clear()
-        return waits, collectives
+    @torch.no_grad()
+    def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, **_: Any) -> list[Any]:
+        nonlocal planning
+        planning, of_step = seen(), []
+        of_losses.clear()
+        for _ in range(N_MB):
+            losses, loss_func = forward_step_func(data_iterator, model)
+            seen()
+            of_step.append(loss_func(losses))
+            of_losses.append(seen())
+        return of_step
 
-
-def hook_of(case: Case) -> Any:
-    """With all checks but the audit, which needs a model in one of Megatron's wrappers."""
-
-    class Unmeasured(Audit):
-        def start(self, call: Any) -> None:
-            """The model is in none of Megatron's wrappers."""
-
-    options = {"extensions": [Unmeasured()], "loop": Loop(of_megatron=True)}
-    return replace(case, hook={**case.hook, **options}).new_hook()
-
-
-def two_steps(case: Case, **loop: Any) -> tuple[list[Any], list[Any], Script]:
-    """What the loss functions of two steps return, and the reports of the last one's ranks."""
-    hook, model, returned = hook_of(case), Model(case.per_token), []
+    run = case.new_hook().wrap(schedule)
     for forward_only in (False, "forward_only" in case.call):
-        last = Script(case, **loop)
-        returned.append(last.run(hook, model, forward_only))
-    reports = [reports for *_, reports in returned[-1]]
-    return returned, reduce_reports(reports, last.groups.dp), last
+        batches = [
+            {k: read(x.float() if k == "loss_mask" else x) for k, x in batch.items()}
+            for batch in case.data(groups.dp.rank())
+        ]
+        seen()
+        returned.append(
+            run(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                num_microbatches=N_MB,
+                forward_only=forward_only,
+                pg_collection=groups,
+            )
+        )
+    reports = reduce_reports([report for *_, report in returned[-1]], groups.dp)
+    return returned, reports, planning, of_losses
 
 
 def on_device(read_on_device: bool, backend: str) -> dict[str, Any]:
-    """By case: waits and collectives of a second step, by part; and whether it is the CPU's."""
+    """By case: whether it is the CPU's; and waits and collectives of a second step, by part."""
     groups = groups_of()
-    wanted = {name: two_steps(case, groups=groups) for name, case in CASES.items()}
+    wanted = {name: two_steps(case, groups) for name, case in CASES.items()}
     device.take()  # for good
     groups, found = groups_of(backend), {}
-
-    def place(x: Tensor) -> Tensor:
-        return x.pin_memory().to(device.DEVICE, non_blocking=True)
-
-    with device.Watched() as seen:
-        way = {"place": place, "read": place if read_on_device else as_it_is, "seen": seen}
+    read = to_device if read_on_device else as_it_is
+    with device.Watch():
         for name, case in CASES.items():
-            returned, reports, loop = two_steps(case, groups=groups, **way)
-            pairs = zip(
-                device.tensors_in(returned), device.tensors_in(wanted[name][0]), strict=True
-            )
+            returned, reports, *waited = two_steps(case, groups, read, to_device)
+            expected, expected_reports, *_ = wanted[name]
+            pairs = zip(device.tensors_in(returned), device.tensors_in(expected), strict=True)
             same = [torch.equal(x.cpu(), y) for x, y in pairs]
-            same.append(reports == wanted[name][1])
-            found[name] = same, loop.planning, loop.of_losses
+            found[name] = [*same, reports == expected_reports], *waited
     return found
 
 
@@ -229,27 +209,22 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
             assert {*where} <= {device.DEVICE.type}
 
 
-LONG = 2**15
-
-
 def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
-    """One sample of many equal fractions."""
-    starts = torch.tensor([0, LONG], dtype=torch.int32)
-    rows = {"tokens": torch.ones(1, LONG), "loss_mask": torch.full((1, LONG), 0.1)}
+    """One sample of many equal fractions: added up in fp32 one by one, its mask is 3e-4 off."""
+    starts = torch.tensor([0, 2**15], dtype=torch.int32)
+    rows = {"tokens": torch.ones(1, 2**15), "loss_mask": torch.full((1, 2**15), 0.1)}
     return {**rows, "cu_seqlens": starts, "cu_seqlens_padded": starts}
 
 
-def loss_of_long_packs() -> float:
-    case = Case("sample_mean", places=PLACES, batch=long_pack)
-    returned = Script(case, groups_of()).run(hook_of(case), Model())
-    return sum(loss.item() for loss, *_ in returned) / N_MB
+def losses_of_long_packs() -> list[float]:
+    (first, _), *_ = two_steps(Case("sample_mean", batch=long_pack), groups_of())
+    return [loss.item() for loss, *_ in first]
 
 
 def test_a_pack_of_many_equal_fractions_is_summed_exactly() -> None:
-    """Added up one by one in fp32, its mask is 3e-4 off, and would be taken for another."""
-    assert run_ranks(loss_of_long_packs, 1, preload="megatron.core.utils") == [
-        pytest.approx(1.0, rel=1e-6)
-    ]
+    """Or else it would be taken for another than was counted."""
+    (losses,) = run_ranks(losses_of_long_packs, 1, preload="megatron.core.utils")
+    assert sum(losses) / N_MB == pytest.approx(1.0, rel=1e-6)
 
 
 def counting_group(gloo_beside: bool) -> tuple[bool, bool]:

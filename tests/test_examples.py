@@ -1,0 +1,346 @@
+"""The scripts of `examples`, started as their users start them; their data, rewards and packs."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from examples import stdlib_pairs
+from examples.grpo import checkpoint, packing, task
+from examples.grpo.options import MODES, Options, parse
+from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
+from megatron_loss_agg.mcore import read_batch
+from tests.frameworks.harness import run_in_bash
+from tests.host.harness import run_host_ranks
+from tests.launch import processes
+from tests.launch.processes import LAUNCHER, ROOT
+
+STEPS = 10
+SCRIPT = ROOT / "examples/pretrain_gpt.py"
+SHORT = ("--train-iters", str(STEPS), "--eval-iters", "1")
+
+
+def torchrun(ranks: int, *command: str) -> str:
+    """Run under torchrun on this machine; what it said, of stdout and stderr together."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    start = f"torchrun --standalone --nproc-per-node {ranks} {shlex.join(command)} 2>&1"
+    return run_in_bash(start, **quiet)
+
+
+def flags_of(name: str) -> list[str]:
+    """The array of flags in a shell script of the examples."""
+    script = (ROOT / "examples" / name).read_text()
+    found = re.search(r"^flags=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
+    assert found
+    return shlex.split(found.group(1), comments=True)
+
+
+def losses(said: str) -> dict[str, list[float]]:
+    """The loss of every step, by the name that its progress line gives."""
+    lines = re.findall(r"iteration +\d+/ .*", said)
+    found: dict[str, list[float]] = {}
+    for name, value in re.findall(r"\| (\w+ loss): (\S+)", "\n".join(lines)):
+        found.setdefault(name, []).append(float(value))
+    return found
+
+
+def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) -> None:
+    trained = losses(torchrun(4, *LAUNCHER, str(SCRIPT), *flags_of("quickstart.sh"), *SHORT))
+    assert set(trained) == {"lm loss", "prompt_mean loss"}
+    for values in trained.values():
+        assert len(values) == STEPS
+        assert 5.5 < values[0] < 6.5  # a uniform guess among 384 tokens: ln 384 = 5.95
+        assert max(values[-3:]) < values[0] - 1.5
+    # CP 2 x DP 1: the same packs in twice as many microbatches a rank.
+    codes, said = processes.run(tmp_path, SCRIPT, *flags_of("quickstart.sh"), *SHORT, ranks=2)
+    assert codes == [0, 0], said[-4000:]
+    halved = losses(said)
+    for name, values in trained.items():
+        assert halved[name] == pytest.approx(values, rel=1e-4)
+
+
+@pytest.mark.parametrize("script", ["custom_loop", "dpo"])
+def test_the_custom_loops_prove_their_gradients(script: str) -> None:
+    errors = re.findall(r"gradient error (\S+)", torchrun(2, f"examples/{script}.py", "--cpu"))
+    assert len(errors) == 5
+    assert all(float(error) < 1e-12 for error in errors)
+
+
+def test_the_proof_holds_and_stock_averages_differ() -> None:
+    said = torchrun(4, "examples/proof.py")
+    rows = dict(re.findall(r"^  (\S.*?)  +([\d.e+ -]+)$", said, re.MULTILINE))
+    table = {title: [float(cell) for cell in cells.split()] for title, cells in rows.items()}
+    per_token = ", --calculate-per-token-loss"
+    for flag in ("", per_token):
+        assert max(table["megatron_loss_agg" + flag]) <= 1e-12
+        prompt_mean, *_ = table["stock Megatron" + flag]
+        assert prompt_mean > 1e-2
+    # Stock Megatron has an exact mean over tokens, under that flag: the reference must agree.
+    *_, token_mean, _ = table["stock Megatron" + per_token]
+    assert token_mean <= 1e-12
+
+
+# One parameter is NaN, with one mode and flag, neither of them the first.
+SPOILED = f"""
+import sys
+sys.path[0] = {str(ROOT / "examples")!r}
+import proof
+proof.SHAPE["num_layers"] = proof.MICROBATCHES = 1
+exact = proof.host_gradients
+def spoiled(data, weights, mode, per_token_flag):
+    found = exact(data, weights, mode, per_token_flag)
+    if mode == "token_mean" and per_token_flag:
+        found[list(found)[-1]] *= float("nan")
+    return found
+proof.host_gradients = spoiled
+sys.exit(proof.main())
+"""
+
+
+def test_the_proof_fails_when_one_parameter_of_one_run_is_wrong(tmp_path: Path) -> None:
+    codes, said = processes.run(tmp_path, SPOILED, ranks=4, starter=())
+    assert codes == [1, 0, 0, 0]
+    assert "NOT EXACT" in said
+
+
+def test_losses_by_length_are_megatrons_and_runs_are_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import compare_modes_plot
+
+    run = tmp_path / "token_mean"
+    run.mkdir()
+    short = "--train-iters 2 --lr-warmup-iters 0 --eval-interval 2 --eval-iters 3"
+    flags = [*flags_of("compare_modes.sh"), *short.split(), "--loss-aggregation", "token_mean"]
+    monkeypatch.setenv("COMPARE_MODES_OUTPUT", str(run / "losses.jsonl"))
+    log = torchrun(1, *LAUNCHER, "examples/compare_modes.py", *flags)
+    (run / "log.txt").write_text(log)
+    # The evaluation reads 24 packs. By length, their losses add up to what Megatron logs.
+    first, *_ = map(json.loads, (run / "losses.jsonl").read_text().splitlines())
+    data = stdlib_pairs.PackedPairs("valid", packs=24, seq_length=1024, pad_to=2)
+    lengths = [len(pair.response) + 1 for i in range(24) for pair in data.pairs(i)]
+    classes = {"short": (0, 64), "medium": (64, 256), "long": (256, 9999)}
+    tokens = {k: sum(n for n in lengths if a <= n < b) for k, (a, b) in classes.items()}
+    assert all(tokens.values()) and first["step"] == 2
+    mean = sum(first[name] * tokens[name] for name in tokens) / sum(tokens.values())
+    logged = re.findall(r"validation loss at .*lm loss value: (\S+)", log)
+    assert mean == pytest.approx(float(logged[0]), rel=2e-6)
+    shutil.copytree(run, tmp_path / "stock")
+    compare_modes_plot.main(tmp_path, ["stock", "token_mean"])
+    assert (tmp_path / "loss_by_length.png").read_bytes().startswith(b"\x89PNG")
+    norm, _ = re.findall(r"grad norm: (\S+)", log)
+    said = capsys.readouterr().out
+    assert f"| {float(norm):.3g} |" in said and "| `stock` |" in said
+
+
+def test_a_sample_is_a_documented_function_and_only_its_body_and_end_have_loss(
+    tmp_path: Path,
+) -> None:
+    source = (
+        "class A:\n    def f(self, x):\n"
+        '        """Double x."""\n        # plain\n        return 2 * x\n'
+        "def undocumented():\n    return 1\n"
+        'def only_docstring():\n    """Nothing else."""\n'
+        'def one_line(): "Documented."; return 1\n'
+    )
+    (tmp_path / "m.py").write_text(source)
+    (pair,) = stdlib_pairs.functions("m.py", tmp_path)
+    assert pair.prompt == b'def f(self, x):\n    """Double x."""\n'
+    assert pair.response == b"# plain\nreturn 2 * x\n"
+    assert ast.parse(pair.prompt + b"    return 2 * x")
+    packs, id_of = stdlib_pairs.PackedPairs("train", packs=12, seq_length=512, pad_to=4), {}
+    for item, pairs in ((packs[i], packs.pairs(i)) for i in range(12)):
+        starts, padding = item["cu_seqlens_padded"].tolist(), item["cu_seqlens_padded"].diff()
+        assert item["cu_seqlens"].diff().tolist() == [pair.length for pair in pairs]
+        assert padding.tolist() == [-(-pair.length // 4) * 4 for pair in pairs]
+        assert item["tokens"].numel() == starts[-1] <= 512
+        assert int(item["max_seqlen"]) == int(padding.max())
+        for pair, start, prompt_id in zip(pairs, starts, item["prompt_ids"].tolist(), strict=False):
+            names = ("tokens", "labels", "position_ids", "loss_mask")
+            found = [item[name][start : start + pair.length].tolist() for name in names]
+            text = [*pair.prompt, stdlib_pairs.SEPARATOR, *pair.response, stdlib_pairs.END]
+            mask = [0.0] * len(pair.prompt) + [1.0] * (len(pair.response) + 1)
+            assert found == [text[:-1], text[1:], [*range(pair.length)], mask]
+            assert id_of.setdefault(pair.module, prompt_id) == prompt_id
+    assert len({*id_of.values()}) == len(id_of) < 12  # groups go on in the next pack
+    train, valid = ({*stdlib_pairs.modules(split)} for split in ("train", "valid"))
+    assert train and valid and not train & valid
+
+
+# `examples/grpo`.
+
+NO_ANSWERS = ("12", "", "=", "=012", "=12=", "=1=2", "=12+", "=1", "=+12", "=13", "7=13")
+
+
+def answer(text: str) -> list[int]:
+    return [*task.encode(text), task.END]
+
+
+def test_a_reward_is_given_for_the_sum_after_the_last_equals_sign_and_nothing_else() -> None:
+    for left, right in itertools.product(range(10), repeat=2):
+        rewarded = [n for n in range(20) if task.reward(f"{left}+{right}", answer(f"={n}"))]
+        assert rewarded == [left + right]
+    for before in ("", "7", "=", "3+4=7", "=12=", "++"):
+        assert task.reward("5+7", answer(f"{before}=12")) == 1
+    unfinished = [[], task.encode("=12"), [*task.encode("=12"), task.PAD, task.END]]
+    for wrong in (*unfinished, [*answer("=12"), task.END], *map(answer, NO_ANSWERS)):
+        assert task.reward("5+7", wrong) == 0, wrong
+    # Group 1: mean 1/4, variance (9 + 3 * 1) / 16 / 3 = 1/4. Group 2: all alike.
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
+    expected = torch.tensor([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
+    torch.testing.assert_close(task.group_advantages(rewards, 4), expected)
+
+
+def rows(number: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Fields of random rows of free length, their lengths and their prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    width = 12
+    lengths = torch.randint(task.PROMPT + 1, width + 1, (number,), generator=generator)
+    position = torch.arange(width)
+    response = (position >= task.PROMPT) & (position < lengths.unsqueeze(1))
+    fields = {
+        "tokens": torch.randint(1, task.END, (number, width), generator=generator),
+        "loss_mask": predicting_mask(response.float()),
+        "old_log_probs": -torch.rand(number, width, generator=generator),
+    }
+    return fields, lengths, torch.arange(number) // 4
+
+
+def test_packs_hold_every_row_once_within_the_budget() -> None:
+    fields, lengths, prompt_ids = rows(40, seed=0)
+    found = []
+    for pack in packing.microbatches(
+        fields, lengths, prompt_ids, multiple=4, budget=64, group=None
+    ):
+        offsets, padded = pack["cu_seqlens"], pack["cu_seqlens_padded"]
+        assert pack["tokens"].shape == (1, int(padded[-1])) and padded[-1] <= 64
+        assert (padded.diff() % 4 == 0).all()
+        names = (*fields, "labels", "position_ids")
+        unpacked = (packing.unpack(pack[name], offsets, padded) for name in names)
+        for prompt, *row, labels, positions in zip(pack["prompt_ids"], *unpacked, strict=True):
+            assert torch.equal(labels[:-1], row[0][1:])
+            assert torch.equal(positions, torch.arange(len(labels)))
+            found.append((int(prompt), *(x.tolist() for x in row)))
+    expected = [
+        (prompt, *(field[i, : lengths[i]].tolist() for field in fields.values()))
+        for i, prompt in enumerate(prompt_ids.tolist())
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_that_is_offered_weighs_packs_and_ignores_padding_ones(mode: str) -> None:
+    pack = packing.pack(*rows(6, seed=1), 4)
+    aggregation = LossAggregation(mode=mode, divisor=9.0 if mode == "constant" else None)
+    alone = StepPlan.build(aggregation, [read_batch(pack)])
+    assert alone.weights(0).any()
+    both = [read_batch(x) for x in (pack, packing.padding_like(pack, 4))]
+    padded = StepPlan.build(aggregation, both)
+    assert not padded.weights(1).any()
+    if mode != "microbatch_mean":  # in which a microbatch without a token is a microbatch
+        assert torch.equal(alone.weights(0), padded.weights(0))
+
+
+REFUSED = {
+    "--mode custom": "; expected one of token_mean, sample_mean, prompt_mean,",
+    "--largest 2 --prompts 10": "; expected at most the 9 of --largest",
+    "--prompts 3": " cannot be dealt to --updates 2",
+    "--context-parallel 4 --token-budget 15": "; expected at least 16",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_run_that_cannot_be_is_refused_by_its_last_flag(flags: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    last = flags[flags.rindex("--") :]
+    assert f"train.py: error: {last}{REFUSED[flags]}" in capsys.readouterr().err
+
+
+# 9 prompts with 5 different sums: learnt in seconds.
+SIZES = {"largest": 2, "prompts": 8, "answers": 32, "updates": 2, "token_budget": 640}
+TINY = Options(cpu=True, steps=26, save_every=20, warmup=30, lr=3e-3, **SIZES)
+
+
+def _train(options: Options) -> None:
+    from examples.grpo.loop import train
+
+    train(options)
+
+
+def _sample(options: Options) -> tuple[Any, Any, Any]:
+    """What an untrained model samples on this rank: tokens, and their log-probabilities."""
+    from examples.grpo import model, rollout
+
+    model.start(options)
+    gpt = model.build(options)
+    rows = rollout.collect(gpt, gpt, task.prompts(4, 9, seed=0), options.answers, seed=0)
+    return rows.tokens.numpy(), rows.old_log_probs.numpy(), rows.reference_log_probs.numpy()
+
+
+def test_context_parallel_ranks_sample_the_same_to_the_bit() -> None:
+    ranks = run_host_ranks(_sample, 4, TINY)
+    for first, second in (ranks[0:2], ranks[2:4]):
+        assert all((a == b).all() for a, b in zip(first, second, strict=True))
+    assert not (ranks[0][0] == ranks[2][0]).all()  # data-parallel ranks have other noise
+    (whole,) = run_host_ranks(_sample, 1, replace(TINY, context_parallel=1))
+    tokens, sampled, scored = whole
+    for rank in (0, 1):  # sample i of the step is rank i % 2's
+        got = ranks[2 * rank][0]
+        assert (got[:, : task.PROMPT] == tokens[rank::2, : task.PROMPT]).all()
+        assert (got == tokens[rank::2]).mean() > 0.95  # but where rounding tips a near tie
+    drawn = sampled != 0
+    assert abs(sampled[drawn] - scored[drawn]).max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    """Of one uninterrupted run at CP 2 x DP 2."""
+    options = replace(TINY, output=tmp_path_factory.mktemp("whole"))
+    (options.output / "step_000100.pt").touch()  # an earlier run's
+    run_host_ranks(_train, 4, options, timeout=200)
+    return options
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: Path) -> None:
+    from examples.grpo import plot
+
+    metrics = _metrics(trained.output)
+    rewards = [of_step["reward"] for of_step in metrics]
+    assert sum(rewards[:4]) / 4 < 0.35
+    assert sum(rewards[-4:]) / 4 > 0.42
+    events = EventAccumulator(str(trained.output / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {*metrics[0]} - {"step"}
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx(rewards)
+    plot.plot(tmp_path / "some" / "plot.png", [trained.output, trained.output])
+    assert (tmp_path / "some" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "26 steps" in plot.summary(trained.output)
+
+
+def test_a_run_resumes_to_the_bit_and_with_the_same_flags_alone(
+    trained: Options, tmp_path: Path
+) -> None:
+    shutil.copy(trained.output / "step_000020.pt", tmp_path)
+    shutil.copy(trained.output / "metrics.jsonl", tmp_path)  # with later steps, as after a crash
+    run_host_ranks(_train, 4, replace(trained, output=tmp_path, resume=True), timeout=200)
+    assert _metrics(tmp_path) == _metrics(trained.output)
+    with pytest.raises(ValueError, match=r"other flags \(lr 0.003 -> 0.1\); expected the same"):
+        checkpoint.load(trained.output, replace(trained, lr=0.1))
