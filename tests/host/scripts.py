@@ -79,15 +79,15 @@ def transposed(iterator: Any, model: Any) -> Any:
     return losses.T, functools.partial(loss_func.func, mask.T.contiguous())
 
 
-def packed_call(iterator: Any, model: Any, by_position: bool = False) -> Any:
-    """Calls the model with packed sequences, whatever the batch says."""
+def packed_call(iterator: Any, model: Any, by_position: bool = False, **more: Any) -> Any:
+    """Calls the model with packed sequences, whatever the batch says; and ``more`` of them."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     batch = gpt.received(iterator)
     tokens, mask = batch["tokens"].view(1, -1), batch["loss_mask"]
     length = tokens.shape[1]
     starts = torch.tensor([0, length], dtype=torch.int32)
-    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length)
+    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length, **more)
     given = [tokens, gpt.positions_like(tokens), None]
     if by_position:
         logits = model(*given, None, None, None, packed)
