@@ -54,6 +54,17 @@ def in_turn(*steps: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[
     return data
 
 
+def in_calls(microbatches: Callable[[], Sequence[Any]], *numbers: int) -> Callable[..., None]:
+    """As `Row.run`: a ``hook.step`` of the microbatches, of which each call takes a number."""
+
+    def run(hook: LossHook, model: Any, call: Callable[..., None]) -> None:
+        with hook.step(microbatches()):
+            for i, number in enumerate(numbers):
+                call(number, zero_grad=i == 0)
+
+    return run
+
+
 @dataclass(frozen=True)
 class Row:
     """One step of the host, or several calls of one, and what becomes of it.

@@ -29,9 +29,9 @@ from megatron_loss_agg.mcore import (
     read_batch,
     read_samples,
 )
-from tests.host import gpt, pipeline_parallel, scripts
+from tests.host import gpt, pipeline_parallel
 from tests.host.harness import TOPOLOGIES
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn, thd
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls, in_turn, thd
 from tests.host.steps import Counted, aggregation
 
 EMPTY = partial(Counted, active=())
@@ -40,6 +40,30 @@ Call = Callable[..., None]  # see `Row.run`
 
 def read_too_many(iterator: Any, number: int) -> list[Any]:
     return [next(iterator)] * (number + 1)
+
+
+def draws_twice(iterator: Any, model: Any) -> Any:
+    """Takes two batches for a microbatch, and uses the second."""
+    next(iterator)
+    return gpt.forward_step(iterator, model)
+
+
+def packed_call(iterator: Any, model: Any, by_position: bool = False, **more: Any) -> Any:
+    """Calls the model with packed sequences, whatever the batch says; and ``more`` of them."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    batch = gpt.received(iterator)
+    tokens, mask = batch["tokens"].view(1, -1), batch["loss_mask"]
+    length = tokens.shape[1]
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length, **more)
+    given = [tokens, gpt.positions_like(tokens), None]
+    if by_position:
+        logits = model(*given, None, None, None, packed)
+    else:
+        logits = model(*given, packed_seq_params=packed)
+    losses = logits.logsumexp(-1).view_as(mask)  # of the right shape, and no more is needed
+    return losses, partial(gpt.stock_loss_func, mask)
 
 
 def a_column(batch: dict[str, Tensor]) -> Microbatch:
@@ -63,7 +87,7 @@ BATCHES = {
     ),
     "two batches a microbatch": Row(
         "StepError: drew 4 batches for 2 microbatches ... once each",
-        step=scripts.draws_twice,
+        step=draws_twice,
         hook=hook_of("sum"),
         data=lambda rank: itertools.repeat(next(Counted(rank))),
     ),
@@ -72,15 +96,13 @@ BATCHES = {
         hook=hook_of("sum", read_step=read_too_many),
     ),
     # The batch says nothing of the packs that the model is called with.
-    "packs without offsets": Row(
-        NO_OFFSETS, step=scripts.packed_call, hook=hook_of("sample_mean")
-    ),
+    "packs without offsets": Row(NO_OFFSETS, step=packed_call, hook=hook_of("sample_mean")),
     "packs without offsets, by position, read as columns": Row(
         NO_OFFSETS,
-        step=partial(scripts.packed_call, by_position=True),
+        step=partial(packed_call, by_position=True),
         hook=hook_of("sample_mean", read_batch=a_column),
     ),
-    "packs without offsets, of no sample": Row(step=scripts.packed_call, hook=hook_of("sum")),
+    "packs without offsets, of no sample": Row(step=packed_call, hook=hook_of("sum")),
 }
 
 
@@ -155,15 +177,8 @@ def step_of_four() -> list[Microbatch]:
     return [read_batch(batch) for batch in FOUR(0)]
 
 
-def in_calls(*numbers: int, says: str = "") -> Row:
-    """Calls take the four microbatches of a ``hook.step``."""
-
-    def run(hook: LossHook, model: Any, call: Call) -> None:
-        with hook.step(step_of_four()):
-            for i, number in enumerate(numbers):
-                call(number, zero_grad=i == 0)
-
-    return Row(says, topology="dp1", data=FOUR, run=run)
+def of_calls(*numbers: int, says: str = "") -> Row:
+    return Row(says, topology="dp1", data=FOUR, run=in_calls(step_of_four, *numbers))
 
 
 def nested(hook: LossHook, model: Any, call: Call) -> None:
@@ -200,13 +215,13 @@ def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = Fal
 LEFT = "StepError: a forward-backward call on the gradients that the last"
 ON_LEFT = {"zero_grad": False}
 CALLS = {
-    "calls that leave microbatches": in_calls(
+    "calls that leave microbatches": of_calls(
         *(1, 2), says="StepError: ends with 1 of 4 microbatches left ... calls that take all of"
     ),
-    "calls that take too many": in_calls(
+    "calls that take too many": of_calls(
         *(3, 2), says="StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
     ),
-    "calls that take all": in_calls(1, 2, 1),
+    "calls that take all": of_calls(1, 2, 1),
     "a step in a step": Row("StepError: expected one step at a time", run=nested),
     "an error of the loop's own": Row("RuntimeError: of the loop", run=failing_loop),
     "a call on the gradients of another hook": Row(LEFT, run=after_another_hook),
@@ -225,6 +240,13 @@ def one_less(**arguments: Any) -> Any:
     """Megatron's schedule, for fewer microbatches than it is told."""
     arguments["num_microbatches"] -= 1
     return pipeline_parallel.get_forward_backward_func()(**arguments)
+
+
+def past_the_model(iterator: Any, model: Any) -> Any:
+    """Computes losses with the model's layers, and without the model's own call."""
+    mask = next(iterator)["loss_mask"]
+    weight = next(model.parameters())
+    return weight.sum() + torch.zeros_like(mask), partial(gpt.stock_loss_func, mask)
 
 
 def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> None:
@@ -261,18 +283,16 @@ SETTINGS = {
     "a number that the schedule has": Row(run=partial(without_a_number, num_microbatches=2)),
     "a model that is not called": Row(
         "HostError: a loss without a call of the model ... --overlap-moe",
-        step=scripts.past_the_model,
+        step=past_the_model,
         hook=hook_of("sample_mean"),
     ),
-    "a model that is not called, of no sample": Row(
-        step=scripts.past_the_model, hook=hook_of("sum")
-    ),
+    "a model that is not called, of no sample": Row(step=past_the_model, hook=hook_of("sum")),
     "a context group of all ranks": Row(
-        step=partial(scripts.packed_call, local_cp_size=1), hook=hook_of("sum")
+        step=partial(packed_call, local_cp_size=1), hook=hook_of("sum")
     ),
     "a context group of a sample's own": Row(
         "HostError: local_cp_size=2 ... one group of 1 ... --hybrid-context-parallel",
-        step=partial(scripts.packed_call, local_cp_size=2),
+        step=partial(packed_call, local_cp_size=2),
     ),
     **{f"the flag {name}": Row(says, config={name: True}) for name, says in OFF.items()},
     # Megatron itself then scales wrongly.
