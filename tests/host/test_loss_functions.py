@@ -50,11 +50,6 @@ def wrapped(*args: Any, **kwargs: Any) -> Any:
     return plain(*args, **kwargs)
 
 
-class Script:
-    def method(self, loss_mask: Tensor, output: Tensor) -> Any:
-        return plain(loss_mask, output)
-
-
 def with_a_term(function: Any, loss_mask: Tensor, output: Tensor) -> Any:
     """Of a hundredth of what the sizes of the losses add up to, or of their mean."""
     loss, *rest = function(loss_mask, output)
@@ -117,11 +112,10 @@ def transposed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
 
 # Of 529 active tokens: bf16 counts to 256 one by one, uint8 to 255.
 MANY = (0, 8, 4) * 11 + (3,)
-DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64, torch.float32)
+DTYPES = (torch.bfloat16, torch.uint8, torch.bool, torch.int64)
 # The stock loss function, and its mask or its losses where the mask is 0 in other forms.
 OF_STOCK: dict[str, Form] = {
     "flat mask": with_mask(Tensor.flatten),
-    "transposed in memory": with_mask(lambda mask: mask.t().contiguous().t()),
     **{f"mask of {x}": with_mask(lambda mask, x=x: mask.to(x)) for x in DTYPES},
     **{
         f"{x} where the mask is 0": lambda losses, mask, x=x: stock(
@@ -135,7 +129,6 @@ FUNCTIONS: dict[str, Form] = {
     "second argument": bound(second, 1.0),
     "keyword": lambda losses, mask: (losses, partial(keyword, loss_mask=mask)),
     "wrapped": bound(wrapped),
-    "method": bound(Script().method),
     "flat losses": with_losses(Tensor.flatten),
 }
 CANCELLING: dict[str, Form] = {
@@ -250,21 +243,9 @@ FUNCTIONS_REFUSED = {
 }
 
 
-def another_samples(mask: Tensor) -> Tensor:
-    return mask.roll(1, dims=0)
-
-
-def first_token(value: float) -> Callable[[Tensor], Tensor]:
+def of_first_token(value: float) -> Callable[[Tensor], Tensor]:
     """Each row's first active token has another mask."""
     return lambda mask: mask.masked_fill(mask.cumsum(dim=-1) == 1, value)
-
-
-def edited(iterator: Any, model: Any) -> Any:
-    """Shifts the mask of the batch in place before it is used."""
-    batch = next(iterator)
-    batch["loss_mask"].copy_(batch["loss_mask"].roll(1, dims=-1))
-    batch["loss_mask"][..., 0] = 0
-    return gpt.forward_step(iter([batch]), model)
 
 
 def changed(change: Any, says: str = CHANGED, before: Any = (), **options: Any) -> Row:
@@ -273,16 +254,10 @@ def changed(change: Any, says: str = CHANGED, before: Any = (), **options: Any) 
 
 IN_MEGATRON = {"hook": hook_of("prompt_mean", loop=Loop(of_megatron=True))}
 MASKS = {
-    "a changed mask": changed(another_samples, f"{CHANGED} ... it sums to"),
-    "a mask changed after an evaluation": changed(another_samples, before=[EVALUATION]),
-    "a mask changed later": changed(first_token(0.0), before=[{}], **IN_MEGATRON),
-    "a mask of NaN later": changed(first_token(torch.nan), before=[{}], **IN_MEGATRON),
-    # Tokens are weighed by the loss function's own mask. It stays right while each sample's sum is
-    # the planned one, as of rows here, and not of packs.
-    "a mask of rows edited in place": Row(step=edited),
-    "a mask of packs edited in place": Row(
-        CHANGED, step=edited, data=partial(Counted, layout="thd")
-    ),
+    "a changed mask": changed(lambda mask: mask.roll(1, dims=0), f"{CHANGED} ... it sums to"),
+    "a mask changed after an evaluation": changed(lambda mask: mask / 2, before=[EVALUATION]),
+    "a mask changed later": changed(of_first_token(0.0), before=[{}], **IN_MEGATRON),
+    "a mask of NaN later": changed(of_first_token(torch.nan), before=[{}], **IN_MEGATRON),
 }
 
 
@@ -300,24 +275,25 @@ def within_a_sample(mask: Tensor) -> Tensor:
     return mask
 
 
-# A token moves in the mask of a pack of two samples: whether the first step refuses it, and whether
-# later ones do.
+# By mode, a token that moves in the mask of a pack; and whether the first step refuses it, and
+# later ones.
+MOVES = (
+    ("sample_mean", between_samples, True, True),
+    ("token_mean", between_samples, True, False),  # its samples do not matter
+    ("sample_mean", within_a_sample, False, False),
+    ("custom", within_a_sample, True, True),
+)
 MOVED = {
-    f"a mask that moved {what}, {'later' if later else 'at first'}": changed(
+    f"a mask that moved {change.__name__}, {mode}, {'later' if later else 'at first'}": changed(
         change,
         CHANGED if is_refused else "",
-        before=[{}] if later else (),
+        before=[{}] * later,
         topology="dp1",
         data=lambda rank: itertools.cycle(batches(((0, 1),), "thd")),
         number=1,
         hook=hook_of(mode),
     )
-    for what, mode, change, *answers in (
-        ("between samples", "sample_mean", between_samples, True, True),
-        ("between samples that do not matter", "token_mean", between_samples, True, False),
-        ("within a sample", "sample_mean", within_a_sample, False, False),
-        ("within a sample that is weighed by token", "custom", within_a_sample, True, True),
-    )
+    for mode, change, *answers in MOVES
     for later, is_refused in enumerate(answers)
 }
 ROWS = {**FUNCTIONS_REFUSED, **MASKS, **MOVED, "a good step": Row()}

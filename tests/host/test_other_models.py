@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -59,21 +61,6 @@ def llava_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
-LLAVA = [
-    Case(
-        mode,
-        OPTIONS.get(mode, {}),
-        places=STEP,
-        per_token=flag,
-        batch=llava_batch,
-        hook={"read_batch": read_samples},
-        step=llava_step,
-    )
-    for flag in (False, True)
-    for mode in (*MODES, *["token_mean"] * flag)
-]
-
-
 def llava_model(per_token: bool) -> Any:
     """In fp64; the same weights on every rank."""
     from megatron.core.enums import ModelType
@@ -111,24 +98,6 @@ def llava_model(per_token: bool) -> Any:
     return model
 
 
-def llava_errors() -> list[tuple[float, ...]]:
-    """A rank, by case: the errors of the gradient and of both reports."""
-    gpt.initialize()
-    with gpt.KeepDouble():
-        return [errors_of(case) for case in LLAVA]
-
-
-def errors_of(case: Case) -> tuple[float, ...]:
-    model = llava_model(case.per_token)
-    reports = reduced(take(case, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
-    made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
-    loss = whole_loss(case.mode, made)
-    found = {name: p.main_grad for name, p in model.named_parameters()}
-    error = relative_error(found, gradient_of(loss, model))
-    shown = {"lm loss": whole_loss("token_mean", made), f"{case.mode} loss": loss}
-    return error, *(abs(reports[key] / float(x) - 1) for key, x in shown.items())
-
-
 def whole_loss(mode: str, made: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     """Of the losses and masks of all microbatches, by the oracle's weights."""
     step = [
@@ -140,10 +109,33 @@ def whole_loss(mode: str, made: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     return sum((torch.tensor(w) * row).sum() for w, row in zip(flat, rows, strict=True))
 
 
-def test_megatrons_llava_is_exact() -> None:
-    for rank in run_host_ranks(llava_errors, 2):
-        for case, errors in zip(LLAVA, rank, strict=True):
-            assert max(errors) <= EXACT, case
+def compare_llava(mode: str, per_token: bool) -> None:
+    """Every rank, DP 2: the gradient and both reports of a step."""
+    gpt.initialize()
+    model = llava_model(per_token)
+    case = Case(
+        mode,
+        OPTIONS.get(mode, {}),
+        places=STEP,
+        per_token=per_token,
+        batch=llava_batch,
+        hook={"read_batch": read_samples},
+        step=llava_step,
+    )
+    with gpt.KeepDouble():
+        reports = reduced(take(case, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
+        made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
+    loss = whole_loss(mode, made)
+    found = {name: p.main_grad for name, p in model.named_parameters()}
+    assert relative_error(found, gradient_of(loss, model)) <= EXACT
+    shown = {"lm loss": whole_loss("token_mean", made), f"{mode} loss": loss}
+    wanted = {key: float(x) for key, x in shown.items()}
+    assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
+
+
+@pytest.mark.parametrize("mode, per_token", [*product(MODES, (False, True)), ("token_mean", True)])
+def test_megatrons_llava_is_exact(mode: str, per_token: bool) -> None:
+    run_host_ranks(compare_llava, 2, mode, per_token)
 
 
 def hybrid_error() -> float:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import Audit, Loop, LossHook, Prefetch, read_batch
+from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
+from tests.host.refusals import EVALUATION, Row, assert_told
 from tests.host.steps import (
     N_MB,
     PLACES,
@@ -201,7 +202,7 @@ def emptying(iterator: Iterator[Any], model: Any) -> Any:
 def test_a_step_at_hand_and_a_changed_batch_of_an_evaluation_are_exact(name: str) -> None:
     case = Case("prompt_mean", places=PLACES[1])
     at_hand = replace(case, step=with_own_iterator, hook={"read_step": read_step})
-    evaluates = {"call": {"forward_only": True}}
+    evaluates = {"call": EVALUATION}
     cases = [at_hand, replace(at_hand, **evaluates), replace(case, step=emptying, **evaluates)]
     assert_exact(TOPOLOGIES[name], cases)
 
@@ -226,44 +227,47 @@ def frozen(iterator: Any, model: Any) -> Any:
     return output.detach(), loss_func
 
 
-# Before 0.19 the first fails with the hook as without it: the schedule itself calls the function.
-LEFT: dict[str, tuple[Any, dict[str, bool]]] = {
-    "no loss function": (outputs, {"forward_only": True}),
-    "log-probabilities": (log_probs, {"forward_only": True}),
-    "other data": (collecting, {"forward_only": True, "collect_non_loss_data": True}),
-    "no gradient": (frozen, {}),
-}
+def as_without_a_hook(step: Any, topology: str, **options: bool) -> Row:
+    """The same error, the same results, and batches drawn when the host draws them."""
 
+    def run(hook: LossHook, model: Any, call: Any) -> None:
+        def seen(hook: LossHook | None) -> list[Any]:
+            left, returned, data = [], [], batches(PLACES[1][0], "thd")
 
-def left_to_the_host(cp: int) -> None:
-    """Every rank: a call with a hook is as one without."""
-    gpt.initialize(cp=cp)
-    model = gpt.ddp_model()
-    trusting = LossHook(aggregation("prompt_mean"), extensions=[Audit(trust=True)])
+            def counted(iterator: Any, chunk: Any) -> Any:
+                made = step(iterator, chunk)
+                left.append(data.__length_hint__())
+                return made
 
-    def run(hook: LossHook | None, step: Any, options: Any) -> list[Any]:
-        """Its error, when it draws, and what it returns."""
-        left, returned, data = [], [], batches(PLACES[1][0], "thd")
+            def take() -> None:
+                arguments = {"forward_step_func": counted, **options}
+                returned.append(gpt.run_step(hook, model, data, N_MB, **arguments))
 
-        def counted(iterator: Any, chunk: Any) -> Any:
-            made = step(iterator, chunk)
-            left.append(data.__length_hint__())
-            return made
+            error = error_of(take)
+            # A step that trains is counted and reported, with gradients or not.
+            return [error, left, returned] if options else [error]
 
-        def take() -> None:
-            arguments = {"forward_step_func": counted, **options}
-            returned.append(gpt.run_step(hook, model, data, N_MB, **arguments))
-
-        error = error_of(take)
-        # A step that trains is counted and reported, with gradients or not.
-        return [error, left, returned] if "forward_only" in options else [error]
-
-    for step, options in LEFT.values():
-        stock, hooked = (run(hook, step, options) for hook in (None, trusting))
+        stock, hooked = seen(None), seen(hook)
         assert stock[:2] == hooked[:2]
         torch.testing.assert_close(stock[2:], hooked[2:], rtol=0, atol=0)
 
+    return Row(topology=topology, run=run)
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_what_needs_no_plan_is_left_to_the_host(cp: int) -> None:
-    run_host_ranks(left_to_the_host, cp, cp)
+
+ROWS = {}
+for name in ("dp1", "cp2"):
+    # Before 0.19 the first fails with the hook as without it: the schedule itself calls the
+    # function.
+    ROWS |= {
+        f"no loss function, {name}": as_without_a_hook(outputs, name, **EVALUATION),
+        f"log-probabilities, {name}": as_without_a_hook(log_probs, name, **EVALUATION),
+        f"other data, {name}": as_without_a_hook(
+            collecting, name, **EVALUATION, collect_non_loss_data=True
+        ),
+        f"no gradient, {name}": as_without_a_hook(frozen, name),
+    }
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_needs_no_plan_is_left_to_the_host(name: str) -> None:
+    assert_told(__name__, name)

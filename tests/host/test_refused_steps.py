@@ -81,10 +81,6 @@ BATCHES = {
         "MaskError: expected a mapping with the tensor 'loss_mask'",
         data=partial(Counted, without=("loss_mask",)),
     ),
-    "no mapping": Row(
-        "MaskError: the data iterator gave Tensor",
-        data=lambda rank: itertools.repeat(torch.ones(3)),
-    ),
     "two batches a microbatch": Row(
         "StepError: drew 4 batches for 2 microbatches ... once each",
         step=draws_twice,

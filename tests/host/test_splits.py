@@ -293,25 +293,9 @@ def in_one_memory(rank: int) -> Iterator[Batch]:
         yield kept
 
 
-def one_for_all(rank: int) -> Iterator[Batch]:
-    """One mapping in every microbatch, whose mask the reader is to write."""
-    batch = windows()[0]
-    return itertools.repeat({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
-
-
-def writes_the_mask(batch: Batch) -> Microbatch:
-    batch["loss_mask"].fill_(1)
-    batch["read"] = batch["labels"].clamp_(min=0)
-    return Microbatch(batch["loss_mask"])
-
-
 ORDER = "StepError: the model is called with the tokens of microbatch"
 OF_MICROBATCHES = {
-    "one microbatch's tokens for all": of_windows(
-        ORDER, step=partial(labels_as_losses, "", tokens=lambda own: windows()[0]["tokens"])
-    ),
     "by labels, in calls": ordered(by_labels, (0, 1, 2, 3), (2, 2)),
-    "two swapped": ordered(read_batch, (0, 2, 1, 3), (4,), ORDER),
     "calls swapped": ordered(read_batch, (2, 3, 0, 1), (2, 2), ORDER),
     "one in place of another": ordered(read_batch, (0, 1, 2, 2), (4,)),
     "turned dummies": ordered(alike, (3, 0, 1, 2), (4,)),
@@ -319,9 +303,6 @@ OF_MICROBATCHES = {
     # first.
     "batches in one memory": of_windows(ORDER, data=in_one_memory),
     "an evaluation in one memory": of_windows(ORDER, data=in_one_memory, call=EVALUATION),
-    "one batch for all, whose mask the reader writes": of_windows(
-        data=one_for_all, hook=hook_of("token_mean", read_batch=writes_the_mask)
-    ),
 }
 ROWS = {**OF_PARTS, **OF_MICROBATCHES}
 
