@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import DatasetReports, TokenLoss, read_batch
-from tests.host import gpt, whole
+from tests.host import gpt, parallel_state
 from tests.host.cases import Batch, Case, Found, run
 from tests.host.harness import EXACT, TOPOLOGIES
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls
@@ -118,7 +118,8 @@ def labels_as_losses(
         tokens, mask: what is made of those of the part.
     """
     batch = next(iterator)
-    _, size, rank = whole.context_parallel()
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
     if "cu_seqlens" in batch:
         starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
         layout = SPLITS[split](starts, size, part(rank))
