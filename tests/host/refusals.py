@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import LossHook
@@ -97,7 +96,6 @@ class Row:
     call: Mapping[str, Any] = field(default_factory=dict)
     run: Callable[[LossHook, Any, Callable[..., Any]], Any] | None = None
     per_token: bool = False
-    dtype: torch.dtype = torch.float64
     model: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -138,9 +136,7 @@ def _errors(module: str, topology: str) -> dict[str, str | None]:
 
 def _run(row: Row, models: Callable[[Case], Any]) -> None:
     """``row`` on this rank."""
-    torch.set_default_dtype(row.dtype)
-    of_row = Case("sum", per_token=row.per_token, dtype=row.dtype, config=dict(row.model))
-    (ddp,) = models(of_row)
+    (ddp,) = models(Case("sum", per_token=row.per_token, config=dict(row.model)))
     hook = row.hook(dist.get_rank())
     data = row.data(gpt.data_rank()) if gpt.reads_data() else None
 

@@ -174,7 +174,7 @@ ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
 
 
 def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Row:
-    """In fp32, on one rank."""
+    """On one rank."""
     return Row(
         says,
         topology="dp1",
@@ -182,7 +182,6 @@ def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Row:
         data=lambda rank: batches((samples,), "bshd"),
         number=1,
         step=partial(in_form, form),
-        dtype=torch.float32,
     )
 
 
@@ -214,7 +213,7 @@ FUNCTIONS_REFUSED = {
             bound(returning, x),
         )
         for got, x in {
-            "a torch.float64 tensor of shape ()": torch.tensor(1.0, dtype=torch.float64),
+            "a torch.float32 tensor of shape ()": torch.tensor(1.0, dtype=torch.float32),
             "1 results": (torch.tensor(1.0),),
         }.items()
     },
