@@ -201,11 +201,11 @@ def test_reports_by_data_set_know_the_split_where_weights_need_none() -> None:
             assert reports[f"lm loss of dataset {dataset}"] == pytest.approx(wanted, rel=EXACT)
 
 
-def of_pack(split: str, says: str, **hook: Any) -> Row:
+def of_pack(split: str, says: str, mode: str = "sample_mean", **hook: Any) -> Row:
     return Row(
         f"LayoutError: {says}",
         topology="cp2",
-        hook=hook_of("sample_mean", **hook),
+        hook=hook_of(mode, **hook),
         data=lambda rank: iter([PACK]),
         number=1,
         step=partial(labels_as_losses, split),
@@ -253,6 +253,12 @@ OF_PARTS = {
         "row",
         "'zigzag over the whole pack', 'contiguous'] alike ... token_ids",
         read_step=read_step,
+    ),
+    # Whose tokens all have one weight.
+    "reports by data set where two splits fit": of_pack(
+        *("contiguous", "expected tensors that tell tokens apart", "token_mean"),
+        extensions=[DatasetReports()],
+        read_step=partial(read_step, dataset_ids=DATASETS),
     ),
     "parts of every rank": on_two_ranks(),
     "the same part on two ranks": on_two_ranks(
