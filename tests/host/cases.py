@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.mcore import Loop, LossHook, read_batch
-from megatron_loss_agg.mcore.hook import Hook  # has no checks by itself
 from megatron_loss_agg.report import reduce_reports
 from tests.host import gpt, gradients, parallel_state, pipeline_parallel
 from tests.host.harness import EXACT, Topology, build_chunks, one_or_all, run_host_ranks
@@ -87,7 +86,6 @@ class Case:
     times: int = 1  # that the step is taken: the first one measures
     after: Case | None = None  # the step before this one, whose hook takes both
     hooked: bool = True  # or else the host alone computes its loss
-    checked: bool = True  # or else by a hook without any check
 
     @property
     def aggregation(self) -> LossAggregation:
@@ -111,9 +109,8 @@ class Case:
         number = len(self.places[0])
         return f"{self.mode}{options}-{self.masks}-{dtype}-{self.layout}-{number}mb-{flag}"
 
-    def new_hook(self) -> Hook | None:
-        kind = LossHook if self.checked else Hook
-        return kind(self.terms or self.aggregation, **self.hook) if self.hooked else None
+    def new_hook(self) -> LossHook | None:
+        return LossHook(self.terms or self.aggregation, **self.hook) if self.hooked else None
 
     def data(self, rank: int) -> Iterator[Batch]:
         """The batches of a data-parallel rank."""

@@ -12,20 +12,18 @@ after an error, the next step starts anew.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import LossHook
 from tests.host import gpt
-from tests.host.cases import Case, in_calls, models_of
+from tests.host.cases import Case, models_of
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
 
@@ -45,9 +43,25 @@ def thd(*places: tuple[tuple[int, ...], ...]) -> Callable[[int], Any]:
 
 def in_turn(*steps: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
     """Steps of `Counted.N_MB` microbatches, each of other data."""
-    return lambda rank: itertools.chain.from_iterable(
-        itertools.islice(iter(step(rank).__next__, None), Counted.N_MB) for step in steps
-    )
+
+    def data(rank: int) -> Iterator[Any]:
+        for step in steps:
+            batches = step(rank)
+            for _ in range(Counted.N_MB):
+                yield next(batches)
+
+    return data
+
+
+def in_calls(microbatches: Callable[[], Sequence[Any]], *numbers: int) -> Callable[..., None]:
+    """As `Row.run`: a ``hook.step`` of the microbatches, of which each call takes a number."""
+
+    def run(hook: LossHook, model: Any, call: Callable[..., None]) -> None:
+        with hook.step(microbatches()):
+            for i, number in enumerate(numbers):
+                call(number, zero_grad=i == 0)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -64,10 +78,10 @@ class Row:
         before: options of earlier calls, which hear nothing; with the stock forward step, but for
             the option ``loss``.
         call: other options of the call, such as ``schedule``.
-        planned: data-parallel rank -> the step, of which ``calls`` take their numbers.
-        run: with the hook of the row, in place of the call.
+        run: what is done in place of the call, given the hook, the model and the call: a function
+            of the number of microbatches and of more options.
         model: the model's configuration when it is built.
-        config, ddp_config: what the row changes in those of the model and of its wrapper.
+        config: what the row changes in it.
     """
 
     says: str = ""
@@ -80,32 +94,27 @@ class Row:
     loss: Callable[..., Any] | None = None
     before: Sequence[Mapping[str, Any]] = ()
     call: Mapping[str, Any] = field(default_factory=dict)
-    planned: Callable[[int], list[Any]] | None = None
-    calls: Sequence[int] = ()
-    run: Callable[[LossHook], Any] | None = None
+    run: Callable[[LossHook, Any, Callable[..., Any]], Any] | None = None
     per_token: bool = False
-    dtype: torch.dtype = torch.float64
     model: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    ddp_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def assert_told(module: str, name: str) -> None:
     """Every rank raised what the row ``name`` of the module says, and nothing else."""
     row = _rows(module)[name]
     for rank, errors in enumerate(_told(module, row.topology)):
-        error, says = errors[name], row.on_rank.get(rank, row.says)
-        assert (error is None) == (not says), (rank, error)
-        if error is not None:
-            assert_says(error, says)
+        assert_says(errors[name], row.on_rank.get(rank, row.says))
 
 
-def assert_says(error: str, says: str) -> None:
+def assert_says(error: str | None, says: str) -> None:
     """As `Row.says`."""
     kind, _, text = says.partition(": ")
-    assert error.startswith(f"{kind}: "), error
-    assert [part for part in text.split(" ... ") if part not in error] == [], error
-    assert "tensor(" not in error
+    assert (error is None) == (not says), error
+    if error is not None:
+        assert error.startswith(f"{kind}: "), error
+        assert [part for part in text.split(" ... ") if part not in error] == [], error
+        assert "tensor(" not in error
 
 
 def _rows(module: str) -> dict[str, Row]:
@@ -127,13 +136,8 @@ def _errors(module: str, topology: str) -> dict[str, str | None]:
 
 def _run(row: Row, models: Callable[[Case], Any]) -> None:
     """``row`` on this rank."""
-    torch.set_default_dtype(row.dtype)
+    (ddp,) = models(Case("sum", per_token=row.per_token, config=dict(row.model)))
     hook = row.hook(dist.get_rank())
-    if row.run is not None:
-        row.run(hook)
-        return
-    of_row = Case("sum", per_token=row.per_token, dtype=row.dtype, config=dict(row.model))
-    (ddp,) = models(of_row)
     data = row.data(gpt.data_rank()) if gpt.reads_data() else None
 
     def step(number: int, *, loss: Any = None, **options: Any) -> None:
@@ -141,24 +145,13 @@ def _run(row: Row, models: Callable[[Case], Any]) -> None:
             options["forward_step_func"] = gpt.forward_step_with(loss)
         gpt.run_step(hook, ddp, data, number, **options)
 
-    call = {"forward_step_func": row.step or gpt.forward_step, "loss": row.loss, **row.call}
-    last = functools.partial(step, **call)
-    with _changed(ddp.config, row.config), _changed(ddp.ddp_config, row.ddp_config):
-        if row.planned is not None:
-            in_calls(last, hook, row.planned(gpt.data_rank()), row.calls)
+    of_call = {"forward_step_func": row.step or gpt.forward_step, "loss": row.loss, **row.call}
+    call = functools.partial(step, **of_call)
+    with mock.patch.dict(vars(ddp.config), row.config):
+        if row.run is not None:
+            row.run(hook, ddp, call)
             return
         for options in row.before:
             told = error_of(step, row.number, **options)
             assert told is None, told
-        last(row.number)
-
-
-@contextlib.contextmanager
-def _changed(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    saved = vars(config).copy()
-    vars(config).update(values)
-    try:
-        yield
-    finally:
-        vars(config).clear()
-        vars(config).update(saved)
+        call(row.number)

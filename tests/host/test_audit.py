@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import math
-import re
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -19,6 +16,7 @@ import torch.distributed as dist
 from megatron_loss_agg.mcore import Audit, LossHook
 from tests.host import gpt, parallel_state
 from tests.host.harness import MODELS, TOPOLOGIES, error_of, run_host_ranks
+from tests.host.refusals import assert_says
 from tests.host.steps import aggregation, batches
 
 STEP = ((0, 1), (2,), (3, 4))
@@ -80,10 +78,6 @@ def scaled_gradients(dense: float, experts: float, over_dp: bool = False) -> Any
     return mock.patch.object(buffer, "__init__", moved)
 
 
-def no_finalization(model: Any, num_tokens: Any = None, **options: Any) -> None:
-    """Leaves gradients as they are."""
-
-
 def scaling_alone(model: Any, num_tokens: Any = None, **options: Any) -> None:
     """Averages gradients, without a sum: right on the mean only if all ranks have the same."""
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
@@ -103,149 +97,144 @@ def finalized(finalize: Any) -> Any:
 
 
 def called(name: str) -> str:
-    return f"config.finalize_model_grads_func={name} ("
+    return f"HostError: gradients would be ... config.finalize_model_grads_func={name} ("
 
 
-Said = str | None
+def times(factor: str) -> str:
+    return f"HostError: gradients would be {factor} times the planned ones"
+
+
 # By topology: a changed host, and what is said of it without and with the per-token flag.
-Hosts = dict[str, tuple[Said, Said, Callable[[], Any]]]
-SOUND: Hosts = {"sound": (None, None, contextlib.nullcontext)}
+Host = tuple[str, str, Callable[[], Any]]
 
 
-def broken(says: str, patch: Callable[..., Any], *args: Any) -> tuple[Said, Said, Any]:
+def broken(says: str, patch: Callable[..., Any], *args: Any) -> Host:
     return says, says, functools.partial(patch, *args)
 
 
-HOSTS: dict[str, Hosts] = {
-    "dp1": SOUND,
-    "dp2": SOUND,
+NO_CP = "HostError: with DistributedDataParallel and"
+HOSTS: dict[str, dict[str, Host]] = {
+    "dp1": {},
+    "dp2": {},
     "cp2": {
-        **SOUND,
         # 0.11 lacks the factor of the context-parallel size for a pair that later releases have;
         # 0.12 has it for a triple, too.
-        "0.11": ("would be 0.5 times", None, functools.partial(moved_factor, 2, 0.5)),
-        "0.12": (None, "would be 2 times", functools.partial(moved_factor, 3, 2)),
+        "0.11": (times("0.5"), "", functools.partial(moved_factor, 2, 0.5)),
+        "0.12": ("", times("2"), functools.partial(moved_factor, 3, 2)),
     },
     "dp2-cp2": {
-        **SOUND,
-        "no-op": broken(called("no_finalization"), finalized, no_finalization),
         "no sum": broken(called("scaling_alone"), finalized, scaling_alone),
         "none": broken(called("None"), finalized, None),
-        "no CP": broken("with DistributedDataParallel and", scaled_gradients, 2.0, 1.0, True),
-        "twice": broken(
-            "gradients would be 0.25 times the planned ones", scaled_gradients, 0.25, 1.0
-        ),
+        "no CP": broken(NO_CP, scaled_gradients, 2.0, 1.0, True),
     },
     # Factors of dense and of experts' gradients: NaN is farther off than any number.
     "ep2-tp2-sp": {
-        **SOUND,
-        "other experts": broken("would be 2 times", scaled_gradients, 1.0, 2.0),
-        "NaN": broken("would be nan times", scaled_gradients, math.nan, 3.0),
-        "NaN of experts": broken("would be nan times", scaled_gradients, 1.0, math.nan),
+        "other experts": broken(times("2"), scaled_gradients, 1.0, 2.0),
+        "NaN": broken(times("nan"), scaled_gradients, math.nan, 3.0),
         "unsummed experts": broken(called("without_experts"), finalized, without_experts),
     },
 }
-# These cannot do with shards of gradients.
-UNSHARDED = ("no-op", "no sum", "none", "no CP", "unsummed experts")
+SOUND: dict[str, Host] = {"sound": ("", "", contextlib.nullcontext)}
 
 
-def measure_hosts(name: str) -> tuple[dict[tuple[str, bool, bool], Found], str]:
-    """On every rank: by host, per-token flag and whether the optimizer is distributed; and what
-    is printed.
-    """
+def measure_hosts(name: str) -> dict[tuple[str, bool], list[Found]]:
+    """On every rank: by host and per-token flag; of the sound one with shards of gradients, too."""
     topology, found = TOPOLOGIES[name], {}
     gpt.initialize(**topology.sizes)
     config = {**MODELS[topology.model], **topology.config}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for case, per_token, shards in product(HOSTS[name], (False, True), (False, True)):
-            if shards and case in UNSHARDED:
-                continue
-            *_, patch = HOSTS[name][case]
+    for case, (_, _, patch) in (SOUND | HOSTS[name]).items():
+        for per_token in (False, True):
             with patch():
-                ddp = built(per_token, config, use_distributed_optimizer=shards)
-                found[case, per_token, shards] = audited(ddp, Audit(repeat=True))
-    return found, printed.getvalue()
+                ways = (False, True) if case in SOUND else (False,)
+                ddps = [built(per_token, config, use_distributed_optimizer=x) for x in ways]
+                found[case, per_token] = [audited(ddp) for ddp in ddps]
+    return found
 
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
-    ranks = run_host_ranks(measure_hosts, TOPOLOGIES[name].world_size, name)
-    for rank, (found, printed) in enumerate(ranks):
-        for (case, per_token, _), (measured, error) in found.items():
-            said = HOSTS[name][case][per_token]
-            assert measured == (ONE if said is None else None), case
-            assert error is None if said is None else said in str(error), (case, error)
-        factors = re.findall(r"audit: gradients are ([\d.]+) times the planned ones", printed)
-        sound = [measured for measured, _ in found.values() if measured is not None]
-        assert factors == ([] if rank else ["1.000000"] * len(sound))
+    for rank in run_host_ranks(measure_hosts, TOPOLOGIES[name].world_size, name):
+        for (case, per_token), found in rank.items():
+            says = (SOUND | HOSTS[name])[case][per_token]
+            for measured, error in found:
+                assert measured == (None if says else ONE), case
+                assert_says(error, says)
+
+
+# By step, microbatches on two ranks; and whether some rank has not had this number.
+NUMBERS = [((1, 3), True), ((2, 5), True), ((2, 5), False), ((3, 5), True), ((1, 3), False)]
 
 
 def measure_unequal_numbers() -> list[Found]:
-    """On every rank of DP 2: by the per-token flag, and by numbers of microbatches on the ranks."""
+    """On every rank of DP 2: of each of `NUMBERS`, without and with the per-token flag."""
     gpt.initialize()
     found = []
     for per_token in (False, True):
         auditor = Audit(repeat=True)
-        for numbers in NUMBERS:
+        for numbers, _ in NUMBERS:
             auditor.measured = None
             places = ((0,),) * numbers[gpt.data_rank()]
             found.append(audited(built(per_token), auditor, places))
     return found
 
 
-NUMBERS = [(1, 3), (2, 2), (2, 5), (2, 5), (3, 5), (2, 2)]
-NEW = [True, True, True, False, True, False]  # whether some rank has not had this number
-
-
 def test_ranks_may_have_different_numbers_of_microbatches() -> None:
     for found in run_host_ranks(measure_unequal_numbers, 2):
-        assert found == [(ONE if new else None, None) for new in NEW * 2]
+        assert found == [(ONE if is_new else None, None) for _, is_new in NUMBERS * 2]
 
 
-def measure_wrappers() -> dict[str, Found]:
-    """On every rank: of models in no wrapper that can be measured, and with other arguments."""
+def own_ddp(model: Any) -> Any:
+    """In a subclass that has other arguments."""
     from megatron.core.distributed import DistributedDataParallel
-    from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-    gpt.initialize()
-    trust = functools.partial(Audit, trust=True)
 
     class Own(DistributedDataParallel):
-        def __init__(self, model: Any) -> None:
+        def __init__(self) -> None:
             super().__init__(model.config, gpt.data_parallel(model).ddp_config, model)
 
-    def wrapped(wrapper: Callable[[Any], Any], auditor: Any = Audit, finalize: Any = None) -> Found:
-        model = gpt.build(torch.float32)
-        model.config.finalize_model_grads_func = finalize
-        config, model = model.config, wrapper(model)
-        model.config = config
-        return audited(model, auditor())
-
-    if dist.get_world_size() == 1:
-        plain = gpt.build(torch.float32, per_token=True)
-        plain.config.finalize_model_grads_func = None
-        return {"plain": wrapped(lambda x: x), "per token": audited(plain)}
-    return {
-        "GPTModel": wrapped(lambda x: x),
-        "Own": wrapped(Own),
-        "DistributedDataParallel": wrapped(TorchDDP),
-        "trusted": wrapped(TorchDDP, trust),
-        "trusted, no function": wrapped(gpt.data_parallel, trust),
-    }
+    return Own()
 
 
-def test_a_model_that_cannot_be_measured_is_refused_unless_trusted() -> None:
-    for rank in run_host_ranks(measure_wrappers, 2):
-        assert rank.pop("trusted") == rank.pop("trusted, no function") == (None, None)
-        for shown, (measured, error) in rank.items():
-            assert measured is None
-            assert f" of a {shown} cannot be measured; expected" in str(error)
-            assert "--loss-aggregation-unmeasured trust" in str(error)
+def torch_ddp(model: Any) -> Any:
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped.config = model.config
+    return wrapped
 
 
-def test_a_lone_rank_needs_no_wrapper() -> None:
-    (found,) = run_host_ranks(measure_wrappers, 1)
-    assert found["plain"] == (1.0, None)
-    measured, error = found["per token"]
-    assert measured is None  # nobody divides by the number of tokens
-    assert called("None") in str(error)
+def bare(model: Any) -> Any:
+    return model
+
+
+CANNOT = "cannot be measured; expected ... --loss-aggregation-unmeasured trust"
+# Of models without Megatron's function, or in no wrapper of its own: ranks, wrapper, per-token
+# flag, and whether they are trusted; what is measured, and what is said.
+UNKNOWN: list[tuple[int, Callable[[Any], Any], bool, bool, float | None, str]] = [
+    (2, lambda model: model, False, False, None, f"HostError: of a GPTModel {CANNOT}"),
+    (2, own_ddp, False, False, None, f"HostError: of a Own {CANNOT}"),
+    (2, torch_ddp, False, False, None, f"HostError: of a DistributedDataParallel {CANNOT}"),
+    (2, torch_ddp, False, True, None, ""),
+    (2, lambda model: gpt.data_parallel(model), False, True, None, ""),
+    # Alone, a rank needs no wrapper; but with the flag somebody must divide by the tokens.
+    (1, lambda model: model, False, False, 1.0, ""),
+    (1, lambda model: model, True, False, None, called("None")),
+]
+
+
+def measure_unknown() -> list[Found]:
+    """On every rank: of those of `UNKNOWN` that have so many ranks."""
+    gpt.initialize()
+    found = []
+    for ranks, wrap, per_token, trust, *_ in UNKNOWN:
+        if ranks == dist.get_world_size():
+            model = gpt.build(torch.float32, per_token)
+            model.config.finalize_model_grads_func = None
+            found.append(audited(wrap(model), Audit(trust=trust)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_cannot_be_measured_is_refused_unless_trusted(ranks: int) -> None:
+    rows = [row for row in UNKNOWN if row[0] == ranks]
+    for found in run_host_ranks(measure_unknown, ranks):
+        for (*_, wanted, says), (measured, error) in zip(rows, found, strict=True):
+            assert measured == wanted
+            assert_says(error, says)

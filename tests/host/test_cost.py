@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -23,14 +22,26 @@ from tests.host.scripts import of_terms
 from tests.host.steps import PLACES, aggregation, batch_of, sequences
 
 FEW, MANY = 2, 12  # samples a microbatch
+NAMES = ("policy", "kl", "entropy", "value", "distillation")
 
 
-def batch(samples: int, layout: str) -> dict[str, Any]:
-    return batch_of(list(sequences(lengths=(36,) * samples)), layout)
+def step_of(hook_terms: tuple[str, ...], samples: int, layout: str, number: int) -> Any:
+    """A step of that many microbatches, which a schedule takes on a model: a function of both."""
+    hook = LossHook({name: aggregation("prompt_mean") for name in hook_terms})
+    batch = batch_of(list(sequences(lengths=(36,) * samples)), layout)
+
+    def step(ddp: Any, schedule: Any) -> None:
+        data = iter([dict(batch) for _ in range(number)]) if gpt.reads_data() else None
+        options = {"forward_step_func": partial(of_terms, names=hook_terms), "schedule": schedule}
+        gpt.run_step(hook, ddp, data, number, samples, **options)
+
+    return step
 
 
-def counted_on_host() -> dict[Any, Any]:
-    """Every rank, DP 2: operations of one microbatch's loss, and all-gathers of one step."""
+def operations_of(layout: str) -> list[tuple[list[str], int]]:
+    """Every rank, DP 2: of few and many samples and of five terms, operations of the last loss of
+    a second step, and its all-gathers.
+    """
     gpt.initialize()
     ddp = gpt.ddp_model()
     losses: list[list[str]] = []
@@ -41,45 +52,29 @@ def counted_on_host() -> dict[Any, Any]:
         losses.append(operations.names)
         return result
 
-    def run(names: list[str], samples: int, layout: str) -> tuple[list[str], int]:
-        """Operations of the last loss of a second step, and its all-gathers."""
-        hook = LossHook({name: aggregation("prompt_mean") for name in names})
-        step = partial(of_terms, names=names)
-        options = {"forward_step_func": step, "schedule": gpt.schedule_with(count)}
+    found = []
+    for terms, samples in ((1, FEW), (1, MANY), (5, FEW), (5, MANY)):
+        step = step_of(NAMES[:terms], samples, layout, 2)
         for _ in range(2):  # the first step also compares what it was told with what it is given
-            data = iter([batch(samples, layout) for _ in range(2)])
             with Operations() as operations:
-                gpt.run_step(hook, ddp, data, 2, samples, **options)
-        return losses[-1], len([name for name in operations.names if "allgather" in name])
-
-    names = ["policy", "kl", "entropy", "value", "distillation"]
-    return {
-        (layout, terms, samples): run(names[:terms], samples, layout)
-        for layout, terms, samples in product(("bshd", "thd"), (1, 5), (FEW, MANY))
-    }
+                step(ddp, gpt.schedule_with(count))
+        gathers = [name for name in operations.names if "allgather" in name]
+        found.append((losses[-1], len(gathers)))
+    return found
 
 
-@pytest.fixture(scope="module")
-def counted():
-    return run_host_ranks(counted_on_host, 2)[0]
-
-
-@pytest.mark.parametrize("terms", [1, 5])
-@pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(counted, layout, terms):
-    (few, _), (many, all_gathers) = (counted[layout, terms, samples] for samples in (FEW, MANY))
-    assert few == many
-    assert len(few) <= (30 if layout == "bshd" else 50) * terms
-    assert not WAITS & set(many)
-    assert all_gathers == 2  # of the whole step
-
-
-@pytest.mark.parametrize(("layout", "most"), [("bshd", 18), ("thd", 26)])
-def test_a_term_more_costs_its_weights_its_sum_and_its_report(counted, layout, most):
-    one, five = (counted[layout, terms, MANY][0] for terms in (1, 5))
-    sums = [made.count("aten::hardshrink_backward") for made in (one, five)]
-    assert sums[1] == sums[0] + 4
-    assert len(five) <= len(one) + most * 4
+@pytest.mark.parametrize(("layout", "most", "more"), [("bshd", 30, 18), ("thd", 50, 26)])
+def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(
+    layout: str, most: int, more: int
+) -> None:
+    """``more``: operations of a term more, for its weights, its sum and its report."""
+    one_few, one, five_few, five = run_host_ranks(operations_of, 2, layout)[0]
+    assert (one_few, five_few) == (one, five)
+    assert len(one[0]) <= most
+    assert len(five[0]) <= len(one[0]) + more * 4
+    for operations, all_gathers in (one, five):
+        assert not WAITS & set(operations)
+        assert all_gathers == 2  # of the whole step
 
 
 def bytes_before_the_schedule(samples: int) -> int:
@@ -87,10 +82,7 @@ def bytes_before_the_schedule(samples: int) -> int:
     from torch.distributed import distributed_c10d
 
     gpt.initialize(tensor_model_parallel_size=2)
-    names = ("policy", "kl")
-    hook = LossHook({name: aggregation("prompt_mean") for name in names})
-    step = partial(of_terms, names=names)
-    ddp, sent, before = gpt.ddp_model(), [0], [0]
+    sent, before = [0], [0]
     stock = distributed_c10d.broadcast
 
     def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,9 +93,8 @@ def bytes_before_the_schedule(samples: int) -> int:
         before[0] = sent[0]
         return pipeline_parallel.get_forward_backward_func()(**arguments)
 
-    data = iter([batch(samples, "thd")]) if gpt.reads_data() else None
     with mock.patch.object(distributed_c10d, "broadcast", counting):
-        gpt.run_step(hook, ddp, data, 1, samples, forward_step_func=step, schedule=schedule)
+        step_of(NAMES[:2], samples, "thd", 1)(gpt.ddp_model(), schedule)
     return before[0]
 
 

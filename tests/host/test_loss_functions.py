@@ -1,11 +1,13 @@
-"""What scripts return as loss functions: what the hook takes, and what it refuses."""
+"""What forward steps return, losses, loss function and mask: the hook takes it, or refuses it."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import Loop, TokenLoss
 from tests.host import gpt
-from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, run
+from tests.host.cases import Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
-from tests.host.refusals import Row, assert_told, hook_of
-from tests.host.steps import batches
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn
+from tests.host.steps import Counted, batches
+
+Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
+"""Losses and mask -> what a forward step returns."""
 
 
 # Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
@@ -40,21 +45,9 @@ def keyword(output: Tensor, *, loss_mask: Tensor) -> Any:
     return plain(loss_mask, output)
 
 
-def by_position(loss_mask: Tensor, output: Tensor | None = None, /, **extra: Any) -> Any:
-    assert output is not None
-    return plain(loss_mask, output)
-
-
 @functools.wraps(plain)
 def wrapped(*args: Any, **kwargs: Any) -> Any:
     return plain(*args, **kwargs)
-
-
-class Script:
-    def method(self, loss_mask: Tensor, output: Tensor) -> Any:
-        return plain(loss_mask, output)
-
-    __call__ = method
 
 
 def with_a_term(function: Any, loss_mask: Tensor, output: Tensor) -> Any:
@@ -68,179 +61,243 @@ def finite(loss_mask: Tensor, output: Tensor) -> Any:
     return plain(loss_mask, output.nan_to_num(posinf=0.0))
 
 
+def divided(loss_mask: Tensor, output: Tensor) -> Any:
+    loss, *others = gpt.stock_loss_func(loss_mask, output)
+    return (loss / 7, *others)
+
+
 def of_first(loss_mask: Tensor, output: tuple[Tensor, Tensor]) -> Any:
     return plain(loss_mask, output[0])
 
 
-def returning(x: Any) -> Any:
-    def loss_func(loss_mask: Tensor, output: Tensor) -> Any:
-        return x
-
-    return loss_func
+def another_name(tokens: Tensor, output: Tensor) -> Any:
+    return plain(tokens, output)
 
 
-# What becomes of the losses before.
-def centred(losses: Tensor, mask: Tensor) -> Tensor:
-    """As of advantages that are centred in their group: the sum is nothing but rounding."""
-    return losses - (losses.detach() * mask).sum() / mask.sum()
+def returning(x: Any, loss_mask: Tensor, output: Tensor) -> Any:
+    return x
 
 
-def infinite_at_first(losses: Tensor, mask: Tensor) -> Tensor:
-    return losses.masked_fill(mask.flatten().cumsum(0).view_as(mask) == 1, torch.inf)
-
-
-class Form(NamedTuple):
-    """What a forward step returns, and what is said of it."""
-
-    make: Callable[[Tensor], Any]  # mask -> loss function
-    says: str = ""
-    change: Callable[[Tensor, Tensor], Any] = lambda losses, mask: losses
-    samples: tuple[int, ...] = (2, 3)
-    masks: str = "01"
-
-
-def bound(function: Any, *arguments: Any) -> Callable[[Tensor], Any]:
+def bound(function: Any, *arguments: Any) -> Form:
     """In the form of Megatron's scripts."""
-    return lambda mask: functools.partial(function, *arguments, mask)
+    return lambda losses, mask: (losses, partial(function, *arguments, mask))
 
 
-ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
-NO_SUM = "HostError: the loss function returned ... expected a masked sum"
-STOCK_FORM = "(loss, report) or (loss, number of tokens, report)"
-RESULTS = {
-    "a torch.float64 tensor of shape ()": torch.tensor(1.0, dtype=torch.float64),
-    "a torch.float32 tensor of shape (2, 3)": torch.ones(2, 3),
-    "1 results": (torch.tensor(1.0),),
-    "4 results": (torch.ones(3), torch.ones(3), torch.ones(3), {}),
-}
-FORMS: dict[str, Form] = {
-    "first argument": Form(bound(plain)),
-    "second argument": Form(bound(second, 1.0)),
-    "keyword": Form(lambda mask: functools.partial(keyword, loss_mask=mask)),
-    "position": Form(lambda mask: functools.partial(by_position, mask, loss_mask=1 - mask)),
-    "wrapped": Form(bound(wrapped)),
-    "method": Form(bound(Script().method)),
-    "object": Form(bound(Script())),
-    "mask with a gradient": Form(lambda mask: bound(plain)(mask.requires_grad_())),
-    "function of torch": Form(bound(torch.add), "HostError: has no mask"),
-    "mean over less than a token": Form(bound(mean), samples=(3,), masks="fractional"),
-    "infinite losses left out": Form(bound(finite), NO_SUM, infinite_at_first),
-    # As of a model with a second output for another loss.
-    "two outputs": Form(
-        bound(of_first),
-        "MaskError: losses are a tuple for a loss mask of ... return a TokenLoss",
-        lambda losses, mask: (losses, losses),
-    ),
-    **{
-        f"{function.__name__}, losses that cancel": Form(bound(function), "", centred, ALL)
-        for function in (plain, mean, counted)
-    },
-    **{
-        f"{function.__name__}, a term beside losses that cancel": Form(
-            bound(with_a_term, function), NO_SUM, centred, ALL
-        )
-        for function in (plain, mean, counted)
-    },
-    **{
-        f"{got}, stock": Form(
-            bound(returning(x)), f"HostError: returned {got}; expected {STOCK_FORM}"
-        )
-        for got, x in RESULTS.items()
-    },
-    **{
-        f"{got}, of a TokenLoss": Form(
-            functools.partial(TokenLoss, lambda _, x=x: x),
-            f"HostError: returned {got}; expected (losses, report)",
-        )
-        for got, x in RESULTS.items()
-    },
-}
+def stock(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    return losses, partial(gpt.stock_loss_func, mask)
 
 
-def in_form(name: str, iterator: Any, model: Any) -> Any:
-    """A forward step."""
-    losses, loss_func = gpt.forward_step(iterator, model)
-    (mask,) = loss_func.args
-    form = (FORMS | MASKS)[name]
-    return form.change(losses, mask), form.make(mask)
+def with_mask(change: Callable[[Tensor], Tensor]) -> Form:
+    return lambda losses, mask: stock(losses, change(mask))
 
 
-def test_a_masked_sum_or_mean_in_any_form_is_exact() -> None:
-    one = {"layout": "bshd", "dtype": torch.float32}
-    cases = [
-        Case(
-            "sum", masks=x.masks, places=((x.samples,),), step=functools.partial(in_form, n), **one
-        )
-        for n, x in FORMS.items()
-        if not x.says
-    ]
-    for case, (found,) in run(TOPOLOGIES["dp1"], cases).items():
-        assert found.error <= 1e-6, case.step
+def with_losses(change: Callable[[Tensor], Tensor]) -> Form:
+    return lambda losses, mask: (losses, TokenLoss(lambda x: (change(x), {}), mask))
 
 
-# Other forms of the stock mask and losses; all mean the same. Of 529 active tokens: bf16 counts to
-# 256 one by one, uint8 to 255.
+def centred(form: Form) -> Form:
+    """As of advantages that are centred in their group: the sum is nothing but rounding."""
+    return lambda losses, mask: form(losses - (losses.detach() * mask).sum() / mask.sum(), mask)
+
+
+def infinite_at_first(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    first = mask.flatten().cumsum(0).view_as(mask) == 1
+    return losses.masked_fill(first, torch.inf), partial(finite, mask)
+
+
+def transposed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    """As of a model whose output is [seq, samples]."""
+    return stock(losses.T, mask.T.contiguous())
+
+
+# Of 529 active tokens: bf16 counts to 256 one by one, uint8 to 255.
 MANY = (0, 8, 4) * 11 + (3,)
-DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64, torch.float32)
-MASKS: dict[str, Form] = {
+DTYPES = (torch.bfloat16, torch.uint8, torch.bool, torch.int64)
+# The stock loss function, and its mask or its losses where the mask is 0 in other forms.
+OF_STOCK: dict[str, Form] = {
+    "flat mask": with_mask(Tensor.flatten),
+    **{f"mask of {x}": with_mask(lambda mask, x=x: mask.to(x)) for x in DTYPES},
     **{
-        name: Form(lambda mask, change=change: functools.partial(gpt.stock_loss_func, change(mask)))
-        for name, change in {
-            "flat mask": Tensor.flatten,
-            "transposed in memory": lambda mask: mask.t().contiguous().t(),
-            **{f"{x}": lambda mask, x=x: mask.to(x) for x in DTYPES},
-        }.items()
-    },
-    **{
-        f"{x} where the mask is 0": Form(
-            lambda mask: functools.partial(gpt.stock_loss_func, mask),
-            change=lambda losses, mask, x=x: losses + torch.where(mask == 0, x, 0.0),
+        f"{x} where the mask is 0": lambda losses, mask, x=x: stock(
+            losses + torch.where(mask == 0, x, 0.0), mask
         )
         for x in (torch.nan, torch.inf)
     },
-    # In another shape than the mask, and without a reduction.
-    "flat losses": Form(lambda mask: TokenLoss(lambda output: (output.flatten(), {}), mask)),
 }
+# They report nothing by themselves.
+FUNCTIONS: dict[str, Form] = {
+    "second argument": bound(second, 1.0),
+    "keyword": lambda losses, mask: (losses, partial(keyword, loss_mask=mask)),
+    "wrapped": bound(wrapped),
+    "flat losses": with_losses(Tensor.flatten),
+}
+CANCELLING: dict[str, Form] = {
+    f"{x.__name__} of losses that cancel": centred(bound(x)) for x in (plain, mean, counted)
+}
+FORMS = {**OF_STOCK, **FUNCTIONS, **CANCELLING, "mean": bound(mean)}
+
+
+def in_form(form: str | Form, iterator: Any, model: Any) -> Any:
+    """A forward step; a case has the name of a form."""
+    losses, loss_func = gpt.forward_step(iterator, model)
+    make = FORMS[form] if isinstance(form, str) else form
+    return make(losses, *loss_func.args)
 
 
 @pytest.mark.parametrize(
     "mode, per_token", [("prompt_mean", False), ("prompt_mean", True), ("token_mean", True)]
 )
-def test_a_mask_of_any_dtype_and_masked_nan_or_infinity_change_nothing(
-    mode: str, per_token: bool
-) -> None:
-    way = {"layout": "bshd", "places": ((MANY,),), "hook": {"loop": Loop(of_megatron=True)}}
+def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -> None:
+    way = {"layout": "bshd", "per_token": per_token, "hook": {"loop": Loop(of_megatron=True)}}
     cases = {
-        Case(
-            mode, per_token=per_token, step=functools.partial(in_form, name), times=times, **way
-        ): name
-        for name, times in product(MASKS, (1, 2))
+        Case(mode, step=partial(in_form, name), places=((MANY,),), times=times, **way): name
+        for name, times in product(FORMS, (1, 2))
     }
+    # Of less than a token.
+    fraction = {"masks": "fractional", "places": (((3,),),)}
+    cases[Case(mode, step=partial(in_form, "mean"), **fraction, **way)] = "mean"
 
     def expected(case: Case) -> Expected:
         gradient, reports = by_the_oracle(case)
-        if cases[case] == "flat losses":  # which reports nothing by itself
+        name = cases[case]
+        if name not in OF_STOCK:
             del reports["lm loss"]
-        return gradient, reports
+        return gradient, {} if name in CANCELLING else reports
 
     assert_exact(TOPOLOGIES["dp1"], [*cases], expected)
 
 
-ROWS = {
-    name: Row(
-        form.says,
+CHANGED = "MaskError: the loss function's mask is not this rank's part ... read_batch"
+NO_SUM = "HostError: the loss function returned ... expected a masked sum"
+NO_MASK = "HostError: the loss function ... has no mask"
+ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
+
+
+def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Row:
+    """On one rank."""
+    return Row(
+        says,
         topology="dp1",
         hook=hook_of("sum"),
-        data=lambda rank, form=form: batches((form.samples,), "bshd", form.masks),
+        data=lambda rank: batches((samples,), "bshd"),
         number=1,
-        step=functools.partial(in_form, name),
-        dtype=torch.float32,
+        step=partial(in_form, form),
     )
-    for name, form in FORMS.items()
-    if form.says
+
+
+FUNCTIONS_REFUSED = {
+    "no mask": refused(
+        f"{NO_MASK} ... TokenLoss", lambda losses, mask: (losses, lambda x: plain(mask, x))
+    ),
+    "a mask of another name": refused(
+        f"{NO_MASK} ... a parameter named loss_mask", bound(another_name)
+    ),
+    "function of torch": refused(NO_MASK, bound(torch.add)),
+    "infinite losses left out": refused(NO_SUM, infinite_at_first),
+    **{
+        f"{x.__name__}, and a term beside losses that cancel": refused(
+            NO_SUM, centred(bound(with_a_term, x)), ALL
+        )
+        for x in (plain, mean, counted)
+    },
+    # A step without tokens verifies nothing.
+    "factors of its own after an empty step": Row(
+        NO_SUM,
+        data=in_turn(partial(Counted, active=()), Counted),
+        step=partial(in_form, bound(divided)),
+        before=[{"forward_step_func": partial(in_form, bound(divided))}],
+    ),
+    **{
+        f"{got}, stock": refused(
+            f"HostError: returned {got}; expected (loss, report) or (loss, number of tokens, rep",
+            bound(returning, x),
+        )
+        for got, x in {
+            "a torch.float32 tensor of shape ()": torch.tensor(1.0, dtype=torch.float32),
+            "1 results": (torch.tensor(1.0),),
+        }.items()
+    },
+    "4 results, of a TokenLoss": refused(
+        "HostError: returned 4 results; expected (losses, report)",
+        lambda losses, mask: (losses, TokenLoss(lambda x: (x, x, x, {}), mask)),
+    ),
+    # As of a model with a second output for another loss.
+    "two outputs": refused(
+        "MaskError: losses are a tuple for a loss mask of ... return a TokenLoss",
+        lambda losses, mask: ((losses, losses), partial(of_first, mask)),
+    ),
+    "losses [seq, samples]": refused(
+        "MaskError: a mask [samples, seq] ... not transposed", transposed
+    ),
+    "a part of the losses": refused(
+        "MaskError: expected one loss per token", with_losses(lambda x: x[:, 1:])
+    ),
+    "a part of the mask": refused(
+        "MaskError: where this rank's part of the batch's is ... a batch that is whole",
+        with_mask(lambda x: x[..., 1:]),
+    ),
+    "detached losses": refused(
+        "HostError: losses without a gradient ... not detached", with_losses(Tensor.detach)
+    ),
 }
 
 
+def of_first_token(value: float) -> Callable[[Tensor], Tensor]:
+    """Each row's first active token has another mask."""
+    return lambda mask: mask.masked_fill(mask.cumsum(dim=-1) == 1, value)
+
+
+def changed(change: Any, says: str = CHANGED, before: Any = (), **options: Any) -> Row:
+    return Row(says, step=partial(in_form, with_mask(change)), before=before, **options)
+
+
+IN_MEGATRON = {"hook": hook_of("prompt_mean", loop=Loop(of_megatron=True))}
+MASKS = {
+    "a changed mask": changed(lambda mask: mask.roll(1, dims=0), f"{CHANGED} ... it sums to"),
+    "a mask changed after an evaluation": changed(lambda mask: mask / 2, before=[EVALUATION]),
+    "a mask changed later": changed(of_first_token(0.0), before=[{}], **IN_MEGATRON),
+    "a mask of NaN later": changed(of_first_token(torch.nan), before=[{}], **IN_MEGATRON),
+}
+
+
+def between_samples(mask: Tensor) -> Tensor:
+    """Moves a token's mask from the first sample to padding of the second; the sum stays."""
+    mask = mask.clone()
+    mask[0, 0], mask[0, 27] = mask[0, 27].item(), mask[0, 0].item()
+    return mask
+
+
+def within_a_sample(mask: Tensor) -> Tensor:
+    mask = mask.clone()
+    first, place = (int(x.nonzero()[0]) for x in (mask[0] != 0, mask[0] == 0))
+    mask[0, place], mask[0, first] = 1.0, 0.0
+    return mask
+
+
+# By mode, a token that moves in the mask of a pack; and whether the first step refuses it, and
+# later ones.
+MOVES = (
+    ("sample_mean", between_samples, True, True),
+    ("token_mean", between_samples, True, False),  # its samples do not matter
+    ("sample_mean", within_a_sample, False, False),
+    ("custom", within_a_sample, True, True),
+)
+MOVED = {
+    f"a mask that moved {change.__name__}, {mode}, {'later' if later else 'at first'}": changed(
+        change,
+        CHANGED if is_refused else "",
+        before=[{}] * later,
+        topology="dp1",
+        data=lambda rank: itertools.cycle(batches(((0, 1),), "thd")),
+        number=1,
+        hook=hook_of(mode),
+    )
+    for mode, change, *answers in MOVES
+    for later, is_refused in enumerate(answers)
+}
+ROWS = {**FUNCTIONS_REFUSED, **MASKS, **MOVED, "a good step": Row()}
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_no_masked_sum_is_refused(name: str) -> None:
+def test_every_rank_refuses_what_is_no_masked_sum_or_was_not_counted(name: str) -> None:
     assert_told(__name__, name)

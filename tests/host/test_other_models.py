@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg.mcore import read_samples
@@ -18,12 +21,13 @@ from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.reference import gradient_of, relative_error
-from tests.host.steps import PLACES, VOCAB, Places, weights_of
-from tests.host.test_late_masks import MODES, OPTIONS
-from tests.host.test_mtp import CASES, CONFIG, alone
+from tests.host.steps import PLACES, VOCAB, Places, Weights, sequences, weights_of
+from tests.host.test_mtp import CONFIG, DEPTHS, FACTOR, case, logits_of
 
 SIDE, PATCH = 4, 2  # of an image, and of its patches: four positions instead of its one token
 STEP: Places = (((0,), (1,)), ((2,), (3,)))  # numbers of batches
+# One that needs no sum of the mask, and by what the others need it.
+MODES = ("sum", "sample_mean", "microbatch_mean")
 
 
 def llava_batch(_: Batch, number: tuple[int]) -> Batch:
@@ -57,21 +61,6 @@ def llava_losses(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def llava_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     losses, mask = llava_losses(model, next(data_iterator))
     return losses, partial(gpt.stock_loss_func, mask)
-
-
-LLAVA = [
-    Case(
-        mode,
-        OPTIONS.get(mode, {}),
-        places=STEP,
-        per_token=flag,
-        batch=llava_batch,
-        hook={"read_batch": read_samples},
-        step=llava_step,
-    )
-    for flag in (False, True)
-    for mode in (*MODES, *["token_mean"] * flag)
-]
 
 
 def llava_model(per_token: bool) -> Any:
@@ -111,39 +100,43 @@ def llava_model(per_token: bool) -> Any:
     return model
 
 
-def llava_errors() -> list[tuple[float, ...]]:
-    """A rank, by case: the errors of the gradient and of both reports."""
-    gpt.initialize()
-    with gpt.KeepDouble():
-        return [errors_of(case) for case in LLAVA]
-
-
-def errors_of(case: Case) -> tuple[float, ...]:
-    model = llava_model(case.per_token)
-    reports = reduced(take(case, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
-    made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
-    loss = whole_loss(case.mode, made)
-    found = {name: p.main_grad for name, p in model.named_parameters()}
-    error = relative_error(found, gradient_of(loss, model))
-    shown = {"lm loss": whole_loss("token_mean", made), f"{case.mode} loss": loss}
-    return error, *(abs(reports[key] / float(x) - 1) for key, x in shown.items())
-
-
 def whole_loss(mode: str, made: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     """Of the losses and masks of all microbatches, by the oracle's weights."""
     step = [
         [[oracle.Sample(tuple(row.tolist())) for row in mask] for _, mask in rank] for rank in made
     ]
-    weights = oracle.step_weights(mode, step, **OPTIONS.get(mode, {}))
+    weights = oracle.step_weights(mode, step)
     flat = [w for rank in weights for of_mb in rank for w in of_mb]
     rows = [row for rank in made for losses, _ in rank for row in losses]
     return sum((torch.tensor(w) * row).sum() for w, row in zip(flat, rows, strict=True))
 
 
-def test_megatrons_llava_is_exact() -> None:
-    for rank in run_host_ranks(llava_errors, 2):
-        for case, errors in zip(LLAVA, rank, strict=True):
-            assert max(errors) <= EXACT, case
+def compare_llava(mode: str, per_token: bool) -> None:
+    """Every rank, DP 2: the gradient and both reports of a step."""
+    gpt.initialize()
+    model = llava_model(per_token)
+    of_llava = Case(
+        mode,
+        places=STEP,
+        per_token=per_token,
+        batch=llava_batch,
+        hook={"read_batch": read_samples},
+        step=llava_step,
+    )
+    with gpt.KeepDouble():
+        reports = reduced(take(of_llava, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
+        made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
+    loss = whole_loss(mode, made)
+    found = {name: p.main_grad for name, p in model.named_parameters()}
+    assert relative_error(found, gradient_of(loss, model)) <= EXACT
+    shown = {"lm loss": whole_loss("token_mean", made), f"{mode} loss": loss}
+    wanted = {key: float(x) for key, x in shown.items()}
+    assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
+
+
+@pytest.mark.parametrize("mode, per_token", [*product(MODES, (False, True)), ("token_mean", True)])
+def test_megatrons_llava_is_exact(mode: str, per_token: bool) -> None:
+    run_host_ranks(compare_llava, 2, mode, per_token)
 
 
 def hybrid_error() -> float:
@@ -169,10 +162,22 @@ def hybrid_error() -> float:
     model = HybridModel(config, stack, VOCAB, 256, **pattern)
     for name, parameter in model.named_parameters():
         parameter.data = gradients.initial_value(name, parameter).double()
-    ((expected, _),) = alone(model, [("01", weights_of("prompt_mean", PLACES[2]))])
+    expected = gradient_of(loss_alone(model, weights_of("prompt_mean", PLACES[2])), model)
     chunks = [gpt.data_parallel(model)]
-    take(CASES["dp2"]["rows"], TOPOLOGIES["dp2"], chunks)
+    take(case("bshd", False, "prompt_mean"), TOPOLOGIES["dp2"], chunks)
     return relative_error(gradients.of(chunks), expected)
+
+
+def loss_alone(model: Any, weights: Weights) -> Tensor:
+    """The main loss, and its part of each depth, whose logits at t predict label t + depth."""
+    parts = []
+    for i, of_sample in weights:
+        sequence, w = sequences()[i], torch.tensor(of_sample, dtype=torch.float64)
+        for depth, logits in enumerate(logits_of(model, sequence)):
+            kept = max(len(w) - depth, 0)
+            losses = F.cross_entropy(logits[:kept], sequence.labels[depth:], reduction="none")
+            parts.append((FACTOR / DEPTHS if depth else 1.0) * (w[depth:] * losses).sum())
+    return torch.stack(parts).sum()
 
 
 def hybrid_stack() -> Any:

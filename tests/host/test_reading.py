@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import Audit, Loop, LossHook, Prefetch, read_batch
-from tests.core.operations import Operations
+from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
+from tests.host.refusals import EVALUATION, Row, assert_told
 from tests.host.steps import (
     N_MB,
     PLACES,
@@ -70,7 +71,6 @@ def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
 
     torchs = functools.partial(torch.utils.data.DataLoader, batch_size=None)
     return {
-        "plain": (iter, False, False),
         "own": (Prefetch, True, True),
         "own, in Megatron's": (lambda x: RerunDataIterator(Prefetch(x)), True, True),
         "torch's": (lambda x: RerunDataIterator(iter(torchs(x))), True, False),
@@ -87,15 +87,15 @@ def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
 RUN = [((0, 1), 2, 4), ((2, 3, 4), 5, 8), ((5,), 6, 8)]
 
 
-def errors_of_run(wanted: list[Gradient]) -> dict[tuple[str, bool], list[float]]:
-    """One rank, for each iterator in each loop: each step's gradient error."""
+def run_on_each(wanted: list[Gradient]) -> None:
+    """One rank: every step of `RUN` is exact, and reads as it should, from each iterator."""
     from megatron.core import rerun_state_machine
 
     gpt.initialize()
     rerun_state_machine.initialize_rerun_state_machine()
     model = gpt.ddp_model()
 
-    def errors(wrap: Any, of_megatron: bool, fetches: bool) -> Iterator[float]:
+    def take(wrap: Callable[[Loader], Any], of_megatron: bool, fetches: bool) -> None:
         hook = LossHook(aggregation("prompt_mean"), loop=Loop(of_megatron=of_megatron))
         train = Loader()
         iterator = wrap(train)
@@ -107,24 +107,21 @@ def errors_of_run(wanted: list[Gradient]) -> dict[tuple[str, bool], list[float]]
                 return gpt.forward_step(data, model)
 
             gpt.run_step(hook, model, iterator, len(samples), forward_step_func=forward_step)
-            yield gradients.error(model, gradient)
+            assert gradients.error(model, gradient) <= EXACT
             evaluation = Loader()
             gpt.run_step(hook, model, evaluation, 2, forward_only=True)
             assert evaluation.drawn == 2
 
-    return {
-        (name, of_megatron): list(errors(wrap, of_megatron, fetches))
-        for name, (wrap, *ahead) in iterators().items()
-        for of_megatron, fetches in zip((True, False), ahead, strict=True)
-    }
+    for wrap, in_megatron, elsewhere in iterators().values():
+        take(wrap, True, in_megatron)
+        take(wrap, False, elsewhere)
 
 
 def test_a_step_is_read_at_once_and_the_next_one_while_it_computes() -> None:
     places = [((tuple((i,) for i in samples)),) for samples, *_ in RUN]
-    wanted = [reference().gradient(weights_of("prompt_mean", p)) for p in places]
-    (found,) = run_host_ranks(errors_of_run, 1, wanted)
-    for name, errors in found.items():
-        assert len(errors) == len(RUN) and max(errors) <= EXACT, name
+    run_host_ranks(
+        run_on_each, 1, [reference().gradient(weights_of("prompt_mean", p)) for p in places]
+    )
 
 
 def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
@@ -145,8 +142,8 @@ def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
     return loss, *others
 
 
-def reruns_on_host() -> dict[str, list[Tensor]]:
-    """Every rank, DP 2: the gradients of each run of two usual steps and of a spiky one."""
+def rerun_on_host() -> None:
+    """Every rank, DP 2: two usual steps, and a spiky one."""
     from megatron.core import rerun_state_machine
 
     gpt.initialize()
@@ -156,7 +153,9 @@ def reruns_on_host() -> dict[str, list[Tensor]]:
     machine = rerun_state_machine.get_rerun_state_machine()
     data = rerun_state_machine.RerunDataIterator(Counted(gpt.data_rank()))
 
-    def step(scale: float) -> list[Tensor]:
+    def runs_of_step(scale: float) -> list[Tensor]:
+        """The gradient of each."""
+
         def forward_step(iterator: Any, model: Any) -> Any:
             losses, stock = gpt.forward_step(iterator, model)
             return losses * scale, functools.partial(judged_loss, *stock.args)
@@ -169,24 +168,15 @@ def reruns_on_host() -> dict[str, list[Tensor]]:
         return found
 
     # Megatron does not judge the first step, and the second tells what is usual.
-    return {name: step(scale) for name, scale in (("first", 1), ("usual", 1), ("spiky", 1e4))}
+    assert len(runs_of_step(1)) == 1
+    (usual,) = runs_of_step(1)
+    spiky, again = runs_of_step(1e4)
+    assert torch.equal(spiky, again)
+    torch.testing.assert_close(spiky, 1e4 * usual, rtol=1e-10, atol=1e-12)
 
 
 def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches() -> None:
-    for rank in run_host_ranks(reruns_on_host, 2):
-        assert len(rank["first"]) == len(rank["usual"]) == 1
-        first, again = rank["spiky"]
-        assert torch.equal(first, again)
-        torch.testing.assert_close(first, 1e4 * rank["usual"][0], rtol=1e-10, atol=1e-12)
-
-
-# On a rank: the batches that were drawn, by their samples.
-DRAWN: list[tuple[int, ...]] = []
-
-
-def noted(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    DRAWN.append(of_mb)
-    return batch
+    run_host_ranks(rerun_on_host, 2)
 
 
 def read_step(iterator: Any, number: int) -> list[Microbatch]:
@@ -195,11 +185,9 @@ def read_step(iterator: Any, number: int) -> list[Microbatch]:
     return [read_batch(batch) for batch in batches(PLACES[1][0], "thd")]
 
 
-def one_by_one(iterator: Iterator[Any], model: Any) -> Any:
-    before = len(DRAWN)
-    made = gpt.forward_step(iterator, model)
-    assert len(DRAWN) == before + 1
-    return made
+def with_own_iterator(iterator: Any, model: Any) -> Any:
+    assert type(iterator) is GeneratorType
+    return gpt.forward_step(iterator, model)
 
 
 def emptying(iterator: Iterator[Any], model: Any) -> Any:
@@ -212,13 +200,10 @@ def emptying(iterator: Iterator[Any], model: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["dp1", "cp2"])
 def test_a_step_at_hand_and_a_changed_batch_of_an_evaluation_are_exact(name: str) -> None:
-    evaluates = {"forward_only": True}
-    at_hand = {"batch": noted, "step": one_by_one, "hook": {"read_step": read_step}}
-    cases = [
-        Case("prompt_mean", places=PLACES[1], **at_hand),
-        Case("prompt_mean", places=PLACES[1], **at_hand, call=evaluates),
-        Case("prompt_mean", places=PLACES[1], step=emptying, call=evaluates),
-    ]
+    case = Case("prompt_mean", places=PLACES[1])
+    at_hand = replace(case, step=with_own_iterator, hook={"read_step": read_step})
+    evaluates = {"call": EVALUATION}
+    cases = [at_hand, replace(at_hand, **evaluates), replace(case, step=emptying, **evaluates)]
     assert_exact(TOPOLOGIES[name], cases)
 
 
@@ -242,45 +227,47 @@ def frozen(iterator: Any, model: Any) -> Any:
     return output.detach(), loss_func
 
 
-# Before 0.19 the first fails with the hook as without it: the schedule itself calls the function.
-LEFT: dict[str, tuple[Any, dict[str, bool]]] = {
-    "no loss function": (outputs, {"forward_only": True}),
-    "log-probabilities": (log_probs, {"forward_only": True}),
-    "other data": (collecting, {"forward_only": True, "collect_non_loss_data": True}),
-    "no gradient": (frozen, {}),
-}
+def as_without_a_hook(step: Any, topology: str, **options: bool) -> Row:
+    """The same error, the same results, and batches drawn when the host draws them."""
 
+    def run(hook: LossHook, model: Any, call: Any) -> None:
+        def seen(hook: LossHook | None) -> list[Any]:
+            left, returned, data = [], [], batches(PLACES[1][0], "thd")
 
-def left_to_the_host(cp: int) -> dict[str, list[tuple[Any, ...]]]:
-    """Every rank: what becomes of calls without a hook, and with one."""
-    gpt.initialize(cp=cp)
-    model = gpt.ddp_model()
+            def counted(iterator: Any, chunk: Any) -> Any:
+                made = step(iterator, chunk)
+                left.append(data.__length_hint__())
+                return made
 
-    def run(hook: LossHook | None, step: Any, options: Any) -> tuple[Any, ...]:
-        left, returned, data = [], [], batches(PLACES[1][0], "thd")
+            def take() -> None:
+                arguments = {"forward_step_func": counted, **options}
+                returned.append(gpt.run_step(hook, model, data, N_MB, **arguments))
 
-        def counted(iterator: Any, chunk: Any) -> Any:
-            made = step(iterator, chunk)
-            left.append(data.__length_hint__())
-            return made
-
-        def take() -> None:
-            arguments = {"forward_step_func": counted, **options}
-            returned.append(gpt.run_step(hook, model, data, N_MB, **arguments))
-
-        with Operations() as operations:
             error = error_of(take)
-        # A step that trains is counted and reported, with gradients or not.
-        is_left = "forward_only" in options
-        return error, *((left, operations.collectives, returned) if is_left else ())
+            # A step that trains is counted and reported, with gradients or not.
+            return [error, left, returned] if options else [error]
 
-    trusting = LossHook(aggregation("prompt_mean"), extensions=[Audit(trust=True)])
-    return {name: [run(hook, *of) for hook in (None, trusting)] for name, of in LEFT.items()}
+        stock, hooked = seen(None), seen(hook)
+        assert stock[:2] == hooked[:2]
+        torch.testing.assert_close(stock[2:], hooked[2:], rtol=0, atol=0)
+
+    return Row(topology=topology, run=run)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_what_needs_no_plan_is_left_to_the_host(cp: int) -> None:
-    for found in run_host_ranks(left_to_the_host, cp, cp):
-        for stock, hooked in found.values():
-            assert stock[:3] == hooked[:3]
-            torch.testing.assert_close(stock[3:], hooked[3:], rtol=0, atol=0)
+ROWS = {}
+for name in ("dp1", "cp2"):
+    # Before 0.19 the first fails with the hook as without it: the schedule itself calls the
+    # function.
+    ROWS |= {
+        f"no loss function, {name}": as_without_a_hook(outputs, name, **EVALUATION),
+        f"log-probabilities, {name}": as_without_a_hook(log_probs, name, **EVALUATION),
+        f"other data, {name}": as_without_a_hook(
+            collecting, name, **EVALUATION, collect_non_loss_data=True
+        ),
+        f"no gradient, {name}": as_without_a_hook(frozen, name),
+    }
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_needs_no_plan_is_left_to_the_host(name: str) -> None:
+    assert_told(__name__, name)

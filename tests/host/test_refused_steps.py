@@ -5,12 +5,12 @@ No rank waits for one that failed.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,29 +29,46 @@ from megatron_loss_agg.mcore import (
     read_batch,
     read_samples,
 )
-from megatron_loss_agg.mcore.extensions import with_checks  # each alone
-from megatron_loss_agg.mcore.hook import Hook  # has no checks by itself
-from tests.host import gpt, pipeline_parallel, scripts
+from tests.host import gpt, pipeline_parallel
 from tests.host.harness import TOPOLOGIES
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn, thd
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls, in_turn, thd
 from tests.host.steps import Counted, aggregation
 
-PACKS = {"topology": "cp2", "data": partial(Counted, layout="thd")}
 EMPTY = partial(Counted, active=())
+Call = Callable[..., None]  # see `Row.run`
 
 
 def read_too_many(iterator: Any, number: int) -> list[Any]:
     return [next(iterator)] * (number + 1)
 
 
+def draws_twice(iterator: Any, model: Any) -> Any:
+    """Takes two batches for a microbatch, and uses the second."""
+    next(iterator)
+    return gpt.forward_step(iterator, model)
+
+
+def packed_call(iterator: Any, model: Any, by_position: bool = False, **more: Any) -> Any:
+    """Calls the model with packed sequences, whatever the batch says; and ``more`` of them."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    batch = gpt.received(iterator)
+    tokens, mask = batch["tokens"].view(1, -1), batch["loss_mask"]
+    length = tokens.shape[1]
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    packed = PackedSeqParams("thd", starts, starts, starts, starts, length, length, **more)
+    given = [tokens, gpt.positions_like(tokens), None]
+    if by_position:
+        logits = model(*given, None, None, None, packed)
+    else:
+        logits = model(*given, packed_seq_params=packed)
+    losses = logits.logsumexp(-1).view_as(mask)  # of the right shape, and no more is needed
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
 def a_column(batch: dict[str, Tensor]) -> Microbatch:
     """Each token as if it were a sample."""
     return Microbatch(batch["loss_mask"].reshape(-1, 1))
-
-
-def packed(says: str = "", mode: str = "sample_mean", **options: Any) -> Row:
-    """The model is called with packs, of which the batch says nothing."""
-    return Row(says, **{"step": scripts.packed_call, "hook": hook_of(mode), **options})
 
 
 NO_OFFSETS = "GroupError: has no 'cu_seqlens' ... add it"
@@ -64,13 +81,9 @@ BATCHES = {
         "MaskError: expected a mapping with the tensor 'loss_mask'",
         data=partial(Counted, without=("loss_mask",)),
     ),
-    "no mapping": Row(
-        "MaskError: the data iterator gave Tensor",
-        data=lambda rank: itertools.repeat(torch.ones(3)),
-    ),
     "two batches a microbatch": Row(
         "StepError: drew 4 batches for 2 microbatches ... once each",
-        step=scripts.draws_twice,
+        step=draws_twice,
         hook=hook_of("sum"),
         data=lambda rank: itertools.repeat(next(Counted(rank))),
     ),
@@ -78,16 +91,34 @@ BATCHES = {
         "FunctionError: 3 microbatches for a call of the schedule with num_microbatches=2",
         hook=hook_of("sum", read_step=read_too_many),
     ),
-    "packs without offsets": packed(NO_OFFSETS),
-    "packs without offsets, by position": packed(
-        NO_OFFSETS, step=partial(scripts.packed_call, by_position=True)
+    # The batch says nothing of the packs that the model is called with.
+    "packs without offsets": Row(NO_OFFSETS, step=packed_call, hook=hook_of("sample_mean")),
+    "packs without offsets, by position, read as columns": Row(
+        NO_OFFSETS,
+        step=partial(packed_call, by_position=True),
+        hook=hook_of("sample_mean", read_batch=a_column),
     ),
-    "packs without offsets on tensor-parallel ranks": packed(NO_OFFSETS, topology="tp2"),
-    "packs without offsets, read as columns": packed(
-        NO_OFFSETS, hook=hook_of("sample_mean", read_batch=a_column)
-    ),
-    "packs without offsets, of no sample": packed(mode="sum"),
+    "packs without offsets, of no sample": Row(step=packed_call, hook=hook_of("sum")),
 }
+
+
+# One rank fails, and all others are told.
+def failing_with(error: BaseException, good: Iterator[Any]) -> Iterator[Any]:
+    yield next(good)
+    raise error
+
+
+DISK, INTERRUPT = (partial(failing_with, error) for error in (OSError("disk"), KeyboardInterrupt()))
+
+
+def on_rank(says: str, change: Any, failing: int = 1, topology: str = "dp2") -> Row:
+    """The data iterator of one rank is a bad one, made by ``change``."""
+
+    def data(rank: int) -> Any:
+        good = Counted(rank)
+        return change(good) if dist.get_rank() == failing else good
+
+    return Row("PeerError", {failing: says}, topology, hook_of("token_mean"), data)
 
 
 def mean(plan: Any, i: int) -> Tensor:
@@ -103,26 +134,9 @@ def mean_or_nan(plan: Any, i: int) -> Tensor:
     return mean(plan, i) * (math.nan if dist.get_rank() == 1 else 1)
 
 
-# One rank fails, and all others are told.
-def failing_with(error: BaseException, good: Iterator[Any]) -> Iterator[Any]:
-    yield next(good)
-    raise error
-
-
-def on_rank(failing: int, change: Any, says: str, topology: str = "dp2") -> Row:
-    """The data iterator of one rank is a bad one, made by ``change``."""
-
-    def data(rank: int) -> Any:
-        good = Counted(rank)
-        return change(good) if dist.get_rank() == failing else good
-
-    return Row("PeerError", {failing: says}, topology, hook_of("token_mean"), data)
-
-
-DISK = partial(failing_with, OSError("disk"))
 FAILED = {
     **{
-        f"a reader that fails on rank {rank}, {name}": on_rank(rank, DISK, "OSError: disk", name)
+        f"a reader that fails on rank {rank}, {name}": on_rank("OSError: disk", DISK, rank, name)
         for name, rank in (("dp2", 1), ("cp2", 1), ("pp2", 1), ("tp2", 0))
     },
     "a function that fails on a rank": Row(
@@ -131,15 +145,13 @@ FAILED = {
         hook=hook_of(aggregation("custom", function=mean_or_nan)),
     ),
     "data that ends in a step": on_rank(
-        *(1, lambda good: iter([next(good)])),
         "StepError: the data iterator ended after 1 of the 2 batches",
+        lambda good: iter([next(good)]),
     ),
-    "data that ended": on_rank(1, lambda good: iter([]), "StopIteration"),
-    "an interrupted reader": on_rank(
-        1, partial(failing_with, KeyboardInterrupt()), "KeyboardInterrupt"
-    ),
+    "data that ended": on_rank("StopIteration", lambda good: iter([])),
+    "an interrupted reader": on_rank("KeyboardInterrupt", INTERRUPT),
     "no iterator": on_rank(
-        1, lambda good: None, "HostError: data_iterator is a NoneType on a rank that reads data"
+        "HostError: data_iterator is a NoneType on a rank that reads data", lambda good: None
     ),
     # Every stage hears of the first step in any case.
     "an empty step": Row(
@@ -157,60 +169,58 @@ FAILED = {
 FOUR = thd(((0, 1), (2,), (3,), (4, 6)))
 
 
-def step_of_four(rank: int = 0) -> list[Microbatch]:
+def step_of_four() -> list[Microbatch]:
     return [read_batch(batch) for batch in FOUR(0)]
 
 
-def in_calls(calls: tuple[int, ...], says: str = "") -> Row:
-    """``hook.step`` with four microbatches, which ``calls`` take."""
-    return Row(says, topology="dp1", data=FOUR, planned=step_of_four, calls=calls)
+def of_calls(*numbers: int, says: str = "") -> Row:
+    return Row(says, topology="dp1", data=FOUR, run=in_calls(step_of_four, *numbers))
 
 
-def nested(hook: LossHook) -> None:
+def nested(hook: LossHook, model: Any, call: Call) -> None:
     with hook.step(step_of_four()), hook.step(step_of_four()):
         pass
 
 
-def failing_loop(hook: LossHook) -> None:
+def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
     with hook.step(step_of_four()):
         raise RuntimeError("of the loop")
 
 
-def of_another_hook(hook: LossHook) -> None:
+def after_another_hook(hook: LossHook, model: Any, call: Call) -> None:
     """A call on the gradients that another hook's call left."""
-    model = gpt.ddp_model()
-    for one in (hook_of("sum")(0), hook):
-        gpt.run_step(one, model, Counted(0), Counted.N_MB, zero_grad=False)
+    gpt.run_step(hook_of("sum")(0), model, Counted(gpt.data_rank()), Counted.N_MB)
+    call(Counted.N_MB, zero_grad=False)
 
 
-def without_zero_grad(hook: LossHook, zeroed: bool = False) -> None:
+def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = False) -> None:
     """A loop that zeroes Megatron's buffer, and its optimizer's gradients only if ``zeroed``."""
-    from tests.host import gpt
-
-    model = gpt.ddp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for _ in range(2):
-        gpt.run_step(hook, model, Counted(0), Counted.N_MB)
-        for parameter in model.parameters():
-            parameter.grad = parameter.main_grad
-        optimizer.step()
-        if zeroed:
-            optimizer.zero_grad()
+    try:
+        for _ in range(2):
+            call(Counted.N_MB)
+            for parameter in model.parameters():
+                parameter.grad = parameter.main_grad
+            optimizer.step()
+            if zeroed:
+                optimizer.zero_grad()
+    finally:
+        optimizer.zero_grad()
 
 
 LEFT = "StepError: a forward-backward call on the gradients that the last"
 ON_LEFT = {"zero_grad": False}
 CALLS = {
-    "calls that leave microbatches": in_calls(
-        (1, 2), "StepError: ends with 1 of 4 microbatches left ... calls that take all of them"
+    "calls that leave microbatches": of_calls(
+        *(1, 2), says="StepError: ends with 1 of 4 microbatches left ... calls that take all of"
     ),
-    "calls that take too many": in_calls(
-        (3, 2), "StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
+    "calls that take too many": of_calls(
+        *(3, 2), says="StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
     ),
-    "calls that take all": in_calls((1, 2, 1)),
+    "calls that take all": of_calls(1, 2, 1),
     "a step in a step": Row("StepError: expected one step at a time", run=nested),
     "an error of the loop's own": Row("RuntimeError: of the loop", run=failing_loop),
-    "a call on the gradients of another hook": Row(LEFT, run=of_another_hook),
+    "a call on the gradients of another hook": Row(LEFT, run=after_another_hook),
     "a call without the optimizer's zero_grad": Row(
         "StepError: first microbatch twice ... optimizer.zero_grad()", run=without_zero_grad
     ),
@@ -228,39 +238,37 @@ def one_less(**arguments: Any) -> Any:
     return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
-def without_a_number(hook: LossHook, **bound: int) -> None:
+def past_the_model(iterator: Any, model: Any) -> Any:
+    """Computes losses with the model's layers, and without the model's own call."""
+    mask = next(iterator)["loss_mask"]
+    weight = next(model.parameters())
+    return weight.sum() + torch.zeros_like(mask), partial(gpt.stock_loss_func, mask)
+
+
+def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> None:
     """A call without ``num_microbatches``, which a schedule may have already."""
+    model.zero_grad_buffer()
     hook.wrap(partial(pipeline_parallel.get_forward_backward_func(), **bound))(
         forward_step_func=gpt.forward_step,
-        data_iterator=Counted(0),
-        model=[gpt.ddp_model()],
+        data_iterator=Counted(gpt.data_rank()),
+        model=[model],
         seq_length=1,
         micro_batch_size=1,
         forward_only=False,
     )
 
 
-def in_group(size: int, iterator: Any, model: Any) -> Any:
-    """Packs whose context-parallel group is one of their own, of ``size`` ranks."""
-
-    def set_size(module: Any, args: Any, kwargs: Any) -> Any:
-        packed = dataclasses.replace(kwargs["packed_seq_params"], local_cp_size=size)
-        return args, {**kwargs, "packed_seq_params": packed}
-
-    handle = model.register_forward_pre_hook(set_size, prepend=True, with_kwargs=True)
-    try:
-        return gpt.forward_step(iterator, model)
-    finally:
-        handle.remove()
+def with_instances(hook: LossHook, model: Any, call: Call) -> None:
+    with mock.patch.object(model.ddp_config, "num_distributed_optimizer_instances", 2):
+        call(Counted.N_MB)
 
 
-def with_config(says: str = "", **config: Any) -> Row:
-    return Row(says, topology="cp2", config=config)
-
-
-OWN_GROUPS = "HostError: groups of their own"
-GRAPHS = "HostError: it replays one step's weights for all ... graphs of layers"
-ITERATION, INFERENCE = ["full_iteration"], ["full_iteration_inference"]
+OWN_GROUPS = "HostError: groups of their own ... "
+OFF = {
+    "hybrid_context_parallel": f"{OWN_GROUPS}hybrid",
+    "dynamic_context_parallel": f"{OWN_GROUPS}dynamic",
+    "overlap_moe_expert_parallel_comm": "HostError: overlap ... cannot be checked",
+}
 SETTINGS = {
     "fewer losses than microbatches": Row(
         "HostError: computed 1 losses for 2 microbatches", call={"schedule": one_less}
@@ -271,33 +279,24 @@ SETTINGS = {
     "a number that the schedule has": Row(run=partial(without_a_number, num_microbatches=2)),
     "a model that is not called": Row(
         "HostError: a loss without a call of the model ... --overlap-moe",
-        step=scripts.past_the_model,
+        step=past_the_model,
         hook=hook_of("sample_mean"),
     ),
-    "a model that is not called, of no sample": Row(
-        step=scripts.past_the_model, hook=hook_of("sum")
+    "a model that is not called, of no sample": Row(step=past_the_model, hook=hook_of("sum")),
+    "a context group of all ranks": Row(
+        step=partial(packed_call, local_cp_size=1), hook=hook_of("sum")
     ),
-    "context groups of all ranks": Row(**PACKS, step=partial(in_group, 2)),
-    "context groups of a sample's own": Row(
-        "HostError: local_cp_size=1 ... one group of 2 ... --hybrid-context-parallel",
-        **PACKS,
-        step=partial(in_group, 1),
+    "a context group of a sample's own": Row(
+        "HostError: local_cp_size=2 ... one group of 1 ... --hybrid-context-parallel",
+        step=partial(packed_call, local_cp_size=2),
     ),
-    "hybrid context groups": with_config(f"{OWN_GROUPS} ... hybrid", hybrid_context_parallel=True),
-    "dynamic context groups": with_config(
-        f"{OWN_GROUPS} ... dynamic", dynamic_context_parallel=True
-    ),
-    "a graph of an iteration": with_config(GRAPHS, cuda_graph_impl="full_iteration"),
-    "graphs of layers": with_config(cuda_graph_impl="local", cuda_graph_scope=INFERENCE),
-    "overlap of experts": with_config(
-        "HostError: overlap ... cannot be checked", overlap_moe_expert_parallel_comm=True
-    ),
+    **{f"the flag {name}": Row(says, config={name: True}) for name, says in OFF.items()},
     # Megatron itself then scales wrongly.
     "optimizer instances": Row(
         "HostError: instances > 1 ... pipeline stages",
         topology="pp2",
         per_token=True,
-        ddp_config={"num_distributed_optimizer_instances": 2},
+        run=with_instances,
     ),
 }
 
@@ -311,20 +310,14 @@ def unlike(said: str, last: Any, others: Any, topology: str = "dp2", **options: 
     return Row(says, topology=topology, hook=lambda r: hooks[r == rank]())
 
 
-def absent(topology: str) -> Row:
-    """The last rank has no hook."""
-    last = TOPOLOGIES[topology].world_size - 1
-
-    def run(hook: LossHook) -> None:
-        if dist.get_rank() != last:
-            gpt.run_step(hook, gpt.ddp_model(), Counted(0), Counted.N_MB)
-
-    hook = hook_of("token_mean", extensions=[Agreement(patience=2)])
-    return Row(f"PeerError: rank(s) [{last}] have not called", {last: ""}, topology, hook, run=run)
+def but_on_the_last_rank(hook: LossHook, model: Any, call: Call) -> None:
+    if dist.get_rank() != dist.get_world_size() - 1:
+        call(Counted.N_MB)
 
 
 MEAN, CUSTOM = aggregation("token_mean"), partial(aggregation, "custom")
 OPTIONS: dict[str, dict[str, Any]] = {
+    "empty_step=error": {"empty_step": "error"},
     "mask=model": {"read_batch": read_samples},
     "audit=True": {"extensions": [Audit(repeat=True)]},
     "unmeasured=trust": {"extensions": [Audit(trust=True)]},
@@ -352,53 +345,19 @@ RANKS = {
     "ranks with another type of the divisor": Row(
         hook=lambda rank: LossHook(aggregation("sum", divisor=2.0 if rank else 2))
     ),
+    "good steps": Row(),
+    # Last, since the ranks are no more in step then.
+    "a rank without a hook": Row(
+        "PeerError: rank(s) [3] have not called",
+        {3: ""},
+        "pp2-tp2-sp",
+        hook_of("token_mean", extensions=[Agreement(patience=2)]),
+        run=but_on_the_last_rank,
+    ),
 }
-# Last, since the ranks are no more in step then.
-ABSENT = {f"ranks without a hook, {name}": absent(name) for name in ("dp2", "pp2-tp2-sp")}
+ROWS = {**BATCHES, **FAILED, **CALLS, **SETTINGS, **RANKS}
 
 
-# What finds a mistake, and the row of the mistake.
-MISTAKES = {
-    "Agreement": Row("ModeError: ranks have different settings ... empty_step=error"),
-    "InexactSettings": Row(
-        GRAPHS, config={"cuda_graph_impl": "local", "cuda_graph_scope": ITERATION}
-    ),
-    "LeftGradients": Row(LEFT, before=[{}], call=ON_LEFT),
-    "Audit": Row(
-        "HostError: gradients would be 0. ... times the planned ones",
-        config={"finalize_model_grads_func": None},
-    ),
-    "MaskCheck": Row(
-        "MaskError: the loss function's mask is not this rank's",
-        loss=scripts.with_mask(lambda mask: mask / 2),
-    ),
-    "MaskedSum": Row("HostError: the loss function returned", loss=scripts.divided),
-}
-
-
-def hook_with(mistake: str, is_kept: Callable[[str], bool], rank: int) -> Hook:
-    """With the checks that ``is_kept`` names, and no others."""
-    checks = [x for x in with_checks([]) if is_kept(type(x).__name__)]
-    unlike = mistake == "Agreement" and rank == 1
-    empty_step = "error" if unlike else "step"
-    return Hook(aggregation("token_mean"), extensions=checks, empty_step=empty_step)
-
-
-OF_CHECKS = {}
-for name, row in MISTAKES.items():
-    alone, others = partial(hook_with, name, name.__eq__), partial(hook_with, name, name.__ne__)
-    OF_CHECKS[f"{name} alone"] = dataclasses.replace(row, hook=alone)
-    OF_CHECKS[f"all but {name}"] = dataclasses.replace(row, hook=others, says="")
-
-GOOD = {f"a good step, {name}": Row(topology=name) for name in ("dp2", "cp2", "pp2", "tp2")}
-ROWS = {**BATCHES, **FAILED, **CALLS, **SETTINGS, **RANKS, **OF_CHECKS, **GOOD, **ABSENT}
-
-
-@pytest.mark.parametrize("name", [*BATCHES, *FAILED, *CALLS, *SETTINGS, *RANKS, *GOOD, *ABSENT])
+@pytest.mark.parametrize("name", ROWS)
 def test_what_would_not_be_exact_is_refused_by_name_on_every_rank(name: str) -> None:
-    assert_told(__name__, name)
-
-
-@pytest.mark.parametrize("name", OF_CHECKS)
-def test_a_check_finds_its_mistake_alone_and_no_other_does(name: str) -> None:
     assert_told(__name__, name)

@@ -1,27 +1,31 @@
-"""The split over context-parallel ranks is recognised: losses meet the weights of their own tokens.
+"""Losses meet the weights of their own tokens: the split over context-parallel ranks is recognised.
 
-The losses of these scripts are the tokens' labels, so that the aggregated loss says which token got
+And a step is refused where it is not, or where the model gets the tokens of another microbatch. The
+losses of these scripts are the tokens' labels, so that the aggregated loss says which token got
 which weight. Masks are uniform, unless they are to tell the split.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import DatasetReports, TokenLoss
-from tests.host import whole
+from megatron_loss_agg.mcore import DatasetReports, TokenLoss, read_batch
+from tests.host import gpt, parallel_state
 from tests.host.cases import Batch, Case, Found, run
 from tests.host.harness import EXACT, TOPOLOGIES
-from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls
 
 LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
 TOKENS = sum(LENGTHS)
@@ -100,28 +104,31 @@ def read_step(iterator: Any, number: int, batch: Batch = PACK, **more: Any) -> l
 
 
 def labels_as_losses(
-    split: str, iterator: Any, model: Any, told: bool = True, of_all: bool = False
+    split: str,
+    iterator: Any,
+    model: Any,
+    part: Callable[[int], int] = int,
+    tokens: Callable[[Tensor], Tensor] = Tensor.int,  # another dtype than the batch's
+    mask: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> Any:
     """A forward step.
 
     Args:
-        told: or else the model is called with tokens that are all alike.
-        of_all: losses and mask are of all tokens.
+        part: the context-parallel rank whose part a rank takes.
+        tokens, mask: what is made of those of the part.
     """
     batch = next(iterator)
-    _, size, rank = whole.context_parallel()
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
     if "cu_seqlens" in batch:
         starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-        layout = SPLITS[split](starts, size, rank)
+        layout = SPLITS[split](starts, size, part(rank))
     else:
-        layout = CPLayout.contiguous(batch["labels"].shape[1], size, rank)
-    labels, tokens, mask = (layout.shard(batch[k]) for k in ("labels", "tokens", "loss_mask"))
-    # In another dtype than the batch's.
-    tokens = (tokens if told else torch.zeros_like(tokens)).int()
-    if of_all:
-        labels, mask = batch["labels"], batch["loss_mask"]
-    output = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
-    return output, TokenLoss(lambda output: (labels.double() + 0 * output.mean(), {}), mask)
+        layout = CPLayout.contiguous(batch["labels"].shape[1], size, part(rank))
+    labels, own, own_mask = (layout.shard(batch[k]) for k in ("labels", "tokens", "loss_mask"))
+    output = model(tokens(own), gpt.positions_like(own), None)
+    losses = labels.double() + 0 * output.mean()
+    return output, TokenLoss(lambda output: (losses, {}), mask(own_mask))
 
 
 def mean_of_means(batch: Batch) -> float:
@@ -194,41 +201,119 @@ def test_reports_by_data_set_know_the_split_where_weights_need_none() -> None:
             assert reports[f"lm loss of dataset {dataset}"] == pytest.approx(wanted, rel=EXACT)
 
 
-def refused(split: str, says: str, hook: Any = None, **script: Any) -> Row:
+def of_pack(split: str, says: str, mode: str = "sample_mean", **hook: Any) -> Row:
     return Row(
         f"LayoutError: {says}",
         topology="cp2",
-        hook=hook or hook_of("sample_mean"),
+        hook=hook_of(mode, **hook),
         data=lambda rank: iter([PACK]),
         number=1,
-        step=partial(labels_as_losses, split, **script),
+        step=partial(labels_as_losses, split),
     )
 
 
-NONE = "is this rank's part of the batch's under ... token_ids"
-ROWS = {
-    "a split that is none of these": refused("backwards", NONE),
-    "tokens that are all alike": refused("row", NONE, told=False),
-    "losses that are not split": refused(
-        "row", "all of the 64 tokens of the batch on a context-parallel rank of 2", of_all=True
+def windows(rows: int = 2) -> list[Batch]:
+    """Consecutive windows of one text: the labels of a batch are the tokens of the next one."""
+    text = torch.randint(0, 32, (5, rows, 16), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones(rows, 16, dtype=torch.float64)
+    return [{"tokens": text[i], "labels": text[i + 1], "loss_mask": mask} for i in range(4)]
+
+
+def of_windows(says: str = "", topology: str = "dp1", rows: int = 2, **options: Any) -> Row:
+    of_row = {
+        "hook": hook_of("token_mean"),
+        "data": lambda rank: itertools.cycle(windows(rows)),
+        "step": partial(labels_as_losses, ""),
+        **options,
+    }
+    return Row(says, topology=topology, number=4, **of_row)
+
+
+def on_two_ranks(says: str = "", rows: int = 2, reads: Any = read_batch, **script: Any) -> Row:
+    hook, step = hook_of("token_mean", read_batch=reads), partial(labels_as_losses, "", **script)
+    return of_windows(says, "cp2", rows, hook=hook, step=step)
+
+
+def pack_of_rank(batch: Batch) -> Microbatch:
+    """A row as a pack, of two samples on the second rank."""
+    starts = torch.tensor([0, 8, 16] if dist.get_rank() else [0, 16])
+    return Microbatch(batch["loss_mask"], starts, token_ids=batch["tokens"])
+
+
+def without_a_token(mask: Tensor) -> Tensor:
+    """On the second rank."""
+    return mask.masked_fill(mask.cumsum(dim=-1) == 1, 0.0) if dist.get_rank() else mask
+
+
+OF_PARTS = {
+    "a split that is none of these": of_pack(
+        "backwards", "is this rank's part of the batch's under ... token_ids"
     ),
-    "two splits that fit alike": refused(
+    "two splits that fit alike": of_pack(
         "row",
         "'zigzag over the whole pack', 'contiguous'] alike ... token_ids",
-        hook_of("sample_mean", read_step=read_step),
+        read_step=read_step,
     ),
-    "reports by data set without tokens": refused(
-        "contiguous",
-        "expected tensors that tell tokens apart",
-        hook_of(
-            "token_mean",
-            extensions=[DatasetReports()],
-            read_step=partial(read_step, dataset_ids=DATASETS),
-        ),
+    # Whose tokens all have one weight.
+    "reports by data set where two splits fit": of_pack(
+        *("contiguous", "expected tensors that tell tokens apart", "token_mean"),
+        extensions=[DatasetReports()],
+        read_step=partial(read_step, dataset_ids=DATASETS),
+    ),
+    "parts of every rank": on_two_ranks(),
+    "the same part on two ranks": on_two_ranks(
+        "LayoutError: the model is called with the same tokens", part=lambda rank: 0
+    ),
+    "tokens that the script changes": on_two_ranks(tokens=lambda x: 31 - x),
+    # As where the model gets embeddings: they tell nothing.
+    "positions alone": on_two_ranks(tokens=lambda x: gpt.positions_like(x)),
+    "a token less on one rank": on_two_ranks(
+        "MaskError: the loss function's mask is not this rank's part", mask=without_a_token
+    ),
+    "other samples on each rank": on_two_ranks(
+        "LayoutError: the context-parallel ranks have read different numbers",
+        rows=1,
+        reads=pack_of_rank,
     ),
 }
 
 
+def ordered(read: Any, order: tuple[int, ...], calls: tuple[int, ...], says: str = "") -> Row:
+    """A step at hand, whose microbatches are in an ``order``."""
+    return of_windows(says, run=in_calls(lambda: [read(windows()[i]) for i in order], *calls))
+
+
+def by_labels(batch: Batch) -> Microbatch:
+    return Microbatch(batch["loss_mask"], token_ids=batch["labels"])
+
+
+def alike(batch: Batch) -> Microbatch:
+    """A dummy, whose tokens are of one number."""
+    return dataclasses.replace(read_batch(batch), token_ids=torch.zeros_like(batch["tokens"]))
+
+
+def in_one_memory(rank: int) -> Iterator[Batch]:
+    kept = {name: x.clone() for name, x in windows()[0].items()}
+    for batch in windows():
+        for name, x in batch.items():
+            kept[name].copy_(x)
+        yield kept
+
+
+ORDER = "StepError: the model is called with the tokens of microbatch"
+OF_MICROBATCHES = {
+    "by labels, in calls": ordered(by_labels, (0, 1, 2, 3), (2, 2)),
+    "calls swapped": ordered(read_batch, (2, 3, 0, 1), (2, 2), ORDER),
+    "one in place of another": ordered(read_batch, (0, 1, 2, 2), (4,)),
+    "turned dummies": ordered(alike, (3, 0, 1, 2), (4,)),
+    # Stock Megatron draws each batch before its own forward pass; the hook draws all before the
+    # first.
+    "batches in one memory": of_windows(ORDER, data=in_one_memory),
+    "an evaluation in one memory": of_windows(ORDER, data=in_one_memory, call=EVALUATION),
+}
+ROWS = {**OF_PARTS, **OF_MICROBATCHES}
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_a_split_that_is_not_recognised_is_refused(name: str) -> None:
+def test_tokens_of_another_part_or_microbatch_are_refused(name: str) -> None:
     assert_told(__name__, name)
