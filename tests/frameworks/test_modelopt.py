@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
 from tests.host.reference import Gradient, relative_error
-from tests.host.steps import Places, Weights, weights_of
+from tests.host.steps import weights_of
+from tests.host.test_distillation import MODE, PLACES, by_hand, step, teacher
 from tests.peers.standins import use_peers
 
 pytestmark = pytest.mark.host
@@ -22,8 +22,6 @@ STANDINS = (
     "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
     "scipy transformers"
 )
-PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
-MODE = "sample_mean"
 FLAGS = ("--loss-aggregation", MODE, "--export-kd-teacher-load", "teacher")
 TOP_K = {"logit_kl_topk": 5}
 
@@ -33,15 +31,15 @@ def distilled(topology: Topology, per_token: bool, **settings: Any) -> tuple[Any
     import modelopt.torch.distill as mtd
     import modelopt.torch.distill.plugins.megatron as plugin
 
-    from tests.host import distillation, gpt, gradients
+    from tests.host import gpt, gradients
 
     student = gpt.build(torch.float64, per_token, **topology.config)
-    teacher = distillation.teacher(**topology.config)
+    of_teacher = teacher(**topology.config)
     names = {id(parameter): name for name, parameter in gradients.parts(student)}
     config = plugin.DistillationConfig(**settings)
-    config = plugin.setup_distillation_config(config, student.config, teacher.config)
+    config = plugin.setup_distillation_config(config, student.config, of_teacher.config)
     losses = {"criterion": config.criterion, "loss_balancer": config.loss_balancer}
-    model = mtd.convert(student, mode=[("kd_loss", {"teacher_model": teacher, **losses})])
+    model = mtd.convert(student, mode=[("kd_loss", {"teacher_model": of_teacher, **losses})])
     plugin.adjust_distillation_model_for_mcore(model, config)
     return model, {names[id(p)]: p for p in model.parameters() if id(p) in names}
 
@@ -51,7 +49,7 @@ def one_step(
 ) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
     """The student's parameters after the step, and what is reported."""
     use_peers(STANDINS)
-    from tests.host import distillation, gpt
+    from tests.host import gpt
 
     gpt.initialize(**topology.sizes)
     model, parameters = distilled(topology, per_token, **settings)
@@ -61,8 +59,7 @@ def one_step(
         return losses, partial(loss_func, *stock.args, model=model, means=means)
 
     chunks, places = [gpt.data_parallel(model)], PLACES[topology.data_parallel_size]
-    step = partial(distillation.step, chunks, places, layout, *FLAGS)
-    return parameters, step(forward_step=forward_step)
+    return parameters, step(chunks, places, layout, *FLAGS, forward_step=forward_step)
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor, model: Any, means: bool) -> Any:
@@ -92,17 +89,10 @@ def masked_sum(mask: Tensor, given: Any) -> Tensor:
     return total
 
 
-def by_hand(weights: Weights, top_k: bool) -> Any:
-    from tests.host import distillation
-
-    kl = distillation.top_kl if top_k else distillation.full_kl
-    return distillation.by_hand(weights, weights, alpha=1.0, kl=kl)
-
-
-@functools.cache
 def expected(ranks: int, top_k: bool = False) -> Any:
     """Gradient and losses of the teacher's loss alone."""
-    return run_host_ranks(by_hand, 1, weights_of(MODE, PLACES[ranks]), top_k)[0]
+    weights = weights_of(MODE, PLACES[ranks])
+    return by_hand(weights, weights, alpha=1.0, kl="top" if top_k else "full")
 
 
 def on_host(topology: Topology, layout: str, settings: Any, whole: Gradient) -> list[Any]:
@@ -126,12 +116,11 @@ def on_host(topology: Topology, layout: str, settings: Any, whole: Gradient) -> 
 def test_the_loss_on_logits_is_exact(name: str, layout: str, settings: Any) -> None:
     topology = TOPOLOGIES[name]
     gradient, numbers = expected(topology.data_parallel_size, bool(settings))
-    wanted = {"kd loss": "kd", "loss": "kd", f"{MODE} loss": "language", "lm loss": "lm"}
+    wanted = {key: numbers[key] for key in ("kd loss", "loss", f"{MODE} loss", "lm loss")}
     for rank in run_host_ranks(on_host, topology.world_size, topology, layout, settings, gradient):
         for error, reported in rank:
             assert error <= EXACT
-            for report, number in wanted.items():
-                assert reported[report] == pytest.approx(numbers[number], rel=EXACT)
+            assert {key: reported[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
 
 
 FINAL = "decoder.final_layernorm"

@@ -21,9 +21,10 @@ from torch.utils.data import default_collate
 from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import read_batch
 from tests import oracle
-from tests.host import gpt, scripts, whole
+from tests.host import gpt, scripts
 from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle, covering
 from tests.host.harness import TOPOLOGIES
+from tests.host.losses import gradient_of_sum, whole
 from tests.host.reference import reference
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.steps import (
@@ -81,22 +82,7 @@ def test_weights_by_sample_and_data_sets_are_exact(layout: str, per_token: bool)
 
 
 READ = partial(read_batch, factors="factors")
-MODES = ("token_mean", "sample_mean", "prompt_mean", "sample_sum", "custom")
 FACTORS: dict[str, Any] = {"hook": {"read_batch": READ}, "batch": with_factors}
-FACTORED = [
-    *(
-        Case(mode, layout=layout, per_token=flag, **FACTORS)
-        for mode, layout, flag in covering(2, MODES, ("thd", "bshd"), (False, True))
-    ),
-    Case("sample_mean", masks="fractional", **FACTORS),
-    Case("custom", masks="fractional", layout="bshd", **FACTORS),
-    Case("prompt_mean", calls=(1, N_MB - 1), times=2, **FACTORS),
-    # Of the second step of a pack the sums of all weights are compared, of rows those by sample.
-    Case("token_mean", times=2, **FACTORS),
-    Case("prompt_mean", times=2, **FACTORS),
-    Case("prompt_mean", layout="bshd", times=2, **FACTORS),
-    Case("prompt_mean", call={"forward_only": True}, **FACTORS),
-]
 # One of two terms.
 COEFFICIENTS = {"plain": 0.5, "factored": 1.0}
 TERMS = {name: Term(aggregation("prompt_mean"), x) for name, x in COEFFICIENTS.items()}
@@ -108,31 +94,52 @@ def read_terms(batch: Batch) -> dict[str, Microbatch]:
     return {"plain": plain, "factored": microbatch}
 
 
+OF_TERMS = {
+    "terms": TERMS,
+    "hook": {"read_batch": read_terms},
+    "batch": with_factors,
+    "step": partial(scripts.of_terms, names=TERMS),
+}
+FACTORED = [
+    *(
+        Case(mode, layout=layout, per_token=flag, **FACTORS)
+        for mode, layout, flag in covering(
+            2, ("token_mean", "prompt_mean", "custom"), ("thd", "bshd"), (False, True)
+        )
+    ),
+    Case("sample_mean", masks="fractional", **FACTORS),
+    Case("custom", masks="fractional", layout="bshd", **FACTORS),
+    Case("prompt_mean", calls=(1, N_MB - 1), times=2, **FACTORS),
+    # Of the second step of a pack the sums of all weights are compared, of rows those by sample.
+    Case("prompt_mean", times=2, **FACTORS),
+    Case("prompt_mean", layout="bshd", times=2, **FACTORS),
+    Case("prompt_mean", call={"forward_only": True}, **FACTORS),
+    Case("prompt_mean", **OF_TERMS),
+]
+# Losses of all tokens on every rank, and metrics by the loss's own weights.
+OF_WHOLE_LOSSES = [
+    Case("prompt_mean", layout=layout, step=whole(kind), **FACTORS)
+    for kind, layout in product(("local_grad", "reduced_grad"), ("thd", "bshd"))
+]
+
+
 def expected_of_factors(case: Case) -> Expected:
     weights = factored(case.weights)
     loss = reference().loss(weights)
     if case.terms:
-        half = [(i, [0.5 * w for w in of_sample]) for i, of_sample in case.weights]
-        return reference().gradient(half + weights), {"factored loss": loss}
+        parts = (COEFFICIENTS["plain"], reference(), case.weights), (1.0, reference(), weights)
+        return gradient_of_sum(*parts), {"factored loss": loss}
     reports = {**by_the_oracle(case)[1], f"{case.mode} loss": loss}  # "lm loss" is without factors
     if case.step is not None:
         reports = {f"{case.mode} loss": loss, "again": loss}
     return reference().gradient(weights), reports
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "dp2-cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
 def test_weights_have_factors_and_counts_have_not(name: str) -> None:
     topology = TOPOLOGIES[name]
-    cases = [*FACTORED]
-    if name in ("dp2", "cp2"):
-        of_terms = partial(scripts.of_terms, names=TERMS)
-        hook = {"read_batch": read_terms}
-        cases.append(Case("prompt_mean", terms=TERMS, step=of_terms, **{**FACTORS, "hook": hook}))
-    if name == "cp2":  # losses of all tokens on every rank, and metrics by the loss's own weights
-        for kind, layout in product(("local_grad", "reduced_grad"), ("thd", "bshd")):
-            step = whole.script(kind, metric=True)
-            cases.append(Case("prompt_mean", layout=layout, step=step, **FACTORS))
     places = PLACES[topology.data_parallel_size]
+    cases = FACTORED + OF_WHOLE_LOSSES * (name == "cp2")
     placed = [dataclasses.replace(case, places=places) for case in cases]
     assert_exact(topology, placed, expected_of_factors)
 

@@ -8,6 +8,7 @@ Steps of several terms are in `test_terms`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from math import exp, log1p
 from typing import Any
@@ -20,9 +21,10 @@ from torch.nn.functional import log_softmax, logsigmoid
 from megatron_loss_agg import Microbatch, SequenceSum
 from megatron_loss_agg.mcore import TokenLoss, read_batch
 from tests import oracle
-from tests.host import gpt, scripts, whole
+from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import Case, Expected, assert_exact, covering
 from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
+from tests.host.losses import of_cross_entropy, whole
 from tests.host.reference import reference
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
 from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences
@@ -55,7 +57,7 @@ def test_gradients_and_reports_of_whole_losses_are_exact(name: str) -> None:
             layout=layout,
             places=PLACES[topology.data_parallel_size],
             per_token=per_token,
-            step=whole.script(kind, early=mode == "token_mean", metric=True),
+            step=whole(kind, early=mode == "token_mean"),
             times=2,  # the first step measures
         )
         for mode, kind, layout, per_token, masks in rows
@@ -88,7 +90,7 @@ def pair_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, 
     batch = gpt.received(data_iterator)
     output, labels, _ = gpt.outputs(batch, model)
     offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded") if k in batch}
-    group, *_ = whole.context_parallel()
+    group = parallel_state.get_context_parallel_group()
     sums = SequenceSum(Microbatch(batch["loss_mask"], **offsets), gpt.layout_of(batch), group)
 
     def compute(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -133,24 +135,23 @@ def test_losses_by_pair_are_exact(name: str) -> None:
 
 def all_but_the_last(iterator: Any, model: Any) -> Any:
     """As in reinforcement learning: a number of losses that the ranks cannot share evenly."""
-    output, loss_func = LOCAL(iterator, model)
+    output, loss_func = whole("local_grad")(iterator, model)
+
+    def compute(x: Any, w: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return loss_func.compute(x, torch.nn.functional.pad(w, (0, 1)))[0][:, :-1], {}
+
     mask = loss_func.loss_mask[:, :-1]
-    return output, TokenLoss(lambda x: (loss_func.compute(x)[0][:, :-1], {}), mask, "local_grad")
+    return output, TokenLoss(compute, mask, "local_grad", takes_weights=True)
 
 
-def apart(losses: Tensor) -> Tensor:
-    """Losses that are not of the model's output."""
-    return torch.zeros_like(losses, requires_grad=True)
-
-
-def of_own_tokens(iterator: Any, model: Any) -> Any:
-    """Losses by sample from this rank's tokens alone."""
-    output, loss_func = whole.script("local_grad", gathers=False)(iterator, model)
+def of_parts(iterator: Any, model: Any, said: str | None = None, summed: bool = False) -> Any:
+    """Losses of this rank's tokens alone, or what they sum up to for each of two samples."""
+    logits, losses_of, mask, _ = of_cross_entropy(iterator, model)
 
     def compute(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return (loss_func.compute(x)[0] * loss_func.loss_mask).sum().expand(2), {}
+        return (losses_of(x) * mask).sum().expand(2) if summed else losses_of(x), {}
 
-    return output, TokenLoss(compute, torch.ones(2), "local_grad")
+    return logits, TokenLoss(compute, torch.ones(2) if summed else mask, said)
 
 
 def by_sample(batch: dict[str, Tensor]) -> Microbatch:
@@ -168,34 +169,29 @@ def refused(step: Any, says: str = "", reads: Any = read_batch, **options: Any) 
 
 
 MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
-REDUCED, LOCAL = whole.script("reduced_grad"), whole.script("local_grad")
-REDUCED_SAID_LOCAL = whole.script("reduced_grad", whole="local_grad")
+REDUCED_SAID_LOCAL = whole("reduced_grad", said="local_grad")
 ROWS = {
     "reduced gradients, said local": refused(
         REDUCED_SAID_LOCAL, f"{MEASURED} ... expected whole='reduced_grad'"
     ),
     "local gradients, said reduced": refused(
-        whole.script("local_grad", whole="reduced_grad"),
-        f"{MEASURED} ... expected whole='local_grad'",
+        whole("local_grad", said="reduced_grad"), f"{MEASURED} ... expected whole='local_grad'"
     ),
     "reduced gradients, said local, after an evaluation": refused(
-        REDUCED_SAID_LOCAL, MEASURED, before=[{"forward_step_func": REDUCED, **EVALUATION}]
+        REDUCED_SAID_LOCAL,
+        MEASURED,
+        before=[{"forward_step_func": whole("reduced_grad"), **EVALUATION}],
     ),
-    # What is measured is a copy.
-    "losses that overwrite their input": refused(
-        whole.script("local_grad", function=whole.Consumed.apply)
-    ),
-    "losses apart from the model": refused(whole.script("local_grad", function=apart)),
     "losses that say nothing": refused(
-        whole.script("local_grad", whole=None),
+        whole("local_grad", said=None),
         "LayoutError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
     ),
     "parts said to be whole": refused(
-        whole.script("local_grad", gathers=False),
+        partial(of_parts, said="local_grad"),
         "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
     ),
     "losses by sample of each rank's own tokens": refused(
-        of_own_tokens,
+        partial(of_parts, said="local_grad", summed=True),
         "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
         by_sample,
     ),
@@ -203,7 +199,7 @@ ROWS = {
         all_but_the_last, reads=scripts.without_the_last, data=a_row
     ),
     "parts of an odd length": refused(
-        whole.script("local_grad", whole=None, gathers=False),
+        of_parts,
         "MaskError: a loss mask of shape (1, 12), where",
         scripts.without_the_last,
         data=a_row,
