@@ -76,22 +76,6 @@ def gathered(x: Tensor, batch: dict[str, Tensor], kind: str) -> Tensor:
     return gpt.layout_of(batch).unshard(parts)
 
 
-def of_cross_entropy(iterator: Iterator[Any] | None, model: Any) -> tuple[Any, Any, Any, Any]:
-    """The model's logits, their losses by the host's function, this rank's mask; and the batch."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    batch = gpt.received(iterator)
-    logits, labels, mask = gpt.outputs(batch, model)
-
-    def compute(logits: Tensor) -> Tensor:
-        with gpt.KeepDouble():
-            # It overwrites the logits, and its backward pass what it kept for it.
-            flat = logits.reshape(1, -1, logits.shape[-1])
-            return vocab_parallel_cross_entropy(flat, labels.reshape(1, -1)).view_as(labels)
-
-    return logits, compute, mask, batch
-
-
 def whole_losses(
     iterator: Iterator[Any] | None,
     model: Any,
@@ -107,13 +91,16 @@ def whole_losses(
         said: what the loss function says of that.
         early: gathers in the forward step, so that the loss function has a whole input.
     """
-    logits, losses_of, _, batch = of_cross_entropy(iterator, model)
+    batch = gpt.received(iterator)
+    losses, _ = gpt.forward_step(iter([batch]), model)
 
-    def compute(output: Any, weights: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        losses = output["whole"] if early else gathered(losses_of(output), batch, kind)
-        return losses, {"again": Sum.of(losses, weights)}
+    def compute(x: Any, weights: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        if not early:
+            x = x.mul_(2) / 2  # overwrites its input, as Megatron's cross entropy does
+            x = gathered(x, batch, kind)
+        return x, {"again": Sum.of(x, weights)}
 
-    output = {"whole": gathered(losses_of(logits), batch, kind)} if early else logits
+    output = gathered(losses, batch, kind) if early else losses
     said = kind if said == "as it is" else said
     return output, TokenLoss(compute, batch["loss_mask"], said, takes_weights=True)
 

@@ -7,7 +7,6 @@ rejected is known after the forward pass of their microbatch, and not before.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,13 +29,12 @@ from megatron_loss_agg.mcore import (
 from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
-from tests.host.losses import gradient_of_sum, references, whole
-from tests.host.reference import Reference, reference
+from tests.host.losses import gradient_of_sum, whole
+from tests.host.reference import reference
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.steps import (
     PLACES,
     Counted,
-    Sequence,
     Weights,
     aggregation,
     sequences,
@@ -105,64 +103,37 @@ def test_the_gradient_and_the_reports_are_those_of_the_whole_step(name: str) -> 
     assert_exact(topology, [dataclasses.replace(x, places=places) for x in cases], expected)
 
 
-LIMITS = {"token": 0.5, "sample": 0.45}
-"""How far a log-probability, or the mean of a sample's, may have moved since the rollout."""
-
-
-def old_log_probs(tokens: Tensor, labels: Tensor) -> Tensor:
-    """Of the rollout: made up, so that the reference knows them."""
-    return -3.3 - ((7 * tokens.double() + 3 * labels.double()) % 11) / 20
+OLD, LIMITS = 4.0, {"token": 0.5, "sample": 0.15}
+"""The losses of the rollout, and how far one, or the mean of a sample's, may have moved since."""
 
 
 def rejecting(iterator: Any, model: Any, by: str, when: str) -> Any:
-    """The ratio's loss; "before" or "after" the rejection are what denominators count."""
+    """Denominators are those of "before" the rejection, or of "after" it."""
     batch = gpt.received(iterator)
-    layout = gpt.layout_of(batch)
-    logits, labels, mask = gpt.outputs(batch, model)
-    log_probs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    old = old_log_probs(layout.shard(batch["tokens"]), labels)
-    moved = (log_probs - old).detach()
+    losses, loss_func = gpt.forward_step(iter([batch]), model)
+    (mask,), moved = loss_func.args, losses.detach() - OLD
     if by == "sample":
         group = parallel_state.get_context_parallel_group()
-        moved = SequenceMean(read_batch(batch), layout, group)(moved)
+        moved = SequenceMean(read_batch(batch), gpt.layout_of(batch), group)(moved)
     kept = moved.abs() <= LIMITS[by]
-
-    def compute(log_probs: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        losses = -(log_probs - old).exp()
-        return losses.where(kept, 0) if when == "before" else losses, {}
-
-    return log_probs, TokenLoss(compute, mask if when == "before" else mask * kept)
+    if when == "before":
+        return losses, TokenLoss(lambda x: (x.where(kept, 0), {}), mask)
+    return losses, TokenLoss(lambda x: (x, {}), mask * kept)
 
 
-def losses_of(model: Any, sequence: Sequence) -> dict[str, Tensor]:
-    old = old_log_probs(sequence.tokens, sequence.labels)
-    moved = -gpt.plain_losses(model, sequence) - old
-    return {"ratio": -moved.exp(), "moved": moved}
-
-
-@functools.cache
-def of_tokens() -> dict[str, Reference]:
-    return references(losses_of)
-
-
-@functools.cache
-def kept(by: str) -> list[list[float]]:
-    """1 or 0 for each token of each sample."""
-    distances = []
-    for moved, sequence in zip(of_tokens()["moved"].losses, sequences(), strict=True):
-        m = torch.tensor(sequence.sample.mask)
-        mean = (m * moved).sum() / m.sum().clamp(min=1)
-        distances.append((mean.expand_as(moved) if by == "sample" else moved).abs())
-    active = torch.cat([torch.tensor(x.sample.mask) for x in sequences()]) > 0
-    share = (torch.cat(distances)[active] <= LIMITS[by]).double().mean()
-    assert 0.2 < share < 0.8  # some of each
-    return [(x <= LIMITS[by]).double().tolist() for x in distances]
+def kept(by: str, i: int) -> list[float]:
+    """1 or 0 for each token of the sample."""
+    mask = torch.tensor(sequences()[i].sample.mask)
+    moved = reference().losses[i] - OLD
+    if by == "sample":
+        moved = ((mask * moved).sum() / mask.sum().clamp(min=1)).expand_as(moved)
+    return (moved.abs() <= LIMITS[by]).double().tolist()
 
 
 def weights_before(mode: str, by: str) -> Weights:
     """Those of a step without rejection, times 0 where it is rejected."""
     planned = weights_of(mode, PLACES[2])
-    return [(i, [w * k for w, k in zip(of, kept(by)[i], strict=True)]) for i, of in planned]
+    return [(i, [w * k for w, k in zip(of, kept(by, i), strict=True)]) for i, of in planned]
 
 
 def weights_after(mode: str, by: str) -> Weights:
@@ -170,13 +141,21 @@ def weights_after(mode: str, by: str) -> Weights:
 
     def sample(i: int, _: tuple[int, ...]) -> Sample:
         given = sequences()[i].sample
-        left = [m * k for m, k in zip(given.mask, kept(by)[i], strict=True)]
+        left = [m * k for m, k in zip(given.mask, kept(by, i), strict=True)]
         return dataclasses.replace(given, mask=tuple(left))
 
     return weights_with(mode, PLACES[2], sample, **OPTIONS.get(mode, {}))
 
 
 def test_denominators_are_those_of_before_a_rejection_or_of_after_it() -> None:
+    for by in LIMITS:
+        active = [
+            keep
+            for i, x in enumerate(sequences())
+            for keep, m in zip(kept(by, i), x.sample.mask, strict=True)
+            if m
+        ]
+        assert 0.2 < sum(active) / len(active) < 0.8  # some of each
     before = [("token_mean", "thd", False, "token"), ("prompt_mean", "bshd", True, "sample")]
     after = [
         ("sample_mean", "bshd", False, "token"),
@@ -194,8 +173,8 @@ def test_denominators_are_those_of_before_a_rejection_or_of_after_it() -> None:
         weights[late(mode, layout, flag, step=step)] = weights_after(mode, by)
 
     def expected(case: Case) -> Expected:
-        ratio = of_tokens()["ratio"]
-        return ratio.gradient(weights[case]), {f"{case.mode} loss": ratio.loss(weights[case])}
+        loss = reference().loss(weights[case])
+        return reference().gradient(weights[case]), {f"{case.mode} loss": loss}
 
     assert_exact(TOPOLOGIES["dp2-cp2"], [*weights], expected)
 

@@ -87,10 +87,11 @@ def expected(case: Case) -> Expected:
     for name, term in TERMS.items():
         function, slope = FUNCTIONS[name]
         weights = weights_of(term.aggregation.mode, case.places)
-        loss = sum(torch.tensor(w) @ function(losses[i]) for i, w in weights)
+        by_sample = [(i, torch.tensor(w, dtype=torch.float64)) for i, w in weights]
+        loss = sum(w @ function(losses[i]) for i, w in by_sample)
         reports |= {f"{name} loss": loss, f"{name} again": loss}
         total += term.coefficient * loss
-        slopes = [(i, (torch.tensor(w) * slope(losses[i])).tolist()) for i, w in weights]
+        slopes = [(i, (w * slope(losses[i])).tolist()) for i, w in by_sample]
         parts.append((term.coefficient, reference(), slopes))
     reports[case.hook["total"]] = total
     return gradient_of_sum(*parts), {name: float(value) for name, value in reports.items()}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax, logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from megatron_loss_agg import Microbatch, SequenceSum
 from megatron_loss_agg.mcore import TokenLoss, read_batch
@@ -24,7 +24,7 @@ from tests import oracle
 from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import Case, Expected, assert_exact, covering
 from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
-from tests.host.losses import of_cross_entropy, whole
+from tests.host.losses import whole
 from tests.host.reference import reference
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
 from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences
@@ -84,19 +84,15 @@ def read_pairs(batch: dict[str, Tensor]) -> Microbatch:
     return Microbatch(torch.ones(len(ids), 1), prompt_ids=ids)
 
 
-def pair_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    batch = gpt.received(data_iterator)
-    output, labels, _ = gpt.outputs(batch, model)
+def pair_step(iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
+    batch = gpt.received(iterator)
+    output, _ = gpt.forward_step(iter([batch]), model)
     offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded") if k in batch}
     group = parallel_state.get_context_parallel_group()
     sums = SequenceSum(Microbatch(batch["loss_mask"], **offsets), gpt.layout_of(batch), group)
 
-    def compute(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        logits = gather_from_tensor_model_parallel_region(logits)
-        log_probs = log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        chosen, rejected = sums(log_probs).view(-1, 2).unbind(dim=1)
+    def compute(losses: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        chosen, rejected = sums(-losses).view(-1, 2).unbind(dim=1)
         return -logsigmoid(BETA * (chosen - rejected)), {}
 
     return output, TokenLoss(compute, torch.ones(len(batch["prompt_ids"]) // 2), "reduced_grad")
@@ -138,7 +134,7 @@ def all_but_the_last(iterator: Any, model: Any) -> Any:
     output, loss_func = whole("local_grad")(iterator, model)
 
     def compute(x: Any, w: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return loss_func.compute(x, torch.nn.functional.pad(w, (0, 1)))[0][:, :-1], {}
+        return loss_func.compute(x, pad(w, (0, 1)))[0][:, :-1], {}
 
     mask = loss_func.loss_mask[:, :-1]
     return output, TokenLoss(compute, mask, "local_grad", takes_weights=True)
@@ -146,12 +142,11 @@ def all_but_the_last(iterator: Any, model: Any) -> Any:
 
 def of_parts(iterator: Any, model: Any, said: str | None = None, summed: bool = False) -> Any:
     """Losses of this rank's tokens alone, or what they sum up to for each of two samples."""
-    logits, losses_of, mask, _ = of_cross_entropy(iterator, model)
-
-    def compute(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return (losses_of(x) * mask).sum().expand(2) if summed else losses_of(x), {}
-
-    return logits, TokenLoss(compute, torch.ones(2) if summed else mask, said)
+    losses, loss_func = gpt.forward_step(iterator, model)
+    (mask,) = loss_func.args
+    if not summed:
+        return losses, TokenLoss(lambda x: (x, {}), mask, said)
+    return losses, TokenLoss(lambda x: ((x * mask).sum().expand(2), {}), torch.ones(2), said)
 
 
 def by_sample(batch: dict[str, Tensor]) -> Microbatch:
