@@ -7,8 +7,7 @@ and every parallelism), and `refusals` (a step that goes wrong as a row, and wha
   `reference` the gradients of their losses, each alone in one fp64 process.
 - `harness` has the topologies and the models; `gpt` the model and its forward step on a rank;
   `gradients` what of a whole gradient is a rank's.
-- `scripts` is what users' forward steps do, right and wrong; `losses` has losses of their own,
-  and the gradient by token of each.
+- `scripts` is what users' forward steps do, right and wrong.
 
 Importing Megatron takes seconds and needs stand-ins for a GPU, which only ranks have (`preload`).
 So here its modules, and ours that import it, are names alone: each is imported when first used.

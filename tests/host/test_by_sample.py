@@ -24,8 +24,7 @@ from tests import oracle
 from tests.host import gpt, scripts
 from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle, covering
 from tests.host.harness import TOPOLOGIES
-from tests.host.losses import gradient_of_sum, whole
-from tests.host.reference import reference
+from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.steps import (
     N_MB,
@@ -38,6 +37,7 @@ from tests.host.steps import (
     weights_with,
     with_factors,
 )
+from tests.host.test_whole_losses import whole
 
 V = (0.5, 2.0, 1.0, 0.0, 0.25, 3.0, 1.0, 0.125, 1.5, 1.0)
 DATASETS = (2, 0, 1, 2, 0, 5, 1, 1, 0, 2)  # 5: the sample without tokens is alone

@@ -19,9 +19,9 @@ from megatron_loss_agg.mcore import Distillation, LossHook
 from tests.host import gpt, gradients
 from tests.host.cases import Expected, Found, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
-from tests.host.losses import gradient_of_sum, references
-from tests.host.reference import Gradient, Reference, relative_error
+from tests.host.reference import Gradient, Reference, gradient_of_sum, references, relative_error
 from tests.host.refusals import assert_says
+from tests.host.scripts import with_labels
 from tests.host.steps import Places, Sequence, Weights, aggregation, batches, weights_of
 
 # Two microbatches a rank, of unequal masks; one sample has no active token.
@@ -87,7 +87,7 @@ def student(topology: Topology, per_token: bool, dtype: torch.dtype = torch.floa
     return chunks, capture
 
 
-def script(folder: str, alpha: float) -> Callable[..., Any]:
+def script(folder: str, alpha: float, inner: Any = None) -> Callable[..., Any]:
     """A forward step in the form of pretrain_gpt.py's, with the host's loss function."""
     from megatron.training.distillation import LossFuncCallable
 
@@ -97,7 +97,7 @@ def script(folder: str, alpha: float) -> Callable[..., Any]:
         return loss(loss_mask, output_tensor, model=model)
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-        losses, stock = gpt.forward_step(data_iterator, model)
+        losses, stock = (inner or gpt.forward_step)(data_iterator, model)
         return losses, partial(loss_func, *stock.args, model=model)
 
     return forward_step
@@ -224,16 +224,6 @@ REFUSED = {
 }
 
 
-def megatrons_own(data_iterator: Any, model: Any, folder: str) -> Any:
-    """The model computes the losses, in fp32."""
-    from megatron.training.distillation import LossFuncCallable
-
-    tokens, labels, mask, _ = gpt.local_batch(data_iterator)
-    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
-    loss = LossFuncCallable(folder)
-    return losses, partial(lambda loss_mask, x: loss(loss_mask, x, model), mask.float())
-
-
 def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
     """One rank: the errors of bad runs; and what is reported in evaluation."""
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
@@ -253,8 +243,8 @@ def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
     chunks[0].eval()
     evaluation = reduced(one_step(*half, forward_only=True))
     single, _ = student(topology, False, torch.float32)
-    own = partial(megatrons_own, folder=folder)
-    errors["fp32"] = error_of(step, single, places, layout, *flags, forward_step=own)
+    megatrons_own = script(folder, 1.0, with_labels)
+    errors["fp32"] = error_of(step, single, places, layout, *flags, forward_step=megatrons_own)
     return errors, evaluation
 
 

@@ -29,8 +29,7 @@ from megatron_loss_agg.mcore import (
 from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
-from tests.host.losses import gradient_of_sum, whole
-from tests.host.reference import reference
+from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.steps import (
     PLACES,
@@ -41,6 +40,7 @@ from tests.host.steps import (
     weights_of,
     weights_with,
 )
+from tests.host.test_whole_losses import whole
 from tests.oracle import Sample
 
 OPTIONS: dict[str, dict[str, Any]] = {"sum": {"divisor": 3.0}, "constant": {"divisor": 7.0}}

@@ -65,7 +65,9 @@ def differences(kind: str, temperature: float) -> list[tuple[float, float]]:
         with gpt.KeepDouble():
             ours = call(leaf * 1)  # not the leaf: fp64 is then worked on in place, as fp32 is
             (gradient,) = torch.autograd.grad(ours, leaf, pulls[which].unbind())
-        wanted = torch.autograd.grad(values[which], logits, pulls[which].unbind(), retain_graph=True)
+        wanted = torch.autograd.grad(
+            values[which], logits, pulls[which].unbind(), retain_graph=True
+        )
         pairs = zip((*ours, gradient), (*values[which], part_of_rank(wanted[0])), strict=True)
         found += [(float((x - y).norm()), float(y.norm())) for x, y in pairs]
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
@@ -20,9 +19,8 @@ from megatron_loss_agg import CPLayout, Term
 from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
-from tests.host.harness import TOPOLOGIES, run_host_ranks
-from tests.host.losses import gradient_of_sum, references
-from tests.host.reference import Reference
+from tests.host.harness import TOPOLOGIES
+from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.scripts import of_terms, with_labels
 from tests.host.steps import (
@@ -38,6 +36,8 @@ from tests.host.steps import (
 )
 
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
+TAKES_PACKS = RELEASE >= (0, 16)  # moves labels inside the sequences of a pack
+MAKES_LABELS = RELEASE >= (0, 19)  # of tokens, where a call has no labels
 DEPTHS, FACTOR = 2, 0.5
 CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 METHOD = "compute_language_model_loss"
@@ -154,27 +154,13 @@ def expected(case: Case) -> Expected:
     return gradient_of_sum(*parts), reports
 
 
-def supported() -> tuple[bool, bool]:
-    """Whether this release moves labels inside the sequences of a pack; others refuse packs.
-
-    And whether it takes labels from the tokens; the MTP of others needs labels.
-    """
-    from megatron.core.transformer import multi_token_prediction as host
-
-    process = getattr(host, "process_mtp_loss", None)
-    return (
-        "packed_seq_params" in inspect.signature(host.roll_tensor).parameters,
-        process is not None and "input_ids" in inspect.signature(process).parameters,
-    )
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
-    topology, ((takes_packs, makes_labels),) = TOPOLOGIES[name], run_host_ranks(supported, 1)
+    topology = TOPOLOGIES[name]
     cases = [
         dataclasses.replace(case, places=PLACES[topology.data_parallel_size])
         for case in CASES[name]
-        if (takes_packs or case.layout != "thd") and (makes_labels or case.step is with_labels)
+        if (TAKES_PACKS or case.layout != "thd") and (MAKES_LABELS or case.step is with_labels)
     ]
     assert_exact(topology, cases, expected)
 
@@ -254,7 +240,7 @@ ROWS = {
     ),
 }
 
-if RELEASE < (0, 19):  # whose MTP needs labels in every call
+if not MAKES_LABELS:
     del ROWS["without labels"], ROWS["besides a call without losses"]
 
 

@@ -56,17 +56,17 @@ BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # how it evaluates un
 BY_TOKENS = Loop(of_megatron=True)
 
 
-def forward_step(data_iterator: Any, model: Any) -> Any:
+def with_another_key(stock: Any, mask: Tensor) -> Any:
+    def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+        *loss, report = stock(loss_mask, output_tensor)
+        return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
+
+    return partial(loss_func, mask)
+
+
+def forward_step(iterator: Any, model: Any) -> Any:
     """Reports another pair of the script's own."""
-
-    def with_another_key(stock: Any, mask: Tensor) -> Any:
-        def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
-            *loss, report = stock(loss_mask, output_tensor)
-            return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
-
-        return partial(loss_func, mask)
-
-    return gpt.forward_step_with(with_another_key)(data_iterator, model)
+    return gpt.forward_step_with(with_another_key)(iterator, model)
 
 
 LOOPS = {

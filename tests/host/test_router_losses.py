@@ -140,7 +140,8 @@ def expected(case: Case, model: str) -> Expected:
     if not case.hook:  # with the flag, the host divides by active tokens: 84 in packs, 456 in rows
         weight = {"thd": 84 / 50, "bshd": 456 / 50}[case.layout]
     gradient = {
-        name: scale * (g + weight * sum(COEFFICIENTS[kind] * of_kinds[kind][name] for kind in kinds))
+        name: scale
+        * (g + weight * sum(COEFFICIENTS[kind] * of_kinds[kind][name] for kind in kinds))
         for name, g in reference(model).gradient(case.weights).items()
     }
     return gradient, {}

@@ -24,10 +24,10 @@ from tests import oracle
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
-from tests.host.losses import gathered, gradient_of_sum
-from tests.host.reference import reference
+from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
+from tests.host.test_whole_losses import gathered
 
 TERMS = {
     "policy": Term(aggregation("prompt_mean")),
