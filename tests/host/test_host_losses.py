@@ -28,8 +28,8 @@ from tests.host.steps import N_MB, PLACES
 Config = dict[str, Any]
 
 
-# Of experts' routers and of multi-token prediction: what turns a loss on, and what turns it off in a
-# model of the same parameters.
+# Of routers and of multi-token prediction: what turns a loss on, and what turns it off in a model of
+# the same parameters.
 ON_OFF: dict[str, tuple[Config, Config]] = {
     "balance": ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}, {}),
     "z": ({"moe_z_loss_coeff": 0.1}, {}),

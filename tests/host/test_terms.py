@@ -183,14 +183,13 @@ ROWS = {
 # microbatches, which are told by their first samples.
 COEFFICIENTS = {"plain": 1.0, "shorter": 0.3}
 PLACES: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
-EVERYWHERE = (0, 2, 4, 6)
 Modes = dict[str, str]
 ALIKE: Modes = dict.fromkeys(COEFFICIENTS, "token_mean")
 MODES: Modes = {"plain": "token_mean", "shorter": "prompt_mean"}
 MASKED: list[tuple[Modes, tuple[int, ...]]] = [
     (ALIKE, ()),
     (MODES, ()),
-    (MODES, EVERYWHERE),
+    (MODES, (0, 2, 4, 6)),
     # They count in the denominator of both microbatches, and of both data-parallel ranks.
     (ALIKE, (2, 6)),
     (ALIKE, (6,)),
@@ -198,39 +197,42 @@ MASKED: list[tuple[Modes, tuple[int, ...]]] = [
 ]
 
 
-def with_masks(batch: Batch, of_mb: tuple[int, ...], **own: tuple[int, ...]) -> Batch:
-    """With masks by term as ``planned`` and ``given``; ``own``: where the second has its own."""
-    for key, first_samples in own.items():
-        mask = batch["loss_mask"].clone()
-        left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
-        shorter = left_out if of_mb[0] in first_samples else mask
-        batch = {**batch, key: {"plain": mask, "shorter": shorter}}
-    return batch
+def without_first(mask: Tensor) -> Tensor:
+    return mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
+
+
+def with_masks(batch: Batch, of_mb: tuple[int, ...], own: tuple[int, ...]) -> Batch:
+    """With masks by term, which are one where the second has no own."""
+    mask = batch["loss_mask"].clone()
+    shorter = without_first(mask) if of_mb[0] in own else mask
+    return {**batch, "masks": {"plain": mask, "shorter": shorter}}
 
 
 def read(batch: Batch) -> dict[str, Microbatch]:
     """Terms whose masks are one share a microbatch."""
-    of_terms, prompts = batch["planned"], batch["prompt_ids"]
+    of_terms, prompts = batch["masks"], batch["prompt_ids"]
     shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in of_terms.values()}
     return {name: shared[id(mask)] for name, mask in of_terms.items()}
 
 
-def masked_step(data_iterator: Any, model: Any) -> Any:
-    batch = gpt.received(data_iterator)
+def masked_step(iterator: Any, model: Any, edits: bool = False) -> Any:
+    """With the masks of the batch; or the second edits its own."""
+    batch = gpt.received(iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
-    return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), batch["given"])
+    masks = batch["masks"]
+    if edits:
+        masks = {**masks, "shorter": without_first(masks["shorter"])}
+    return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), masks)
 
 
-def masked_case(
-    modes: Modes, planned: tuple[int, ...], given: tuple[int, ...], ranks: int = 2
-) -> Case:
+def masked_case(modes: Modes, own: tuple[int, ...] = (), ranks: int = 2) -> Case:
     return Case(
         "",
         layout="bshd",
         places=PLACES[:ranks],
         terms={name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()},
         hook={"read_batch": read},
-        batch=partial(with_masks, planned=planned, given=given),
+        batch=partial(with_masks, own=own),
         step=masked_step,
         call={"micro_batch_size": 2},
         times=2,
@@ -251,7 +253,7 @@ def masked_sample(own: tuple[int, ...], i: int, of_mb: tuple[int, ...]) -> oracl
 def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
     expected: dict[Case, Expected] = {}
     for modes, own in MASKED:
-        case = masked_case(modes, own, own, TOPOLOGIES[name].data_parallel_size)
+        case = masked_case(modes, own, TOPOLOGIES[name].data_parallel_size)
         weights = {term: weights_of(mode, case.places) for term, mode in modes.items()}
         if own:
             sample = partial(masked_sample, own)
@@ -261,25 +263,24 @@ def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str)
     assert_exact(TOPOLOGIES[name], [*expected], expected.__getitem__)
 
 
-def changed(modes: Modes, *, later: bool) -> Row:
-    """A mask of one term's own, which was not planned; or in a second step alone."""
-    steps = [masked_case(modes, (), given) for given in (*[()] * later, EVERYWHERE)]
-    of_rows = {"micro_batch_size": 2}
+def edited(modes: Modes, later: bool) -> Row:
+    """A mask of one term that was not planned; or in a second step alone."""
+    case = masked_case(modes)
     return Row(
         "MaskError: the loss function's mask is not this rank's part",
-        hook=hook_of(steps[0].terms, read_batch=read),
-        data=lambda rank: chain.from_iterable(case.data(rank) for case in steps),
-        before=[{"forward_step_func": masked_step, **of_rows}] * later,
-        step=masked_step,
-        call=of_rows,
+        hook=hook_of(case.terms, read_batch=read),
+        data=lambda rank: chain(case.data(rank), case.data(rank)),
+        before=[{"forward_step_func": masked_step, **case.call}] * later,
+        step=partial(masked_step, edits=True),
+        call=case.call,
     )
 
 
 ROWS |= {
-    "own mask at once": changed(ALIKE, later=False),
-    "own mask later": changed(ALIKE, later=True),
-    "own mask of another mode at once": changed(MODES, later=False),
-    "own mask of another mode later": changed(MODES, later=True),
+    "own mask at once": edited(ALIKE, later=False),
+    "own mask later": edited(ALIKE, later=True),
+    "own mask of another mode at once": edited(MODES, later=False),
+    "own mask of another mode later": edited(MODES, later=True),
 }
 
 
