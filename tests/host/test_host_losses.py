@@ -27,9 +27,7 @@ from tests.host.steps import N_MB, PLACES
 
 Config = dict[str, Any]
 
-
-# Of routers and of multi-token prediction: what turns a loss on, and what turns it off in a model of
-# the same parameters.
+# What turns a loss on, and what turns it off in a model of the same parameters.
 ON_OFF: dict[str, tuple[Config, Config]] = {
     "balance": ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}, {}),
     "z": ({"moe_z_loss_coeff": 0.1}, {}),
