@@ -26,7 +26,7 @@ REPORTS = CI.parent / "build" / "verified"
 TESTS = (
     *(
         f"tests/host/test_{name}.py"
-        for name in (*("gradients", "reports", "late_masks", "by_sample", "mtp", "terms", "audit"),)
+        for name in ("gradients", "reports", "late_masks", "by_sample", "mtp", "terms", "audit")
     ),
     "tests/launch/test_any_loop.py",
 )
