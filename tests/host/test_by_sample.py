@@ -22,7 +22,7 @@ from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import read_batch
 from tests import oracle
 from tests.host import gpt, scripts
-from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle, covering
+from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
 from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of
@@ -61,22 +61,14 @@ def expected(case: Case) -> Expected:
     return reference().gradient(weights), {f"{case.mode} loss": reference().loss(weights)}
 
 
-def with_datasets(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    """As Megatron's loader collates its blended data sets; packs of several have our key."""
-    ids = torch.tensor([DATASETS[i] for i in of_mb], dtype=torch.int16)
-    packed = "cu_seqlens" in batch
-    return batch | ({"dataset_ids": ids.long()} if packed else {"dataset_id": ids})
-
-
-def with_weights(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return scripts.by_sample(with_datasets(batch, of_mb), of_mb, sample_weights=V)
-
-
 @pytest.mark.parametrize("layout, per_token", [("bshd", False), ("thd", True)])
 def test_weights_by_sample_and_data_sets_are_exact(layout: str, per_token: bool) -> None:
+    # As Megatron's loader collates its blended data sets; packs of several have our key.
+    ids = {"dataset_id" if layout == "bshd" else "dataset_ids": DATASETS}
     cases = []
     for mode, options in OPTIONS:
-        batch = with_weights if "sample_weights" in options else with_datasets
+        weights = {"sample_weights": V} if "sample_weights" in options else {}
+        batch = partial(scripts.by_sample, **ids, **weights)
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
 
@@ -101,18 +93,14 @@ OF_TERMS = {
     "step": partial(scripts.of_terms, names=TERMS),
 }
 FACTORED = [
-    *(
-        Case(mode, layout=layout, per_token=flag, **FACTORS)
-        for mode, layout, flag in covering(
-            2, ("token_mean", "prompt_mean", "custom"), ("thd", "bshd"), (False, True)
-        )
-    ),
-    Case("sample_mean", masks="fractional", **FACTORS),
+    Case("token_mean", layout="bshd", **FACTORS),
+    Case("sample_mean", masks="fractional", per_token=True, **FACTORS),
+    Case("custom", per_token=True, **FACTORS),
     Case("custom", masks="fractional", layout="bshd", **FACTORS),
     Case("prompt_mean", calls=(1, N_MB - 1), times=2, **FACTORS),
     # Of the second step of a pack the sums of all weights are compared, of rows those by sample.
     Case("prompt_mean", times=2, **FACTORS),
-    Case("prompt_mean", layout="bshd", times=2, **FACTORS),
+    Case("prompt_mean", layout="bshd", per_token=True, times=2, **FACTORS),
     Case("prompt_mean", call={"forward_only": True}, **FACTORS),
     Case("prompt_mean", **OF_TERMS),
 ]
