@@ -125,7 +125,7 @@ DENOMINATORS: dict[str, Callable[[Places], float]] = {
     "token_mean": lambda x: sum(sum(sequences()[i].sample.mask) for i in samples(x)),
     "sample_mean": lambda x: len(active(x)),
     "prompt_mean": lambda x: len({PROMPTS[i] for i in samples(x)}),
-    "microbatch_mean": lambda x: sum(any(active(((mb,),))) for rank in x for mb in rank),
+    "microbatch_mean": lambda x: sum(bool(active(((mb,),))) for rank in x for mb in rank),
     **dict.fromkeys(("sample_sum", "constant"), lambda x: len(samples(x))),
     **dict.fromkeys(("sum", "custom"), lambda _: 1),
 }
