@@ -104,7 +104,7 @@ def test_the_gradient_and_the_reports_are_those_of_the_whole_step(name: str) -> 
 
 
 OLD, LIMITS = 4.0, {"token": 0.5, "sample": 0.15}
-"""The losses of the rollout; how far one, or a sample's mean, may have moved: about half of them."""
+"""The losses of the rollout; how far one, or a sample's mean, may have moved: half of them do."""
 
 
 def rejecting(iterator: Any, model: Any, by: str, when: str) -> Any:
