@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 
 from megatron_loss_agg import Microbatch, SequenceSum
 from megatron_loss_agg.mcore import TokenLoss, read_batch
@@ -196,13 +196,11 @@ def test_losses_by_pair_are_exact(name: str) -> None:
 
 def all_but_the_last(iterator: Any, model: Any) -> Any:
     """As in reinforcement learning: a number of losses that the ranks cannot share evenly."""
-    output, loss_func = whole("local_grad")(iterator, model)
-
-    def compute(x: Any, w: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return loss_func.compute(x, pad(w, (0, 1)))[0][:, :-1], {}
-
-    mask = loss_func.loss_mask[:, :-1]
-    return output, TokenLoss(compute, mask, "local_grad", takes_weights=True)
+    batch = gpt.received(iterator)
+    losses, _ = gpt.forward_step(iter([batch]), model)
+    mask = batch["loss_mask"][:, :-1]
+    compute = lambda x: (gathered(x, batch, "local_grad")[:, :-1], {})  # noqa: E731
+    return losses, TokenLoss(compute, mask, "local_grad")
 
 
 def of_parts(iterator: Any, model: Any, said: str | None = None, summed: bool = False) -> Any:
