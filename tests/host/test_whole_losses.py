@@ -28,7 +28,7 @@ from tests.host.cases import Case, Expected, assert_exact, covering
 from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
 from tests.host.reference import reference
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
-from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences
+from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences, weights_with
 
 
 class Gathered(torch.autograd.Function):
@@ -131,7 +131,7 @@ def test_gradients_and_reports_of_whole_losses_are_exact(name: str) -> None:
 
 
 BETA = 0.3
-# Pairs by data-parallel rank and microbatch; of one pair, an answer has no tokens.
+# Pairs of i and i + 1, by data-parallel rank and microbatch; of one, an answer has no tokens.
 PAIRS: dict[int, Places] = {
     1: (((0, 1), (2, 3, 4, 5, 8, 9), (6, 7)),),
     2: (((0, 1), (6, 7)), ((2, 3, 4, 5), (8, 9))),
@@ -163,20 +163,20 @@ def pair_step(iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Token
     return output, TokenLoss(compute, torch.ones(len(batch["prompt_ids"]) // 2), "reduced_grad")
 
 
+def pair(i: int, _: tuple[int, ...]) -> oracle.Sample:
+    return oracle.Sample((1.0,), prompt=PROMPTS[i])
+
+
 def expected_of_pairs(case: Case) -> Expected:
     """A token's gradient is the reference's, times the slope of its pair's loss and its weight."""
-    step = [
-        [[oracle.Sample((1.0,), prompt=PROMPTS[i]) for i in of_mb[::2]] for of_mb in rank]
-        for rank in case.places
-    ]
-    nested = oracle.step_weights(case.mode, step, **case.options)
-    weights = [w for rank in nested for of_mb in rank for (w,) in of_mb]
-    order = [i for rank in case.places for of_mb in rank for i in of_mb]
-    masks = [s.sample.mask for s in sequences()]
+    pairs = tuple(tuple(of_mb[::2] for of_mb in rank) for rank in case.places)
+    weights = weights_with(case.mode, pairs, pair, **case.options)
+    masks = [x.sample.mask for x in sequences()]
     tokens = zip(masks, reference().losses, strict=True)
     log_prob = [-float(torch.tensor(m, dtype=x.dtype) @ x) for m, x in tokens]
     total, of_tokens = 0.0, []
-    for i, j, w in zip(order[::2], order[1::2], weights, strict=True):
+    for i, (w,) in weights:
+        j = i + 1
         margin = BETA * (log_prob[i] - log_prob[j])
         total += w * log1p(exp(-margin))
         slope = w * BETA / (1 + exp(margin))  # of the token losses of the chosen answer
