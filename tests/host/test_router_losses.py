@@ -74,9 +74,8 @@ def of_length(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     return {**batch, "length": -(-length // MULTIPLE) * MULTIPLE}
 
 
-BALANCE = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [3.0]}
 OF_PADDED = {
-    "config": BALANCE,
+    "config": {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [3.0]},
     "hook": {**HOOK, "read_batch": without_padding},
     "batch": of_length,
     "step": telling_padding,
@@ -184,7 +183,11 @@ def test_the_gradient_is_that_of_the_formula(name: str) -> None:
     assert_exact(topology, CASES[name], partial(expected, model=model))
 
 
-EXPERTS = {**MODELS["moe"], **BALANCE}
+EXPERTS = {
+    **MODELS["moe"],
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1.0,
+}
 REFUSED_PLACES = ((0, 1), (2, 3)), ((4, 6), (5,))  # unequal on the second data-parallel rank alone
 
 
