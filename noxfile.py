@@ -31,7 +31,6 @@ TESTS = (
     "tests/host/test_mtp.py",
     "tests/host/test_terms.py",
     "tests/host/test_audit.py",
-    "tests/host/test_dataset_reports.py",
     "tests/launch/test_any_loop.py",
 )
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis", "covertable")

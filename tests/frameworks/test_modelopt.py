@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host import distillation, gpt, gradients, parallel_state
+from tests.host import gpt, gradients, parallel_state
+from tests.host import test_distillation as distillation
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
 from tests.host.reference import Gradient, relative_error
-from tests.host.steps import Places, Weights, weights_of
+from tests.host.steps import weights_of
 from tests.peers.standins import use_peers
 
 pytestmark = pytest.mark.host
@@ -23,8 +23,7 @@ STANDINS = (
     "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
     "scipy transformers"
 )
-PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
-MODE = "sample_mean"
+PLACES, MODE = distillation.PLACES, distillation.MODE
 FLAGS = ("--loss-aggregation", MODE, "--export-kd-teacher-load", "teacher")
 TOP_K = {"logit_kl_topk": 5}
 
@@ -77,15 +76,10 @@ def masked_sum(mask: Tensor, given: Any) -> Tensor:
     return total
 
 
-def by_hand(weights: Weights, top_k: bool) -> Any:
-    kl = distillation.top_kl if top_k else distillation.full_kl
-    return distillation.by_hand(weights, weights, alpha=1.0, kl=kl)
-
-
-@functools.cache
 def expected(ranks: int, top_k: bool = False) -> Any:
     """Gradient and losses of the teacher's loss alone."""
-    return run_host_ranks(by_hand, 1, weights_of(MODE, PLACES[ranks]), top_k)[0]
+    weights = weights_of(MODE, PLACES[ranks])
+    return distillation.by_hand(weights, weights, alpha=1.0, kl="top" if top_k else "full")
 
 
 def on_host(topology: Topology, layout: str, settings: Any, whole: Gradient) -> list[Any]:
@@ -107,12 +101,11 @@ def on_host(topology: Topology, layout: str, settings: Any, whole: Gradient) -> 
 def test_the_loss_on_logits_is_exact(name: str, layout: str, settings: Any) -> None:
     topology = TOPOLOGIES[name]
     gradient, numbers = expected(topology.data_parallel_size, bool(settings))
-    wanted = {"kd loss": "kd", "loss": "kd", f"{MODE} loss": "language", "lm loss": "lm"}
+    wanted = {key: numbers[key] for key in ("kd loss", "loss", f"{MODE} loss", "lm loss")}
     for rank in run_host_ranks(on_host, topology.world_size, topology, layout, settings, gradient):
         for error, reported in rank:
             assert error <= EXACT
-            for report, number in wanted.items():
-                assert reported[report] == pytest.approx(numbers[number], rel=EXACT)
+            assert {key: reported[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
 
 
 FINAL = "decoder.final_layernorm"

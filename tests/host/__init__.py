@@ -7,8 +7,7 @@ and every parallelism), and `refusals` (a step that goes wrong as a row, and wha
   `reference` the gradients of their losses, each alone in one fp64 process.
 - `harness` has the topologies and the models; `gpt` the model and its forward step on a rank;
   `gradients` what of a whole gradient is a rank's.
-- `scripts` and `whole` are what users' forward steps do, right and wrong; `rl` and `distillation`
-  are two whole recipes, with their losses by hand.
+- `scripts` is what users' forward steps do, right and wrong.
 
 Importing Megatron takes seconds and needs stand-ins for a GPU, which only ranks have (`preload`).
 So here its modules, and ours that import it, are names alone: each is imported when first used.
@@ -31,8 +30,6 @@ class _OnRanks:
         setattr(importlib.import_module(self.name), attribute, value)
 
 
-gpt, gradients, distillation = (
-    _OnRanks(f"{__name__}.{name}") for name in ("gpt", "gradients", "distillation")
-)
+gpt, gradients = (_OnRanks(f"{__name__}.{name}") for name in ("gpt", "gradients"))
 parallel_state = _OnRanks("megatron.core.parallel_state")
 pipeline_parallel = _OnRanks("megatron.core.pipeline_parallel")

@@ -7,6 +7,7 @@ gradient of ``sum w * loss`` is ``sum w * gradient`` for any weights.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tests.host import gpt
 from tests.host.harness import MODELS, run_host_ranks
-from tests.host.steps import Weights, sequences
+from tests.host.steps import Sequence, Weights, sequences
 
 Gradient = dict[str, Tensor]
 
@@ -41,9 +42,28 @@ class Reference(NamedTuple):
         }
 
 
+LossesOf = Callable[[Any, Sequence], Mapping[str, Tensor]]
+"""Of the model and a sample: by name, a loss for each token of the sample."""
+
+
+def references(losses_of: LossesOf, **config: Any) -> dict[str, Reference]:
+    """By name, of other losses of tokens."""
+    return run_host_ranks(_by_token, 1, losses_of, config)[0]  # type: ignore[no-any-return]
+
+
+def _stock(model: Any, sequence: Sequence) -> dict[str, Tensor]:
+    return {"stock": gpt.plain_losses(model, sequence)}
+
+
 @functools.cache
 def reference(model: str = "dense") -> Reference:
-    return Reference(*run_host_ranks(_tokens, 1, MODELS[model])[0])
+    return references(_stock, **MODELS[model])["stock"]
+
+
+def gradient_of_sum(*parts: tuple[float, Reference, Weights]) -> Gradient:
+    """Of ``sum coefficient * sum w * loss``."""
+    gradients = [(factor, reference.gradient(weights)) for factor, reference, weights in parts]
+    return {name: sum(factor * g[name] for factor, g in gradients) for name in gradients[0][1]}
 
 
 def gradient_of(loss: Tensor, model: torch.nn.Module) -> Gradient:
@@ -59,14 +79,14 @@ def relative_error(got: Gradient, expected: Gradient) -> float:
     return float((difference / (norm or 1.0)).sqrt())
 
 
-def _tokens(config: dict[str, Any]) -> tuple[list[Tensor], list[Gradient]]:
-    """One process: the two fields of `Reference`."""
+def _by_token(losses_of: LossesOf, config: dict[str, Any]) -> dict[str, Reference]:
     gpt.initialize()
     model = gpt.build(**config)
-    losses, gradients = [], []
+    found: dict[str, Reference] = {}
     for sequence in sequences():
-        of_sample = gpt.plain_losses(model, sequence)
-        of_tokens = [gradient_of(loss, model) for loss in of_sample]
-        losses.append(of_sample.detach())
-        gradients.append({n: torch.stack([g[n] for g in of_tokens]) for n in of_tokens[0]})
-    return losses, gradients
+        for name, losses in losses_of(model, sequence).items():
+            rows = [gradient_of(loss, model) for loss in losses]
+            of_name = found.setdefault(name, Reference([], []))
+            of_name.losses.append(losses.detach())
+            of_name.gradients.append({key: torch.stack([g[key] for g in rows]) for key in rows[0]})
+    return found

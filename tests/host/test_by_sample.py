@@ -21,10 +21,10 @@ from torch.utils.data import default_collate
 from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import read_batch
 from tests import oracle
-from tests.host import gpt, scripts, whole
-from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle, covering
+from tests.host import gpt, scripts
+from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
-from tests.host.reference import reference
+from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.steps import (
     N_MB,
@@ -37,6 +37,7 @@ from tests.host.steps import (
     weights_with,
     with_factors,
 )
+from tests.host.test_whole_losses import whole
 
 V = (0.5, 2.0, 1.0, 0.0, 0.25, 3.0, 1.0, 0.125, 1.5, 1.0)
 DATASETS = (2, 0, 1, 2, 0, 5, 1, 1, 0, 2)  # 5: the sample without tokens is alone
@@ -60,43 +61,20 @@ def expected(case: Case) -> Expected:
     return reference().gradient(weights), {f"{case.mode} loss": reference().loss(weights)}
 
 
-def with_datasets(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    """As Megatron's loader collates its blended data sets; packs of several have our key."""
-    ids = torch.tensor([DATASETS[i] for i in of_mb], dtype=torch.int16)
-    packed = "cu_seqlens" in batch
-    return batch | ({"dataset_ids": ids.long()} if packed else {"dataset_id": ids})
-
-
-def with_weights(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    return scripts.by_sample(with_datasets(batch, of_mb), of_mb, sample_weights=V)
-
-
 @pytest.mark.parametrize("layout, per_token", [("bshd", False), ("thd", True)])
 def test_weights_by_sample_and_data_sets_are_exact(layout: str, per_token: bool) -> None:
+    # As Megatron's loader collates its blended data sets; packs of several have our key.
+    ids = {"dataset_id" if layout == "bshd" else "dataset_ids": DATASETS}
     cases = []
     for mode, options in OPTIONS:
-        batch = with_weights if "sample_weights" in options else with_datasets
+        weights = {"sample_weights": V} if "sample_weights" in options else {}
+        batch = partial(scripts.by_sample, **ids, **weights)
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
 
 
 READ = partial(read_batch, factors="factors")
-MODES = ("token_mean", "sample_mean", "prompt_mean", "sample_sum", "custom")
 FACTORS: dict[str, Any] = {"hook": {"read_batch": READ}, "batch": with_factors}
-FACTORED = [
-    *(
-        Case(mode, layout=layout, per_token=flag, **FACTORS)
-        for mode, layout, flag in covering(2, MODES, ("thd", "bshd"), (False, True))
-    ),
-    Case("sample_mean", masks="fractional", **FACTORS),
-    Case("custom", masks="fractional", layout="bshd", **FACTORS),
-    Case("prompt_mean", calls=(1, N_MB - 1), times=2, **FACTORS),
-    # Of the second step of a pack the sums of all weights are compared, of rows those by sample.
-    Case("token_mean", times=2, **FACTORS),
-    Case("prompt_mean", times=2, **FACTORS),
-    Case("prompt_mean", layout="bshd", times=2, **FACTORS),
-    Case("prompt_mean", call={"forward_only": True}, **FACTORS),
-]
 # One of two terms.
 COEFFICIENTS = {"plain": 0.5, "factored": 1.0}
 TERMS = {name: Term(aggregation("prompt_mean"), x) for name, x in COEFFICIENTS.items()}
@@ -108,31 +86,48 @@ def read_terms(batch: Batch) -> dict[str, Microbatch]:
     return {"plain": plain, "factored": microbatch}
 
 
+OF_TERMS = {
+    "terms": TERMS,
+    "hook": {"read_batch": read_terms},
+    "batch": with_factors,
+    "step": partial(scripts.of_terms, names=TERMS),
+}
+FACTORED = [
+    Case("token_mean", layout="bshd", **FACTORS),
+    Case("sample_mean", masks="fractional", per_token=True, **FACTORS),
+    Case("custom", per_token=True, **FACTORS),
+    Case("custom", masks="fractional", layout="bshd", **FACTORS),
+    Case("prompt_mean", calls=(1, N_MB - 1), times=2, **FACTORS),
+    # Of the second step of a pack the sums of all weights are compared, of rows those by sample.
+    Case("prompt_mean", times=2, **FACTORS),
+    Case("prompt_mean", layout="bshd", per_token=True, times=2, **FACTORS),
+    Case("prompt_mean", call={"forward_only": True}, **FACTORS),
+    Case("prompt_mean", **OF_TERMS),
+]
+# Losses of all tokens on every rank, and metrics by the loss's own weights.
+OF_WHOLE_LOSSES = [
+    Case("prompt_mean", layout=layout, step=whole(kind), **FACTORS)
+    for kind, layout in product(("local_grad", "reduced_grad"), ("thd", "bshd"))
+]
+
+
 def expected_of_factors(case: Case) -> Expected:
     weights = factored(case.weights)
     loss = reference().loss(weights)
     if case.terms:
-        half = [(i, [0.5 * w for w in of_sample]) for i, of_sample in case.weights]
-        return reference().gradient(half + weights), {"factored loss": loss}
+        parts = (COEFFICIENTS["plain"], reference(), case.weights), (1.0, reference(), weights)
+        return gradient_of_sum(*parts), {"factored loss": loss}
     reports = {**by_the_oracle(case)[1], f"{case.mode} loss": loss}  # "lm loss" is without factors
     if case.step is not None:
         reports = {f"{case.mode} loss": loss, "again": loss}
     return reference().gradient(weights), reports
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "dp2-cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
 def test_weights_have_factors_and_counts_have_not(name: str) -> None:
     topology = TOPOLOGIES[name]
-    cases = [*FACTORED]
-    if name in ("dp2", "cp2"):
-        of_terms = partial(scripts.of_terms, names=TERMS)
-        hook = {"read_batch": read_terms}
-        cases.append(Case("prompt_mean", terms=TERMS, step=of_terms, **{**FACTORS, "hook": hook}))
-    if name == "cp2":  # losses of all tokens on every rank, and metrics by the loss's own weights
-        for kind, layout in product(("local_grad", "reduced_grad"), ("thd", "bshd")):
-            step = whole.script(kind, metric=True)
-            cases.append(Case("prompt_mean", layout=layout, step=step, **FACTORS))
     places = PLACES[topology.data_parallel_size]
+    cases = FACTORED + OF_WHOLE_LOSSES * (name == "cp2")
     placed = [dataclasses.replace(case, places=places) for case in cases]
     assert_exact(topology, placed, expected_of_factors)
 

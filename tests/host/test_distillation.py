@@ -1,51 +1,187 @@
-"""Offline distillation through the real host: two terms, each exact over the whole step."""
+"""Offline distillation by the host's own saver, loader and loss: two terms, each exact."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_loss_agg.mcore import Distillation, LossHook
-from tests.host import distillation, gpt, gradients
-from tests.host.cases import Found, reduced
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
-from tests.host.reference import Gradient, relative_error
+from tests.host import gpt, gradients
+from tests.host.cases import Expected, Found, reduced
+from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
+from tests.host.reference import Gradient, Reference, gradient_of_sum, references, relative_error
 from tests.host.refusals import assert_says
-from tests.host.steps import Places, Weights, aggregation, weights_of
+from tests.host.scripts import with_labels
+from tests.host.steps import Places, Sequence, Weights, aggregation, batches, weights_of
 
 # Two microbatches a rank, of unequal masks; one sample has no active token.
 PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
 MODE = "sample_mean"
+TOP_K, ALPHA = 5, 0.3
 GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
-# What is reported, and the names of the losses by hand.
-REPORTS = {
-    f"{MODE} loss": "language",
-    "kd loss": "kd",
-    "loss": "loss",
-    "lm loss": "lm",
-    "logits distillation loss": "kd mean",
-}
 
 
-def by_hand(language: Weights, kd: Weights) -> list[Any]:
-    """Of the teacher's top entries, and of its whole vocabulary."""
-    return [
-        distillation.by_hand(language, kd, kl=kl)
-        for kl in (distillation.sparse_kl, distillation.full_kl)
-    ]
+def with_args(*flags: str) -> Any:
+    """The host's parsed flags, set for the process."""
+    from megatron.training import arguments
+    from megatron.training.global_vars import set_args
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    parser.add_argument("--export-kd-teacher-load")  # as the scripts do
+    args = parser.parse_known_args(["--seq-length", "72", "--train-iters", "1", *flags])[0]
+    args.curr_iteration, args.data_path = 0, None
+    set_args(args)
+    return args
+
+
+def teacher(**config: Any) -> Any:
+    """A model of other weights than the student's."""
+    model = gpt.build(**config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model
+
+
+def data_of(places: Places, layout: str) -> Any:
+    return batches(places[gpt.data_rank()], layout) if gpt.reads_data() else None
+
+
+def save_teacher(topology: Topology, places: Places, layout: str, folder: str) -> None:
+    """Write what the teacher says of the step into ``folder``, by the host's own saver."""
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.training.distillation import LogitsSaverHooks
+
+    with_args("--logits-save-dir", folder, "--logits-save-top-k", str(TOP_K))
+    size = topology.data_parallel_size
+    calculator.destroy_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, None, len(places[0]) * size, 1, size)
+    model = teacher(**topology.config)
+    saver = LogitsSaverHooks(folder, TOP_K, save_dtype="fp32")
+    saver._save_dtype = torch.float64  # so that nothing is rounded on its way
+    saver.attach_hooks(model)
+    data = data_of(places, layout)
+    with gpt.KeepDouble():
+        for _ in places[0]:
+            gpt.forward_step(data, model)
+    saver._write_batched_tar(*saver.take_pending_data())
+    torch.distributed.barrier()
+
+
+def student(topology: Topology, per_token: bool, dtype: torch.dtype = torch.float64) -> Any:
+    """The model in DDP; and the host's hook on its logits."""
+    from megatron.training.distillation import StudentLogitsCapture
+
+    chunks, capture = build_chunks(topology, per_token, dtype), StudentLogitsCapture()
+    capture.attach_hooks(chunks[0].module)
+    return chunks, capture
+
+
+def script(folder: str, alpha: float, inner: Any = None) -> Callable[..., Any]:
+    """A forward step in the form of pretrain_gpt.py's, with the host's loss function."""
+    from megatron.training.distillation import LossFuncCallable
+
+    loss = LossFuncCallable(folder, kd_loss_alpha=alpha)
+
+    def loss_func(loss_mask: Tensor, output_tensor: Tensor, model: Any) -> Any:
+        return loss(loss_mask, output_tensor, model=model)
+
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+        losses, stock = (inner or gpt.forward_step)(data_iterator, model)
+        return losses, partial(loss_func, *stock.args, model=model)
+
+    return forward_step
+
+
+def step(
+    chunks: Any,
+    places: Places,
+    layout: str,
+    *flags: str,
+    forward_step: Callable[..., Any] | None = None,
+    **options: Any,
+) -> list[dict[str, Tensor]]:
+    """One step of Megatron's own training loop under ``flags``; returns its reports."""
+    from megatron.training import training
+
+    from megatron_loss_agg.mcore.install import install
+
+    uninstall = install(watch_exit=False)
+    try:
+        args = with_args(*flags)
+        if forward_step is None:
+            forward_step = script(args.logits_load_dir, args.logits_load_kd_loss_alpha)
+        options["schedule"] = training.get_forward_backward_func()
+        data = data_of(places, layout)
+        with gpt.KeepDouble():
+            options["forward_step_func"] = forward_step
+            return gpt.run_step(None, chunks, data, len(places[0]), **options)
+    finally:
+        uninstall()
+
+
+def losses_of(model: Any, sequence: Sequence) -> dict[str, Tensor]:
+    """Cross entropy, and KL(teacher | student) over the whole vocabulary; over the teacher's top
+    entries and the rest as one more; over the top entries alone.
+    """
+    text = sequence.tokens.unsqueeze(0)
+    logits, of_teacher = (
+        m(text, gpt.positions_like(text), None)[0] for m in (model, teacher_alone())
+    )
+    top = of_teacher.detach().topk(TOP_K, dim=-1)
+    q, p = of_teacher.detach().log_softmax(-1), logits.log_softmax(-1)
+    of_top = [x.gather(-1, top.indices).exp() for x in (q, p)]
+    of_rest = [torch.cat([x, 1 - x.sum(-1, keepdim=True)], dim=-1).log() for x in of_top]
+    return {
+        "language": F.cross_entropy(logits, sequence.labels, reduction="none"),
+        "full": divergence(q, p),
+        "sparse": divergence(*of_rest),
+        "top": divergence(top.values.log_softmax(-1), p.gather(-1, top.indices).log_softmax(-1)),
+    }
+
+
+def divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
 @functools.cache
-def expected(ranks: int, mode: str = MODE) -> Any:
-    """`by_hand` by a language loss of this mode; that of the teacher is of `MODE`."""
-    weights = (weights_of(name, PLACES[ranks]) for name in (mode, MODE))
-    return run_host_ranks(by_hand, 1, *weights)[0]
+def teacher_alone() -> Any:
+    return teacher()
+
+
+@functools.cache
+def of_tokens() -> dict[str, Reference]:
+    return references(losses_of)
+
+
+def by_hand(language: Weights, kd: Weights, alpha: float = ALPHA, kl: str = "sparse") -> Expected:
+    """The gradient by these weights of both losses, and what is reported of them."""
+    losses, divergences = of_tokens()["language"], of_tokens()[kl]
+    places = ((tuple(i for i, _ in language),),)
+    numbers = {
+        f"{MODE} loss": losses.loss(language),
+        "kd loss": divergences.loss(kd),
+        "lm loss": losses.loss(weights_of("token_mean", places)),
+        "logits distillation loss": divergences.loss(weights_of("token_mean", places)),
+    }
+    numbers["loss"] = (1 - alpha) * numbers[f"{MODE} loss"] + alpha * numbers["kd loss"]
+    gradient = gradient_of_sum((1 - alpha, losses, language), (alpha, divergences, kd))
+    return gradient, numbers
+
+
+def expected(ranks: int) -> Expected:
+    weights = weights_of(MODE, PLACES[ranks])
+    return by_hand(weights, weights)
 
 
 def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[Found]:
@@ -55,12 +191,12 @@ def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[Found]:
     found = []
     for layout in ("bshd", "thd"):
         where = f"{folder}/{layout}"
-        distillation.save_teacher(topology, places, layout, where)
+        save_teacher(topology, places, layout, where)
         flags = ("--loss-aggregation", MODE, "--logits-load-dir", where)
-        flags += ("--logits-load-kd-loss-alpha", str(distillation.ALPHA))
+        flags += ("--logits-load-kd-loss-alpha", str(ALPHA))
         for per_token in (False, True):
-            chunks, capture = distillation.student(topology, per_token)
-            reports = distillation.step(chunks, places, layout, *flags)
+            chunks, capture = student(topology, per_token)
+            reports = step(chunks, places, layout, *flags)
             found.append(Found(gradients.error(chunks, gradient), reduced(reports)))
             capture.remove_hooks()
     return found
@@ -69,13 +205,11 @@ def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[Found]:
 @pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
 def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> None:
     topology = TOPOLOGIES[name]
-    (gradient, numbers), _ = expected(topology.data_parallel_size)
-    wanted = {report: numbers[name] for report, name in REPORTS.items()}
+    gradient, wanted = expected(topology.data_parallel_size)
     for rank in run_host_ranks(on_host, 2, topology, str(tmp_path), gradient):
         for error, reports in rank:
             assert error <= EXACT
-            ours = {report: reports[report] for report in wanted}
-            assert ours == pytest.approx(wanted, rel=EXACT)
+            assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
 
 
 REFUSED = {
@@ -90,41 +224,27 @@ REFUSED = {
 }
 
 
-def megatrons_own(data_iterator: Any, model: Any, folder: str) -> Any:
-    """The model computes the losses, in fp32."""
-    from megatron.training.distillation import LossFuncCallable
-
-    tokens, labels, mask, _ = gpt.local_batch(data_iterator)
-    losses = model(tokens, gpt.positions_like(tokens), None, labels=labels)
-    loss = LossFuncCallable(folder)
-    return losses, partial(lambda loss_mask, x: loss(loss_mask, x, model), mask.float())
-
-
 def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
     """One rank: the errors of bad runs; and what is reported in evaluation."""
-    from megatron.training.distillation import LossFuncCallable
-
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
-    distillation.save_teacher(topology, places, layout, folder)
+    save_teacher(topology, places, layout, folder)
     flags = ("--loss-aggregation", MODE, "--logits-load-dir", folder)
     half = (*flags, "--logits-load-kd-loss-alpha", "0.5")
-    chunks, _ = distillation.student(topology, False)
-    step = partial(distillation.step, chunks, places, layout)
-    other_alpha = distillation.script(LossFuncCallable(folder, kd_loss_alpha=0.4))
+    chunks, _ = student(topology, False)
+    one_step = partial(step, chunks, places, layout)
     hook = LossHook(aggregation(MODE), extensions=[Distillation()])
     errors = {
-        "another alpha": error_of(step, *half, forward_step=other_alpha),
-        "no teacher": error_of(step, *flags, forward_step=gpt.forward_step),
-        "ignored errors": error_of(step, *flags, "--logits-load-ignore-errors"),
+        "another alpha": error_of(one_step, *half, forward_step=script(folder, 0.4)),
+        "no teacher": error_of(one_step, *flags, forward_step=gpt.forward_step),
+        "ignored errors": error_of(one_step, *flags, "--logits-load-ignore-errors"),
         "no term of the teacher": error_of(gpt.run_step, hook, chunks, iter([]), 1),
     }
     chunks[0].eval()
-    evaluation = reduced(step(*half, forward_only=True))
-    single, _ = distillation.student(topology, False, torch.float32)
-    own = partial(megatrons_own, folder=folder)
-    of_fp32 = partial(distillation.step, single, places, layout, *flags)
-    errors["fp32"] = error_of(of_fp32, forward_step=own)
+    evaluation = reduced(one_step(*half, forward_only=True))
+    single, _ = student(topology, False, torch.float32)
+    megatrons_own = script(folder, 1.0, with_labels)
+    errors["fp32"] = error_of(step, single, places, layout, *flags, forward_step=megatrons_own)
     return errors, evaluation
 
 
@@ -132,35 +252,32 @@ def test_a_loss_that_is_not_both_terms_is_refused_and_evaluation_has_one(tmp_pat
     ((errors, evaluation),) = run_host_ranks(refusals, 1, str(tmp_path))
     for name, says in REFUSED.items():
         assert_says(errors[name], says)
-    (_, numbers), _ = expected(1)
-    wanted = {"lm loss": numbers["lm"], f"{MODE} loss": numbers["language"]}
+    _, numbers = expected(1)
+    wanted = {key: numbers[key] for key in ("lm loss", f"{MODE} loss")}
     assert evaluation == pytest.approx(wanted, rel=EXACT)
 
 
 def custom_loops(folder: str) -> list[Gradient]:
     """One rank: of the hook of the guide, the gradients of the host's loss and of the guide's."""
-    from megatron.training.distillation import LossFuncCallable
-
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
-    distillation.save_teacher(topology, places, layout, folder)
-    distillation.with_args("--logits-load-dir", folder)
+    save_teacher(topology, places, layout, folder)
+    with_args("--logits-load-dir", folder)
     guide: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
         exec(snippet, guide)
-    chunks, _ = distillation.student(topology, False)
-    teacher = distillation.teacher()
+    chunks, _ = student(topology, False)
 
     def own_loss(data_iterator: Any, model: Any) -> Any:
         tokens, labels, mask, _ = gpt.local_batch(data_iterator)
         given = tokens, gpt.positions_like(tokens), None
-        return guide["distilled"](model(*given), teacher(*given).detach(), labels, mask)
+        of_teacher = teacher_alone()(*given).detach()
+        return guide["distilled"](model(*given), of_teacher, labels, mask)
 
-    of_host = LossFuncCallable(folder, kd_loss_alpha=distillation.ALPHA)
     found = []
-    for forward_step in (distillation.script(of_host), own_loss):
+    for forward_step in (script(folder, ALPHA), own_loss):
         with gpt.KeepDouble():
-            data = distillation.data_of(places, layout)
+            data = data_of(places, layout)
             options = {"forward_step_func": forward_step}
             gpt.run_step(guide["hook"], chunks, data, len(places[0]), **options)
         found.append(gradients.of(chunks))
@@ -168,7 +285,7 @@ def custom_loops(folder: str) -> list[Gradient]:
 
 
 def test_custom_loops_of_the_guide_are_exact(tmp_path: Any) -> None:
-    (gradient, _), (whole, _) = expected(1, "token_mean")
+    language, kd = (weights_of(mode, PLACES[1]) for mode in ("token_mean", MODE))
     ((of_host, own),) = run_host_ranks(custom_loops, 1, str(tmp_path))
-    assert relative_error(of_host, gradient) <= EXACT
-    assert relative_error(own, whole) <= EXACT
+    assert relative_error(of_host, by_hand(language, kd)[0]) <= EXACT
+    assert relative_error(own, by_hand(language, kd, kl="full")[0]) <= EXACT

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import read_batch
 from tests.host import gpt, gradients
-from tests.host.cases import Case, run, take
-from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, run_host_ranks
+from tests.host.cases import Case, assert_exact, take
+from tests.host.harness import TOPOLOGIES, Topology, build_chunks, run_host_ranks
 from tests.host.reference import Gradient, relative_error
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.scripts import with_labels
@@ -27,50 +27,7 @@ from tests.host.steps import N_MB, PLACES
 
 Config = dict[str, Any]
 
-
-class Duplicated(torch.nn.Linear):
-    """In place of Transformer Engine's layer, the same on every tensor-parallel rank."""
-
-    def __init__(self, size: int, out: int, *, config: Any, init_method: Any, **_: Any) -> None:
-        super().__init__(size, out, bias=False, dtype=config.params_dtype)
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
-
-
-def layer_with_indexer(config: Any) -> Any:
-    """Megatron's layer, whose attention is Megatron's sparse one."""
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    class Local(LocalSpecProvider):
-        def linear(self) -> type:
-            return Duplicated
-
-    layer = get_gpt_layer_local_spec()
-    attention = variants.get_dsa_module_spec_for_backend(config, Local())
-    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-        setattr(attention.submodules, name, Local().column_parallel_linear())
-    layer.submodules.self_attention = attention
-    return layer
-
-
-SPARSE_ATTENTION: Config = {
-    "layer": layer_with_indexer,
-    "experimental_attention_variant": "dsa",
-    "multi_latent_attention": True,
-    "add_bias_linear": False,
-    "rope_type": "rope",
-    "apply_rope_fusion": False,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 8),
-    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 8),
-    "dsa_indexer_n_heads": 2,
-    "dsa_indexer_head_dim": 16,
-    "dsa_indexer_topk": 4,
-    "dsa_indexer_rotate_activation": False,  # a kernel for GPUs
-}
-# What turns each loss on, and what turns it off in a model of the same parameters.
+# What turns a loss on, and what turns it off in a model of the same parameters.
 ON_OFF: dict[str, tuple[Config, Config]] = {
     "balance": ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}, {}),
     "z": ({"moe_z_loss_coeff": 0.1}, {}),
@@ -78,23 +35,7 @@ ON_OFF: dict[str, tuple[Config, Config]] = {
         {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 1.0},
         {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0},
     ),
-    # Nothing else trains the indexer of sparse attention.
-    "indexer": (
-        {**SPARSE_ATTENTION, "dsa_indexer_loss_coeff": 1e3},
-        {**SPARSE_ATTENTION, "dsa_indexer_loss_coeff": 0.0},
-    ),
 }
-# Of a difference of two gradients, each exact to 1e-14; the loss is a tenth of it or more. The host
-# computes that of the indexer in fp32.
-ROUNDING = {name: 1e-6 if name == "indexer" else 1e-12 for name in (*ON_OFF, "routed")}
-# Topology and model; "routed" and "untold": with the number of routed tokens, and without.
-LOSSES = [
-    ("ep2", "moe", ("balance", "z", "routed", "untold")),
-    ("cp2", "moe", ("balance", "routed", "untold")),
-    ("tp2-sp", "moe", ("balance",)),
-    *((name, "dense", ("mtp",)) for name in ("dp2", "cp2", "pp2", "tp2")),
-    ("dp2", "dense", ("indexer",)),
-]
 
 
 def routed(batch: dict[str, Tensor], number: int | None = None) -> Microbatch:
@@ -114,31 +55,24 @@ def counts_routed_tokens(data_iterator: Any, model: Any) -> Any:
     return losses, counted
 
 
-Kept = tuple[str, Case, Case]
-"""What is kept; a step under the plugin, and of the same loop without it."""
+MODE = "prompt_mean"
+WAYS = [Case(MODE, step=with_labels)]
+WAYS += [Case(MODE, layout="bshd", per_token=True, step=with_labels)]
+ROUTED = Case(MODE, per_token=True, step=with_labels, hook={"read_batch": routed})
+COUNTED = {"step": counts_routed_tokens}
+# Topology, model and loss; steps under the plugin, and what the same loop without it has besides.
+KEPT: list[tuple[str, str, str, list[Case], dict[str, Any]]] = [
+    *((name, "moe", "balance", WAYS, {}) for name in ("ep2", "cp2", "tp2-sp")),
+    *((name, "moe", "balance", [ROUTED], COUNTED) for name in ("ep2", "cp2")),
+    ("ep2", "moe", "z", WAYS, {}),
+    *((name, "dense", "mtp", WAYS, {}) for name in ("cp2", "pp2")),
+]
 
 
-def kept(topology: Topology, names: tuple[str, ...]) -> list[Kept]:
-    found: list[Kept] = []
-    for name in names:
-        counts = name not in ON_OFF
-        rows = name == "indexer"
-        ways = [("bshd" if rows else "thd", False), ("bshd", True)]
-        for layout, flag in [("thd", True)] if counts else ways:
-            places = PLACES[topology.data_parallel_size]
-            way = {"layout": layout, "per_token": flag, "places": places, "step": with_labels}
-            way["dtype"] = torch.float32 if rows else torch.float64
-            hook = {"read_batch": routed} if name == "routed" else {}
-            ours = Case("prompt_mean", hook=hook, **way)
-            step = counts_routed_tokens if counts else with_labels
-            found.append((name, ours, dataclasses.replace(ours, step=step, hooked=False)))
-    return found
-
-
-def added(topology: Topology, case: Case, on: Config, off: Config) -> tuple[Gradient, float]:
+def added(topology: Topology, case: Case, loss: str) -> tuple[Gradient, float]:
     """What turning a loss on adds to this rank's gradient; and relative to all the rest."""
     found: list[Gradient] = []
-    for config in (on, off):
+    for config in ON_OFF[loss]:
         chunks = build_chunks(topology, case.per_token, case.dtype, **config)
         take(case, topology, chunks)
         found.append(gradients.of(chunks))
@@ -146,36 +80,38 @@ def added(topology: Topology, case: Case, on: Config, off: Config) -> tuple[Grad
     return {name: with_it[name] - g for name, g in without.items()}, relative_error(*found)
 
 
-def compare(topology: Topology, rows: list[Kept]) -> list[tuple[float, float]]:
-    """Every rank, of each row: the error of what the loss adds, and how much it adds."""
+def compare(
+    topology: Topology, loss: str, cases: list[Case], own: dict[str, Any]
+) -> list[tuple[float, float]]:
+    """Every rank, of each case: the error of what the loss adds, and how much it adds."""
     gpt.initialize(**topology.sizes)
     found = []
-    for name, *cases in rows:
-        on_off = ON_OFF.get(name, ON_OFF["balance"])
-        (ours, share), (stock, _) = (added(topology, case, *on_off) for case in cases)
+    for case in cases:
+        ours, share = added(topology, case, loss)
+        stock, _ = added(topology, dataclasses.replace(case, hooked=False, **own), loss)
         found.append((relative_error(ours, stock), share))
     return found
 
 
-@pytest.mark.parametrize(("name", "model", "losses"), LOSSES)
+@pytest.mark.parametrize(("name", "model", "loss", "cases", "own"), KEPT)
 def test_the_plugin_leaves_the_hosts_loss_its_weight(
-    name: str, model: str, losses: tuple[str, ...]
+    name: str, model: str, loss: str, cases: list[Case], own: dict[str, Any]
 ) -> None:
     topology = dataclasses.replace(TOPOLOGIES[name], model=model)
-    rows = kept(topology, losses)
-    for rank in run_host_ranks(compare, topology.world_size, topology, rows, timeout=300):
-        for (loss, *_), (error, share) in zip(rows, rank, strict=True):
-            assert share > 0.1, loss
-            # Without the routed tokens, the weight is another.
-            assert error > 0.1 if loss == "untold" else error <= ROUNDING[loss], loss
+    placed = [dataclasses.replace(x, places=PLACES[topology.data_parallel_size]) for x in cases]
+    given = topology, loss, placed, own
+    for rank in run_host_ranks(compare, topology.world_size, *given, timeout=300):
+        for error, share in rank:
+            assert share > 0.1
+            assert error <= 1e-12  # of a difference of two gradients, each exact to 1e-14
 
 
 @pytest.mark.parametrize("name", ["cp2", "ep2"])
 def test_the_aggregated_loss_does_not_depend_on_the_routed_tokens(name: str) -> None:
     topology = dataclasses.replace(TOPOLOGIES[name], model="moe")
-    places = PLACES[topology.data_parallel_size]
-    case = Case("prompt_mean", places=places, per_token=True, hook={"read_batch": routed})
-    assert max(rank.error for rank in run(topology, [case])[case]) <= EXACT
+    assert_exact(
+        topology, [dataclasses.replace(ROUTED, places=PLACES[topology.data_parallel_size])]
+    )
 
 
 def some(batch: dict[str, Tensor]) -> Microbatch:

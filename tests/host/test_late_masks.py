@@ -1,8 +1,12 @@
-"""Masks that the model makes: a step is exact, or refused on every rank."""
+"""Masks that the model makes: a step is exact, or refused on every rank.
+
+So are those of a rejection by this step's own log-probabilities, by token or by sample: which are
+rejected is known after the forward pass of their microbatch, and not before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,98 +16,159 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import Microbatch, Term
-from megatron_loss_agg.mcore import DatasetReports, Extension, LateMicrobatch, Loop, read_samples
-from tests.host import gpt, scripts, whole
-from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
+from megatron_loss_agg import Microbatch, SequenceMean, Term
+from megatron_loss_agg.mcore import (
+    DatasetReports,
+    Extension,
+    LateMicrobatch,
+    Loop,
+    TokenLoss,
+    read_batch,
+    read_samples,
+)
+from tests.host import gpt, parallel_state, scripts
+from tests.host.cases import Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
-from tests.host.reference import reference
+from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of
-from tests.host.steps import PLACES, Counted, aggregation, weights_of
+from tests.host.steps import (
+    PLACES,
+    Counted,
+    Weights,
+    aggregation,
+    sequences,
+    weights_of,
+    weights_with,
+)
+from tests.host.test_whole_losses import whole
+from tests.oracle import Sample
 
 OPTIONS: dict[str, dict[str, Any]] = {"sum": {"divisor": 3.0}, "constant": {"divisor": 7.0}}
-SUMMED = ("sample_mean", "microbatch_mean")  # need sums of masks
-MODES = ("sum", "constant", "sample_sum", *SUMMED)
-OF_PACKS = ("sum", "constant", "sample_sum", "microbatch_mean")  # whose samples are not told apart
-PLANNED = {
-    ("dp2", "bshd"): MODES,
-    ("dp2", "thd"): OF_PACKS,
-    ("cp2", "bshd"): MODES,
-    ("cp2", "thd"): OF_PACKS,
-    ("dp2-cp2", "bshd"): SUMMED,
-    ("dp2-cp2", "thd"): OF_PACKS,
-    ("tp2-sp", "bshd"): SUMMED,
-    ("pp2", "bshd"): SUMMED,
+MODES = {
+    "bshd": ("sum", "constant", "sample_sum", "sample_mean", "microbatch_mean"),
+    "thd": ("sum", "constant", "sample_sum", "microbatch_mean"),  # whose samples are not told apart
 }
 
 
-def hidden(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    """Its mask is not for the hook to read."""
-    return {**batch, "made": batch["loss_mask"], "loss_mask": None}
-
-
-def forward_step(data_iterator: Any, model: Any, script: Any = None) -> Any:
-    """`gpt.forward_step` or ``script``; shows the mask to the loss function alone."""
-    batch = data_iterator and next(data_iterator)
-    shown = batch and iter([{**batch, "loss_mask": batch["made"]}])
-    return (script or gpt.forward_step)(shown, model)
-
-
-def late(topology: str, mode: str, layout: str, per_token: bool, **more: Any) -> Case:
-    return Case(
-        mode,
-        OPTIONS.get(mode, {}),
-        layout=layout,
-        places=PLACES[TOPOLOGIES[topology].data_parallel_size],
-        per_token=per_token,
-        batch=hidden,
-        hook={"read_batch": scripts.samples_alone if layout == "thd" else read_samples},
-        **{"step": forward_step, **more},
-    )
+def late(mode: str, layout: str, per_token: bool, **more: Any) -> Case:
+    hook = {"read_batch": scripts.samples_alone if layout == "thd" else read_samples}
+    options = OPTIONS.get(mode, {})
+    return Case(mode, options, layout=layout, per_token=per_token, hook=hook, **more)
 
 
 HALF = {"a": aggregation("sample_mean"), "b": Term(aggregation("sum"), coefficient=0.5)}
+TWO_TERMS = {"terms": HALF, "step": partial(scripts.of_terms, names=HALF)}
+CASES = [
+    *(
+        late(mode, layout, flag, masks="fractional")
+        for layout, modes in MODES.items()
+        for mode, flag in product(modes, (False, True))
+    ),
+    # A sum of masks is then the host's own.
+    *(late("token_mean", layout, True) for layout in MODES),
+]
 # How ranks gather the losses of all tokens; a step of two calls; and of two terms.
 WAYS_ON_CP2: list[dict[str, Any]] = [
-    {"step": partial(forward_step, script=whole.script("local_grad"))},
-    {"step": partial(forward_step, script=whole.script("reduced_grad"))},
+    {"step": whole("local_grad")},
+    {"step": whole("reduced_grad")},
     {"calls": (1, 3)},
 ]
-TWO_TERMS = {
-    "terms": HALF,
-    "step": partial(forward_step, script=partial(scripts.of_terms, names=HALF)),
-}
-
-
-def cases_of(topology: str) -> Iterator[Case]:
-    for per_token in (False, True):
-        more = ["token_mean"] * per_token  # a sum of masks is then the host's own
-        for (name, layout), modes in PLANNED.items():
-            if name == topology:
-                for mode in modes:
-                    yield late(topology, mode, layout, per_token, masks="fractional")
-                for mode in more:
-                    yield late(topology, mode, layout, per_token)
-        if topology == "cp2":
-            for mode, way in product((*SUMMED, *more), WAYS_ON_CP2):
-                yield late(topology, mode, "bshd", per_token, **way)
-            yield late(topology, "sample_mean", "bshd", per_token, **TWO_TERMS)
+ON_CP2 = [
+    *(
+        late(mode, "bshd", flag, **way)
+        for mode, flag, way in product(
+            ("sample_mean", "microbatch_mean"), (False, True), WAYS_ON_CP2
+        )
+    ),
+    *(late("token_mean", "bshd", True, **way) for way in WAYS_ON_CP2),
+    *(late("sample_mean", "bshd", flag, **TWO_TERMS) for flag in (False, True)),
+]
 
 
 def expected(case: Case) -> Expected:
-    if not case.terms:
-        gradient, reports = by_the_oracle(case)
-        if case.step is not forward_step:  # a `TokenLoss` reports nothing by itself
-            del reports["lm loss"]
-        return gradient, reports
-    half = [(k, [0.5 * x for x in w]) for k, w in weights_of("sum", case.places)]
-    reports = {"a loss": reference().loss(case.weights)}
-    return reference().gradient(case.weights + half), reports
+    if case.terms:
+        parts = (1.0, reference(), case.weights), (0.5, reference(), weights_of("sum", case.places))
+        return gradient_of_sum(*parts), {"a loss": reference().loss(case.weights)}
+    gradient, reports = by_the_oracle(case)
+    if case.step:  # a `TokenLoss` reports nothing by itself
+        del reports["lm loss"]
+    return gradient, reports
 
 
-@pytest.mark.parametrize("topology", sorted({name for name, _ in PLANNED}))
-def test_the_gradient_and_the_reports_are_those_of_the_whole_step(topology: str) -> None:
-    assert_exact(TOPOLOGIES[topology], [*cases_of(topology)], expected)
+@pytest.mark.parametrize("name", ["dp2", "cp2", "dp2-cp2", "tp2-sp", "pp2"])
+def test_the_gradient_and_the_reports_are_those_of_the_whole_step(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    places = PLACES[topology.data_parallel_size]
+    cases = CASES + ON_CP2 * (name == "cp2")
+    assert_exact(topology, [dataclasses.replace(x, places=places) for x in cases], expected)
+
+
+OLD, LIMITS = 4.0, {"token": 0.5, "sample": 0.15}
+"""The losses of the rollout; how far one, or a sample's mean, may have moved: half of them do."""
+
+
+def rejecting(iterator: Any, model: Any, by: str, when: str) -> Any:
+    """Denominators are those of "before" the rejection, or of "after" it."""
+    batch = gpt.received(iterator)
+    losses, loss_func = gpt.forward_step(iter([batch]), model)
+    (mask,), moved = loss_func.args, losses.detach() - OLD
+    if by == "sample":
+        group = parallel_state.get_context_parallel_group()
+        moved = SequenceMean(read_batch(batch), gpt.layout_of(batch), group)(moved)
+    kept = moved.abs() <= LIMITS[by]
+    if when == "before":
+        return losses, TokenLoss(lambda x: (x.where(kept, 0), {}), mask)
+    return losses, TokenLoss(lambda x: (x, {}), mask * kept)
+
+
+def kept(by: str, i: int) -> list[float]:
+    """1 or 0 for each token of the sample."""
+    mask = torch.tensor(sequences()[i].sample.mask)
+    moved = reference().losses[i] - OLD
+    if by == "sample":
+        moved = ((mask * moved).sum() / mask.sum().clamp(min=1)).expand_as(moved)
+    return (moved.abs() <= LIMITS[by]).double().tolist()
+
+
+def weights_before(mode: str, by: str) -> Weights:
+    """Those of a step without rejection, times 0 where it is rejected."""
+    planned = weights_of(mode, PLACES[2])
+    return [(i, [w * k for w, k in zip(of, kept(by, i), strict=True)]) for i, of in planned]
+
+
+def weights_after(mode: str, by: str) -> Weights:
+    """Those of a step in whose masks rejected tokens are 0."""
+
+    def sample(i: int, _: tuple[int, ...]) -> Sample:
+        given = sequences()[i].sample
+        left = [m * k for m, k in zip(given.mask, kept(by, i), strict=True)]
+        return dataclasses.replace(given, mask=tuple(left))
+
+    return weights_with(mode, PLACES[2], sample, **OPTIONS.get(mode, {}))
+
+
+def test_denominators_are_those_of_before_a_rejection_or_of_after_it() -> None:
+    before = [("token_mean", "thd", False, "token"), ("prompt_mean", "bshd", True, "sample")]
+    after = [
+        ("sample_mean", "bshd", False, "token"),
+        ("microbatch_mean", "thd", False, "token"),
+        ("constant", "thd", True, "sample"),
+        ("token_mean", "bshd", True, "sample"),
+    ]
+    weights: dict[Case, Weights] = {}
+    for mode, layout, flag, by in before:
+        step = partial(rejecting, by=by, when="before")
+        case = Case(mode, layout=layout, per_token=flag, step=step)
+        weights[case] = weights_before(mode, by)
+    for mode, layout, flag, by in after:
+        step = partial(rejecting, by=by, when="after")
+        weights[late(mode, layout, flag, step=step)] = weights_after(mode, by)
+
+    def expected(case: Case) -> Expected:
+        loss = reference().loss(weights[case])
+        return reference().gradient(weights[case]), {f"{case.mode} loss": loss}
+
+    assert_exact(TOPOLOGIES["dp2-cp2"], [*weights], expected)
 
 
 def mask_of(value: float, ranks: tuple[int, ...] = (0, 1)) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,90 +10,88 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import policy, weighted_sum
+from megatron_loss_agg import weighted_sum
 from megatron_loss_agg.mcore import logprobs
 from tests.host import gpt
-from tests.host.harness import error_of, run_host_ranks
+from tests.host.harness import TP2, error_of, run_host_ranks
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
 F64 = torch.float64
 LOG_PROBS, ENTROPY = logprobs.vocab_parallel_log_probs, logprobs.vocab_parallel_entropy
 BOTH = logprobs.vocab_parallel_log_probs_and_entropy
 # What the logits are like, and the temperature.
-CASES = [("normal", 1.0), ("normal", 0.7), ("wide", 1.0), ("wide", 0.3), ("filtered", 1.0)]
+CASES = [("normal", 1.0), ("normal", 0.7), ("wide", 0.3), ("filtered", 1.0)]
 
 
-def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor]:
     """Whole logits and labels, and the gradients of log-probability and entropy."""
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(SEQ, BATCH, VOCAB, generator=g, dtype=F64)
     labels = torch.randint(VOCAB, (SEQ, BATCH), generator=g)
-    pull = torch.randn(2, SEQ, BATCH, generator=g, dtype=F64)
+    pulls = torch.randn(2, SEQ, BATCH, generator=g, dtype=F64)
     if kind == "wide":  # exponentials of which fp64 holds only a few
         logits *= 300
     if kind == "filtered":  # tokens that cannot be drawn, all of one rank's among them
         logits[..., VOCAB // 2 :] = -torch.inf
         logits[..., 0] = -torch.inf
         labels = 1 + labels % (VOCAB // 2 - 1)
-    return logits, labels, pull[0], pull[1]
+    return logits, labels, pulls
 
 
-def ours(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, tuple[Tensor, ...]]:
-    # Not the leaf: fp64 under KeepDouble is worked on in place, as fp32 is.
-    return {
-        "log_probs": (LOG_PROBS(logits * 1, labels, temperature),),
-        "entropy": (ENTROPY(logits * 1, temperature),),
-        "both": BOTH(logits * 1, labels, temperature),
-    }
+def part_of_rank(logits: Tensor) -> Tensor:
+    return logits.chunk(2, dim=-1)[dist.get_rank()].clone()
 
 
-def plain(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, tuple[Tensor, ...]]:
+def plain(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_p = (logits / temperature).log_softmax(dim=-1)
     chosen = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
-    return {"log_probs": (chosen,), "entropy": (entropy,), "both": (chosen, entropy)}
+    return chosen, -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(dim=-1)
 
 
-def taken(functions: Any, tp: int, kind: str, temperature: float) -> dict[str, list[Tensor]]:
-    """By function: values, and the gradient of this rank's part of the logits."""
-    logits, labels, *pulls = data(kind)
-    leaf = logits.chunk(tp, dim=-1)[dist.get_rank() if tp > 1 else 0].clone().requires_grad_()
-    found = {}
-    for name, values in functions(leaf, labels, temperature).items():
-        of_values = {"log_probs": pulls[:1], "entropy": pulls[1:], "both": pulls}[name]
-        (gradient,) = torch.autograd.grad(values, leaf, of_values, retain_graph=True)
-        found[name] = [*(x.detach() for x in values), gradient]
+def differences(kind: str, temperature: float) -> list[tuple[float, float]]:
+    """Every rank: of values and gradients from those of plain code, and the size of these."""
+    gpt.initialize(**TP2)
+    logits, labels, pulls = data(kind)
+    logits.requires_grad_()
+    values = plain(logits, labels, temperature)
+    calls: list[tuple[Callable[[Tensor], Any], slice]] = [
+        (lambda x: [LOG_PROBS(x, labels, temperature)], slice(1)),
+        (lambda x: [ENTROPY(x, temperature)], slice(1, 2)),
+        (lambda x: BOTH(x, labels, temperature), slice(2)),
+    ]
+    found = []
+    for call, which in calls:
+        leaf = part_of_rank(logits.detach()).requires_grad_()
+        with gpt.KeepDouble():
+            ours = call(leaf * 1)  # not the leaf: fp64 is then worked on in place, as fp32 is
+            (gradient,) = torch.autograd.grad(ours, leaf, pulls[which].unbind())
+        wanted = torch.autograd.grad(
+            values[which], logits, pulls[which].unbind(), retain_graph=True
+        )
+        pairs = zip((*ours, gradient), (*values[which], part_of_rank(wanted[0])), strict=True)
+        found += [(float((x - y).norm()), float(y.norm())) for x, y in pairs]
     return found
 
 
-def on_ranks(tp: int) -> list[dict[str, list[Tensor]]]:
-    gpt.initialize(tensor_model_parallel_size=tp)
-    with gpt.KeepDouble():
-        return [taken(ours, tp, *case) for case in CASES]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_values_and_gradients(tp: int) -> None:
-    for rank, cases in enumerate(run_host_ranks(on_ranks, tp, tp)):
-        for got, case in zip(cases, CASES, strict=True):
-            for name, (*values, grad) in taken(plain, 1, *case).items():
-                part = grad.chunk(tp, dim=-1)[rank]
-                for x, ref in zip(got[name], [*values, part], strict=True):
-                    # A softmax near 0 or 1 has a gradient near 0, of probabilities rounded near 1.
-                    assert (x - ref).norm() <= 1e-12 * ref.norm() + 1e-15, (name, case)
+@pytest.mark.parametrize(("kind", "temperature"), CASES)
+def test_values_and_gradients(kind: str, temperature: float) -> None:
+    for rank in run_host_ranks(differences, 2, kind, temperature):
+        for error, size in rank:
+            # A softmax near 0 or 1 has a gradient near 0, of probabilities rounded near 1.
+            assert error <= 1e-12 * size + 1e-15
 
 
 def against_megatron(dtype: torch.dtype) -> list[list[Tensor]]:
     """Value and gradient of Megatron's own cross entropy, negated, and of ours."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    gpt.initialize(tensor_model_parallel_size=2)
-    logits, labels, pull, _ = data()
+    gpt.initialize(**TP2)
+    logits, labels, pulls = data()
     results = []
     for function, sign in ((vocab_parallel_cross_entropy, -1), (LOG_PROBS, 1)):
-        leaf = logits.chunk(2, dim=-1)[dist.get_rank()].to(dtype).requires_grad_()
+        leaf = part_of_rank(logits).to(dtype).requires_grad_()
         value = sign * function(leaf * 1, labels)
-        results.append([value.detach(), *torch.autograd.grad(value, leaf, pull.float())])
+        results.append([value.detach(), *torch.autograd.grad(value, leaf, pulls[0].float())])
     return results
 
 
@@ -166,52 +165,33 @@ def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> No
     ]
 
 
-def peaks(dtype: torch.dtype) -> dict[str, float]:
+def peaks(dtype: torch.dtype) -> list[float]:
     """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from benchmarks.memory import LiveBytes
 
-    gpt.initialize(tensor_model_parallel_size=2)
+    gpt.initialize(**TP2)
     tokens, vocab = 64, 4096
     labels = torch.arange(tokens).view(tokens, 1)
-    w = torch.full((tokens, 1), 1 / tokens)
-
-    def policy_loss(log_probs: Tensor) -> Tensor:
-        return policy.clipped_policy_loss(log_probs, log_probs.detach(), w).losses
-
-    def with_entropy(logits: Tensor) -> Tensor:
-        log_probs, entropy = BOTH(logits, labels, 0.7)
-        return policy_loss(log_probs) - entropy
-
-    def plain(logits: Tensor) -> Tensor:
-        log_p = logits.float().log_softmax(dim=-1)
-        return -(log_p.exp() * log_p).sum(dim=-1) - log_p.gather(-1, labels.unsqueeze(-1))[..., 0]
 
     def peak(function: Any) -> int:
         leaf = torch.zeros(tokens, 1, 1, dtype=dtype, requires_grad=True)
         with LiveBytes() as memory:
             # Made here, so that a buffer that replaces the logits is not held against it.
-            losses = function(leaf.expand(-1, -1, vocab) + 0)
-            weighted_sum(w, losses).backward()
+            function(leaf.expand(-1, -1, vocab) + 0).sum().backward()
         return memory.peak
 
-    stock = peak(lambda logits: vocab_parallel_cross_entropy(logits, labels))
-    functions = {
-        "policy": lambda x: policy_loss(LOG_PROBS(x, labels)),
-        "policy and entropy": with_entropy,
-        "entropy": ENTROPY,
-        "plain": plain,
-    }
-    return {name: peak(function) / stock for name, function in functions.items()}
+    stock = peak(lambda x: vocab_parallel_cross_entropy(x, labels))
+    functions = (lambda x: LOG_PROBS(x, labels), lambda x: sum(BOTH(x, labels, 0.7)), ENTROPY)
+    return [peak(function) / stock for function in functions]
 
 
-def test_no_second_copy_of_the_logits() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for ratio in run_host_ranks(peaks, 2, dtype):
-            # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
-            assert ratio["policy"] < 1.02
-            assert ratio["policy and entropy"] < 1.08
-            # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
-            assert ratio["entropy"] < (2.2 if dtype == torch.float32 else 1.0)
-            assert ratio["plain"] > 3  # so the measure tells
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_second_copy_of_the_logits(dtype: torch.dtype) -> None:
+    for log_probs, both, entropy in run_host_ranks(peaks, 2, dtype):
+        # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
+        assert log_probs < 1.02
+        assert both < 1.08
+        # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
+        assert entropy < (2.2 if dtype == torch.float32 else 1.0)

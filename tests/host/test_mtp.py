@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
@@ -12,46 +11,44 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Term
 from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
-from tests.frameworks.harness import text_of
-from tests.host import gpt, whole
-from tests.host.cases import Batch, Case, run
-from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
-from tests.host.reference import Gradient, gradient_of
+from tests.host import gpt
+from tests.host.cases import Batch, Case, Expected, assert_exact
+from tests.host.harness import TOPOLOGIES
+from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Row, assert_told, hook_of
 from tests.host.scripts import of_terms, with_labels
 from tests.host.steps import (
     N_MB,
     PLACES,
     Sequence,
-    Weights,
     aggregation,
     batch_of,
     batches,
     factored,
     sequences,
-    weights_of,
     with_factors,
 )
 
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
+TAKES_PACKS = RELEASE >= (0, 16)  # moves labels inside the sequences of a pack
+MAKES_LABELS = RELEASE >= (0, 19)  # of tokens, where a call has no labels
 DEPTHS, FACTOR = 2, 0.5
 CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 METHOD = "compute_language_model_loss"
-HOOK = {"extensions": [MultiTokenPrediction()]}
-WITH_FACTORS = {
-    "hook": {**HOOK, "read_batch": partial(read_batch, factors="factors")},
-    "batch": with_factors,
-}
 
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
+    hook = {"extensions": [MultiTokenPrediction()]}
     given = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
-    return Case(mode, **{"step": with_labels, "hook": HOOK, **given, **more})
+    if more.get("batch") is with_factors:
+        hook["read_batch"] = partial(read_batch, factors="factors")
+    return Case(mode, **{"step": with_labels, "hook": hook, **given, **more})
 
 
 def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -61,8 +58,9 @@ def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 
 def with_last_label(s: Sequence) -> Sequence:
+    text = torch.cat([s.tokens, s.labels[-1:]])
     mask = (*s.sample.mask, 0.0)
-    return Sequence(text_of(s), F.pad(s.labels, (0, 1)), dataclasses.replace(s.sample, mask=mask))
+    return Sequence(text, F.pad(s.labels, (0, 1)), dataclasses.replace(s.sample, mask=mask))
 
 
 def without_labels(iterator: Any, model: Any) -> Any:
@@ -76,62 +74,43 @@ def without_labels(iterator: Any, model: Any) -> Any:
 
 
 UNLABELLED = {"step": without_labels, "batch": whole_texts}
+FACTORED = {"batch": with_factors}
 QUARTER = {"token_mean": Term(aggregation("token_mean"), coefficient=0.25)}
 CASES = {
     # With "single" masks most context-parallel ranks have no token of most depths.
-    "cp2": {
-        "tokens of packs": case("thd", False, "token_mean"),
-        "single tokens of packs": case("thd", True, "prompt_mean", "single"),
-        "fractions": case("bshd", True, "token_mean", "fractional"),
-        "single tokens": case("bshd", False, "prompt_mean", "single"),
-        "custom": case("thd", False, "custom"),
-        "custom of fractions": case("bshd", True, "custom", "fractional"),
-        "factors of packs": case("thd", True, "prompt_mean", **WITH_FACTORS),
-        "factors of rows": case("bshd", False, "prompt_mean", **WITH_FACTORS),
-        "custom and factors": case("thd", False, "custom", **WITH_FACTORS),
-        "second step": case("bshd", True, "prompt_mean", times=2),
-        "packs without labels": case("thd", False, "prompt_mean", **UNLABELLED),
-        "rows without labels": case("bshd", True, "token_mean", **UNLABELLED),
-        "evaluation": case("bshd", True, "prompt_mean", call={"forward_only": True}),
-    },
-    "dp2": {
-        "packs": case("thd", True, "token_mean"),
-        "rows": case("bshd", False, "prompt_mean"),
-        "packs without labels": case("thd", True, "prompt_mean", **UNLABELLED),
-        "several calls": case("bshd", True, "prompt_mean", calls=(1, N_MB - 1)),
-        "coefficient": case("bshd", False, "token_mean", terms=QUARTER),
-        # The last one, on a model that has had the extension: the host's losses are its own again.
-        "host": case("bshd", False, "token_mean", hook={}),
-    },
-    "pp2": {"packs": case("thd", True, "prompt_mean"), "rows": case("bshd", False, "token_mean")},
-    "tp2": {"packs": case("thd", False, "prompt_mean"), "rows": case("bshd", True, "token_mean")},
+    "cp2": [
+        case("thd", True, "prompt_mean", "single"),
+        case("bshd", False, "prompt_mean", "single"),
+        case("bshd", True, "token_mean", "fractional"),
+        case("thd", False, "custom"),
+        case("bshd", True, "custom", "fractional"),
+        case("thd", True, "prompt_mean", **FACTORED),
+        case("bshd", False, "prompt_mean", **FACTORED),
+        case("thd", False, "custom", **FACTORED),
+        case("bshd", True, "prompt_mean", times=2),
+        case("thd", False, "prompt_mean", **UNLABELLED),
+        case("bshd", True, "token_mean", **UNLABELLED),
+    ],
+    "dp2": [
+        case("thd", True, "token_mean"),
+        case("bshd", False, "prompt_mean"),
+        case("thd", True, "prompt_mean", **UNLABELLED),
+        case("bshd", True, "prompt_mean", calls=(1, N_MB - 1)),
+        case("bshd", False, "token_mean", terms=QUARTER),
+        case("bshd", True, "prompt_mean", call={"forward_only": True}),
+    ],
+    "pp2": [case("thd", True, "prompt_mean"), case("bshd", False, "token_mean")],
+    "tp2": [case("thd", False, "prompt_mean"), case("bshd", True, "token_mean")],
 }
 
 
-Step = list[tuple[str, Weights]]
-
-
-def oracle(step: Step) -> list[tuple[Gradient, list[float]]]:
-    gpt.initialize()
-    return alone(gpt.build(**CONFIG), step)
-
-
-def alone(model: Any, step: Step) -> list[tuple[Gradient, list[float]]]:
-    """One process that runs every sample alone: gradient, and the weighted sum at each depth.
-
-    At depth d, the logits of position t predict label t + d, with the weight of that label.
-    """
-    found = []
-    for masks, weights in step:
-        sums = [torch.zeros((), dtype=torch.float64) for _ in range(DEPTHS + 1)]
-        for i, of_sample in weights:
-            sequence, w = sequences(masks)[i], torch.tensor(of_sample, dtype=torch.float64)
-            for depth, logits in enumerate(logits_of(model, sequence)):
-                kept = max(len(w) - depth, 0)
-                losses = F.cross_entropy(logits[:kept], sequence.labels[depth:], reduction="none")
-                sums[depth] = sums[depth] + (w[depth:] * losses).sum()
-        loss = sums[0] + FACTOR / DEPTHS * sum(sums[1:])
-        found.append((gradient_of(loss, model), [float(x) for x in sums]))
+def losses_of(model: Any, sequence: Sequence) -> dict[str, Tensor]:
+    """Of each target, at depth d by the logits of d positions before; 0 where there are none."""
+    found = {}
+    for depth, logits in enumerate(logits_of(model, sequence)):
+        kept = max(len(logits) - depth, 0)
+        losses = F.cross_entropy(logits[:kept], sequence.labels[depth:], reduction="none")
+        found[f"mtp_{depth} " if depth else ""] = F.pad(losses, (len(logits) - kept, 0))
     return found
 
 
@@ -152,65 +131,38 @@ def logits_of(model: Any, sequence: Any) -> list[Tensor]:
     return [seen[-1], *seen[:-1]]
 
 
-def loss_of(case: Case) -> tuple[str, str, bool]:
-    return case.mode, case.masks, case.batch is with_factors
-
-
 @functools.cache
-def references() -> dict[tuple[str, str, bool], tuple[Gradient, list[float]]]:
-    wanted = sorted({loss_of(case) for cases in CASES.values() for case in cases.values()})
-    step = []
-    for mode, masks, has_factors in wanted:
-        weights = weights_of(mode, PLACES[1], masks)
-        step.append((masks, factored(weights) if has_factors else weights))
-    return dict(zip(wanted, run_host_ranks(oracle, 1, step, timeout=200)[0], strict=True))
+def of_depths() -> dict[str, Reference]:
+    return references(losses_of, **CONFIG)
 
 
-def supported() -> tuple[bool, bool]:
-    """Whether this release moves labels inside the sequences of a pack; others refuse packs.
-
-    And whether it takes labels from the tokens; the MTP of others needs labels.
-    """
-    from megatron.core.transformer import multi_token_prediction as host
-
-    process = getattr(host, "process_mtp_loss", None)
-    return (
-        "packed_seq_params" in inspect.signature(host.roll_tensor).parameters,
-        process is not None and "input_ids" in inspect.signature(process).parameters,
-    )
+def expected(case: Case) -> Expected:
+    """Every depth has the weights that its targets have in the main loss."""
+    weights = factored(case.weights) if case.batch is with_factors else case.weights
+    coefficient = case.terms[case.mode].coefficient if case.terms else 1.0
+    parts, reports, total = [], {}, 0.0
+    for depth, reference in of_depths().items():
+        factor = coefficient * (FACTOR / DEPTHS if depth else 1.0)
+        parts.append((factor, reference, weights))
+        loss = reference.loss(weights)
+        total += factor * loss
+        reports[f"{depth}{case.mode} loss"] = loss
+    if case.terms:
+        reports["loss"] = total
+    if case.call:  # an evaluation, which has the main loss alone
+        reports = {f"{case.mode} loss": reports[f"{case.mode} loss"]}
+    return gradient_of_sum(*parts), reports
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
-    topology, ((takes_packs, makes_labels),) = TOPOLOGIES[name], run_host_ranks(supported, 1)
-    cases = {
-        kind: dataclasses.replace(case, places=PLACES[topology.data_parallel_size])
-        for kind, case in CASES[name].items()
-        if (takes_packs or case.layout != "thd") and (makes_labels or case.batch is None)
-    }
-    expected, sums = zip(*(references()[loss_of(c)] for c in cases.values()), strict=True)
-    gradients = list(expected)
-    for i, kind in enumerate(cases):
-        if kind == "coefficient":
-            gradients[i] = {parameter: 0.25 * g for parameter, g in gradients[i].items()}
-    found = run(topology, list(cases.values()), gradients)
-    for (kind, case), of_depths in zip(cases.items(), sums, strict=True):
-        wanted = dict(zip(("", "mtp_1 ", "mtp_2 "), of_depths, strict=True))
-        wanted = {f"{depth}{case.mode} loss": loss for depth, loss in wanted.items()}
-        if kind == "coefficient":
-            total = of_depths[0] + FACTOR / DEPTHS * sum(of_depths[1:])
-            wanted["loss"] = 0.25 * total
-        for error, reports in found[case]:
-            aggregated = {key: x for key, x in reports.items() if key != "lm loss"}
-            if kind in ("evaluation", "host"):
-                # The host's own are means of microbatches; NaN before 0.17: one has no token.
-                assert not error <= (0.2 if kind == "host" else 0.99)
-                assert aggregated.keys() == {f"{case.mode} loss"}
-                continue
-            assert error <= EXACT, kind
-            if reports:
-                assert aggregated == pytest.approx(wanted, rel=1e-13), kind
-        assert reports  # of the last rank, which is on the last stage
+    topology = TOPOLOGIES[name]
+    cases = [
+        dataclasses.replace(case, places=PLACES[topology.data_parallel_size])
+        for case in CASES[name]
+        if (TAKES_PACKS or case.layout != "thd") and (MAKES_LABELS or case.step is with_labels)
+    ]
+    assert_exact(topology, cases, expected)
 
 
 def once_more(labels: bool, iterator: Any, model: Any) -> Any:
@@ -224,9 +176,9 @@ def once_more(labels: bool, iterator: Any, model: Any) -> Any:
 
 def contiguous(iterator: Any, model: Any) -> Any:
     """Splits rows over context-parallel ranks in another way than the host moves labels."""
-    _, size, rank = whole.context_parallel()
     batch = next(iterator)
-    layout = CPLayout.contiguous(batch["tokens"].shape[1], size, rank)
+    place = dist.get_world_size(), dist.get_rank()
+    layout = CPLayout.contiguous(batch["tokens"].shape[1], *place)
     tokens, labels, mask = (layout.shard(batch[k]) for k in ("tokens", "labels", "loss_mask"))
     losses = model(tokens, gpt.positions_like(tokens), None, labels=labels, loss_mask=mask)
     return losses, partial(gpt.stock_loss_func, mask)
@@ -288,7 +240,7 @@ ROWS = {
     ),
 }
 
-if RELEASE < (0, 19):  # whose MTP needs labels in every call
+if not MAKES_LABELS:
     del ROWS["without labels"], ROWS["besides a call without losses"]
 
 

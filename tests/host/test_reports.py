@@ -1,193 +1,299 @@
 """What is logged: reduced over microbatches, ranks and calls as Megatron's loops do it.
 
 ``lm loss`` is the mean over the tokens in every mode, ``<mode> loss`` the aggregated loss, of a
-step or of an evaluation of several calls; both as the losses of the fp64 reference and the oracle's
-weights give them.
+step or of an evaluation of several calls, of all samples or of a data set; each as the losses of
+the fp64 reference and the oracle's weights give it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
+from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Loop
+from megatron_loss_agg.mcore import DatasetReports, Loop, RouterLosses, read_batch
 from tests import oracle
 from tests.host import gpt
-from tests.host.cases import Case, Found, evaluate, grid, models_of, run
-from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
+from tests.host.cases import (
+    Batch,
+    Case,
+    Expected,
+    assert_exact,
+    by_the_oracle,
+    evaluate,
+    grid,
+    models_of,
+    run,
+)
+from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
+from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.scripts import by_sample, of_terms
 from tests.host.steps import (
     EMPTY,
+    N_MB,
+    PLACES,
     PROMPTS,
     Places,
     aggregation,
     deal,
+    factored,
     sequences,
     weights_of,
     weights_with,
+    with_factors,
 )
 from tests.host.test_gradients import LOSSES
 
-SFT = Loop(averages_quotients=True)  # how Megatron evaluates under --sft
+BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # how it evaluates under --sft
+BY_TOKENS = Loop(of_megatron=True)
 
 
-def forward_step(data_iterator: Any, model: Any) -> Any:
+def with_another_key(stock: Any, mask: Tensor) -> Any:
+    def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
+        *loss, report = stock(loss_mask, output_tensor)
+        return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
+
+    return partial(loss_func, mask)
+
+
+def forward_step(iterator: Any, model: Any) -> Any:
     """Reports another pair of the script's own."""
-
-    def with_another_key(stock: Any, mask: Tensor) -> Any:
-        def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
-            *loss, report = stock(loss_mask, output_tensor)
-            return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
-
-        return partial(loss_func, mask)
-
-    return gpt.forward_step_with(with_another_key)(data_iterator, model)
+    return gpt.forward_step_with(with_another_key)(iterator, model)
 
 
-LOOPS = {"train": (False, Loop()), "eval": (True, Loop()), "sft_eval": (True, SFT)}
-STEPS: dict[str, Case] = {}
-for loss, flag, way in grid(2, LOSSES, (False, True), tuple(LOOPS)):
-    forward_only, loop = LOOPS[way]
-    case = dataclasses.replace(
-        loss,
-        places=deal(2, 3),
-        per_token=flag,
-        step=forward_step,
-        hook={"loop": loop},
-        call={"forward_only": forward_only},
-    )
-    STEPS[f"{case.name}-{way}"] = case
+LOOPS = {
+    "training": {"hook": {"loop": Loop()}},
+    "evaluation": {"hook": {"loop": Loop()}, "call": {"forward_only": True}},
+    "evaluation of --sft": {"hook": {"loop": BY_CALL}, "call": {"forward_only": True}},
+}
+STEPS = grid(2, LOSSES, (False, True), tuple(LOOPS))
 
 
-@functools.cache
-def steps() -> dict[Case, list[Found]]:
-    return run(TOPOLOGIES["dp2-cp2"], list(STEPS.values()))
+def with_the_scripts_own(case: Case) -> Expected:
+    gradient, reports = by_the_oracle(case)
+    return gradient, {**reports, "other": 3 / 4}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(name: str) -> None:
-    case = STEPS[name]
-    wanted = {
-        "lm loss": reference().loss(weights_of("token_mean", case.places, case.masks)),
-        f"{case.mode} loss": reference().loss(case.weights),
-        "other": 3 / 4,
-    }
-    for error, reports in steps()[case]:
-        assert reports == pytest.approx(wanted, rel=EXACT, abs=0)
-        # Without any gradient, the error is the whole of it.
-        assert error == 1 if case.call["forward_only"] else error <= EXACT
+@pytest.mark.parametrize("loop", LOOPS)
+def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(loop: str) -> None:
+    way = {"places": deal(2, 3), "step": forward_step, **LOOPS[loop]}
+    cases = [
+        dataclasses.replace(loss, per_token=flag, **way) for loss, flag, of in STEPS if of == loop
+    ]
+    assert_exact(TOPOLOGIES["dp2-cp2"], cases, with_the_scripts_own)
 
 
-# Evaluations of several calls. Megatron adds up the pairs of all calls, or averages the calls'
-# values under ``--sft``.
+# Of each sample; a prompt's samples with tokens are of one. That of `EMPTY` is never reported.
+DATASETS = (3, 3, 0, 12, 3, 5, 12, 3, 3, 0)
+MEANS: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sample_mean": {"empty": "skip"},
+    "prompt_mean": {},
+    "microbatch_mean": {"empty": "skip"},
+}
+SUMS: dict[str, dict[str, Any]] = {
+    "sample_sum": {},
+    "constant": {"divisor": 7.0},
+    "sum": {},
+    "custom": {},
+}
+MODES = MEANS | SUMS
+
+
+def samples(places: Places) -> list[int]:
+    return [i for rank in places for of_mb in rank for i in of_mb]
+
+
+def active(places: Places) -> list[int]:
+    return [i for i in samples(places) if i != EMPTY]
+
+
+def chosen(places: Places, keep: Callable[[int], bool]) -> Places:
+    return tuple(tuple(tuple(i for i in of_mb if keep(i)) for of_mb in rank) for rank in places)
+
+
+# What a mean is over: as much each call of an evaluation weighs.
+DENOMINATORS: dict[str, Callable[[Places], float]] = {
+    "token_mean": lambda x: sum(sum(sequences()[i].sample.mask) for i in samples(x)),
+    "sample_mean": lambda x: len(active(x)),
+    "prompt_mean": lambda x: len({PROMPTS[i] for i in samples(x)}),
+    "microbatch_mean": lambda x: sum(bool(active(((mb,),))) for rank in x for mb in rank),
+    **dict.fromkeys(("sample_sum", "constant"), lambda x: len(samples(x))),
+    **dict.fromkeys(("sum", "custom"), lambda _: 1),
+}
+
+
+def mean_of(
+    calls: list[Places], mode: str, dataset: int | None = None, has_factors: bool = False
+) -> float:
+    """Over the calls; of a data set a mean over its samples alone, or its part of a sum."""
+    total, denominators = 0.0, 0.0
+    for call in calls:
+        of_dataset = chosen(call, lambda i: dataset in (None, DATASETS[i]))
+        if not samples(of_dataset):
+            continue
+        alone = of_dataset if mode in MEANS else call
+        weights = weights_of(mode, alone, **MODES[mode])
+        weights = [(i, w) for i, w in weights if i in samples(of_dataset)]
+        loss = reference().loss(factored(weights) if has_factors else weights)
+        total += DENOMINATORS[mode](alone) * loss
+        denominators += DENOMINATORS[mode](alone)
+    return total / (denominators or 1.0)
+
+
+def values(calls: list[Places], mode: str, has_factors: bool = False) -> dict[str, float]:
+    """By data set."""
+    found = {}
+    for d in sorted({DATASETS[i] for call in calls for i in active(call)}):
+        found[f"lm loss of dataset {d}"] = mean_of(calls, "token_mean", d)
+        found[f"{mode} loss of dataset {d}"] = mean_of(calls, mode, d, has_factors)
+    return found
+
+
+def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    key = "dataset_ids" if "cu_seqlens" in batch else "dataset_id"
+    return by_sample(with_factors(batch, of_mb), of_mb, **{key: DATASETS})
+
+
+def by_dataset(mode: str, has_factors: bool = False, **more: Any) -> Case:
+    """With factors of tokens, which multiply losses and are in no denominator."""
+    read = partial(read_batch, factors="factors") if has_factors else read_batch
+    hook = {"extensions": [DatasetReports()], "read_batch": read, "loop": BY_TOKENS}
+    return Case(mode, MODES[mode], batch=with_ids, **{"hook": hook, **more})
+
+
+OF_DATASETS = [(mode, False) for mode in MODES if mode != "microbatch_mean"]
+OF_DATASETS += [(mode, True) for mode in ("sample_mean", "token_mean", "custom")]
+WHOLE: Places = (((1, 2, 3), (5, 0)), ((4, 7), (6, 8, 9)))  # 12 in both microbatches
+WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in (12, 0))
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd", "several calls"])
+def test_each_data_set_is_reduced_alone(layout: str) -> None:
+    """Data set 12 comes in the second step, and 0 is missing in the third."""
+    way = {"calls": (1, 1)} if layout == "several calls" else {"layout": layout}
+    wanted: dict[Case, dict[str, float]] = {}
+    for mode, has_factors in OF_DATASETS:
+        step = by_dataset(mode, has_factors, places=WITHOUT_12, **way)
+        evaluation = by_dataset(mode, has_factors, after=step, call={"forward_only": True})
+        evaluation = dataclasses.replace(evaluation, places=WHOLE)
+        second, third = (
+            dataclasses.replace(step, places=places, after=step) for places in (WHOLE, WITHOUT_0)
+        )
+        for case in (step, evaluation, second, third):
+            wanted[case] = values([case.places], mode, has_factors)
+        of_mode = f"{mode} loss of dataset"
+        wanted[second]["lm loss of dataset 12"] = math.nan  # the log has no mean of 12 before
+        if mode in MEANS:
+            wanted[second][f"{of_mode} 12"] = math.nan
+        missing = math.nan if mode in MEANS else 0.0
+        wanted[third] |= {"lm loss of dataset 0": math.nan, f"{of_mode} 0": missing}
+    for case, ranks in run(TOPOLOGIES["dp2-cp2"], [*wanted]).items():
+        for _, reports in ranks:
+            found = {key: x for key, x in reports.items() if " of dataset " in key}
+            assert found == pytest.approx(wanted[case], rel=EXACT, abs=0, nan_ok=True), case
+
+
+# Evaluations of several calls, of which one lacks a data set, and one has no tokens. Megatron adds
+# up the pairs of all calls, or averages the calls' values under ``--sft``.
 NO_TOKENS: Places = (((EMPTY,), (EMPTY,)),) * 2
 CALLS: list[Places] = [
     (((0, 1), (2,)), ((3,), (4, 6))),
     NO_TOKENS,
     (((7,), (EMPTY,)), ((8,), (9,))),
 ]
-SET: Places = tuple(sum((call[rank] for call in CALLS), ()) for rank in range(2))
-OF_SET = {
-    "token_mean": {},
-    "sample_mean": {"empty": "skip"},
-    "sample_sum": {},
-    "constant": {"divisor": 7.0},
-    "microbatch_mean": {"empty": "skip"},
-}
-MODES: dict[str, dict[str, Any]] = {**OF_SET, "prompt_mean": {}, "sum": {}, "custom": {}}
 V = (2.0, 0.5, 1.0, 3.0, 0.25, 1.0, 0.0, 4.0, 1.5, 1.0)  # weights of the samples
-
-
 WEIGHTED = partial(by_sample, sample_weights=V)
 REJECTING = partial(by_sample, rejected=[i % 3 == 0 for i in range(len(V))])
-BY_CALL = Loop(of_megatron=True, averages_quotients=True)
-BY_TOKENS = Loop(of_megatron=True)
-WEIGHED, COUNTED = ("token_mean", "sample_mean"), {"sample_weights": "count"}
+COUNTED = {"sample_weights": "count"}
 TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
-EVALUATIONS: dict[Any, Case] = {
-    **{("weighted", mode): Case(mode, COUNTED, batch=WEIGHTED) for mode in WEIGHED},
-    "terms": Case("", terms=TERMS, step=partial(of_terms, names=TERMS)),
-}
-for flag in (False, True):
-    loop = {"loop": BY_CALL if flag else BY_TOKENS}
-    for mode, options in MODES.items():
-        EVALUATIONS[mode, flag] = Case(mode, options, hook=loop)
-    rejected = Case("sample_mean", {"rejected": "skip"}, hook=loop, batch=REJECTING)
-    EVALUATIONS["rejected", flag] = rejected
 
 
-def evaluated(cases: dict[Any, Case]) -> dict[Any, dict[str, float]]:
+def evaluated(cases: list[Case]) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Every rank: of all calls; and of a second evaluation, which begins anew, without tokens."""
-    topology, found = TOPOLOGIES["dp2"], {}
+    topology, found = TOPOLOGIES["dp2"], []
     models = models_of(topology)
-    for key, case in cases.items():
+    for case in cases:
         given = topology, models(case), case.new_hook()
-        found[key] = evaluate(case, CALLS, *given)
-        found[key, "empty"] = evaluate(case, [NO_TOKENS], *given)
+        found.append((evaluate(case, CALLS, *given), evaluate(case, [NO_TOKENS], *given)))
     return found
 
 
-@functools.cache
-def evaluations() -> dict[Any, dict[str, float]]:
-    of_rank, other = run_host_ranks(evaluated, 2, EVALUATIONS)
-    assert repr(of_rank) == repr(other)
-    return of_rank
-
-
-def of_calls(mode: str) -> list[float]:
-    return [reference().loss(weights_of(mode, places, **MODES[mode])) for places in CALLS]
-
-
-def of_evaluation(mode: str) -> float:
-    """By the oracle's weights: over the set, where the mode has such a mean."""
-    if mode in OF_SET:
-        return reference().loss(weights_of(mode, SET, **MODES[mode]))
-    numbers = [1] * len(CALLS)
-    if mode == "prompt_mean":  # a prompt counts in each call
-        numbers = [len({PROMPTS[i] for rank in c for mb in rank for i in mb}) for c in CALLS]
-    return sum(n * x for n, x in zip(numbers, of_calls(mode), strict=True)) / sum(numbers)
-
-
-def exactly(value: float) -> Any:
-    return pytest.approx(value, rel=EXACT, abs=0)
+def assert_evaluated(wanted: dict[Case, dict[str, float]]) -> None:
+    for rank in run_host_ranks(evaluated, 2, [*wanted]):
+        for (case, numbers), (found, empty) in zip(wanted.items(), rank, strict=True):
+            ours = {key: found[key] for key in numbers}
+            assert ours == pytest.approx(numbers, rel=EXACT, abs=0), case
+            assert case.terms or empty[f"{case.mode} loss"] == 0.0
 
 
 @pytest.mark.parametrize("by_call", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_call_weighs_as_much_as_its_denominator(mode: str, by_call: bool) -> None:
-    values = evaluations()[mode, by_call]
-    assert values["lm loss"] == exactly(of_evaluation("token_mean"))
-    assert values[f"{mode} loss"] == exactly(of_evaluation(mode))
-    if mode not in ("sum", "custom"):
-        mean_of_calls = sum(of_calls(mode)) / len(CALLS)
-        assert of_evaluation(mode) != pytest.approx(mean_of_calls, rel=1e-3)
-    assert evaluations()[(mode, by_call), "empty"][f"{mode} loss"] == 0.0
+def test_a_call_weighs_as_much_as_its_denominator(by_call: bool) -> None:
+    wanted = {}
+    for mode, options in MODES.items():
+        case = Case(mode, options, hook={"loop": BY_CALL if by_call else BY_TOKENS})
+        lm, ours = mean_of(CALLS, "token_mean"), mean_of(CALLS, mode)
+        wanted[case] = {"lm loss": lm, f"{mode} loss": ours}
+        rejecting = {"options": {"rejected": "skip"}, "batch": REJECTING}
+        if mode == "sample_mean":
+            wanted[dataclasses.replace(case, **rejecting)] = {"lm loss": lm}
+    for mode, has_factors in OF_DATASETS if not by_call else ():
+        wanted[by_dataset(mode, has_factors)] = values(CALLS, mode, has_factors)
+    assert_evaluated(wanted)
 
 
-def test_rejected_samples_are_in_the_mean_over_tokens() -> None:
-    for by_call in (False, True):
-        assert evaluations()["rejected", by_call]["lm loss"] == exactly(of_evaluation("token_mean"))
-
-
-@pytest.mark.parametrize("mode", WEIGHED)
-def test_sample_weights_that_count_weigh_calls(mode: str) -> None:
+def test_sample_weights_that_count_weigh_calls() -> None:
     def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
         return dataclasses.replace(sequences()[i].sample, weight=V[i])
 
-    weights = weights_with(mode, SET, sample, **COUNTED)
-    assert evaluations()["weighted", mode][f"{mode} loss"] == exactly(reference().loss(weights))
+    wanted = {}
+    whole: Places = tuple(sum(of_rank, ()) for of_rank in zip(*CALLS, strict=True))
+    for mode in ("token_mean", "sample_mean"):
+        loss = reference().loss(weights_with(mode, whole, sample, **COUNTED))
+        wanted[Case(mode, COUNTED, batch=WEIGHTED)] = {f"{mode} loss": loss}
+    assert_evaluated(wanted)
 
 
 def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls() -> None:
-    values = evaluations()["terms"]
-    assert values["nll loss"] == exactly(of_evaluation("token_mean"))
-    assert values["rows loss"] == exactly(of_evaluation("sample_sum"))
-    totals = sum(of_calls("token_mean")) + sum(of_calls("sample_sum"))
-    assert values["loss"] == exactly(totals / len(CALLS))
+    case = Case("", terms=TERMS, step=partial(of_terms, names=TERMS))
+    modes = {"nll": "token_mean", "rows": "sample_sum"}
+    numbers = {f"{name} loss": mean_of(CALLS, mode) for name, mode in modes.items()}
+    totals = [mean_of([call], mode) for call in CALLS for mode in modes.values()]
+    assert_evaluated({case: {**numbers, "loss": sum(totals) / len(CALLS)}})
+
+
+RELEASE = version("megatron-core")
+UNKNOWN = (
+    f"HostError: --loss-aggregation-moe step (RouterLosses()) with Megatron-Core {RELEASE} ... "
+    "whose weights of these losses are not known; expected a release of 0.19"
+)
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+ROWS = {
+    "no data sets": Row(
+        "GroupError: a report groups by dataset and a microbatch has",
+        hook=hook_of("sum", extensions=[DatasetReports()]),
+    ),
+    "routers": Row(
+        "" if RELEASE.startswith("0.19.") else UNKNOWN,
+        topology="dp1",
+        hook=hook_of("token_mean", extensions=[RouterLosses()]),
+        data=thd(*PLACES[1]),
+        number=N_MB,
+        per_token=True,
+        model={**MODELS["moe"], **BALANCED},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_part_without_what_it_needs_is_refused(name: str) -> None:
+    """Ids in the batches; and a release of the host whose weights of its losses are known."""
+    assert_told(__name__, name)

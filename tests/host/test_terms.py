@@ -1,29 +1,71 @@
 """Losses of several terms through the real host, each with a denominator of its own.
 
-The policy step of `rl` has four terms; the data-parallel ranks have different numbers of samples,
-and padding microbatches where one has fewer. Metrics are those of the gathered step.
+The data-parallel ranks have different numbers of samples, and padding microbatches where one has
+fewer. Metrics are those of the gathered step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.report import Max, Mean, Min, Sum
 from tests import oracle
-from tests.host import gpt, gradients, rl
+from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
-from tests.host.reference import reference
+from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Row, assert_told, hook_of, thd
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
+from tests.host.test_whole_losses import gathered
+
+TERMS = {
+    "policy": Term(aggregation("prompt_mean")),
+    "kl": Term(aggregation("token_mean"), coefficient=0.3),
+    "entropy": Term(aggregation("sample_mean"), coefficient=-0.1),
+    "value": Term(aggregation("constant"), coefficient=0.5),
+}
+# The losses of each, of the cross entropy of a token; and their slopes.
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "policy": (lambda x: x, torch.ones_like),
+    "kl": (lambda x: x * x, lambda x: 2 * x),
+    "entropy": (torch.sin, torch.cos),
+    "value": (torch.exp, torch.exp),
+}
+LARGE = 3.5  # of a cross entropy
+
+
+def forward_step(iterator: Any, model: Any, kind: str | None = None) -> tuple[Tensor, TokenLoss]:
+    """With a ``kind`` of `gathered`, every rank holds all its losses."""
+    batch = gpt.received(iterator)
+    output, loss_func = gpt.forward_step(iter([batch]), model)
+    (mask,) = loss_func.args
+
+    def compute(x: Tensor, weights: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        losses = {name: function(x) for name, (function, _) in FUNCTIONS.items()}
+        if kind is not None:
+            losses = {name: gathered(y, batch, kind) for name, y in losses.items()}
+        return losses, {
+            "large": Mean.of(x > LARGE, mask),
+            "mean": Mean.of(x, mask),
+            "max": Max.of(x, mask),
+            "min": Min.of(x, mask),
+            **{f"{name} again": Sum.of(losses[name], w) for name, w in (weights or {}).items()},
+        }
+
+    of_losses = mask if kind is None else batch["loss_mask"]
+    return output, TokenLoss(compute, of_losses, kind, takes_weights=True)
+
 
 # Steps of 1 and 3 microbatches for each number of data-parallel ranks; () is a padding microbatch.
 # Prompts lie on both ranks.
@@ -36,26 +78,38 @@ STEPS = {
 }
 
 
-@functools.cache
-def expected_of_policy() -> Expected:
-    return run_host_ranks(rl.reference, 1)[0]
+def expected(case: Case) -> Expected:
+    losses, mask = reference().losses, [torch.tensor(x.sample.mask) for x in sequences()]
+    x = torch.cat(losses)[torch.cat(mask) > 0]
+    reports = {"mean": x.mean(), "max": x.max(), "min": x.min()}
+    reports["large"] = (x > LARGE).double().mean()
+    total, parts = 0.0, []
+    for name, term in TERMS.items():
+        function, slope = FUNCTIONS[name]
+        weights = weights_of(term.aggregation.mode, case.places)
+        by_sample = [(i, torch.tensor(w, dtype=torch.float64)) for i, w in weights]
+        loss = sum(w @ function(losses[i]) for i, w in by_sample)
+        reports |= {f"{name} loss": loss, f"{name} again": loss}
+        total += term.coefficient * loss
+        slopes = [(i, (w * slope(losses[i])).tolist()) for i, w in by_sample]
+        parts.append((term.coefficient, reference(), slopes))
+    reports[case.hook["total"]] = total
+    return gradient_of_sum(*parts), {name: float(value) for name, value in reports.items()}
 
 
-@pytest.mark.parametrize("name", ["dp1", "dp2", "cp2", "dp2-cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", ["dp2", "dp2-cp2", "tp2", "pp2"])
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
-    topology, (gradient, numbers) = TOPOLOGIES[name], expected_of_policy()
-    assert 0 < numbers["clip_fraction"] < 1
+    topology = TOPOLOGIES[name]
     # Losses of this rank's tokens; or, over context-parallel ranks, whole ones on every rank.
     kinds = (None, "local_grad", "reduced_grad") if "cp" in topology.sizes else (None,)
-    expected: dict[Case, Expected] = {}
+    cases = []
     for places, per_token, kind in product(
         STEPS[topology.data_parallel_size], (False, True), kinds
     ):
-        total = "total loss" if kind else "loss"
-        way = {"step": partial(rl.forward_step, kind=kind), "hook": {"total": total}}
-        case = Case("", terms=rl.TERMS, places=places, per_token=per_token, **way)
-        expected[case] = gradient, {total if k == "loss" else k: x for k, x in numbers.items()}
-    assert_exact(topology, [*expected], expected.__getitem__)
+        way = {"step": partial(forward_step, kind=kind)}
+        way["hook"] = {"total": "total loss" if kind else "loss"}
+        cases.append(Case("", terms=TERMS, places=places, per_token=per_token, **way))
+    assert_exact(topology, cases, expected)
 
 
 def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
@@ -66,9 +120,9 @@ def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
     chunks = build_chunks(topology, False)
     found: dict[str, list[Any]] = {}
     for policy in ("skip", "error", "step"):
-        hook = LossHook(rl.TERMS, empty_step=policy)
+        hook = LossHook(TERMS, empty_step=policy)
         for place, evaluates in (((0, 1), False), ((), True), ((), False)):
-            options = {"forward_step_func": rl.forward_step, "forward_only": evaluates}
+            options = {"forward_step_func": forward_step, "forward_only": evaluates}
             data = Case("", places=((place,),)).data(0)
             error = error_of(gpt.run_step, hook, chunks, data, 1, **options)
             found.setdefault(policy, []).append((error, hook.step_is_empty))
@@ -89,11 +143,11 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
         assert error != "None"
 
 
-def misfit(says: str, losses_of: Any, terms: Any = rl.TERMS, report: Any = None) -> Row:
-    """The policy step, of whose terms ``losses_of`` makes the losses, with a report of its own."""
+def misfit(says: str, losses_of: Any, terms: Any = TERMS, report: Any = None) -> Row:
+    """The step above, of whose terms ``losses_of`` makes the losses, with a report of its own."""
 
     def step(iterator: Any, model: Any) -> Any:
-        output, loss = rl.forward_step(iterator, model)
+        output, loss = forward_step(iterator, model)
         own = lambda x: (losses_of(loss.compute(x)[0]), report or {})  # noqa: E731
         return output, TokenLoss(own, loss.loss_mask)
 
@@ -125,107 +179,108 @@ ROWS = {
 }
 
 
-# Two terms of the same losses. The mask of the second may lack the first token of every row.
+# Two terms of the same losses. The mask of the second lacks the first token of every row in some
+# microbatches, which are told by their first samples.
 COEFFICIENTS = {"plain": 1.0, "shorter": 0.3}
 PLACES: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
-EVERYWHERE = (0, 2, 4, 6)  # the first samples of microbatches
 Modes = dict[str, str]
 ALIKE: Modes = dict.fromkeys(COEFFICIENTS, "token_mean")
 MODES: Modes = {"plain": "token_mean", "shorter": "prompt_mean"}
-
-# The modes, and the microbatches in which the second term has a mask of its own.
-MASKED: dict[str, tuple[Modes, tuple[int, ...]]] = {
-    "all alike": (ALIKE, ()),
-    "another mode": (MODES, ()),
-    "own masks": (MODES, EVERYWHERE),
+MASKED: list[tuple[Modes, tuple[int, ...]]] = [
+    (ALIKE, ()),
+    (MODES, ()),
+    (MODES, (0, 2, 4, 6)),
     # They count in the denominator of both microbatches, and of both data-parallel ranks.
-    "own masks later": (ALIKE, (2, 6)),
-    "own masks on one rank": (ALIKE, (6,)),
-    "custom": (dict.fromkeys(COEFFICIENTS, "custom"), ()),
-}
+    (ALIKE, (2, 6)),
+    (ALIKE, (6,)),
+    (dict.fromkeys(COEFFICIENTS, "custom"), ()),
+]
 
 
-def with_masks(batch: Batch, of_mb: tuple[int, ...], **own: tuple[int, ...]) -> Batch:
-    """With masks by term as ``planned`` and ``given``; ``own``: where the second has its own."""
-    for key, first_samples in own.items():
-        mask = batch["loss_mask"].clone()
-        left_out = mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
-        shorter = left_out if of_mb[0] in first_samples else mask
-        batch = {**batch, key: {"plain": mask, "shorter": shorter}}
-    return batch
+def without_first(mask: Tensor) -> Tensor:
+    return mask.masked_fill(mask.cumsum(dim=-1) == 1, 0)
+
+
+def with_masks(batch: Batch, of_mb: tuple[int, ...], own: tuple[int, ...]) -> Batch:
+    """With masks by term, which are one where the second has no own."""
+    mask = batch["loss_mask"].clone()
+    shorter = without_first(mask) if of_mb[0] in own else mask
+    return {**batch, "masks": {"plain": mask, "shorter": shorter}}
 
 
 def read(batch: Batch) -> dict[str, Microbatch]:
     """Terms whose masks are one share a microbatch."""
-    of_terms, prompts = batch["planned"], batch["prompt_ids"]
+    of_terms, prompts = batch["masks"], batch["prompt_ids"]
     shared = {id(mask): Microbatch(mask, prompt_ids=prompts) for mask in of_terms.values()}
     return {name: shared[id(mask)] for name, mask in of_terms.items()}
 
 
-def masked_step(data_iterator: Any, model: Any) -> Any:
-    batch = gpt.received(data_iterator)
+def masked_step(iterator: Any, model: Any, edits: bool = False) -> Any:
+    """With the masks of the batch; or the second edits its own."""
+    batch = gpt.received(iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
-    return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), batch["given"])
+    masks = batch["masks"]
+    if edits:
+        masks = {**masks, "shorter": without_first(masks["shorter"])}
+    return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), masks)
 
 
-def masked_case(
-    modes: Modes, planned: tuple[int, ...], given: tuple[int, ...], ranks: int = 2
-) -> Case:
+def masked_case(modes: Modes, own: tuple[int, ...] = (), ranks: int = 2) -> Case:
     return Case(
         "",
         layout="bshd",
         places=PLACES[:ranks],
         terms={name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()},
         hook={"read_batch": read},
-        batch=partial(with_masks, planned=planned, given=given),
+        batch=partial(with_masks, own=own),
         step=masked_step,
         call={"micro_batch_size": 2},
         times=2,
     )
 
 
+def masked_sample(own: tuple[int, ...], i: int, of_mb: tuple[int, ...]) -> oracle.Sample:
+    """Of the second term."""
+    whole = sequences()[i].sample
+    mask = [*whole.mask]
+    if of_mb[0] in own and any(mask):
+        mask[mask.index(1)] = 0.0
+    return dataclasses.replace(whole, mask=tuple(mask))
+
+
 # The second rank of two tensor-parallel ones gets its weights by pickle.
 @pytest.mark.parametrize("name", ["dp2", "tp2"])
 def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str) -> None:
     expected: dict[Case, Expected] = {}
-    for modes, own in MASKED.values():
-
-        def sample(i: int, of_mb: tuple[int, ...], own: tuple[int, ...] = own) -> oracle.Sample:
-            whole = sequences()[i].sample
-            mask = [*whole.mask]
-            if of_mb[0] in own and any(mask):
-                mask[mask.index(1)] = 0.0
-            return dataclasses.replace(whole, mask=tuple(mask))
-
-        case = masked_case(modes, own, own, TOPOLOGIES[name].data_parallel_size)
-        shorter = weights_of(modes["shorter"], case.places)
+    for modes, own in MASKED:
+        case = masked_case(modes, own, TOPOLOGIES[name].data_parallel_size)
+        weights = {term: weights_of(mode, case.places) for term, mode in modes.items()}
         if own:
-            shorter = weights_with(modes["shorter"], case.places, sample)
-        scaled = [(i, [COEFFICIENTS["shorter"] * x for x in w]) for i, w in shorter]
-        plain = weights_of(modes["plain"], case.places)
-        expected[case] = reference().gradient(plain + scaled), {}
+            sample = partial(masked_sample, own)
+            weights["shorter"] = weights_with(modes["shorter"], case.places, sample)
+        parts = [(COEFFICIENTS[term], reference(), w) for term, w in weights.items()]
+        expected[case] = gradient_of_sum(*parts), {}
     assert_exact(TOPOLOGIES[name], [*expected], expected.__getitem__)
 
 
-def changed(modes: Modes, *, later: bool) -> Row:
-    """A mask of one term's own, which was not planned; or in a second step alone."""
-    steps = [masked_case(modes, (), given) for given in (*[()] * later, EVERYWHERE)]
-    of_rows = {"micro_batch_size": 2}
+def edited(modes: Modes, later: bool) -> Row:
+    """A mask of one term that was not planned; or in a second step alone."""
+    case = masked_case(modes)
     return Row(
         "MaskError: the loss function's mask is not this rank's part",
-        hook=hook_of(steps[0].terms, read_batch=read),
-        data=lambda rank: chain.from_iterable(case.data(rank) for case in steps),
-        before=[{"forward_step_func": masked_step, **of_rows}] * later,
-        step=masked_step,
-        call=of_rows,
+        hook=hook_of(case.terms, read_batch=read),
+        data=lambda rank: chain(case.data(rank), case.data(rank)),
+        before=[{"forward_step_func": masked_step, **case.call}] * later,
+        step=partial(masked_step, edits=True),
+        call=case.call,
     )
 
 
 ROWS |= {
-    "own mask at once": changed(ALIKE, later=False),
-    "own mask later": changed(ALIKE, later=True),
-    "own mask of another mode at once": changed(MODES, later=False),
-    "own mask of another mode later": changed(MODES, later=True),
+    "own mask at once": edited(ALIKE, later=False),
+    "own mask later": edited(ALIKE, later=True),
+    "own mask of another mode at once": edited(MODES, later=False),
+    "own mask of another mode later": edited(MODES, later=True),
 }
 
 

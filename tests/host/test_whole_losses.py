@@ -7,30 +7,97 @@ Steps of several terms are in `test_terms`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from math import exp, log1p
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import log_softmax, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from megatron_loss_agg import Microbatch, SequenceSum
 from megatron_loss_agg.mcore import TokenLoss, read_batch
+from megatron_loss_agg.report import Sum
 from tests import oracle
-from tests.host import gpt, scripts, whole
+from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import Case, Expected, assert_exact, covering
 from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
 from tests.host.reference import reference
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
-from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences
+from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences, weights_with
+
+
+class Gathered(torch.autograd.Function):
+    """[ranks, *x]: all ranks' ``x``; in backward, the sum of all ranks' gradients of it.
+
+    torch's own scatters in backward over gloo, to ranks of the world.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        dist.all_reduce(gradient, group=group)
+        return gradient[dist.get_rank(group)]
+
+
+def gathered(x: Tensor, batch: dict[str, Tensor], kind: str) -> Tensor:
+    """``x`` of all tokens of the batch; in backward, a sum over the ranks' gradients of it
+    ("reduced_grad"), or no communication ("local_grad").
+    """
+    parts = [*Gathered.apply(x)]
+    if kind == "local_grad":
+        parts = [part.detach() for part in parts]
+        parts[parallel_state.get_context_parallel_rank()] = x
+    return gpt.layout_of(batch).unshard(parts)
+
+
+def whole_losses(
+    iterator: Iterator[Any] | None,
+    model: Any,
+    *,
+    kind: str,
+    said: str | None = "as it is",
+    early: bool = False,
+) -> tuple[Any, TokenLoss]:
+    """A forward step whose losses every context-parallel rank has whole; reports them again.
+
+    Args:
+        kind: how they are gathered, see `gathered`.
+        said: what the loss function says of that.
+        early: gathers in the forward step, so that the loss function has a whole input.
+    """
+    batch = gpt.received(iterator)
+    losses, _ = gpt.forward_step(iter([batch]), model)
+
+    def compute(x: Any, weights: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        if not early:
+            x = x.mul_(2) / 2  # overwrites its input, as Megatron's cross entropy does
+            x = gathered(x, batch, kind)
+        return x, {"again": Sum.of(x, weights)}
+
+    output = gathered(losses, batch, kind) if early else losses
+    said = kind if said == "as it is" else said
+    return output, TokenLoss(compute, batch["loss_mask"], said, takes_weights=True)
+
+
+def whole(kind: str, **options: Any) -> Callable[..., Any]:
+    return partial(whole_losses, kind=kind, **options)
+
 
 KINDS, LAYOUTS, FLAGS = ("local_grad", "reduced_grad"), ("thd", "bshd"), (False, True)
 # Modes by topology. The losses of "token_mean" are gathered in the forward step.
 MODES = {
-    "cp2": ("prompt_mean",),
     "dp2": ("prompt_mean",),
     "dp2-cp2": ("prompt_mean", "token_mean", "constant"),
     "tp2-cp2": ("prompt_mean",),
@@ -55,7 +122,7 @@ def test_gradients_and_reports_of_whole_losses_are_exact(name: str) -> None:
             layout=layout,
             places=PLACES[topology.data_parallel_size],
             per_token=per_token,
-            step=whole.script(kind, early=mode == "token_mean", metric=True),
+            step=whole(kind, early=mode == "token_mean"),
             times=2,  # the first step measures
         )
         for mode, kind, layout, per_token, masks in rows
@@ -64,7 +131,7 @@ def test_gradients_and_reports_of_whole_losses_are_exact(name: str) -> None:
 
 
 BETA = 0.3
-# Pairs by data-parallel rank and microbatch; of one pair, an answer has no tokens.
+# Pairs of i and i + 1, by data-parallel rank and microbatch; of one, an answer has no tokens.
 PAIRS: dict[int, Places] = {
     1: (((0, 1), (2, 3, 4, 5, 8, 9), (6, 7)),),
     2: (((0, 1), (6, 7)), ((2, 3, 4, 5), (8, 9))),
@@ -82,38 +149,34 @@ def read_pairs(batch: dict[str, Tensor]) -> Microbatch:
     return Microbatch(torch.ones(len(ids), 1), prompt_ids=ids)
 
 
-def pair_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    batch = gpt.received(data_iterator)
-    output, labels, _ = gpt.outputs(batch, model)
+def pair_step(iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
+    batch = gpt.received(iterator)
+    output, _ = gpt.forward_step(iter([batch]), model)
     offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded") if k in batch}
-    group, *_ = whole.context_parallel()
+    group = parallel_state.get_context_parallel_group()
     sums = SequenceSum(Microbatch(batch["loss_mask"], **offsets), gpt.layout_of(batch), group)
 
-    def compute(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        logits = gather_from_tensor_model_parallel_region(logits)
-        log_probs = log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        chosen, rejected = sums(log_probs).view(-1, 2).unbind(dim=1)
+    def compute(losses: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        chosen, rejected = sums(-losses).view(-1, 2).unbind(dim=1)
         return -logsigmoid(BETA * (chosen - rejected)), {}
 
     return output, TokenLoss(compute, torch.ones(len(batch["prompt_ids"]) // 2), "reduced_grad")
 
 
+def pair(i: int, _: tuple[int, ...]) -> oracle.Sample:
+    return oracle.Sample((1.0,), prompt=PROMPTS[i])
+
+
 def expected_of_pairs(case: Case) -> Expected:
     """A token's gradient is the reference's, times the slope of its pair's loss and its weight."""
-    step = [
-        [[oracle.Sample((1.0,), prompt=PROMPTS[i]) for i in of_mb[::2]] for of_mb in rank]
-        for rank in case.places
-    ]
-    nested = oracle.step_weights(case.mode, step, **case.options)
-    weights = [w for rank in nested for of_mb in rank for (w,) in of_mb]
-    order = [i for rank in case.places for of_mb in rank for i in of_mb]
-    masks = [s.sample.mask for s in sequences()]
+    pairs = tuple(tuple(of_mb[::2] for of_mb in rank) for rank in case.places)
+    weights = weights_with(case.mode, pairs, pair, **case.options)
+    masks = [x.sample.mask for x in sequences()]
     tokens = zip(masks, reference().losses, strict=True)
     log_prob = [-float(torch.tensor(m, dtype=x.dtype) @ x) for m, x in tokens]
     total, of_tokens = 0.0, []
-    for i, j, w in zip(order[::2], order[1::2], weights, strict=True):
+    for i, (w,) in weights:
+        j = i + 1
         margin = BETA * (log_prob[i] - log_prob[j])
         total += w * log1p(exp(-margin))
         slope = w * BETA / (1 + exp(margin))  # of the token losses of the chosen answer
@@ -121,7 +184,7 @@ def expected_of_pairs(case: Case) -> Expected:
     return reference().gradient(of_tokens), {f"{case.mode} loss": total}
 
 
-@pytest.mark.parametrize("name", ["dp1", "dp2-cp2", "cp2", "pp2", "tp2"])
+@pytest.mark.parametrize("name", ["dp2-cp2", "pp2", "tp2"])
 def test_losses_by_pair_are_exact(name: str) -> None:
     topology = TOPOLOGIES[name]
     way = {"hook": {"read_batch": read_pairs}, "step": pair_step, "times": 2}
@@ -133,24 +196,20 @@ def test_losses_by_pair_are_exact(name: str) -> None:
 
 def all_but_the_last(iterator: Any, model: Any) -> Any:
     """As in reinforcement learning: a number of losses that the ranks cannot share evenly."""
-    output, loss_func = LOCAL(iterator, model)
-    mask = loss_func.loss_mask[:, :-1]
-    return output, TokenLoss(lambda x: (loss_func.compute(x)[0][:, :-1], {}), mask, "local_grad")
+    batch = gpt.received(iterator)
+    losses, _ = gpt.forward_step(iter([batch]), model)
+    mask = batch["loss_mask"][:, :-1]
+    compute = lambda x: (gathered(x, batch, "local_grad")[:, :-1], {})  # noqa: E731
+    return losses, TokenLoss(compute, mask, "local_grad")
 
 
-def apart(losses: Tensor) -> Tensor:
-    """Losses that are not of the model's output."""
-    return torch.zeros_like(losses, requires_grad=True)
-
-
-def of_own_tokens(iterator: Any, model: Any) -> Any:
-    """Losses by sample from this rank's tokens alone."""
-    output, loss_func = whole.script("local_grad", gathers=False)(iterator, model)
-
-    def compute(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return (loss_func.compute(x)[0] * loss_func.loss_mask).sum().expand(2), {}
-
-    return output, TokenLoss(compute, torch.ones(2), "local_grad")
+def of_parts(iterator: Any, model: Any, said: str | None = None, summed: bool = False) -> Any:
+    """Losses of this rank's tokens alone, or what they sum up to for each of two samples."""
+    losses, loss_func = gpt.forward_step(iterator, model)
+    (mask,) = loss_func.args
+    if not summed:
+        return losses, TokenLoss(lambda x: (x, {}), mask, said)
+    return losses, TokenLoss(lambda x: ((x * mask).sum().expand(2), {}), torch.ones(2), said)
 
 
 def by_sample(batch: dict[str, Tensor]) -> Microbatch:
@@ -168,34 +227,29 @@ def refused(step: Any, says: str = "", reads: Any = read_batch, **options: Any) 
 
 
 MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
-REDUCED, LOCAL = whole.script("reduced_grad"), whole.script("local_grad")
-REDUCED_SAID_LOCAL = whole.script("reduced_grad", whole="local_grad")
+REDUCED_SAID_LOCAL = whole("reduced_grad", said="local_grad")
 ROWS = {
     "reduced gradients, said local": refused(
         REDUCED_SAID_LOCAL, f"{MEASURED} ... expected whole='reduced_grad'"
     ),
     "local gradients, said reduced": refused(
-        whole.script("local_grad", whole="reduced_grad"),
-        f"{MEASURED} ... expected whole='local_grad'",
+        whole("local_grad", said="reduced_grad"), f"{MEASURED} ... expected whole='local_grad'"
     ),
     "reduced gradients, said local, after an evaluation": refused(
-        REDUCED_SAID_LOCAL, MEASURED, before=[{"forward_step_func": REDUCED, **EVALUATION}]
+        REDUCED_SAID_LOCAL,
+        MEASURED,
+        before=[{"forward_step_func": whole("reduced_grad"), **EVALUATION}],
     ),
-    # What is measured is a copy.
-    "losses that overwrite their input": refused(
-        whole.script("local_grad", function=whole.Consumed.apply)
-    ),
-    "losses apart from the model": refused(whole.script("local_grad", function=apart)),
     "losses that say nothing": refused(
-        whole.script("local_grad", whole=None),
+        whole("local_grad", said=None),
         "LayoutError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
     ),
     "parts said to be whole": refused(
-        whole.script("local_grad", gathers=False),
+        partial(of_parts, said="local_grad"),
         "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
     ),
     "losses by sample of each rank's own tokens": refused(
-        of_own_tokens,
+        partial(of_parts, said="local_grad", summed=True),
         "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
         by_sample,
     ),
@@ -203,7 +257,7 @@ ROWS = {
         all_but_the_last, reads=scripts.without_the_last, data=a_row
     ),
     "parts of an odd length": refused(
-        whole.script("local_grad", whole=None, gathers=False),
+        of_parts,
         "MaskError: a loss mask of shape (1, 12), where",
         scripts.without_the_last,
         data=a_row,
