@@ -45,7 +45,8 @@ STANDINS = (
 OFF = """
     balance_data balance_by_flops allgather_cp calculate_per_token_loss
     custom_pg_loss_reducer_function_path loss_aggregation loss_aggregation_divisor
-    loss_aggregation_empty loss_aggregation_rejected loss_aggregation_mtp rewards_normalization reward_key
+    loss_aggregation_empty loss_aggregation_rejected loss_aggregation_mtp
+    rewards_normalization reward_key
     custom_advantage_function_path use_opd normalize_advantages use_rollout_logprobs
     use_unbiased_kl eps_clip_c use_opsm get_mismatch_metrics use_tis recompute_loss_function
     save_debug_train_data custom_megatron_before_train_step_hook_path enable_mtp_training
@@ -112,7 +113,6 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from megatron.training import global_vars
     from slime.backends.megatron_utils import data, loss, model
 
-    from tests.host import gpt
 
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     args = Namespace(**{**ARGS, **run.options})
