@@ -90,7 +90,6 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from miles.backends.training_utils.parallel import set_parallel_state
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
-
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     options = dict(run.options)
     precision = nullcontext() if options.pop("rounded", False) else KeepSingle()

@@ -113,7 +113,6 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from megatron.training import global_vars
     from slime.backends.megatron_utils import data, loss, model
 
-
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     args = Namespace(**{**ARGS, **run.options})
     if run.flags:
