@@ -259,7 +259,7 @@ def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected
         differences = (abs(metrics[k] - e.metrics[k]) for k in metrics.keys() & e.metrics.keys())
         of_metrics.append(max(differences, default=0.0) / largest)
     # NaN, which Python's own `max` may pass over, is the largest.
-    return [max(errors, key=lambda x: (math.isnan(x), x)) for errors in (of_gradients, of_metrics)]
+    return [max(found, key=lambda x: (math.isnan(x), x)) for found in (of_gradients, of_metrics)]
 
 
 Steps = list[tuple[Gradient, dict[str, float]]]
