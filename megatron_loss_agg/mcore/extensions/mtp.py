@@ -190,9 +190,10 @@ def _add(losses: MTPLosses, call: Call, x: MicrobatchLoss) -> None:
     x.total = x.total + torch.stack(parts).sum()
 
 
-def _moved(x: MicrobatchLoss, depth: int, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask and the weights at ``depth``, [T], on the device of ``losses``."""
-    term, local, dtype = x.plan.terms[x.first], x.local[x.first], at_least_fp32(losses.dtype)
+def _moved(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
+    """The mask and the weights at ``depth``, [T], on the device of the losses."""
+    losses, term, local = x.losses[x.first], x.plan.terms[x.first], x.local[x.first]
+    dtype = at_least_fp32(losses.dtype)
     assert term.masks is not None
     whole = Microbatch(term.masks[x.i], term.shapes[x.i].starts)
 
