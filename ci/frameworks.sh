@@ -182,6 +182,7 @@ code with the package or the framework. `metrics`: their reported losses, agains
 `stock's gradient`: how far the unpatched code is from that aggregation, in the nearest mode that it
 has. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
 stock. Of Megatron-Bridge, which is not patched, the script runs on the package of `ci/peers.txt`,
-with the launcher's flags and without.
+with the launcher's flags and without. Stock multi-token prediction is NaN where a rank's microbatch
+has no token with loss.
 HEAD
 fi
