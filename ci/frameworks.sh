@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH \
-#     --megatron-bridge PATH
+#     --megatron-bridge PATH --slime-megatron PATH --miles-megatron PATH
 #
 # Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches, and
 # Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
-# docs/verified.md. With some of the five, their tables are only printed.
+# docs/verified.md. With some of the paths, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name. It is only
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
 # the framework's page. Of Megatron-Bridge, whose package is installed, the newest commit's scripts
-# are taken.
+# are taken. --slime-megatron and --miles-megatron are the Megatrons that their Dockerfiles name, of
+# NVIDIA and of radixark: multi-token prediction runs on these.
 #
 # --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
 # release on the package index. It prints a line for each, and writes nothing: the version, whether
@@ -17,7 +18,7 @@
 set -euo pipefail
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
-usage() { sed -n '2,18s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
+usage() { sed -n '2,20s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
 
 declare -A clones=() urls=(
     [slime]=https://github.com/THUDM/slime
@@ -25,6 +26,8 @@ declare -A clones=() urls=(
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
     [areal]=https://github.com/areal-project/AReaL
     [megatron-bridge]=https://github.com/NVIDIA-NeMo/Megatron-Bridge
+    [slime-megatron]=https://github.com/NVIDIA/Megatron-LM
+    [miles-megatron]=https://github.com/radixark/Megatron-LM
 )
 newest=
 if [[ ${1:-} == --newest ]]; then newest=yes && shift; fi
@@ -59,14 +62,31 @@ unpack() {
     bash -c "${command//path\/to\/$name/$scratch/$name/patched}"
 }
 
-# Run both copies; the table goes to a file beside them.
+# Run both copies, with the further arguments; the table goes to a file beside them.
 compare() {
     local name=$1
     if ! "$python" -W ignore -m "tests.frameworks.run_${name//-/_}" "$scratch/$name/stock" \
-        "$scratch/$name/patched" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
+        "$scratch/$name/patched" "$scratch/$name.md" "${@:2}" </dev/null >"$scratch/$name.log" 2>&1; then
         tail -n 30 "$scratch/$name.log" >&2
         return 1
     fi
+}
+
+# The section on multi-token prediction, with the Megatron that the framework's Dockerfile names.
+section_on_mtp() {
+    local name=$1 clone=$2 stock=$scratch/$1/stock host=$scratch/$1-megatron venv commit parts
+    commit=$(grep -oP -m 1 '^ARG MEGATRON_(COMMIT|BRANCH)=\K[\w-]+' "$stock/docker/Dockerfile")
+    commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
+    mapfile -t parts < <(git -C "$clone" ls-tree --name-only "$commit" megatron miles_megatron_plugins)
+    mkdir -p "$host"
+    git -C "$clone" archive "$commit" "${parts[@]}" | tar -x -C "$host"
+    git init -q "$host"
+    if [[ $name == slime ]]; then git -C "$host" apply "$stock/docker/patch/latest/megatron.patch"; fi
+    "$python" -m pip --quiet install --no-deps --target "$host" six
+    venv=$(dirname "$python")/..
+    PYTHONPATH=$host:$PWD:$venv/hugging_face:$venv/peers compare "$name" mtp
+    printf '\nIts multi-token prediction, on [Megatron-LM](%s) at `%s`:\n\n' "${urls[$name-megatron]}" "$commit"
+    cat "$scratch/$name.md"
 }
 
 # The section on one framework: its commit, and the table of its run.
@@ -83,6 +103,9 @@ section() {
     printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" \
         "${patch:-scripts/training/run_recipe.py}"
     cat "$scratch/$name.md"
+    if [[ -n ${clones[$name-megatron]:-} ]]; then
+        section_on_mtp "$name" "${clones[$name-megatron]}"
+    fi
 }
 
 # The line on a clone's newest commit. Gradients that a framework rounds to bf16 are left out.
@@ -138,7 +161,9 @@ if [[ $newest ]]; then
     newest_release skyrl skyrl
     newest_release ms-swift ms_swift
     newest_release megatron-bridge bridge
-    for name in "${!clones[@]}"; do newest_commit "$name" "${clones[$name]}"; done
+    for name in "${!clones[@]}"; do
+        if [[ $name != *-megatron ]]; then newest_commit "$name" "${clones[$name]}"; fi
+    done
     exit
 fi
 for name in slime miles nemo-rl areal megatron-bridge; do
@@ -157,6 +182,7 @@ code with the package or the framework. `metrics`: their reported losses, agains
 `stock's gradient`: how far the unpatched code is from that aggregation, in the nearest mode that it
 has. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
 stock. Of Megatron-Bridge, which is not patched, the script runs on the package of `ci/peers.txt`,
-with the launcher's flags and without.
+with the launcher's flags and without. Stock multi-token prediction is NaN where a rank's microbatch
+has no token with loss.
 HEAD
 fi

@@ -8,7 +8,7 @@ from megatron_loss_agg.mcore.extensions.agreement import Agreement
 from megatron_loss_agg.mcore.extensions.audit import Audit
 from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
 from megatron_loss_agg.mcore.extensions.distillation import Distillation
-from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
+from megatron_loss_agg.mcore.extensions.mtp import MTPLosses, MultiTokenPrediction
 from megatron_loss_agg.mcore.extensions.routers import RouterLosses
 from megatron_loss_agg.mcore.hook import Hook
 from megatron_loss_agg.mcore.host import Loop
@@ -26,6 +26,7 @@ __all__ = [
     "LateMicrobatch",
     "Loop",
     "LossHook",
+    "MTPLosses",
     "MultiTokenPrediction",
     "Prefetch",
     "RouterLosses",

@@ -5,6 +5,7 @@ A run trains on two checkouts, or copies, of the framework: without and with our
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -164,22 +165,29 @@ def nll(lp: Tensor, *_: Any) -> Terms:
 
 
 def reference(
-    cases: dict[str, Case], rope: bool = True, batch: Batch = STEPS, vocab: int = VOCAB
+    cases: dict[str, Case],
+    rope: bool = True,
+    batch: Batch = STEPS,
+    vocab: int = VOCAB,
+    mtp: dict[str, Any] | None = None,
 ) -> tuple[list[LogProbs], dict[str, list[Expected]]]:
     """Of each step: log-probabilities near the model's, and what each case's weights make of it.
 
     Args:
         rope: whether the model knows positions.
+        mtp: settings of MTP, whose losses are then a part of every loss.
     """
-    return tuple(run_host_ranks(_reference, 1, cases, rope, batch, vocab)[0])
+    return tuple(run_host_ranks(_reference, 1, cases, rope, batch, vocab, mtp or {})[0])
 
 
-def _reference(cases: dict[str, Case], rope: bool, batch: Batch, vocab: int) -> Any:
+def _reference(
+    cases: dict[str, Case], rope: bool, batch: Batch, vocab: int, mtp: dict[str, Any]
+) -> Any:
     from tests.host import gpt
 
     gpt.initialize()
     gpt.VOCAB = vocab
-    model = gpt.build()
+    model = gpt.build(**mtp)
     if not rope:
         model.position_embedding_type = "none"
     given, found = [], {name: [] for name in cases}
@@ -192,15 +200,46 @@ def _reference(cases: dict[str, Case], rope: bool, batch: Batch, vocab: int) -> 
         by_losses = {
             losses: references(
                 model,
-                (losses(*x, old.double(), ref.double(), a.reward) for a, x, old, ref in zipped),
+                (
+                    _with_mtp(losses(*x, old.double(), ref.double(), a.reward), model, a)
+                    for a, x, old, ref in zipped
+                ),
             )
             for losses in {losses for losses, _ in cases.values()}
         }
         for name, (losses, by_step) in cases.items():
             terms, w = by_losses[losses], list(enumerate(by_step[number]))
             metrics = {key: term.loss(w) for key, term in terms.items()}
+            metrics["loss"] -= metrics.get("aggregated_mtp_loss", 0.0)
             found[name].append(Expected(terms["loss"].gradient(w), metrics))
     return given, found
+
+
+def _with_mtp(terms: Terms, model: Any, answer: Answer) -> Terms:
+    """With the losses of MTP: at depth d, position ``t - 1 - d`` predicts token ``t``, too."""
+    depths = model.config.mtp_num_layers
+    if not depths:
+        return terms
+    of_depths = []
+
+    def keep_logits(labels: Tensor, logits: Tensor) -> Tensor:
+        of_depths.append(logits.squeeze(1))
+        return torch.zeros_like(labels, dtype=torch.float64)
+
+    tokens = answer.tokens()
+    model.compute_language_model_loss = keep_logits
+    positions = torch.arange(len(tokens)).unsqueeze(0)
+    model(tokens[None], positions, None, mtp_kwargs={"mtp_labels": tokens[None]})
+    del model.compute_language_model_loss
+    answered = torch.arange(answer.prompt_length, len(tokens))
+    losses = torch.zeros(len(answered), dtype=torch.float64)
+    for depth, logits in enumerate(of_depths, start=1):
+        predicting = answered - 1 - depth
+        log_p = logits[predicting.clamp(min=0)].log_softmax(-1)
+        of_depth = -log_p.gather(-1, tokens[answered, None]).squeeze(-1)
+        losses = losses + of_depth * (predicting >= 0)
+    losses = model.config.mtp_loss_scaling_factor / depths * losses
+    return {**terms, "loss": terms["loss"] + losses, "aggregated_mtp_loss": losses}
 
 
 def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:
@@ -219,7 +258,8 @@ def errors(got: list[tuple[Gradient, dict[str, float]]], expected: list[Expected
         largest = max(map(abs, e.metrics.values()))
         differences = (abs(metrics[k] - e.metrics[k]) for k in metrics.keys() & e.metrics.keys())
         of_metrics.append(max(differences, default=0.0) / largest)
-    return [max(of_gradients), max(of_metrics)]
+    # NaN, which Python's own `max` may pass over, is the largest.
+    return [max(found, key=lambda x: (math.isnan(x), x)) for found in (of_gradients, of_metrics)]
 
 
 Steps = list[tuple[Gradient, dict[str, float]]]
@@ -284,6 +324,7 @@ class Report:
             None if it is as exact. It needs not differ from one of its own name.
         others: of the patched code, for tests of their own.
         bound: of a gradient's error, besides twice that of the stock code.
+        mtp: as in `reference`.
     """
 
     name: str
@@ -296,6 +337,7 @@ class Report:
     bound: float = BOUND
     batch: Batch = STEPS
     vocab: int = VOCAB
+    mtp: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     references: dict[bool, Any] = field(default_factory=dict)
@@ -334,7 +376,7 @@ class Report:
             near = self.near.get(what, what if what in self.own else same)
             assert near is not None or what in self.near, f"{what}: no stock run is near"
             wrong = theirs[near] if near not in (None, what) else None
-            own_error = own_errors.get(same, max(own_errors.values()))
+            own_error = own_errors.get(same, max(own_errors.values(), default=self.bound))
             self.check_exact(place, what, steps, expected[what], own_error, wrong)
         return {**ours, **dict(zip(self.others, found, strict=True)), **theirs}
 
@@ -343,7 +385,7 @@ class Report:
         if rope not in self.references:
             both = {**self.own, **self.runs}
             cases = {name: case for name, (_, case) in both.items() if isinstance(case, tuple)}
-            self.references[rope] = reference(cases, rope, self.batch, self.vocab)
+            self.references[rope] = reference(cases, rope, self.batch, self.vocab, self.mtp)
         return self.references[rope]
 
     def check(self, holds: bool, what: str) -> None:
@@ -376,14 +418,14 @@ class Report:
         wrong = ""
         if stock is not None:
             difference = errors(stock, expected)[0]
-            self.check(difference > WRONG, f"{place}, {what}: stock is {difference:.1e} off")
+            self.check(not difference <= WRONG, f"{place}, {what}: stock is {difference:.1e} off")
             wrong = f"{difference:.1e}"
         self.rows.append((place, what, f"{error:.1e}", f"{metrics:.1e}", wrong))
 
     def check_same(self, place: str, stock: Steps, patched: Steps | str) -> None:
         """Bit for bit."""
         equal = not isinstance(patched, str) and all(
-            a[1] == b[1] and all(torch.equal(x, b[0][name]) for name, x in a[0].items())
+            a[1] == b[1] and all(_same(x, b[0][name]) for name, x in a[0].items())
             for a, b in zip(stock, patched, strict=True)
         )
         self.check(equal, f"{place}: the patched code without our flags differs from stock")
@@ -395,6 +437,10 @@ class Report:
     def close(self, path: str) -> None:
         """Write the table to ``path``; exit with 1 if anything failed."""
         write(path, self.rows, self.failures)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 def write(path: str, rows: list[tuple[str, ...]], failures: list[str]) -> None:

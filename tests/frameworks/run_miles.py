@@ -1,6 +1,6 @@
 """miles' controller, batches, losses and training step on a real GPT over two ranks.
 
-    python -m tests.frameworks.run_miles STOCK PATCHED TABLE
+    python -m tests.frameworks.run_miles STOCK PATCHED TABLE [mtp]
 
 miles is a fork of slime: see `run_slime`, whose batch, runs and stand-ins these are.
 """
@@ -90,8 +90,6 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from miles.backends.training_utils.parallel import set_parallel_state
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
-    from tests.host import gpt
-
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     options = dict(run.options)
     precision = nullcontext() if options.pop("rounded", False) else KeepSingle()
@@ -100,7 +98,7 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
         from miles.utils.loss_aggregation import validate_loss_aggregation_args
 
         validate_loss_aggregation_args(args)
-    ddp = gpt.ddp_model(args.calculate_per_token_loss, torch.float32)
+    ddp = run_slime.model_of(args)
     if args.allgather_cp:
         run_slime.split_contiguously(ddp)
     global_vars.set_args(args)
@@ -155,7 +153,11 @@ def _over_samples(held: Held) -> Held:
     return run, (losses, scaled)
 
 
-def main(without: str, patched: str, table: str) -> None:
+def main(without: str, patched: str, table: str, what: str = "") -> None:
+    if what == "mtp":
+        report = run_slime.report_on_mtp("miles", train, (without, patched))
+        run_slime.compare_mtp(report)
+        return report.close(table)
     report = run_slime.report_on("miles", train, (without, patched))
     report.runs |= {
         "microbatch_mean": refused("microbatch_mean"),

@@ -1,10 +1,12 @@
 """slime's controller, batch, loss and training step on a real GPT over two ranks.
 
-    python -m tests.frameworks.run_slime STOCK PATCHED TABLE
+    python -m tests.frameworks.run_slime STOCK PATCHED TABLE [mtp]
 
 Two checkouts, without and with the patch; the table goes to a file. Stood in for: Ray (data is
 handed over as it is), the inference servers, and the optimizer, which keeps the gradient that it is
-given. What does not depend on slime's modules serves `run_miles` too.
+given. With `mtp` the model has MTP layers, and the PYTHONPATH starts with the Megatron that slime
+names, since a released one does not take slime's arguments for MTP.
+What does not depend on slime's modules serves `run_miles` too.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ STANDINS = (
 OFF = """
     balance_data balance_by_flops allgather_cp calculate_per_token_loss
     custom_pg_loss_reducer_function_path loss_aggregation loss_aggregation_divisor
-    loss_aggregation_empty loss_aggregation_rejected rewards_normalization reward_key
+    loss_aggregation_empty loss_aggregation_rejected loss_aggregation_mtp
+    rewards_normalization reward_key
     custom_advantage_function_path use_opd normalize_advantages use_rollout_logprobs
     use_unbiased_kl eps_clip_c use_opsm get_mismatch_metrics use_tis recompute_loss_function
     save_debug_train_data custom_megatron_before_train_step_hook_path enable_mtp_training
@@ -73,7 +76,11 @@ ARGS: dict[str, Any] = {
     "custom_tis_function_path": "tests.frameworks.run_slime.reject",
     "loss_type": "policy_loss",
     "seq_length": 1,
+    "mtp_num_layers": None,
+    "mtp_loss_scaling_factor": None,
 }
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
+TRAINS_MTP = {**MTP, "enable_mtp_training": True}
 EVERY_THIRD = 3
 REJECTING = {"use_tis": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
@@ -106,15 +113,13 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     from megatron.training import global_vars
     from slime.backends.megatron_utils import data, loss, model
 
-    from tests.host import gpt
-
     os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags
     args = Namespace(**{**ARGS, **run.options})
     if run.flags:
         from slime.utils.loss_aggregation import validate_loss_aggregation_args
 
         validate_loss_aggregation_args(args)
-    ddp = gpt.ddp_model(args.calculate_per_token_loss, torch.float32)
+    ddp = model_of(args)
     if args.allgather_cp:
         split_contiguously(ddp)
     global_vars.set_args(args)
@@ -195,6 +200,13 @@ def samples(sample: type, log_probs: list[LogProbs]) -> list[Any]:
     ]
 
 
+def model_of(args: Namespace) -> Any:
+    from tests.host import gpt
+
+    mtp = {name: getattr(args, name) for name in MTP}
+    return gpt.data_parallel(gpt.build(torch.float32, args.calculate_per_token_loss, **mtp))
+
+
 def split_contiguously(ddp: Any) -> None:
     """As models for slime's ``--allgather-cp`` split a packed row."""
     from megatron_loss_agg import CPLayout
@@ -240,6 +252,29 @@ def report_on(name: str, train: Train, checkouts: tuple[str, str]) -> Report:
     )
 
 
+def report_on_mtp(name: str, train: Train, checkouts: tuple[str, str]) -> Report:
+    """With MTP layers; the stock code has no aggregation of their losses that is exact."""
+    same = {**TRAINS_MTP, "loss_aggregation_mtp": "same"}
+    exact_runs = {
+        f"{mode}{ending}": exact(with_entropy, mode, **same, **options)
+        for ending, options in ((" with MTP", {}), (" with MTP, per token", PER_TOKEN))
+        for mode in MODES
+    }
+    return Report(
+        name,
+        train,
+        checkouts,
+        own={"stock with MTP": (Run("", TRAINS_MTP), None)},
+        runs={
+            **exact_runs,
+            "without training MTP": refused("token_mean", **MTP, loss_aggregation_mtp="same"),
+            "contiguous": refused("token_mean", **same, allgather_cp=True),
+        },
+        near=dict.fromkeys(exact_runs, "stock with MTP"),
+        mtp=MTP,
+    )
+
+
 def compare(report: Report, **options: Any) -> None:
     """In every topology."""
     report.compare("DP 2", 1, **options)
@@ -247,9 +282,18 @@ def compare(report: Report, **options: Any) -> None:
     report.compare("CP 2, contiguous", 2, rope=False, allgather_cp=True, **options)
 
 
-def main(without: str, patched: str, table: str) -> None:
-    report = report_on("slime", train, (without, patched))
-    compare(report)
+def compare_mtp(report: Report) -> None:
+    report.compare("DP 2", 1)
+    report.compare("CP 2, zigzag", 2)
+
+
+def main(without: str, patched: str, table: str, what: str = "") -> None:
+    if what == "mtp":
+        report = report_on_mtp("slime", train, (without, patched))
+        compare_mtp(report)
+    else:
+        report = report_on("slime", train, (without, patched))
+        compare(report)
     report.close(table)
 
 

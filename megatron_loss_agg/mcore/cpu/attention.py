@@ -39,9 +39,8 @@ class GatheredAttention(DotProductAttention):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         alone = copy.copy(config)
-        alone.context_parallel_size = 1  # the parent accepts no other
+        alone.context_parallel_size = 1  # the parent accepts no other, or splits by itself
         super().__init__(alone, *args, **kwargs)
-        self.config = config
         # Named pg_collection from Megatron-Core 0.15 on.
         groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
         self.cp_group = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()

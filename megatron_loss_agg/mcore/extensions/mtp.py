@@ -18,7 +18,7 @@ Suffix: ``_T`` this rank's tokens of a microbatch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -64,13 +64,9 @@ class MultiTokenPrediction(Extension):
         if not (call.trains and call.groups.last_stage):
             yield None
             return
-        losses = _HostLosses(call)
-        with ExitStack() as stack:
-            for module in call.chunks[-1].modules():
-                if hasattr(module, _METHOD):
-                    kept = functools.partial(losses.keep, getattr(module, _METHOD))
-                    stack.enter_context(replaced(module, _METHOD, kept))
-            yield losses.add
+        losses = MTPLosses(number_of_depths(call.config))
+        with losses.kept(call.chunks[-1]):
+            yield functools.partial(_add, losses, call)
         losses.check_masks()
 
 
@@ -87,21 +83,38 @@ def number_of_depths(config: Any) -> int:
     return int(depths)
 
 
-class _HostLosses:
-    """What the host computes by `_METHOD` in a forward pass: MTP's losses, and then the main one.
+class MTPLosses:
+    """MTP's losses of one step, kept from the host; for loops that apply coefficients themselves.
 
-    MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
+    What the host computes by `_METHOD` in a forward pass are MTP's losses, and with labels the main
+    one. MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
     masks that the host moved, which say whether it moves labels as the weights are moved.
+
+        losses = MTPLosses(config.mtp_num_layers)
+        with losses.kept(model):  # in the forward step
+            logits = model(tokens, ..., loss_mask=mask_of_tokens)
+        of_depths = losses.take(masks)  # in the loss function, to be weighted and added
+        losses.check_masks()  # after the step
     """
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._depths = number_of_depths(call.config)
+    def __init__(self, depths: int) -> None:
+        self._depths = depths
         self._losses: list[Tensor] = []  # of this microbatch
         self._leaves: list[Tensor] = []
+        self._expected = 0  # comparisons
         self._differ: list[Tensor] = []  # bool, of every microbatch and depth
 
-    def keep(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    @contextmanager
+    def kept(self, model: torch.nn.Module) -> Iterator[None]:
+        """Keep what ``model`` computes in forward passes with gradients."""
+        with ExitStack() as stack:
+            for module in model.modules():
+                if hasattr(module, _METHOD):
+                    kept = functools.partial(self._keep, getattr(module, _METHOD))
+                    stack.enter_context(replaced(module, _METHOD, kept))
+            yield
+
+    def _keep(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """What the host gets instead of the losses that it computes."""
         losses = compute(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -112,11 +125,19 @@ class _HostLosses:
         self._leaves.append(losses.detach().requires_grad_())
         return self._leaves[-1]
 
-    def add(self, x: MicrobatchLoss) -> None:
-        """Add MTP's losses to those of their microbatch."""
+    def take(self, masks: Sequence[Tensor]) -> list[Tensor]:
+        """The losses of this microbatch by depth, [T] each.
+
+        Args:
+            masks: [T] of this rank, by depth from 0 on: the loss mask of what a position predicts.
+
+        Raises:
+            HostError: the model has not computed a loss of each depth and token.
+        """
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
-        mask, sizes = x.masks[x.first], [of_call.numel() for of_call in losses]
+        mask, *of_depths = masks
+        sizes = [of_call.numel() for of_call in losses]
         # Some models compute the main loss in another way.
         if sizes not in ([mask.numel()] * self._depths, [mask.numel()] * (self._depths + 1)):
             raise HostError(
@@ -125,16 +146,11 @@ class _HostLosses:
                 "call the model once, with this rank's labels, without TokenLoss(whole=...); or "
                 f"drop {_FLAG}"
             )
-        config, term = self._call.config, self._call.terms[x.first]
-        factor = config.mtp_loss_scaling_factor / self._depths * term.coefficient
-        parts = []
-        for depth, (of_depth, leaf) in enumerate(zip(losses, leaves, strict=False), start=1):
-            mask_T, w_T = _moved(x, depth, of_depth)
-            leaf.register_hook(functools.partial(self._compare, mask.any(), mask_T != 0))
-            part, key = weighted_sum(w_T, of_depth.reshape(-1)), f"mtp_{depth} {x.first} loss"
-            parts.append(factor * part)
-            x.report(key, x.sum_pair(key, part))
-        x.total = x.total + torch.stack(parts).sum()
+        for leaf, mask_T in zip(leaves, of_depths, strict=True):
+            planned_T = mask_T.reshape(-1) != 0
+            leaf.register_hook(functools.partial(self._compare, mask.any(), planned_T))
+        self._expected += self._depths
+        return [of_depth.reshape(-1) for of_depth in losses[: self._depths]]
 
     def _compare(self, has_tokens: Tensor, planned_T: Tensor, gradient: Tensor) -> None:
         """Compare the host's mask, of which ``gradient`` is a multiple, with the planned one.
@@ -147,9 +163,8 @@ class _HostLosses:
 
     def check_masks(self) -> None:
         """Raise HostError unless the host moved its masks as the weights, after backward passes."""
-        expected = self._depths * self._call.scale.num_microbatches
         differ = torch.stack(self._differ).tolist() if self._differ else []
-        if len(differ) != expected or any(differ):
+        if len(differ) != self._expected or any(differ):
             raise HostError(
                 "the model's masks of MTP are not the loss mask moved by the depth; expected the "
                 "loss function's mask to be that of the batch (compare them first), and a "
@@ -160,9 +175,25 @@ class _HostLosses:
             )
 
 
-def _moved(x: MicrobatchLoss, depth: int, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask and the weights at ``depth``, [T], on the device of ``losses``."""
-    term, local, dtype = x.plan.terms[x.first], x.local[x.first], at_least_fp32(losses.dtype)
+def _add(losses: MTPLosses, call: Call, x: MicrobatchLoss) -> None:
+    """Add MTP's losses to those of their microbatch."""
+    depths = range(1, number_of_depths(call.config) + 1)
+    masks, weights = zip(*(_moved(x, depth) for depth in depths), strict=True)
+    term = call.terms[x.first]
+    factor = call.config.mtp_loss_scaling_factor / len(depths) * term.coefficient
+    parts = []
+    of_depths = losses.take([x.masks[x.first], *masks])
+    for depth, w_T, losses_T in zip(depths, weights, of_depths, strict=True):
+        part, key = weighted_sum(w_T, losses_T), f"mtp_{depth} {x.first} loss"
+        parts.append(factor * part)
+        x.report(key, x.sum_pair(key, part))
+    x.total = x.total + torch.stack(parts).sum()
+
+
+def _moved(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
+    """The mask and the weights at ``depth``, [T], on the device of the losses."""
+    losses, term, local = x.losses[x.first], x.plan.terms[x.first], x.local[x.first]
+    dtype = at_least_fp32(losses.dtype)
     assert term.masks is not None
     whole = Microbatch(term.masks[x.i], term.shapes[x.i].starts)
 
