@@ -16,7 +16,7 @@ HEAD = """\
 Written by `bash ci/next.sh CHECKOUT`, on [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) at
 `{commit}`, dated {date}: Megatron-Core {version}.
 The tests are those of the older releases above, and those of fully sharded wrappers, of the losses
-that the host scales (routers, multi-token prediction) and of the
+that the host scales (routers, multi-token prediction, the indexer of sparse attention) and of the
 settings that are refused (hybrid and dynamic context parallelism, generalized tensor parallelism).
 """
 

@@ -37,12 +37,23 @@ Seen = tuple[list[str], list[str]]
 """Waits, and the devices of collectives."""
 TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), coefficient=0.1)}
 LATE = {"read_batch": read_samples}
+
+
+def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """One sample of many equal fractions: added up in fp32 one by one, its mask is 3e-4 off."""
+    starts = torch.tensor([0, 2**15], dtype=torch.int32)
+    rows = {"tokens": torch.ones(1, 2**15), "loss_mask": torch.full((1, 2**15), 0.1)}
+    offsets = {"cu_seqlens": starts, "cu_seqlens_padded": starts}
+    return {**rows, **offsets, "prompt_ids": torch.tensor([0])}
+
+
 CASES = {
     "rows": Case("sample_mean", layout="bshd"),
     "rows-per-token": Case("prompt_mean", layout="bshd", per_token=True),
     "packs": Case("prompt_mean"),
     "packs-per-token": Case("sample_mean", per_token=True),
     "packs-token-mean": Case("token_mean"),
+    "packs-of-one-sample": Case("prompt_mean", batch=long_pack),
     "packs-evaluation": Case("sample_mean", call={"forward_only": True}),
     "packs-of-two-terms": Case("", terms=TWO),
     "rows-of-two-terms": Case("", terms=TWO, layout="bshd", per_token=True),
@@ -207,13 +218,6 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
         for waits, where in of_losses:
             assert waits == []
             assert {*where} <= {device.DEVICE.type}
-
-
-def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
-    """One sample of many equal fractions: added up in fp32 one by one, its mask is 3e-4 off."""
-    starts = torch.tensor([0, 2**15], dtype=torch.int32)
-    rows = {"tokens": torch.ones(1, 2**15), "loss_mask": torch.full((1, 2**15), 0.1)}
-    return {**rows, "cu_seqlens": starts, "cu_seqlens_padded": starts}
 
 
 def losses_of_long_packs() -> list[float]:

@@ -39,7 +39,7 @@ LEFT_OUT = Path(__file__).with_name("left_out.txt")
 TIMEOUT = 120.0
 # Norm-wise and relative: of fp32, and where activations or their gradients are of half precision;
 # the host's fused cross entropy rounds its gradient to bf16.
-BOUNDS = {"fp32": 1e-5, "half": 4e-2, "half, experts": 1e-1}  # a token may change its expert
+BOUNDS = {"fp32": 1e-5, "half": 4e-2, "half, experts": 1.5e-1}  # a token may change its expert
 
 # Powers of two: the change of a parameter is then its gradient, rounded once. What fp16 can hold
 # after a step is less, and the gradients of sums are larger.
