@@ -1,4 +1,4 @@
-"""The order of all tests, and which need Megatron-Core."""
+"""The order of all tests, and which release of Megatron-Core they ran with."""
 
 from __future__ import annotations
 
@@ -20,5 +20,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Of every test: what is said of all is lost where several processes run the tests.
     releases = [("megatron-core", version("megatron-core"))] if of_host else []
     for item in of_host:
-        item.add_marker("host")
         item.user_properties += releases

@@ -18,10 +18,9 @@ from tests.frameworks.harness import FP32, page, references, run_in_bash
 from tests.host.reference import Reference, relative_error
 from tests.host.steps import Weights
 
-pytestmark = [
-    pytest.mark.host,
-    pytest.mark.skipif(sys.version_info >= (3, 13), reason="Bridge 0.6.2 is for Python 3.12"),
-]
+pytestmark = pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="Bridge 0.6.2 is for Python 3.12"
+)
 
 MODES = ("token_mean", "sample_mean")
 STOCK = "stock"

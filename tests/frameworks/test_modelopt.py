@@ -17,8 +17,6 @@ from tests.host.reference import Gradient, relative_error
 from tests.host.steps import weights_of
 from tests.peers.standins import use_peers
 
-pytestmark = pytest.mark.host
-
 STANDINS = (
     "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
     "scipy transformers"

@@ -27,8 +27,6 @@ from tests.host.reference import Gradient, Reference, relative_error
 from tests.host.steps import Weights
 from tests.oracle import Sample
 
-pytestmark = pytest.mark.host
-
 PLUGIN = "examples/ms_swift_plugin.py"
 SAMPLE_MEAN = "--loss-aggregation sample_mean"
 FOLDER = TemporaryDirectory()

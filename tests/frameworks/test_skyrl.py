@@ -46,8 +46,6 @@ from tests.host import gpt
 from tests.host.harness import run_host_ranks
 from tests.peers.standins import PEERS, use_peers
 
-pytestmark = pytest.mark.host
-
 STANDINS = (
     "ray jaxtyping loguru transformers cloudpathlib pydantic wandb omegaconf skyrl_gym datasets "
     "torchdata aiohttp orjson pybase64 rich httpx huggingface_hub nvidia_resiliency_ext "

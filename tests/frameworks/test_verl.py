@@ -59,8 +59,6 @@ from tests.host.harness import run_host_ranks
 from tests.host.reference import relative_error
 from tests.peers.standins import PEERS, use_peers
 
-pytestmark = pytest.mark.host
-
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
 # The last digit of a rollout is its agent session, which verl counts by prompt.
 STEP = answers("""

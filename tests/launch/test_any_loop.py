@@ -14,8 +14,6 @@ import pytest
 from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, refusals, run, run_afresh
 
-pytestmark = pytest.mark.host
-
 # A loop of its own on Megatron-Core: a model, and a step by SCHEDULE, with a parser and an
 # optimizer of its own.
 HOST = """

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
-import pytest
 import torch
 
 from megatron_loss_agg.__main__ import main
@@ -66,7 +65,6 @@ FLAGS = {
 }
 
 
-@pytest.mark.host
 def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> None:
     given = [flags.replace("@", "--loss-aggregation") for flags in FLAGS]
     done = run_afresh("-c", SEVERAL, json.dumps(given))
@@ -207,7 +205,6 @@ def gpt_rows(folder: Path) -> list[tuple[list[list[float]], list[list[float]]]]:
     return found
 
 
-@pytest.mark.host
 def test_rows_are_those_of_megatrons_gpt_dataset_in_its_order(tmp_path: Path) -> None:
     for rows, by_hand in on_host(gpt_rows, tmp_path):
         assert rows == by_hand
@@ -270,7 +267,6 @@ def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
     ], printed
 
 
-@pytest.mark.host
 def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
     rows, printed = on_host(sft_rows, tmp_path)
     # A position counts if the next token is an assistant's. Padding is the last conversation's.
@@ -313,7 +309,6 @@ def explanations(folder: Path) -> list[tuple[int, str]]:
     return [explained("--", *DATA_FLAGS, *line) for line in lines]
 
 
-@pytest.mark.host
 def test_missing_and_broken_data_is_named(tmp_path: Path) -> None:
     found = on_host(explanations, tmp_path)
     for (code, said), expected in zip(found, SAID.values(), strict=True):

@@ -322,7 +322,6 @@ train()
 """
 
 
-@pytest.mark.host
 def test_each_error_in_a_job_of_torchrun_is_printed_once_with_its_traceback(
     tmp_path: Path,
 ) -> None:

@@ -17,8 +17,6 @@ from megatron_loss_agg.mcore.install import hook_from_args
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.refusals import assert_says
 
-pytestmark = pytest.mark.host
-
 
 def _functions() -> dict[tuple[str, str], Any]:
     """Everything that Megatron's modules and optimizers define."""

@@ -29,8 +29,6 @@ from tests.launch.processes import (
 )
 from tests.sweep.data import OF_SET, SEQ_LENGTH, VALIDATION
 
-pytestmark = pytest.mark.host
-
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
 ITERATIONS = 3
 SHORT = f"""

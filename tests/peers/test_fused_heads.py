@@ -18,10 +18,7 @@ from tests.host.harness import TOPOLOGIES
 from tests.host.steps import PLACES
 from tests.peers.standins import PEERS, use_peers
 
-pytestmark = [
-    pytest.mark.host,
-    pytest.mark.skipif(not PEERS.is_dir(), reason="bash ci/test.sh installs the heads"),
-]
+pytestmark = pytest.mark.skipif(not PEERS.is_dir(), reason="bash ci/test.sh installs the heads")
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [tokens, hidden], weight [vocab, hidden], labels [tokens]) -> losses [tokens]"""

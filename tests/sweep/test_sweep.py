@@ -13,15 +13,12 @@ from tests.sweep.factors import FACTORS
 PART = random.Random(0).sample(cases.everything(), 16)
 
 
-@pytest.mark.host
-@pytest.mark.slow
 @pytest.mark.parametrize("case", PART, ids=cases.key_of)
 def test_a_launch_is_exact_or_refused_by_name(case: dict[str, str]) -> None:
     found = cases.run_case(case)
     assert found["outcome"] in ("exact", "refused", "host refused"), (found, case)
 
 
-@pytest.mark.host
 def test_the_same_launch_without_the_plugin_is_wrong() -> None:
     case = {**cases.first_values(), "batches": "1x6"}
     assert cases.run_case(case)["outcome"] == "exact"
@@ -35,7 +32,6 @@ def test_every_pair_of_values_that_the_host_takes_together_is_in_a_launch() -> N
             assert cases.allowed(dict(pair)) == (pair in covered), pair
 
 
-@pytest.mark.host
 def test_every_flag_of_the_host_is_swept_or_left_out_for_a_reason() -> None:
     ours = {flag for flag in cases.swept() if flag.startswith("--loss-aggregation")}
     left_out = [flag for flags in cases.left_out().values() for flag in flags]
