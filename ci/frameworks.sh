@@ -10,7 +10,7 @@
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
 # the framework's page. Of Megatron-Bridge, whose package is installed, the newest commit's scripts
 # are taken. --slime-megatron and --miles-megatron are the Megatrons that their Dockerfiles name, of
-# NVIDIA and of radixark: multi-token prediction runs on these.
+# NVIDIA and of radixark: multi-token prediction runs on these, beside the framework's own path.
 #
 # --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
 # release on the package index. It prints a line for each, and writes nothing: the version, whether
@@ -36,6 +36,9 @@ while [[ $# -ge 2 && $1 == --* && -n ${urls[${1#--}]:-} ]]; do
     shift 2
 done
 [[ $# -eq 0 && ($newest || ${#clones[@]} -gt 0) ]] || usage
+for name in slime miles; do
+    [[ -z ${clones[$name-megatron]:-} || -n ${clones[$name]:-} ]] || usage
+done
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
@@ -75,7 +78,8 @@ compare() {
 # The section on multi-token prediction, with the Megatron that the framework's Dockerfile names.
 section_on_mtp() {
     local name=$1 clone=$2 stock=$scratch/$1/stock host=$scratch/$1-megatron venv commit parts
-    commit=$(grep -oP -m 1 '^ARG MEGATRON_(COMMIT|BRANCH)=\K[\w-]+' "$stock/docker/Dockerfile")
+    # The commit, which follows the branch, if there is one.
+    commit=$(grep -oP '^ARG MEGATRON_(COMMIT|BRANCH)="?\K[\w./-]+' "$stock/docker/Dockerfile" | tail -n 1)
     commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     mapfile -t parts < <(git -C "$clone" ls-tree --name-only "$commit" megatron miles_megatron_plugins)
     mkdir -p "$host"

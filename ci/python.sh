@@ -3,11 +3,12 @@
 #
 # Prints the interpreter of this checkout's virtual environment, in which the package and EXTRAS
 # ("mcore" or "mcore,test") are installed in the versions of ci/constraints.txt. What is missing is
-# installed; for another interpreter or other versions all is made anew. "test" includes what is in
-# ci/peers.txt and ci/hugging_face.txt, in the environment's folders peers and hugging_face.
+# installed; for another checkout, interpreter or other versions all is made anew. "test" includes
+# what is in ci/peers.txt and ci/hugging_face.txt, in the folders peers and hugging_face.
 #
-#   PYTHON                  the interpreter to build on; by default the first fit one that is found.
-#                           One that has torch, as in a GPU container, keeps all its packages
+#   PYTHON                  the interpreter to build on; by default the first fit one that is found;
+#                           that of an environment stands for the one behind it. One that has torch,
+#                           as in a GPU container, keeps its packages: only megatron-core is pinned
 #   MEGATRON_LOSS_AGG_VENV  where the environment lies; by default .venv in the checkout
 set -euo pipefail
 
@@ -52,9 +53,9 @@ versions=$(cat "$root"/{setup.py,ci/*.txt} | sha256sum)
 made_of="$root, $base $("$base" -VV) ${options[*]}, $versions"
 if [[ $(cat "$mark" 2>/dev/null) != "$made_of" ]]; then
     say "making $venv with $base ${options[*]}"
-    rm -rf "$venv"
-    mkdir "$venv"
-    touch "$mark"
+    mkdir -p "$venv"
+    : >"$mark" # first, and kept: the folder is ours also if this run is cut short
+    find "$venv" -mindepth 1 -maxdepth 1 ! -path "$mark" -exec rm -rf {} +
     "$base" -m venv "${options[@]}" "$venv" >&2
     grep "$pinned" "$root/ci/constraints.txt" >"$venv/constraints.txt"
     echo "$made_of" >"$mark"

@@ -90,7 +90,9 @@ def _pivot(rows: str) -> str:
             continue
         cells[ranks] = gradient
         for name, cell in zip(LARGEST, others, strict=True):
-            cells[name] = max(cells.get(name, ""), cell, key=lambda error: float(error or 0))
+            cells[name] = max(
+                cells.get(name, ""), cell, key=lambda error: (error == "nan", float(error or 0))
+            )
     head = ["aggregation", *columns, *LARGEST]
     lines = [[name, *(cells.get(c, "") for c in head[1:])] for name, cells in found.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])

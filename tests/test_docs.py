@@ -2,8 +2,8 @@
 
 A page's blocks of Python run in their order, as one program. Commands of the package itself run,
 too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
-What the pages say of errors is so, and the site that is built of them leads somewhere and needs
-nothing else.
+Every error that the pages quote exists; every link of the built site leads somewhere, and it loads
+nothing from elsewhere.
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ def _local_starts(
     """
     found = {name: torch.searchsorted(x.index, starts) for name, x in layouts.items()}
     local, *others = found.values()
-    if any(not torch.equal(local, other) for other in others):  # not if a pack is one sample
+    # All splits agree where a pack is one sample: no wait for the mask then.
+    if any(not torch.equal(local, other) for other in others):
         active = mask.reshape(-1).cpu() != 0
         only({k: token_weights_of(telling_S, active, x, torch.float64) for k, x in found.items()})
     return local

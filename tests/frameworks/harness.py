@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tests.host.reference import Gradient, Reference
-from tests.host.steps import Sequence
 from tests.peers.standins import PEERS
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +58,6 @@ def token_values(model: Any, tokens: Tensor, prompt_length: int) -> tuple[Tensor
     log_p = logits[prompt_length - 1 : -1].log_softmax(-1)
     chosen = log_p.gather(-1, tokens[prompt_length:, None]).squeeze(-1)
     return chosen, -(log_p.exp() * log_p).sum(-1)
-
-
-def text_of(sequence: Sequence) -> Tensor:
-    """A prompt of one token, and an answer."""
-    return torch.cat([sequence.tokens, sequence.labels[-1:]])
 
 
 def grpo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, advantage: Tensor | float) -> Terms:

@@ -5,8 +5,8 @@
 Two checkouts, without and with the patch; the table goes to a file. Stood in for: Ray (data is
 handed over as it is), the inference servers, and the optimizer, which keeps the gradient that it is
 given. With `mtp` the model has MTP layers, and the PYTHONPATH starts with the Megatron that slime
-names, since a released one does not take slime's arguments for MTP.
-What does not depend on slime's modules serves `run_miles` too.
+names, since a released one does not take slime's arguments for MTP. What does not depend on slime's
+modules serves `run_miles` too.
 """
 
 from __future__ import annotations
@@ -264,13 +264,16 @@ def report_on_mtp(name: str, train: Train, checkouts: tuple[str, str]) -> Report
         name,
         train,
         checkouts,
-        own={"stock with MTP": (Run("", TRAINS_MTP), None)},
+        own={
+            "stock with MTP": (Run("", TRAINS_MTP), None),
+            "stock with MTP, per token": (Run("", {**TRAINS_MTP, **PER_TOKEN}), None),
+        },
         runs={
             **exact_runs,
             "without training MTP": refused("token_mean", **MTP, loss_aggregation_mtp="same"),
             "contiguous": refused("token_mean", **same, allgather_cp=True),
         },
-        near=dict.fromkeys(exact_runs, "stock with MTP"),
+        near={name: f"stock with {name.partition(' with ')[2]}" for name in exact_runs},
         mtp=MTP,
     )
 

@@ -75,7 +75,7 @@ class Row:
         hook: global rank -> hook.
         data: data-parallel rank -> data iterator of ``number`` microbatches and more.
         step: the forward step; or by ``loss`` that of `gpt.forward_step_with`.
-        before: options of earlier calls, which hear nothing; with the stock forward step, but for
+        before: options of earlier calls, which succeed. They use the stock forward step, or that of
             the option ``loss``.
         call: other options of the call, such as ``schedule``.
         run: what is done in place of the call, given the hook, the model and the call: a function

@@ -79,7 +79,7 @@ MODES = {
     "slime/sample_mean": Mode("slime/sample_mean", "rollout_mean"),
 }
 
-ADAM = "--optimizer adam"  # elsewhere SGD; see `cases.OPTIMIZERS`
+ADAM = "--optimizer adam"  # elsewhere SGD; see `cases._optimizer`
 DISTRIBUTED = f"{ADAM} --use-distributed-optimizer"
 OVERLAP = "--overlap-grad-reduce"
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"

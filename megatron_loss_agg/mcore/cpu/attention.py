@@ -39,7 +39,7 @@ class GatheredAttention(DotProductAttention):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         alone = copy.copy(config)
-        alone.context_parallel_size = 1  # the parent accepts no other, or splits by itself
+        alone.context_parallel_size = 1  # by another the parent would split itself, or refuse
         super().__init__(alone, *args, **kwargs)
         # Named pg_collection from Megatron-Core 0.15 on.
         groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError, ModeError
+from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call, replaced
@@ -86,8 +86,8 @@ def number_of_depths(config: Any) -> int:
 class MTPLosses:
     """MTP's losses of one step, kept from the host; for loops that apply coefficients themselves.
 
-    What the host computes by `_METHOD` in a forward pass are MTP's losses, and with labels the main
-    one. MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
+    ``compute_language_model_loss`` of the host makes MTP's losses, and with labels the main one.
+    MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
     masks that the host moved, which say whether it moves labels as the weights are moved.
 
         losses = MTPLosses(config.mtp_num_layers)
@@ -133,10 +133,17 @@ class MTPLosses:
 
         Raises:
             HostError: the model has not computed a loss of each depth and token.
+            MaskError: not as many masks as depths and one more, of as many tokens each.
         """
+        tokens = [mask.numel() for mask in masks]
+        if len(tokens) != self._depths + 1 or len({*tokens}) > 1:
+            raise MaskError(
+                f"masks of {tokens} tokens for {self._depths} depths of MTP; expected one for each "
+                "depth from 0 on, of as many tokens"
+            )
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
-        mask, *of_depths = masks
+        mask, *moved_masks = masks
         sizes = [of_call.numel() for of_call in losses]
         # Some models compute the main loss in another way.
         if sizes not in ([mask.numel()] * self._depths, [mask.numel()] * (self._depths + 1)):
@@ -146,7 +153,7 @@ class MTPLosses:
                 "call the model once, with this rank's labels, without TokenLoss(whole=...); or "
                 f"drop {_FLAG}"
             )
-        for leaf, mask_T in zip(leaves, of_depths, strict=True):
+        for leaf, mask_T in zip(leaves, moved_masks, strict=True):
             planned_T = mask_T.reshape(-1) != 0
             leaf.register_hook(functools.partial(self._compare, mask.any(), planned_T))
         self._expected += self._depths
