@@ -241,7 +241,7 @@ def run_case(case: Case, plugin: bool = True) -> dict[str, Any]:
         _launched(case, plugin=False)
     except RankFailed as failure:
         _, of_stock = _ended(str(failure))
-        if _shape(of_stock) == _shape(said):
+        if _kind(of_stock) == _kind(said):
             return {"outcome": "host refused", "text": of_stock}
         text += f"\nwithout the plugin: {failure}"
     return {"outcome": "HANG" if "were still running" in said else "CRASH", "text": text}
@@ -265,9 +265,9 @@ def _ended(text: str) -> tuple[bool, str]:
     return ours, said
 
 
-def _shape(said: str) -> str:
-    """What two ends have in common if one thing caused both: ranks and numbers may differ."""
-    return re.sub(r"[\d., ]+", "", said.partition("\n")[0])
+def _kind(said: str) -> str:
+    """The class of an error: its words may differ, since another rank may fail first."""
+    return re.sub(r"\d+", "", said.partition(":")[0])
 
 
 def _compared(case: Case, results: list[Any]) -> dict[str, Any]:
