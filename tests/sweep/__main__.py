@@ -34,8 +34,9 @@ plugin, on 1 to 4 gloo ranks and data with uneven masks. `exact`: the change of 
 one step is that of one process with the whole batch, which shares no code with the package, to 1e-5
 norm-wise (4e-2 where activations or their gradients are of half precision, 0.15 with experts, whose
 tokens may then be routed otherwise; the largest error in fp32 was {error:.1e}). `refused`: an error
-of ours, by name. `host refused`: an error of the same class without it. All pairs of values are covered
-that the host takes together, apart from {missing} of {pairs}. {done} of {cases} cases were run.
+of ours, by name. `host refused`: an error of the same class without the plugin. All pairs of values
+are covered that the host takes together, apart from {missing} of {pairs}. {done} of {cases} cases
+were run.
 """
 
 
