@@ -49,7 +49,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("sample_mean", {"sample_weights": "count"}),
     ("prompt_mean", {"sample_weights": "skip"}),
     ("microbatch_mean", {"sample_weights": "count"}),
+    *product(("prompt_mean", "sample_mean"), ({"rejected": "count"}, {"rejected": "skip"})),
 ]
+REJECTED = [i % 3 == 0 for i in range(len(V))]
 
 
 def expected(case: Case) -> Expected:
@@ -57,18 +59,28 @@ def expected(case: Case) -> Expected:
         weight = V[i] if "sample_weights" in case.options else 1.0
         return dataclasses.replace(sequences()[i].sample, dataset=DATASETS[i], weight=weight)
 
-    weights = weights_with(case.mode, case.places, sample, **case.options)
+    options, places = {**case.options}, case.places
+    rejects = options.pop("rejected", None)
+    if rejects == "skip":
+        places = tuple(
+            tuple(tuple(i for i in of_mb if not REJECTED[i]) for of_mb in rank) for rank in places
+        )
+    weights = weights_with(case.mode, places, sample, **options)
+    if rejects:
+        weights = [(i, w) for i, w in weights if not REJECTED[i]]
     return reference().gradient(weights), {f"{case.mode} loss": reference().loss(weights)}
 
 
 @pytest.mark.parametrize("layout, per_token", [("bshd", False), ("thd", True)])
-def test_weights_by_sample_and_data_sets_are_exact(layout: str, per_token: bool) -> None:
+def test_weights_by_sample_rejected_ones_and_data_sets_are_exact(
+    layout: str, per_token: bool
+) -> None:
     # As Megatron's loader collates its blended data sets; packs of several have our key.
     ids = {"dataset_id" if layout == "bshd" else "dataset_ids": DATASETS}
     cases = []
     for mode, options in OPTIONS:
-        weights = {"sample_weights": V} if "sample_weights" in options else {}
-        batch = partial(scripts.by_sample, **ids, **weights)
+        keys = {"sample_weights": V, "rejected": REJECTED}
+        batch = partial(scripts.by_sample, **ids, **{x: keys[x] for x in keys if x in options})
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
 

@@ -99,6 +99,10 @@ BATCHES = {
         hook=hook_of("sample_mean", read_batch=a_column),
     ),
     "packs without offsets, of no sample": Row(step=packed_call, hook=hook_of("sum")),
+    "no mapping": Row(
+        "MaskError: the data iterator gave Tensor",
+        data=lambda rank: itertools.repeat(torch.ones(3)),
+    ),
 }
 
 
@@ -177,6 +181,13 @@ def of_calls(*numbers: int, says: str = "") -> Row:
     return Row(says, topology="dp1", data=FOUR, run=in_calls(step_of_four, *numbers))
 
 
+def evaluating_between(hook: LossHook, model: Any, call: Call) -> None:
+    with hook.step(step_of_four()):
+        call(2)
+        call(1, zero_grad=False, **EVALUATION)
+        call(2, zero_grad=False)
+
+
 def nested(hook: LossHook, model: Any, call: Call) -> None:
     with hook.step(step_of_four()), hook.step(step_of_four()):
         pass
@@ -218,6 +229,11 @@ CALLS = {
         *(3, 2), says="StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
     ),
     "calls that take all": of_calls(1, 2, 1),
+    "an evaluation between the calls": Row(
+        topology="dp1",
+        data=thd(((0, 1), (2,), (7,), (3,), (4, 6))),
+        run=evaluating_between,
+    ),
     "a step in a step": Row("StepError: expected one step at a time", run=nested),
     "an error of the loop's own": Row("RuntimeError: of the loop", run=failing_loop),
     "a call on the gradients of another hook": Row(LEFT, run=after_another_hook),
@@ -291,6 +307,13 @@ SETTINGS = {
         step=partial(packed_call, local_cp_size=2),
     ),
     **{f"the flag {name}": Row(says, config={name: True}) for name, says in OFF.items()},
+    "a graph of an iteration": Row(
+        "HostError: it replays one step's weights for all ... graphs of layers",
+        config={"cuda_graph_impl": "full_iteration"},
+    ),
+    "graphs of layers": Row(
+        config={"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration_inference"]}
+    ),
     # Megatron itself then scales wrongly.
     "optimizer instances": Row(
         "HostError: instances > 1 ... pipeline stages",

@@ -24,7 +24,7 @@ from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import DatasetReports, TokenLoss, read_batch
 from tests.host import gpt, parallel_state
 from tests.host.cases import Batch, Case, Found, run
-from tests.host.harness import EXACT, TOPOLOGIES
+from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls
 
 LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
@@ -42,6 +42,24 @@ SPLITS: dict[str, Callable[[Tensor, int, int], CPLayout]] = {
     "backwards": lambda starts, size, rank: CPLayout.contiguous(TOKENS, size, size - 1 - rank),
 }
 FITTING = ("sequences", "row", "contiguous")
+
+
+def unlike_megatron() -> list[str]:
+    """The keys of a batch of which `CPLayout` gives this rank another part than Megatron."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    gpt.initialize(cp=size)
+    x = torch.arange(48).view(3, 16)
+    given = {"tokens": x, "loss_mask": x % 5 / 4, "labels": x + 1}
+    part = get_batch_on_this_cp_rank({**given}, False)
+    layout = CPLayout.bshd(16, size, rank)
+    return [key for key, y in given.items() if not torch.equal(part[key], layout.shard(y))]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_rows_are_split_as_megatron_splits_them(cp: int) -> None:
+    assert run_host_ranks(unlike_megatron, cp) == [[]] * cp
 
 
 def rows() -> Batch:

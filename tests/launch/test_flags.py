@@ -70,6 +70,7 @@ AGGREGATIONS = {
     "@ nemo-rl/sequence_level": SKIPS,
     "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
     "@ nemo-rl/sequence_level @-rejected count": replace(SKIPS, rejected="count"),
+    "@ areal/seq_mean @-empty count": LossAggregation(mode="sample_mean"),
 }
 
 

@@ -303,3 +303,4 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
     assert printed(line, " value") == pytest.approx(found, rel=2e-6)
     logged = {key: board[f"{key} validation"][STEPS] for key in found}
     assert logged == pytest.approx(found, rel=2e-6)
+    assert {f"{key} validation vs samples" for key in found} <= board.keys()
