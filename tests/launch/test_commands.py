@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from megatron_loss_agg.__main__ import main
@@ -211,6 +212,38 @@ def test_rows_are_those_of_megatrons_gpt_dataset_in_its_order(tmp_path: Path) ->
         assert len({sum(row) for row in rows}) > 2
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["a.bin", "a.idx", "b.bin", "b.idx", "cache"]
+
+
+def stock_loss(masks: list[list[float]]) -> list[list[float]]:
+    """Of each token of two microbatches, its weight in Megatron's own step of one process."""
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+    config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
+    found = []
+    for values in masks:
+        mask, losses = torch.tensor(values), torch.zeros(len(values), requires_grad=True)
+
+        def loss_func(output: torch.Tensor, mask: torch.Tensor = mask) -> Any:
+            return (output * mask).sum(), mask.sum().to(torch.int), {}
+
+        loss, _ = forward_step_calc_loss(
+            None, losses * 1, loss_func, config, None, False, len(masks), [], 1, True
+        )
+        loss.backward()
+        found.append(losses.grad.tolist())
+    return found
+
+
+def test_stock_weights_are_those_of_megatrons_own_schedule() -> None:
+    from megatron_loss_agg.explain.rows import Layout, Rows
+    from megatron_loss_agg.microbatch import Microbatch
+
+    masks = [[1.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 1.0]]  # tokens 2.5, counted as 2; and 1
+    weights = on_host(stock_loss, masks)
+    rows = Rows.of([Microbatch(torch.tensor([mask])) for mask in masks], 2, [1])
+    multiples = rows.stock(Layout(1, 2, 1, False))[:, 0].tolist()
+    for own, mask, multiple in zip(weights, masks, multiples, strict=True):
+        assert own == pytest.approx([m * multiple / 3.5 for m in mask])  # times token_mean's
 
 
 # Conversations of (system, user, assistant, ...): as many tokens as characters.
