@@ -223,29 +223,36 @@ def of_samples(pairs: list[Pair]) -> float:
     return sum(means) / len(means)
 
 
-def test_quotients_of_each_validation_set_are_reduced_over_all_of_its_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SETS = {
+    "token_mean": ("--sft", "--sweep-data", "packs", "--context-parallel-size", "2"),
+    "sample_mean": ("--loss-aggregation-empty", "skip"),
+}
+
+
+@pytest.mark.parametrize("mode", SETS)
+def test_each_validation_set_is_reduced_over_all_of_its_tokens_or_samples(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Iterations of an evaluation have different numbers of tokens, and must weigh as much."""
     flags = ["--global-batch-size", "2", "--train-iters", "1", "--lr", "0.1", "--skip-train"]
-    flags += ["--sft", "--sweep-data", "packs", "--context-parallel-size", "2"]
     flags += ["--multiple-validation-sets", "--full-validation"]
-    flags += ["--loss-aggregation", "token_mean"]
+    flags += ["--loss-aggregation", mode, *SETS[mode]]
     ranks, said = launched(tmp_path, 2, *flags, patch=monkeypatch)
     for number, first in enumerate((VALIDATION, VALIDATION + OF_SET)):
-        packs = []
+        samples = []
         for item in range(first, first + 48):
             # By rank, since a set is gone through as often as there are microbatches.
             parts = {i: x[2:] for i, seen in enumerate(ranks) for x in seen if x[1] == [item]}
             mask, losses = (torch.cat(x) for x in zip(*parts.values(), strict=True))
             assert len(mask) == SEQ_LENGTH
-            packs.append(pair(mask, losses))
-        expected = of_tokens(packs)
-        assert abs(of_samples(packs) - expected) > 1e-3 * expected  # packs are uneven
+            samples.append(pair(mask, losses))
+        expected = {"lm": of_tokens(samples), "sample_mean": of_samples(samples)}
+        expected["token_mean"] = expected["lm"]
+        assert abs(expected["sample_mean"] / expected["lm"] - 1) > 1e-4  # masks are uneven
         (line,) = re.findall(f"validation-{number} loss at .*", said)
-        for key in ("lm", "token_mean"):
+        for key in ("lm", mode):
             (logged,) = re.findall(f"{key} loss value: (\\S+)", line)
-            assert float(logged) == pytest.approx(expected, rel=2e-6)
+            assert float(logged) == pytest.approx(expected[key], rel=2e-6)
 
 
 def by_dataset(seen: Iterable[Seen]) -> dict[str, float]:
