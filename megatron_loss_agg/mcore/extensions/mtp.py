@@ -64,9 +64,10 @@ class MultiTokenPrediction(Extension):
         if not (call.trains and call.groups.last_stage):
             yield None
             return
-        losses = MTPLosses(number_of_depths(call.config))
+        depths = number_of_depths(call.config)
+        losses = MTPLosses(depths)
         with losses.kept(call.chunks[-1]):
-            yield functools.partial(_add, losses, call)
+            yield functools.partial(_add, losses, depths)
         losses.check_masks()
 
 
@@ -143,19 +144,19 @@ class MTPLosses:
             )
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
-        mask, *moved_masks = masks
         sizes = [of_call.numel() for of_call in losses]
         # Some models compute the main loss in another way.
-        if sizes not in ([mask.numel()] * self._depths, [mask.numel()] * (self._depths + 1)):
+        if sizes not in (tokens[1:], tokens):
             raise HostError(
                 f"the model computed losses of {sizes} tokens by {_METHOD}, with a loss mask of "
-                f"{mask.numel()}; expected {self._depths} of MTP and the main one, of as many: "
+                f"{tokens[0]}; expected {self._depths} of MTP and the main one, of as many: "
                 "call the model once, with this rank's labels, without TokenLoss(whole=...); or "
                 f"drop {_FLAG}"
             )
-        for leaf, mask_T in zip(leaves, moved_masks, strict=True):
+        has_tokens = masks[0].any()
+        for leaf, mask_T in zip(leaves, masks[1:], strict=True):
             planned_T = mask_T.reshape(-1) != 0
-            leaf.register_hook(functools.partial(self._compare, mask.any(), planned_T))
+            leaf.register_hook(functools.partial(self._compare, has_tokens, planned_T))
         self._expected += self._depths
         return [of_depth.reshape(-1) for of_depth in losses[: self._depths]]
 
@@ -182,15 +183,14 @@ class MTPLosses:
             )
 
 
-def _add(losses: MTPLosses, call: Call, x: MicrobatchLoss) -> None:
+def _add(losses: MTPLosses, depths: int, x: MicrobatchLoss) -> None:
     """Add MTP's losses to those of their microbatch."""
-    depths = range(1, number_of_depths(call.config) + 1)
-    masks, weights = zip(*(_moved(x, depth) for depth in depths), strict=True)
-    term = call.terms[x.first]
-    factor = call.config.mtp_loss_scaling_factor / len(depths) * term.coefficient
+    masks, weights = zip(*(_moved(x, depth) for depth in range(1, depths + 1)), strict=True)
+    coefficient = x.call.terms[x.first].coefficient
+    factor = x.call.config.mtp_loss_scaling_factor / depths * coefficient
     parts = []
     of_depths = losses.take([x.masks[x.first], *masks])
-    for depth, w_T, losses_T in zip(depths, weights, of_depths, strict=True):
+    for depth, (w_T, losses_T) in enumerate(zip(weights, of_depths, strict=True), start=1):
         part, key = weighted_sum(w_T, losses_T), f"mtp_{depth} {x.first} loss"
         parts.append(factor * part)
         x.report(key, x.sum_pair(key, part))
