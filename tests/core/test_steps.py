@@ -89,7 +89,7 @@ class Drawn:
         if rank == self.where:
             terms, how = self.others or terms, self.changes
         try:
-            told = {
+            by_name = {
                 name: Term(LossAggregation(**with_changes(options, how)), coefficient)
                 for name, (options, coefficient) in terms.items()
             }
@@ -98,7 +98,7 @@ class Drawn:
             StepPlan.abandon(group)
             raise
         step = changed(None, how["step"]) if "step" in how else step
-        return StepPlan.build_terms(told, step, group)
+        return StepPlan.build_terms(by_name, step, group)
 
 
 coefficients = st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2])

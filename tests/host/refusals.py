@@ -22,7 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_loss_agg.mcore import LossHook
-from tests.host import gpt
+from tests.host import cases, gpt
 from tests.host.cases import Case, models_of
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
 from tests.host.steps import Counted, aggregation, batches
@@ -55,13 +55,7 @@ def in_turn(*steps: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[
 
 def in_calls(microbatches: Callable[[], Sequence[Any]], *numbers: int) -> Callable[..., None]:
     """As `Row.run`: a ``hook.step`` of the microbatches, of which each call takes a number."""
-
-    def run(hook: LossHook, model: Any, call: Callable[..., None]) -> None:
-        with hook.step(microbatches()):
-            for i, number in enumerate(numbers):
-                call(number, zero_grad=i == 0)
-
-    return run
+    return lambda hook, model, call: cases.in_calls(call, hook, [*microbatches()], numbers)
 
 
 @dataclass(frozen=True)
