@@ -95,7 +95,7 @@ class Samples(NamedTuple):
             of_names = {unit: _of_all(f"{unit}_ids", x, sizes) for unit, x in ids.items()}
         # The same samples, each with all of its mask in one token.
         rows = Microbatch(_joined(sums, torch.float64).unsqueeze(1), ids=of_names, **of_all)
-        samples = cls.of_microbatches(brought_to_cpu([rows]), [*BY_ID, *ids])
+        samples = cls.of_microbatches(brought_to_cpu([rows]), BY_ID)
         return samples._replace(sizes=sizes, active_tokens=[], positions=None)
 
 

@@ -54,8 +54,6 @@ class MaskCheck(Extension):
 
         def on_loss(x: MicrobatchLoss) -> None:
             nonlocal plan, copies
-            if x.i in numbers:
-                return  # its loss is computed twice
             plan, copies = x.plan, x.copies
             numbers[x.i] = [
                 pair for name in x.masks for pair in _numbers(x, name, cp_size, verifies)

@@ -31,7 +31,7 @@ from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import at_least_fp32, moved, weighted_sum
+from megatron_loss_agg.weights import at_least_fp32, moved, times_factors, weighted_sum
 
 _METHOD = "compute_language_model_loss"
 _FLAG = "--loss-aggregation-mtp same (MultiTokenPrediction())"
@@ -211,4 +211,4 @@ def _moved(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
     if local.custom is not None:
         return mask_T, of_rank(local.custom).to(dtype)
     w_T = local.counted(mask_T, dtype)
-    return mask_T, w_T if local.factors is None else w_T * of_rank(local.factors).to(dtype)
+    return mask_T, w_T if local.factors is None else times_factors(w_T, of_rank(local.factors))
