@@ -61,7 +61,9 @@ class Hook:
         self._source = Source(reading(read_batch, self.terms, "dataset" in self._needs), read_step)
         self._empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
-        own = {"mask": mask, "empty_step": empty_step, "total": total, **loop._asdict()}
+        factors = getattr(read_batch, "keywords", {}).get("factors")  # see `with_factors`
+        own = {"mask": mask, "factors": factors, "empty_step": empty_step, "total": total}
+        own |= loop._asdict()
         self._settings = settings_of(own, self._extensions)
         self.step_is_empty = False
         self._splits = Splits()

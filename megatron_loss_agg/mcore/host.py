@@ -61,8 +61,15 @@ class ParallelGroups:
         from megatron.core import parallel_state
 
         if pg_collection is not None:
-            dp, cp, tp, pp = (getattr(pg_collection, name) for name in ("dp", "cp", "tp", "pp"))
-            return cls(dp, cp, tp, pp, dist.get_rank(pp) == dist.get_world_size(pp) - 1)
+            names = "dp", "cp", "tp", "pp"
+            groups: dict[str, Any] = {x: getattr(pg_collection, x, None) for x in names}
+            if missing := [name for name, group in groups.items() if group is None]:
+                raise HostError(
+                    f"pg_collection, a {type(pg_collection).__name__}, has no {', '.join(missing)}; "
+                    "expected the groups dp, cp, tp and pp of one module: set them, or leave it out"
+                )
+            stages = dist.get_world_size(groups["pp"])
+            return cls(**groups, last_stage=dist.get_rank(groups["pp"]) == stages - 1)
         return cls(
             # Gloo's where the host has one beside NCCL's: counts then wait for no kernel.
             dp=getattr(parallel_state, "_DATA_PARALLEL_GROUP_GLOO", None)

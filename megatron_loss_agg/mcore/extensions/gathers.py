@@ -18,34 +18,34 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_loss_agg.collectives import all_gather, any_rank
 from megatron_loss_agg.errors import LayoutError
-from megatron_loss_agg.mcore.extension import Extension, Watch
+from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call, ParallelGroups
-from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import TokenLoss
 
 
 class GatherCheck(Extension):
     """Raises, on all context-parallel ranks, if losses were gathered otherwise than declared.
 
-    Or if the ranks have different losses. In the first training step ``compute`` is called twice
-    more for each term, with copies of what the model returned. Not seen are a gather in the forward
+    Or if the ranks have different losses. For a term's first losses with a gradient ``compute`` is
+    called twice more, with copies of what the model returned. Not seen are a gather in the forward
     step, before ``compute``, and a factor by which a gather multiplies gradients.
     """
 
     def __init__(self) -> None:
-        self._verified = False
+        self._known: set[str] = set()  # terms whose gather was measured
 
     def adapt(
         self, call: Call, loss_func: Callable[..., Any], names: Sequence[str]
     ) -> tuple[Callable[..., Any], Sequence[str]]:
         trains = call.trains and torch.is_grad_enabled()
         whole = loss_func.whole if isinstance(loss_func, TokenLoss) else None
-        if self._verified or whole is None or call.groups.cp_size == 1 or not trains:
+        unknown = [name for name in names if name not in self._known]
+        if not unknown or whole is None or call.groups.cp_size == 1 or not trains:
             return loss_func, names
         given: Any = loss_func
 
         def measured(output: Any, *weights: Any) -> Any:
-            for name in names:
+            for name in unknown:
                 found = _measured(name, given, (output, *weights), call.groups)
                 if found not in (None, whole):
                     raise LayoutError(
@@ -53,21 +53,21 @@ class GatherCheck(Extension):
                         f"{found!r}: the gradient would be wrong by a factor of the number of "
                         f"context-parallel ranks; expected whole={found!r}"
                     )
+                if found is not None:
+                    self._known.add(name)
             return given.compute(output, *weights)
 
         mask, takes = given.loss_mask, given.takes_weights
         return TokenLoss(measured, mask, whole, takes_weights=takes), names
 
-    @contextmanager
-    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
-        yield None
-        self._verified |= call.trains and plan is not None and not plan.is_empty
-
 
 def _measured(
     name: str, loss_func: TokenLoss, arguments: Sequence[Any], groups: ParallelGroups
 ) -> str | None:
-    """One of `GATHERS`, the same on all context- and tensor-parallel ranks; None if unknown."""
+    """One of `GATHERS`, the same on all context- and tensor-parallel ranks.
+
+    None if no gradient arrived, as with advantages of 0.
+    """
     own = other = False  # whether losses of this rank, and of another one, reach this rank's part
     for rank in (0, groups.cp_size - 1):
         copies, leaves = _copied(arguments, groups.cp)

@@ -17,7 +17,7 @@ from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.weights import weighted_sum
+from megatron_loss_agg.weights import described, is_plain, weighted_sum
 
 _TOLERANCE = 1e-3
 """Relative tolerance of a loss function's result."""
@@ -44,14 +44,19 @@ class MaskedSum(Extension):
                 return
             if call.ends_step and not x.plan.is_empty:
                 seen.add(kind)
-            loss, is_sum = x.returned[0].detach(), len(x.returned) == 3
+            returned, is_sum = x.returned[0], len(x.returned) == 3
+            if not is_plain(returned) or returned.numel() != 1:
+                raise HostError(
+                    f"the loss function returned {described(returned)} as its loss; expected a "
+                    "tensor of one number, the masked sum"
+                )
+            loss = returned.detach().reshape(())
             if is_sum or call.groups.cp_size == 1:  # or else a mean over a part of the tokens
                 losses, mask = x.losses[x.first], x.masks[x.first]
                 fits = fits_masked_sum(loss, losses, mask, may_be_mean=not is_sum)
                 found.append(torch.stack([fits.double(), loss.double()]))
 
         yield on_loss
-        self._checked |= seen
         for fits, loss in torch.stack(found).tolist() if found else []:
             if not fits:
                 raise HostError(
@@ -60,6 +65,7 @@ class MaskedSum(Extension):
                     "replaced: drop its own factors and divisions, return a TokenLoss, or for "
                     "Megatron's distillation give a term 'kd' and extensions=[Distillation()]"
                 )
+        self._checked |= seen  # not earlier: a loop that catches the error must fail again
 
 
 def _kind(loss_func: Callable[..., Any]) -> object:

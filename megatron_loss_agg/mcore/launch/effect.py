@@ -44,6 +44,12 @@ class GivenFlags:
         self._trains: Hook | None = None
 
     @property
+    def _asked(self) -> str | None:
+        """The aggregation, of our own flags or of a YAML file that Megatron has read."""
+        given = self.values.get("loss_aggregation")
+        return given or getattr(host_args(), "loss_aggregation", None)
+
+    @property
     def skips_step(self) -> bool:
         """Whether the next optimizer's step is to be skipped, since it is empty."""
         return self._trains is not None and self._trains.step_is_empty
@@ -72,7 +78,7 @@ class GivenFlags:
 
     def check_before_step(self, optimizer: Any) -> None:
         """Raise HostError if the flags should have taken effect by this optimizer's step."""
-        if self.values and self._trains is None:
+        if self._trains is None and self._asked:
             raise self._no_effect(
                 f"{type(optimizer).__name__} is about to step, and no forward-backward call has "
                 "trained through the plugin"
@@ -94,13 +100,13 @@ class GivenFlags:
         sets ``do_train`` in its flags.
         """
         idle = self._asks_for_help or hasattr(host_args(), "do_train")
-        if not self.values or self._called or idle:
+        if self._called or idle or not self._asked:
             return None
         return self._no_effect("the script made no step through the plugin")
 
     def _no_effect(self, why: str) -> HostError:
         return HostError(
-            f"{flags.FLAG} {self.values['loss_aggregation']} has no effect: {why}; expected a loop "
+            f"{flags.FLAG} {self._asked} has no effect: {why}; expected a loop "
             "that calls what Megatron-Core's get_forward_backward_func() returns, after install() "
             "and without a LossHook of its own"
         )

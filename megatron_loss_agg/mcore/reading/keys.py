@@ -208,3 +208,9 @@ def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
                 f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
                 f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
             )
+    if aggregation.sample_weights is not None and microbatch.sample_weights is None:
+        raise GroupError(
+            f"sample_weights={aggregation.sample_weights!r} and the batches have no "
+            f"'sample_weights'; expected one for each sample: add that key (floats [samples]) to "
+            f"the batch, {HOW_TO_READ}, or drop --loss-aggregation-sample-weights"
+        )
