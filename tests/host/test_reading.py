@@ -19,10 +19,10 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
-from tests.host.cases import Batch, Case, assert_exact
+from tests.host.cases import EVALUATION, Batch, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
-from tests.host.refusals import EVALUATION, Row, assert_told
+from tests.host.refusals import Refusal, assert_told
 from tests.host.steps import (
     N_MB,
     PLACES,
@@ -227,7 +227,7 @@ def frozen(iterator: Any, model: Any) -> Any:
     return output.detach(), loss_func
 
 
-def as_without_a_hook(step: Any, topology: str, **options: bool) -> Row:
+def as_without_a_hook(step: Any, topology: str, **options: bool) -> Refusal:
     """The same error, the same results, and batches drawn when the host draws them."""
 
     def run(hook: LossHook, model: Any, call: Any) -> None:
@@ -251,7 +251,7 @@ def as_without_a_hook(step: Any, topology: str, **options: bool) -> Row:
         assert stock[:2] == hooked[:2]
         torch.testing.assert_close(stock[2:], hooked[2:], rtol=0, atol=0)
 
-    return Row(topology=topology, run=run)
+    return Refusal(case=Case(run=run), topology=topology)
 
 
 ROWS = {}

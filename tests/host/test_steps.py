@@ -21,6 +21,7 @@ from tests.host import gpt
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, covering
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import reference
+from tests.host.scripts import with_loss
 from tests.host.steps import EMPTY, LENGTHS, MODES, N_MB, PLACES, Places, sequences
 
 LAYOUTS, FLAGS = ("thd", "bshd"), (False, True)
@@ -177,7 +178,7 @@ def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
     def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
         return lambda output: (*TRAPS[cp][name].defective((output * mask).sum(), mask.sum()), {})
 
-    return gpt.forward_step_with(defective)(data_iterator, model)
+    return with_loss(defective, data_iterator, model)
 
 
 @pytest.mark.parametrize("cp", TRAPS)

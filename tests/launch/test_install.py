@@ -123,11 +123,12 @@ def facts_of_models() -> dict[str, Any]:
     from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
+    from tests.host.scripts import with_loss
     from tests.host.steps import Counted
 
     gpt.initialize()
     first, second = gpt.ddp_model(), gpt.ddp_model()
-    squares = gpt.forward_step_with(lambda _, mask: functools.partial(squared, mask))
+    squares = functools.partial(with_loss, lambda _, mask: functools.partial(squared, mask))
 
     def call(model: Any, schedule: Any = None, data: Any = None, **options: Any) -> Any:
         return gpt.run_step(None, model, data or Counted(0), 2, schedule=schedule, **options)
