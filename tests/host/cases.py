@@ -7,10 +7,8 @@ step reports. A file of tests is a table of cases, and the formula of what they 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,9 +34,6 @@ from tests.host.steps import (
     weights_of,
 )
 
-# Set by the version matrix, which asks whether a release is as the newest one is: "covering", or
-# "covering 0 5" on the first of five releases that share the rows.
-COVERS, *PART = os.environ.get("TEST_GRIDS", "all").split()
 Batch = dict[str, Any]
 Step = Callable[..., Any]
 """One call of the schedule: a function of the number of microbatches and of more options."""
@@ -49,20 +44,6 @@ def covering(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few rows of one value of each axis: every ``strength`` axes have all their combinations."""
     rows = sorted(map(tuple, make([list(range(len(axis))) for axis in axes], strength=strength)))
     return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
-
-
-def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All rows, or under the version matrix those of `covering`.
-
-    Releases that share them have a part each, in which every ``strength - 1`` axes have all their
-    combinations.
-    """
-    if COVERS == "all":
-        return list(product(*axes))
-    if not PART:
-        return covering(strength, *axes)
-    part, parts = map(int, PART)
-    return [row for *row, of_part in covering(strength, *axes, range(parts)) if of_part == part]
 
 
 @dataclass(frozen=True, eq=False)

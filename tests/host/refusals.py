@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from tests.host.cases import Case, models_of, take
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
+from tests.host.steps import TWO_ROWS
 
-# Two microbatches of two rows on each of two data-parallel ranks.
-two_rows = functools.partial(Case, layout="bshd", places=(((0, 1), (2, 3)), ((4, 5), (6, 7))))
+two_rows = functools.partial(Case, layout="bshd", places=TWO_ROWS)
 
 
 @dataclass(frozen=True)

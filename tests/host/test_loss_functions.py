@@ -18,7 +18,7 @@ from tests.host import gpt
 from tests.host.cases import EVALUATION, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.steps import EMPTY
+from tests.host.steps import NO_TOKENS
 
 Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
 """Losses and mask -> what a forward step returns."""
@@ -181,7 +181,7 @@ def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Refusal
 
 # As a step without tokens, which verifies nothing.
 DIVIDED = two_rows(step=partial(in_form, bound(divided)))
-EMPTY_STEP = replace(DIVIDED, places=(((EMPTY,), (EMPTY,)),) * 2)
+EMPTY_STEP = replace(DIVIDED, places=NO_TOKENS)
 
 
 FUNCTIONS_REFUSED = {

@@ -6,6 +6,7 @@ What needs no plan is left to the host, and drawn as it draws.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from tests.host.refusals import Refusal, assert_told
 from tests.host.steps import (
     N_MB,
     PLACES,
-    Counted,
+    TWO_ROWS,
     aggregation,
     batch_of,
     batches,
@@ -151,7 +152,9 @@ def rerun_on_host() -> None:
     validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
     machine = rerun_state_machine.get_rerun_state_machine()
-    data = rerun_state_machine.RerunDataIterator(Counted(gpt.data_rank()))
+    data = rerun_state_machine.RerunDataIterator(
+        itertools.cycle(batches(TWO_ROWS[gpt.data_rank()], "bshd"))
+    )
 
     def runs_of_step(scale: float) -> list[Tensor]:
         """The gradient of each."""
@@ -162,7 +165,7 @@ def rerun_on_host() -> None:
 
         found = []
         while machine.should_run_forward_backward(data):
-            gpt.run_step(hook, ddp, data, Counted.N_MB, forward_step_func=forward_step)
+            gpt.run_step(hook, ddp, data, 2, forward_step_func=forward_step)
             found.append(gradients.flat(ddp))
         machine.should_checkpoint_and_exit()
         return found

@@ -34,10 +34,10 @@ from tests.host import gpt, pipeline_parallel
 from tests.host.cases import EVALUATION, Batch, Case, Step, take
 from tests.host.harness import TOPOLOGIES
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.steps import EMPTY, aggregation
+from tests.host.steps import NO_TOKENS, aggregation
 
 N_MB = 2  # of `two_rows`
-NO_TOKENS = two_rows(places=(((EMPTY,), (EMPTY,)),) * 2)
+EMPTY = two_rows(places=NO_TOKENS)
 
 
 def without(batch: Batch, _: tuple[int, ...], key: str) -> Batch:
@@ -165,7 +165,7 @@ FAILED = {
     # Every stage hears of the first step in any case.
     "an empty step": Refusal(
         "PeerError: a rank of the last pipeline stage",
-        replace(NO_TOKENS, after=two_rows(hook={"empty_step": "error"})),
+        replace(EMPTY, after=two_rows(hook={"empty_step": "error"})),
         "pp2",
         {1: "MaskError: every token of the step is masked or rejected"},
     ),
@@ -246,9 +246,7 @@ CALLS = {
     "an evaluation on gradients": Refusal(case=EVALUATED),
     "a call after an evaluation": Refusal(case=two_rows(after=EVALUATED)),
     # Its gradients are zero.
-    "a call after a step without tokens": Refusal(
-        case=replace(NO_TOKENS, call=ON_LEFT, after=NO_TOKENS)
-    ),
+    "a call after a step without tokens": Refusal(case=replace(EMPTY, call=ON_LEFT, after=EMPTY)),
 }
 
 

@@ -26,8 +26,8 @@ from tests.host.cases import (
     Expected,
     assert_exact,
     by_the_oracle,
+    covering,
     evaluate,
-    grid,
     models_of,
     run,
 )
@@ -37,6 +37,7 @@ from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import by_sample, of_terms, with_loss
 from tests.host.steps import (
     EMPTY,
+    NO_TOKENS,
     PLACES,
     PROMPTS,
     Places,
@@ -72,7 +73,7 @@ LOOPS = {
     "evaluation": {"hook": {"loop": Loop()}, "call": {"forward_only": True}},
     "evaluation of --sft": {"hook": {"loop": BY_CALL}, "call": {"forward_only": True}},
 }
-STEPS = grid(2, LOSSES, (False, True), tuple(LOOPS))
+STEPS = covering(2, LOSSES, (False, True), tuple(LOOPS))
 
 
 def with_the_scripts_own(case: Case) -> Expected:
@@ -202,7 +203,6 @@ def test_each_data_set_is_reduced_alone(layout: str) -> None:
 
 # Evaluations of several calls, of which one lacks a data set, and one has no tokens. Megatron adds
 # up the pairs of all calls, or averages the calls' values under ``--sft``.
-NO_TOKENS: Places = (((EMPTY,), (EMPTY,)),) * 2
 CALLS: list[Places] = [
     (((0, 1), (2,)), ((3,), (4, 6))),
     NO_TOKENS,

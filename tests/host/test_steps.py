@@ -22,7 +22,7 @@ from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, coveri
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import reference
 from tests.host.scripts import with_loss
-from tests.host.steps import EMPTY, LENGTHS, MODES, N_MB, PLACES, Places, sequences
+from tests.host.steps import LENGTHS, MODES, N_MB, NO_TOKENS, PLACES, TWO_ROWS, Places, sequences
 
 LAYOUTS, FLAGS = ("thd", "bshd"), (False, True)
 MEGATRON = {"loop": Loop(of_megatron=True)}
@@ -79,11 +79,8 @@ def test_every_step_is_exact_whatever_the_number_of_microbatches(name: str) -> N
     assert_exact(topology, [step for steps in runs for step in steps])
 
 
-NO_TOKENS, TOKENS = ((EMPTY,), (EMPTY,)), ((0, 1), (2, 3))
-
-
 def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
-    ranks = product((NO_TOKENS, TOKENS), (NO_TOKENS, ((4, 6), (7,))))
+    ranks = product(*zip(NO_TOKENS, TWO_ROWS, strict=True))
     ways = [("sample_sum", False), ("sample_sum", True), ("token_mean", True)]
     cases = [
         Case(mode, places=places, per_token=per_token)
