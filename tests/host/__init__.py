@@ -1,7 +1,7 @@
 """Tests on the real host: steps of Megatron-Core's own schedule, on gloo ranks of the CPU.
 
 Read first `cases` (a step as a row of a table, and `assert_exact`), `test_gradients` (every mode
-and every parallelism), and `refusals` (a step that goes wrong as a row, and what ranks are told).
+and every parallelism), and `refusals` (a case that goes wrong, and what each rank is told).
 
 - `steps` has the samples that nearly all steps are of, and the oracle's weights of their tokens;
   `reference` the gradients of their losses, each alone in one fp64 process.

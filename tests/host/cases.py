@@ -7,10 +7,8 @@ step reports. A file of tests is a table of cases, and the formula of what they 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,30 +34,16 @@ from tests.host.steps import (
     weights_of,
 )
 
-# Set by the version matrix, which asks whether a release is as the newest one is: "covering", or
-# "covering 0 5" on the first of five releases that share the rows.
-COVERS, *PART = os.environ.get("TEST_GRIDS", "all").split()
 Batch = dict[str, Any]
+Step = Callable[..., Any]
+"""One call of the schedule: a function of the number of microbatches and of more options."""
+EVALUATION = {"forward_only": True}  # as `Case.call`
 
 
 def covering(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few rows of one value of each axis: every ``strength`` axes have all their combinations."""
     rows = sorted(map(tuple, make([list(range(len(axis))) for axis in axes], strength=strength)))
     return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
-
-
-def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All rows, or under the version matrix those of `covering`.
-
-    Releases that share them have a part each, in which every ``strength - 1`` axes have all their
-    combinations.
-    """
-    if COVERS == "all":
-        return list(product(*axes))
-    if not PART:
-        return covering(strength, *axes)
-    part, parts = map(int, PART)
-    return [row for *row, of_part in covering(strength, *axes, range(parts)) if of_part == part]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +53,7 @@ class Case:
     Functions are those of a module: ranks get them by their names.
     """
 
-    mode: str
+    mode: str = "prompt_mean"
     options: dict[str, Any] = field(default_factory=dict)  # of the aggregation
     masks: str = "01"
     layout: str = "thd"
@@ -80,8 +64,10 @@ class Case:
     terms: Mapping[str, Any] | None = None  # in place of the aggregation
     hook: dict[str, Any] = field(default_factory=dict)  # further arguments of `LossHook`
     batch: Callable[[Batch, tuple[int, ...]], Batch] | None = None  # what the data is, of samples
+    iterator: Callable[[Iterator[Batch]], Any] = iter  # what is made of a rank's batches
     step: Callable[..., Any] | None = None  # the forward step, if not that of `gpt`
     call: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
+    run: Callable[[Any, Any, Step], None] | None = None  # in place of the call: hook, model, call
     calls: tuple[int, ...] = ()  # microbatches of each call, where the step has several
     times: int = 1  # that the step is taken: the first one measures
     after: Case | None = None  # the step before this one, whose hook takes both
@@ -90,6 +76,11 @@ class Case:
     @property
     def aggregation(self) -> LossAggregation:
         return aggregation(self.mode, **self.options)
+
+    @property
+    def steps(self) -> list[Case]:
+        """Those of the hook up to this one."""
+        return [*(self.after.steps if self.after else []), self]
 
     @property
     def weights(self) -> Weights:
@@ -212,9 +203,13 @@ def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) ->
     options = {"forward_step_func": case.step or gpt.forward_step, **case.call}
     with torch.set_grad_enabled(not case.call.get("forward_only")):
         for _ in range(case.times):
-            data = [case.data(rank) if reads else None for _ in range(topology.chunks)]
+            data = [
+                case.iterator(case.data(rank)) if reads else None for _ in range(topology.chunks)
+            ]
             step = functools.partial(gpt.run_step, hook, chunks, one_or_all(data), **options)
-            if case.calls:
+            if case.run:
+                reports = case.run(hook, one_or_all(chunks), step) or []
+            elif case.calls:
                 read = map(case.hook.get("read_batch", read_batch), case.data(rank))
                 reports = in_calls(step, hook, list(read), case.calls)
             else:
@@ -237,10 +232,8 @@ def evaluate(
     return {key: gpt.reported([x for x in every if key in x], key) for key in keys}
 
 
-def in_calls(
-    step: Callable[..., Any], hook: Any, microbatches: list[Any], calls: Sequence[int]
-) -> list[Any]:
-    """One optimizer step by a ``step(number of microbatches)`` for each of ``calls``."""
+def in_calls(step: Step, hook: Any, microbatches: list[Any], calls: Sequence[int]) -> list[Any]:
+    """One optimizer step by a call for each of ``calls``."""
     reports = []
     with hook.step(microbatches):
         for i, number in enumerate(calls):

@@ -236,17 +236,6 @@ def forward_step(
     return losses.view_as(labels), loss_func
 
 
-def forward_step_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Callable[..., Any]:
-    """`forward_step`, its loss function replaced by ``change(stock_loss_func, mask)``."""
-
-    def changed(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
-        losses, loss_func = forward_step(data_iterator, model)
-        (mask,) = loss_func.args
-        return losses, change(loss_func.func, mask)
-
-    return changed
-
-
 def schedule_with(change: Callable[[Callable[..., Any], Tensor], Any]) -> Callable[..., Any]:
     """Megatron's schedule, with ``change(loss_func, output)`` in place of ``loss_func(output)``."""
 

@@ -1,4 +1,4 @@
-"""Steps that go wrong, as rows of a table: what is done, and what each rank is told of it.
+"""Steps that must be refused, as rows of a table: a `Case`, and what each rank is told of it.
 
 A module with a table names it ``ROWS`` and has one test:
 
@@ -14,84 +14,35 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_loss_agg.mcore import LossHook
-from tests.host import cases, gpt
-from tests.host.cases import Case, models_of
+from tests.host.cases import Case, models_of, take
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
-from tests.host.steps import Counted, aggregation, batches
+from tests.host.steps import TWO_ROWS
 
-EVALUATION = {"forward_only": True}
-
-
-def hook_of(terms: Any = "prompt_mean", **options: Any) -> Callable[[int], LossHook]:
-    """Of a mode, or of terms: a new hook on every rank."""
-    terms = aggregation(terms) if isinstance(terms, str) else terms
-    return lambda rank: LossHook(terms, **options)
-
-
-def thd(*places: tuple[tuple[int, ...], ...]) -> Callable[[int], Any]:
-    """Packs of the samples ``places``, by data-parallel rank and microbatch."""
-    return lambda rank: batches(places[rank], "thd")
-
-
-def in_turn(*steps: Callable[[int], Iterator[Any]]) -> Callable[[int], Iterator[Any]]:
-    """Steps of `Counted.N_MB` microbatches, each of other data."""
-
-    def data(rank: int) -> Iterator[Any]:
-        for step in steps:
-            batches = step(rank)
-            for _ in range(Counted.N_MB):
-                yield next(batches)
-
-    return data
-
-
-def in_calls(microbatches: Callable[[], Sequence[Any]], *numbers: int) -> Callable[..., None]:
-    """As `Row.run`: a ``hook.step`` of the microbatches, of which each call takes a number."""
-    return lambda hook, model, call: cases.in_calls(call, hook, [*microbatches()], numbers)
+two_rows = functools.partial(Case, layout="bshd", places=TWO_ROWS)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One step of the host, or several calls of one, and what becomes of it.
+class Refusal:
+    """What becomes of a step.
 
     Args:
         says: the error that every rank raises, its class and parts of its text, as in "HostError:
-            a term ... return a TokenLoss"; nothing if all is well.
+            a term ... return a TokenLoss"; nothing if all is well. Steps before it succeed.
         on_rank: what some ranks raise instead, by global rank.
-        hook: global rank -> hook.
-        data: data-parallel rank -> data iterator of ``number`` microbatches and more.
-        step: the forward step; or by ``loss`` that of `gpt.forward_step_with`.
-        before: options of earlier calls, which succeed. They use the stock forward step, or that of
-            the option ``loss``.
-        call: other options of the call, such as ``schedule``.
-        run: what is done in place of the call, given the hook, the model and the call: a function
-            of the number of microbatches and of more options.
-        model: the model's configuration when it is built.
-        config: what the row changes in it.
+        unlike: what some ranks do instead, by global rank.
     """
 
     says: str = ""
-    on_rank: Mapping[int, str] = field(default_factory=dict)
+    case: Case = field(default_factory=two_rows)
     topology: str = "dp2"
-    hook: Callable[[int], LossHook] = field(default_factory=hook_of)
-    data: Callable[[int], Any] = Counted
-    number: int = Counted.N_MB
-    step: Callable[..., Any] | None = None
-    loss: Callable[..., Any] | None = None
-    before: Sequence[Mapping[str, Any]] = ()
-    call: Mapping[str, Any] = field(default_factory=dict)
-    run: Callable[[LossHook, Any, Callable[..., Any]], Any] | None = None
-    per_token: bool = False
-    model: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    on_rank: Mapping[int, str] = field(default_factory=dict)
+    unlike: Mapping[int, Case] = field(default_factory=dict)
 
 
 def assert_told(module: str, name: str) -> None:
@@ -102,7 +53,7 @@ def assert_told(module: str, name: str) -> None:
 
 
 def assert_says(error: str | None, says: str) -> None:
-    """As `Row.says`."""
+    """As `Refusal.says`."""
     kind, _, text = says.partition(": ")
     assert (error is None) == (not says), error
     if error is not None:
@@ -111,7 +62,7 @@ def assert_says(error: str | None, says: str) -> None:
         assert "tensor(" not in error
 
 
-def _rows(module: str) -> dict[str, Row]:
+def _rows(module: str) -> dict[str, Refusal]:
     return importlib.import_module(module).ROWS  # type: ignore[no-any-return]
 
 
@@ -128,24 +79,11 @@ def _errors(module: str, topology: str) -> dict[str, str | None]:
     return {name: error_of(_run, row, models) for name, row in rows.items()}
 
 
-def _run(row: Row, models: Callable[[Case], Any]) -> None:
+def _run(row: Refusal, models: Callable[[Case], list[Any]]) -> None:
     """``row`` on this rank."""
-    (ddp,) = models(Case("sum", per_token=row.per_token, config=dict(row.model)))
-    hook = row.hook(dist.get_rank())
-    data = row.data(gpt.data_rank()) if gpt.reads_data() else None
-
-    def step(number: int, *, loss: Any = None, **options: Any) -> None:
-        if loss is not None:
-            options["forward_step_func"] = gpt.forward_step_with(loss)
-        gpt.run_step(hook, ddp, data, number, **options)
-
-    of_call = {"forward_step_func": row.step or gpt.forward_step, "loss": row.loss, **row.call}
-    call = functools.partial(step, **of_call)
-    with mock.patch.dict(vars(ddp.config), row.config):
-        if row.run is not None:
-            row.run(hook, ddp, call)
-            return
-        for options in row.before:
-            told = error_of(step, row.number, **options)
-            assert told is None, told
-        call(row.number)
+    *before, last = row.unlike.get(dist.get_rank(), row.case).steps
+    hook, topology = (before or [last])[0].new_hook(), TOPOLOGIES[row.topology]
+    for case in before:
+        told = error_of(take, case, topology, models(case), hook)
+        assert told is None, told
+    take(last, topology, models(last), hook)

@@ -1,6 +1,6 @@
 """What users' scripts do with masks, losses and the model, right and wrong.
 
-A change of a loss function is made of the stock one and its mask, see `gpt.forward_step_with`.
+A change of a loss function is made of the stock one and its mask, see `with_loss`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss
 from tests.host import gpt
+
+
+def with_loss(change: Callable[[Callable[..., Any], Tensor], Any], *given: Any) -> Any:
+    """`gpt.forward_step`, its loss function replaced by ``change(stock_loss_func, mask)``."""
+    losses, loss_func = gpt.forward_step(*given)
+    return losses, change(loss_func.func, *loss_func.args)
 
 
 def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:

@@ -36,6 +36,9 @@ PLACES: dict[int, Places] = {
     2: (((5,), (0, 1), (2,), (3,)), ((4,), (6, 7), (8,), (9,))),
 }
 N_MB = 4
+# Two microbatches on each of two data-parallel ranks.
+TWO_ROWS: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+NO_TOKENS: Places = (((EMPTY,), (EMPTY,)),) * 2
 # One coefficient for all samples, and one for each of the groups that lie on several ranks:
 # `test_gradients` has all aggregations.
 MODES = ("token_mean", "prompt_mean")
@@ -194,38 +197,3 @@ def batches(
     """A data iterator over one rank's microbatches."""
     chosen = sequences(masks)
     return iter([batch_of([chosen[i] for i in place], layout) for place in places])
-
-
-class Counted:
-    """A data iterator like Megatron's own, with ``__next__`` alone; counts what it gave.
-
-    Every step has the same `Counted.N_MB` batches of `Counted.ROWS` samples, so that the gradient
-    of the first step is also that of later ones.
-
-    Args:
-        active: data-parallel ranks with active tokens.
-        without: keys that the batches lack.
-    """
-
-    N_MB, ROWS = 2, 2
-
-    def __init__(
-        self,
-        data_rank: int,
-        layout: str = "bshd",
-        *,
-        active: tuple[int, ...] = (0, 1),
-        without: tuple[str, ...] = (),
-    ) -> None:
-        self.given = 0
-        first = range(data_rank * self.N_MB * self.ROWS, (data_rank + 1) * self.N_MB * self.ROWS, 2)
-        self._batches = list(batches(tuple((i, i + 1) for i in first), layout))
-        for batch in self._batches:
-            if data_rank not in active:
-                batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-            for key in without:
-                del batch[key]
-
-    def __next__(self) -> dict[str, Any]:
-        self.given += 1
-        return {**self._batches[(self.given - 1) % self.N_MB], "number": self.given - 1}

@@ -25,7 +25,7 @@ from tests.host import gpt, scripts
 from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
 from tests.host.reference import gradient_of_sum, reference
-from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import (
     N_MB,
     PLACES,
@@ -145,14 +145,14 @@ def test_weights_have_factors_and_counts_have_not(name: str) -> None:
 
 
 ROWS = {
-    "no key": Row(
+    "no key": Refusal(
         "MaskError: batch key 'factors' is a NoneType beside a loss_mask of shape (2, 72) ... "
         "read_batch(factors=)",
-        hook=hook_of("sum", read_batch=READ),
+        two_rows("sum", hook={"read_batch": READ}),
     ),
-    "another shape": Row(
+    "another shape": Refusal(
         "MaskError: batch key 'prompt_ids' is a torch.int64 tensor of shape (2,) beside a",
-        hook=hook_of("sum", read_batch=partial(read_batch, factors="prompt_ids")),
+        two_rows("sum", hook={"read_batch": partial(read_batch, factors="prompt_ids")}),
     ),
 }
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.host import gpt
-from tests.host.cases import Batch, Case, assert_exact, covering, grid, run
+from tests.host.cases import Batch, Case, assert_exact, covering, run
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import gradient_of, reference, relative_error
 from tests.host.steps import MODES, PLACES, Weights, deal, sequences
@@ -54,13 +54,13 @@ LOSSES = [
 ]
 MODEL = "shallow"  # there are many cases
 # Data parallel, context parallel; loss; dtype; layout; microbatches; the per-token flag.
-GRID = grid(
+WAYS = covering(
     3,
     *([(1, 1), (2, 1), (1, 2), (2, 2)], LOSSES, (torch.float64, torch.float32)),
     *(("thd", "bshd"), (1, 3), (False, True)),
 )
 CASES: dict[tuple[int, int], dict[str, Case]] = {}
-for (dp, cp), loss, dtype, layout, number, per_token in GRID:
+for (dp, cp), loss, dtype, layout, number, per_token in WAYS:
     way = {"dtype": dtype, "layout": layout, "per_token": per_token}
     case = dataclasses.replace(loss, places=deal(dp, number), **way)
     CASES.setdefault((dp, cp), {})[case.name] = case

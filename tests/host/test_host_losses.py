@@ -21,9 +21,9 @@ from tests.host import gpt, gradients
 from tests.host.cases import Case, assert_exact, take
 from tests.host.harness import TOPOLOGIES, Topology, build_chunks, run_host_ranks
 from tests.host.reference import Gradient, relative_error
-from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.refusals import Refusal, assert_told
 from tests.host.scripts import with_labels
-from tests.host.steps import N_MB, PLACES
+from tests.host.steps import PLACES
 
 Config = dict[str, Any]
 
@@ -173,9 +173,8 @@ def some(batch: dict[str, Tensor]) -> Microbatch:
     return routed(batch) if several else read_batch(batch)
 
 
-def counted(read: Any, says: str = "", per_token: bool = True) -> Row:
-    hook, data = hook_of(read_batch=read), thd(*PLACES[2])
-    return Row(says, hook=hook, data=data, number=N_MB, per_token=per_token)
+def counted(read: Any, says: str = "", per_token: bool = True) -> Refusal:
+    return Refusal(says, Case(hook={"read_batch": read}, per_token=per_token))
 
 
 # Each of the 8 microbatches of two ranks.

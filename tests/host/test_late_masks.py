@@ -28,12 +28,12 @@ from megatron_loss_agg.mcore import (
 )
 from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle
-from tests.host.harness import TOPOLOGIES
+from tests.host.harness import MOE, TOPOLOGIES
 from tests.host.reference import gradient_of_sum, reference
-from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import (
     PLACES,
-    Counted,
+    PROMPTS,
     Weights,
     aggregation,
     sequences,
@@ -188,7 +188,8 @@ def one_more(batch: Any) -> LateMicrobatch:
 
 
 def by_turns(batch: Any) -> Microbatch | LateMicrobatch:
-    return Microbatch(torch.ones(2, 3)) if batch["number"] % 2 else scripts.samples_alone(batch)
+    first = batch["prompt_ids"][0] == PROMPTS[0]
+    return scripts.samples_alone(batch) if first else Microbatch(torch.ones(2, 3))
 
 
 class Needing(Extension):
@@ -196,13 +197,20 @@ class Needing(Extension):
         self.needs = frozenset({need})
 
 
-def refused(mode: str, says: str = "", reads: Any = read_samples, **options: Any) -> Row:
-    """``hooked``: other options of the hook."""
-    hook = hook_of(mode, read_batch=reads, **options.pop("hooked", {}))
-    return Row(says, hook=hook, **options)
+def refused(
+    mode: str,
+    says: str = "",
+    reads: Any = read_samples,
+    change: Any = None,
+    topology: str = "dp2",
+    **options: Any,
+) -> Refusal:
+    """``change``: of the loss function, see `scripts.with_loss`."""
+    hook = {"read_batch": reads, **options.pop("hook", {})}
+    step = partial(scripts.with_loss, change) if change else None
+    return Refusal(says, two_rows(mode, hook=hook, step=step, **options), topology)
 
 
-FLAT = partial(Counted, layout="thd")
 OTHER_VALUES = "MaskError: the model's mask of microbatch 0 has other values"
 NO_TOTAL = "ModeError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
 REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
@@ -216,19 +224,19 @@ ROWS = {
     "a mean of the step": refused("token_mean", NO_TOTAL),
     "a mean of prompts": refused("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
     "fractions that the host divides by": refused(
-        "token_mean", OTHER_VALUES, per_token=True, loss=mask_of(0.5)
+        "token_mean", OTHER_VALUES, per_token=True, change=mask_of(0.5)
     ),
     **{
-        f"a mask of {value}": refused("sum", OTHER_VALUES, loss=mask_of(value))
+        f"a mask of {value}": refused("sum", OTHER_VALUES, change=mask_of(value))
         for value in (-1.0, torch.nan)
     },
     "a mask of another context-parallel rank": refused(
-        "sample_mean", OTHER_VALUES, topology="cp2", loss=mask_of(-1.0, (1,))
+        "sample_mean", OTHER_VALUES, topology="cp2", change=mask_of(-1.0, (1,))
     ),
     "a mask that is flat": refused(
         "sum",
         "MaskError: shape (144,) with None rows, for 2 samples",
-        loss=scripts.with_mask(Tensor.flatten),
+        change=scripts.with_mask(Tensor.flatten),
     ),
     "a mask of other samples": refused(
         "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more
@@ -237,20 +245,20 @@ ROWS = {
         "sample_mean",
         "MaskError: shape (1, 28) with 2 packed seq",
         reads=scripts.samples_alone,
-        data=FLAT,
+        layout="thd",
     ),
     "some batches": refused("sum", "FunctionError: LateMicrobatch ... expected", reads=by_turns),
     "masks with experts": refused(
         "sum",
         "ModeError: calculate_per_token_loss and the model's num_moe_experts with",
         per_token=True,
-        config={"num_moe_experts": 2},
+        config=MOE,
     ),
     **{
-        f"masks with {text}": refused("sum", f"ModeError: {text}", hooked=options)
+        f"masks with {text}": refused("sum", f"ModeError: {text}", hook=options)
         for text, options in REFUSED_OPTIONS.items()
     },
-    "a good step": Row(),
+    "a good step": Refusal(),
 }
 
 

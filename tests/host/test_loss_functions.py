@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import Loop, TokenLoss
 from tests.host import gpt
-from tests.host.cases import Case, Expected, assert_exact, by_the_oracle
+from tests.host.cases import EVALUATION, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_turn
-from tests.host.steps import Counted, batches
+from tests.host.refusals import Refusal, assert_told, two_rows
+from tests.host.steps import NO_TOKENS
 
 Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
 """Losses and mask -> what a forward step returns."""
@@ -173,16 +173,15 @@ NO_MASK = "HostError: the loss function ... has no mask"
 ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
 
 
-def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Row:
+def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Refusal:
     """On one rank."""
-    return Row(
-        says,
-        topology="dp1",
-        hook=hook_of("sum"),
-        data=lambda rank: batches((samples,), "bshd"),
-        number=1,
-        step=partial(in_form, form),
-    )
+    case = Case("sum", layout="bshd", places=((samples,),), step=partial(in_form, form))
+    return Refusal(says, case, "dp1")
+
+
+# As a step without tokens, which verifies nothing.
+DIVIDED = two_rows(step=partial(in_form, bound(divided)))
+EMPTY_STEP = replace(DIVIDED, places=NO_TOKENS)
 
 
 FUNCTIONS_REFUSED = {
@@ -200,13 +199,7 @@ FUNCTIONS_REFUSED = {
         )
         for x in (plain, mean, counted)
     },
-    # A step without tokens verifies nothing.
-    "factors of its own after an empty step": Row(
-        NO_SUM,
-        data=in_turn(partial(Counted, active=()), Counted),
-        step=partial(in_form, bound(divided)),
-        before=[{"forward_step_func": partial(in_form, bound(divided))}],
-    ),
+    "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
     **{
         f"{got}, stock": refused(
             f"HostError: returned {got}; expected (loss, report) or (loss, number of tokens, rep",
@@ -247,16 +240,19 @@ def of_first_token(value: float) -> Callable[[Tensor], Tensor]:
     return lambda mask: mask.masked_fill(mask.cumsum(dim=-1) == 1, value)
 
 
-def changed(change: Any, says: str = CHANGED, before: Any = (), **options: Any) -> Row:
-    return Row(says, step=partial(in_form, with_mask(change)), before=before, **options)
+def changed(change: Any, says: str = CHANGED, **options: Any) -> Refusal:
+    return Refusal(says, two_rows(step=partial(in_form, with_mask(change)), **options))
 
 
-IN_MEGATRON = {"hook": hook_of("prompt_mean", loop=Loop(of_megatron=True))}
+IN_MEGATRON = {"hook": {"loop": Loop(of_megatron=True)}}
+LATER = {"after": two_rows(**IN_MEGATRON), **IN_MEGATRON}
 MASKS = {
     "a changed mask": changed(lambda mask: mask.roll(1, dims=0), f"{CHANGED} ... it sums to"),
-    "a mask changed after an evaluation": changed(lambda mask: mask / 2, before=[EVALUATION]),
-    "a mask changed later": changed(of_first_token(0.0), before=[{}], **IN_MEGATRON),
-    "a mask of NaN later": changed(of_first_token(torch.nan), before=[{}], **IN_MEGATRON),
+    "a mask changed after an evaluation": changed(
+        lambda mask: mask / 2, after=two_rows(call=EVALUATION)
+    ),
+    "a mask changed later": changed(of_first_token(0.0), **LATER),
+    "a mask of NaN later": changed(of_first_token(torch.nan), **LATER),
 }
 
 
@@ -282,20 +278,24 @@ MOVES = (
     ("sample_mean", within_a_sample, False, False),
     ("custom", within_a_sample, True, True),
 )
+PACK = (((0, 1),),)
+
+
+def moved(mode: str, change: Any, is_refused: bool, later: bool) -> Refusal:
+    usual = Case(mode, places=PACK)
+    step = partial(in_form, with_mask(change))
+    case = replace(usual, step=step, after=usual if later else None)
+    return Refusal(CHANGED if is_refused else "", case, "dp1")
+
+
 MOVED = {
-    f"a mask that moved {change.__name__}, {mode}, {'later' if later else 'at first'}": changed(
-        change,
-        CHANGED if is_refused else "",
-        before=[{}] * later,
-        topology="dp1",
-        data=lambda rank: itertools.cycle(batches(((0, 1),), "thd")),
-        number=1,
-        hook=hook_of(mode),
+    f"a mask that moved {change.__name__}, {mode}, {'later' if later else 'at first'}": moved(
+        mode, change, is_refused, later
     )
     for mode, change, *answers in MOVES
-    for later, is_refused in enumerate(answers)
+    for later, is_refused in zip((False, True), answers, strict=True)
 }
-ROWS = {**FUNCTIONS_REFUSED, **MASKS, **MOVED, "a good step": Row()}
+ROWS = {**FUNCTIONS_REFUSED, **MASKS, **MOVED, "a good step": Refusal()}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +20,7 @@ from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES
 from tests.host.reference import Reference, gradient_of_sum, references
-from tests.host.refusals import Row, assert_told, hook_of
+from tests.host.refusals import Refusal, assert_told
 from tests.host.scripts import of_terms, with_labels
 from tests.host.steps import (
     N_MB,
@@ -29,7 +28,6 @@ from tests.host.steps import (
     Sequence,
     aggregation,
     batch_of,
-    batches,
     factored,
     sequences,
     with_factors,
@@ -184,35 +182,27 @@ def contiguous(iterator: Any, model: Any) -> Any:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
-def telling_nothing(rank: int) -> Iterator[Any]:
+def telling_nothing(batch: Batch, _: tuple[int, ...]) -> Batch:
     """Tells no split from another, of which the same weights are at depth 0 alone."""
-    (batch,) = batches(((0, 2),), "bshd")
-    return iter([{name: torch.ones_like(x) for name, x in batch.items()}])
+    return {name: torch.ones_like(x) for name, x in batch.items()}
 
 
-def refused(
-    step: Any, says: str = "", cp: bool = False, terms: Any = "token_mean", **more: Any
-) -> Row:
-    one = {
-        "topology": "cp2" if cp else "dp1",
-        "hook": hook_of(terms, extensions=[MultiTokenPrediction()]),
-        "data": lambda rank: batches(((0, 2),) if cp else ((0,),), "bshd"),
-        "number": 1,
-        "model": CONFIG,
-    }
-    return Row(says, **{**one, "step": step, **more})
+def refused(step: Any, says: str = "", cp: bool = False, **more: Any) -> Refusal:
+    places = (((0, 2) if cp else (0,),),)
+    of_step = case("bshd", False, "token_mean", places=places, step=step, **more)
+    return Refusal(says, of_step, "cp2" if cp else "dp1")
 
 
 UNMASKED = partial(with_labels, loss_mask=None)
 NOT_MOVED = "HostError: are not the loss mask moved by the depth ... (MultiTokenPrediction())"
 ROWS = {
     "without layers": refused(
-        with_labels, "HostError: a model with mtp_num_layers=None", config={"mtp_num_layers": None}
+        with_labels, "HostError: a model with mtp_num_layers=None", config={}
     ),
     "without a factor": refused(
         with_labels,
         "HostError: mtp_num_layers=2, mtp_loss_scaling_factor=None",
-        config={"mtp_loss_scaling_factor": None},
+        config={**CONFIG, "mtp_loss_scaling_factor": None},
     ),
     "without a mask": refused(UNMASKED, NOT_MOVED),
     "without labels": refused(partial(with_labels, labels=None), NOT_MOVED),
@@ -226,7 +216,7 @@ ROWS = {
         with_labels,
         "LayoutError: this rank's mask and tokens fit the splits",
         cp=True,
-        data=telling_nothing,
+        batch=telling_nothing,
     ),
     "of a term that weighs nothing": refused(
         partial(of_terms, names="ab", step=with_labels),

@@ -6,6 +6,7 @@ What needs no plan is left to the host, and drawn as it draws.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,14 +20,14 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
-from tests.host.cases import Batch, Case, assert_exact
+from tests.host.cases import EVALUATION, Batch, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference
-from tests.host.refusals import EVALUATION, Row, assert_told
+from tests.host.refusals import Refusal, assert_told
 from tests.host.steps import (
     N_MB,
     PLACES,
-    Counted,
+    TWO_ROWS,
     aggregation,
     batch_of,
     batches,
@@ -151,7 +152,9 @@ def rerun_on_host() -> None:
     validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
     machine = rerun_state_machine.get_rerun_state_machine()
-    data = rerun_state_machine.RerunDataIterator(Counted(gpt.data_rank()))
+    data = rerun_state_machine.RerunDataIterator(
+        itertools.cycle(batches(TWO_ROWS[gpt.data_rank()], "bshd"))
+    )
 
     def runs_of_step(scale: float) -> list[Tensor]:
         """The gradient of each."""
@@ -162,7 +165,7 @@ def rerun_on_host() -> None:
 
         found = []
         while machine.should_run_forward_backward(data):
-            gpt.run_step(hook, ddp, data, Counted.N_MB, forward_step_func=forward_step)
+            gpt.run_step(hook, ddp, data, 2, forward_step_func=forward_step)
             found.append(gradients.flat(ddp))
         machine.should_checkpoint_and_exit()
         return found
@@ -227,7 +230,7 @@ def frozen(iterator: Any, model: Any) -> Any:
     return output.detach(), loss_func
 
 
-def as_without_a_hook(step: Any, topology: str, **options: bool) -> Row:
+def as_without_a_hook(step: Any, topology: str, **options: bool) -> Refusal:
     """The same error, the same results, and batches drawn when the host draws them."""
 
     def run(hook: LossHook, model: Any, call: Any) -> None:
@@ -251,7 +254,7 @@ def as_without_a_hook(step: Any, topology: str, **options: bool) -> Row:
         assert stock[:2] == hooked[:2]
         torch.testing.assert_close(stock[2:], hooked[2:], rtol=0, atol=0)
 
-    return Row(topology=topology, run=run)
+    return Refusal(case=Case(run=run), topology=topology)
 
 
 ROWS = {}

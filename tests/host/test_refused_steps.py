@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -30,12 +31,17 @@ from megatron_loss_agg.mcore import (
     read_samples,
 )
 from tests.host import gpt, pipeline_parallel
+from tests.host.cases import EVALUATION, Batch, Case, Step, take
 from tests.host.harness import TOPOLOGIES
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls, in_turn, thd
-from tests.host.steps import Counted, aggregation
+from tests.host.refusals import Refusal, assert_told, two_rows
+from tests.host.steps import NO_TOKENS, aggregation
 
-EMPTY = partial(Counted, active=())
-Call = Callable[..., None]  # see `Row.run`
+N_MB = 2  # of `two_rows`
+EMPTY = two_rows(places=NO_TOKENS)
+
+
+def without(batch: Batch, _: tuple[int, ...], key: str) -> Batch:
+    return {name: x for name, x in batch.items() if name != key}
 
 
 def read_too_many(iterator: Any, number: int) -> list[Any]:
@@ -73,35 +79,36 @@ def a_column(batch: dict[str, Tensor]) -> Microbatch:
 
 NO_OFFSETS = "GroupError: has no 'cu_seqlens' ... add it"
 BATCHES = {
-    "no prompts": Row(
+    "no prompts": Refusal(
         "GroupError: have no 'prompt_ids' ... add that key",
-        data=partial(Counted, without=("prompt_ids",)),
+        two_rows(batch=partial(without, key="prompt_ids")),
     ),
-    "no mask": Row(
+    "no mask": Refusal(
         "MaskError: expected a mapping with the tensor 'loss_mask'",
-        data=partial(Counted, without=("loss_mask",)),
+        two_rows(batch=partial(without, key="loss_mask")),
     ),
-    "two batches a microbatch": Row(
+    "two batches a microbatch": Refusal(
         "StepError: drew 4 batches for 2 microbatches ... once each",
-        step=draws_twice,
-        hook=hook_of("sum"),
-        data=lambda rank: itertools.repeat(next(Counted(rank))),
+        two_rows("sum", step=draws_twice, iterator=itertools.cycle),
     ),
-    "another number of microbatches": Row(
+    "another number of microbatches": Refusal(
         "FunctionError: 3 microbatches for a call of the schedule with num_microbatches=2",
-        hook=hook_of("sum", read_step=read_too_many),
+        two_rows("sum", hook={"read_step": read_too_many}),
     ),
     # The batch says nothing of the packs that the model is called with.
-    "packs without offsets": Row(NO_OFFSETS, step=packed_call, hook=hook_of("sample_mean")),
-    "packs without offsets, by position, read as columns": Row(
+    "packs without offsets": Refusal(NO_OFFSETS, two_rows("sample_mean", step=packed_call)),
+    "packs without offsets, by position, read as columns": Refusal(
         NO_OFFSETS,
-        step=partial(packed_call, by_position=True),
-        hook=hook_of("sample_mean", read_batch=a_column),
+        two_rows(
+            "sample_mean",
+            step=partial(packed_call, by_position=True),
+            hook={"read_batch": a_column},
+        ),
     ),
-    "packs without offsets, of no sample": Row(step=packed_call, hook=hook_of("sum")),
-    "no mapping": Row(
+    "packs without offsets, of no sample": Refusal(case=two_rows("sum", step=packed_call)),
+    "no mapping": Refusal(
         "MaskError: the data iterator gave Tensor",
-        data=lambda rank: itertools.repeat(torch.ones(3)),
+        two_rows(iterator=lambda _: itertools.repeat(torch.ones(3))),
     ),
 }
 
@@ -115,14 +122,12 @@ def failing_with(error: BaseException, good: Iterator[Any]) -> Iterator[Any]:
 DISK, INTERRUPT = (partial(failing_with, error) for error in (OSError("disk"), KeyboardInterrupt()))
 
 
-def on_rank(says: str, change: Any, failing: int = 1, topology: str = "dp2") -> Row:
-    """The data iterator of one rank is a bad one, made by ``change``."""
-
-    def data(rank: int) -> Any:
-        good = Counted(rank)
-        return change(good) if dist.get_rank() == failing else good
-
-    return Row("PeerError", {failing: says}, topology, hook_of("token_mean"), data)
+def on_rank(says: str, iterator: Any, rank: int = 1, topology: str = "dp2") -> Refusal:
+    """The data iterator of one rank is a bad one."""
+    good = two_rows("token_mean")
+    return Refusal(
+        "PeerError", good, topology, {rank: says}, unlike={rank: replace(good, iterator=iterator)}
+    )
 
 
 def mean(plan: Any, i: int) -> Tensor:
@@ -143,10 +148,10 @@ FAILED = {
         f"a reader that fails on rank {rank}, {name}": on_rank("OSError: disk", DISK, rank, name)
         for name, rank in (("dp2", 1), ("cp2", 1), ("pp2", 1), ("tp2", 0))
     },
-    "a function that fails on a rank": Row(
+    "a function that fails on a rank": Refusal(
         "PeerError: see ",
-        {1: "FunctionError: the aggregation function returned weights that"},
-        hook=hook_of(aggregation("custom", function=mean_or_nan)),
+        two_rows("custom", {"function": mean_or_nan}),
+        on_rank={1: "FunctionError: the aggregation function returned weights that"},
     ),
     "data that ends in a step": on_rank(
         "StepError: the data iterator ended after 1 of the 2 batches",
@@ -158,58 +163,53 @@ FAILED = {
         "HostError: data_iterator is a NoneType on a rank that reads data", lambda good: None
     ),
     # Every stage hears of the first step in any case.
-    "an empty step": Row(
+    "an empty step": Refusal(
         "PeerError: a rank of the last pipeline stage",
-        {1: "MaskError: every token of the step is masked or rejected"},
+        replace(EMPTY, after=two_rows(hook={"empty_step": "error"})),
         "pp2",
-        hook_of("token_mean", empty_step="error"),
-        in_turn(Counted, EMPTY),
-        before=[{}],
+        {1: "MaskError: every token of the step is masked or rejected"},
     ),
 }
 
 
 # Steps of several calls.
-FOUR = thd(((0, 1), (2,), (3,), (4, 6)))
+FOUR = Case(places=(((0, 1), (2,), (3,), (4, 6)),))
 
 
-def step_of_four() -> list[Microbatch]:
-    return [read_batch(batch) for batch in FOUR(0)]
+def of_calls(*numbers: int, says: str = "") -> Refusal:
+    return Refusal(says, replace(FOUR, calls=numbers), "dp1")
 
 
-def of_calls(*numbers: int, says: str = "") -> Row:
-    return Row(says, topology="dp1", data=FOUR, run=in_calls(step_of_four, *numbers))
-
-
-def evaluating_between(hook: LossHook, model: Any, call: Call) -> None:
-    with hook.step(step_of_four()):
+def evaluating_between(hook: LossHook, model: Any, call: Step) -> None:
+    read = [read_batch(batch) for batch in FOUR.data(0)]
+    with hook.step(read[:2] + read[3:]):
         call(2)
         call(1, zero_grad=False, **EVALUATION)
-        call(2, zero_grad=False)
+        call(1, zero_grad=False)
 
 
-def nested(hook: LossHook, model: Any, call: Call) -> None:
-    with hook.step(step_of_four()), hook.step(step_of_four()):
+def nested(hook: LossHook, model: Any, call: Step) -> None:
+    with hook.step([]), hook.step([]):
         pass
 
 
-def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
-    with hook.step(step_of_four()):
+def failing_loop(hook: LossHook, model: Any, call: Step) -> None:
+    with hook.step([]):
         raise RuntimeError("of the loop")
 
 
-def after_another_hook(hook: LossHook, model: Any, call: Call) -> None:
+def after_another_hook(hook: LossHook, model: Any, call: Step) -> None:
     """A call on the gradients that another hook's call left."""
-    gpt.run_step(hook_of("sum")(0), model, Counted(gpt.data_rank()), Counted.N_MB)
-    call(Counted.N_MB, zero_grad=False)
+    take(two_rows("sum"), TOPOLOGIES["dp2"], [model])
+    call(N_MB, zero_grad=False)
 
 
-def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = False) -> None:
+def without_zero_grad(hook: LossHook, model: Any, call: Step, zeroed: bool = False) -> None:
     """A loop that zeroes Megatron's buffer, and its optimizer's gradients only if ``zeroed``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     try:
         for _ in range(2):
-            call(Counted.N_MB)
+            call(N_MB)
             for parameter in model.parameters():
                 parameter.grad = parameter.main_grad
             optimizer.step()
@@ -221,6 +221,7 @@ def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = Fal
 
 LEFT = "StepError: a forward-backward call on the gradients that the last"
 ON_LEFT = {"zero_grad": False}
+EVALUATED = two_rows(call={**ON_LEFT, **EVALUATION}, after=two_rows())
 CALLS = {
     "calls that leave microbatches": of_calls(
         *(1, 2), says="StepError: ends with 1 of 4 microbatches left ... calls that take all of"
@@ -229,22 +230,23 @@ CALLS = {
         *(3, 2), says="StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
     ),
     "calls that take all": of_calls(1, 2, 1),
-    "an evaluation between the calls": Row(
-        topology="dp1",
-        data=thd(((0, 1), (2,), (7,), (3,), (4, 6))),
-        run=evaluating_between,
+    "an evaluation between the calls": Refusal(
+        case=replace(FOUR, run=evaluating_between), topology="dp1"
     ),
-    "a step in a step": Row("StepError: expected one step at a time", run=nested),
-    "an error of the loop's own": Row("RuntimeError: of the loop", run=failing_loop),
-    "a call on the gradients of another hook": Row(LEFT, run=after_another_hook),
-    "a call without the optimizer's zero_grad": Row(
-        "StepError: first microbatch twice ... optimizer.zero_grad()", run=without_zero_grad
+    "a step in a step": Refusal("StepError: expected one step at a time", two_rows(run=nested)),
+    "an error of the loop's own": Refusal("RuntimeError: of the loop", two_rows(run=failing_loop)),
+    "a call on the gradients of another hook": Refusal(LEFT, two_rows(run=after_another_hook)),
+    "a call without the optimizer's zero_grad": Refusal(
+        "StepError: first microbatch twice ... optimizer.zero_grad()",
+        two_rows(run=without_zero_grad, iterator=itertools.cycle),
     ),
-    "a call with it": Row(run=partial(without_zero_grad, zeroed=True)),
-    "an evaluation on gradients": Row(before=[{}], call={**ON_LEFT, **EVALUATION}),
-    "a call after an evaluation": Row(before=[{}, {**ON_LEFT, **EVALUATION}]),
+    "a call with it": Refusal(
+        case=two_rows(run=partial(without_zero_grad, zeroed=True), iterator=itertools.cycle)
+    ),
+    "an evaluation on gradients": Refusal(case=EVALUATED),
+    "a call after an evaluation": Refusal(case=two_rows(after=EVALUATED)),
     # Its gradients are zero.
-    "a call after a step without tokens": Row(data=EMPTY, before=[{}], call=ON_LEFT),
+    "a call after a step without tokens": Refusal(case=replace(EMPTY, call=ON_LEFT, after=EMPTY)),
 }
 
 
@@ -261,22 +263,29 @@ def past_the_model(iterator: Any, model: Any) -> Any:
     return weight.sum() + torch.zeros_like(mask), partial(gpt.stock_loss_func, mask)
 
 
-def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> None:
+def without_a_number(hook: LossHook, model: Any, call: Step, **bound: int) -> None:
     """A call without ``num_microbatches``, which a schedule may have already."""
-    model.zero_grad_buffer()
-    hook.wrap(partial(pipeline_parallel.get_forward_backward_func(), **bound))(
-        forward_step_func=gpt.forward_step,
-        data_iterator=Counted(gpt.data_rank()),
-        model=[model],
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+
+    def schedule(num_microbatches: int, **arguments: Any) -> Any:
+        own = partial(pipeline_parallel.get_forward_backward_func(), **bound)
+        return hook.wrap(own)(**arguments)
+
+    gpt.run_step(None, model, two_rows().data(gpt.data_rank()), N_MB, schedule=schedule)
 
 
-def with_instances(hook: LossHook, model: Any, call: Call) -> None:
+def with_config(hook: LossHook, model: Any, call: Step, **config: Any) -> None:
+    """A call of a model whose configuration has changed."""
+    with mock.patch.dict(vars(model.config), config):
+        call(N_MB)
+
+
+def with_instances(hook: LossHook, model: Any, call: Step) -> None:
     with mock.patch.object(model.ddp_config, "num_distributed_optimizer_instances", 2):
-        call(Counted.N_MB)
+        call(N_MB)
+
+
+def configured(says: str = "", **config: Any) -> Refusal:
+    return Refusal(says, two_rows(run=partial(with_config, **config)))
 
 
 OWN_GROUPS = "HostError: groups of their own ... "
@@ -286,59 +295,56 @@ OFF = {
     "overlap_moe_expert_parallel_comm": "HostError: overlap ... cannot be checked",
 }
 SETTINGS = {
-    "fewer losses than microbatches": Row(
-        "HostError: computed 1 losses for 2 microbatches", call={"schedule": one_less}
+    "fewer losses than microbatches": Refusal(
+        "HostError: computed 1 losses for 2 microbatches", two_rows(call={"schedule": one_less})
     ),
-    "no number of microbatches": Row(
-        "HostError: called without num_microbatches=; expected", run=without_a_number
+    "no number of microbatches": Refusal(
+        "HostError: called without num_microbatches=; expected", two_rows(run=without_a_number)
     ),
-    "a number that the schedule has": Row(run=partial(without_a_number, num_microbatches=2)),
-    "a model that is not called": Row(
+    "a number that the schedule has": Refusal(
+        case=two_rows(run=partial(without_a_number, num_microbatches=N_MB))
+    ),
+    "a model that is not called": Refusal(
         "HostError: a loss without a call of the model ... --overlap-moe",
-        step=past_the_model,
-        hook=hook_of("sample_mean"),
+        two_rows("sample_mean", step=past_the_model),
     ),
-    "a model that is not called, of no sample": Row(step=past_the_model, hook=hook_of("sum")),
-    "a context group of all ranks": Row(
-        step=partial(packed_call, local_cp_size=1), hook=hook_of("sum")
+    "a model that is not called, of no sample": Refusal(case=two_rows("sum", step=past_the_model)),
+    "a context group of all ranks": Refusal(
+        case=two_rows("sum", step=partial(packed_call, local_cp_size=1))
     ),
-    "a context group of a sample's own": Row(
+    "a context group of a sample's own": Refusal(
         "HostError: local_cp_size=2 ... one group of 1 ... --hybrid-context-parallel",
-        step=partial(packed_call, local_cp_size=2),
+        two_rows(step=partial(packed_call, local_cp_size=2)),
     ),
-    **{f"the flag {name}": Row(says, config={name: True}) for name, says in OFF.items()},
-    "a graph of an iteration": Row(
+    **{f"the flag {name}": configured(says, **{name: True}) for name, says in OFF.items()},
+    "a graph of an iteration": configured(
         "HostError: it replays one step's weights for all ... graphs of layers",
-        config={"cuda_graph_impl": "full_iteration"},
+        cuda_graph_impl="full_iteration",
     ),
-    "graphs of layers": Row(
-        config={"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration_inference"]}
+    "graphs of layers": configured(
+        cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"]
     ),
     # Megatron itself then scales wrongly.
-    "optimizer instances": Row(
+    "optimizer instances": Refusal(
         "HostError: instances > 1 ... pipeline stages",
-        topology="pp2",
-        per_token=True,
-        run=with_instances,
+        two_rows(per_token=True, run=with_instances),
+        "pp2",
     ),
 }
 
 
 # Ranks that were told different things.
-def unlike(said: str, last: Any, others: Any, topology: str = "dp2", **options: Any) -> Row:
-    """The last rank's hook has the terms ``last`` and these options, all others' have not."""
+def unlike(said: str, last: Case, others: Case, topology: str = "dp2") -> Refusal:
+    """The last rank takes another step than all others."""
     rank = TOPOLOGIES[topology].world_size - 1
     says = f"ModeError: ranks have different settings ... {said} ... rank(s) [{rank}]"
-    hooks = {True: partial(LossHook, last, **options), False: partial(LossHook, others)}
-    return Row(says, topology=topology, hook=lambda r: hooks[r == rank]())
+    return Refusal(says, others, topology, unlike={rank: last})
 
 
-def but_on_the_last_rank(hook: LossHook, model: Any, call: Call) -> None:
-    if dist.get_rank() != dist.get_world_size() - 1:
-        call(Counted.N_MB)
+def nothing(hook: LossHook, model: Any, call: Step) -> None: ...
 
 
-MEAN, CUSTOM = aggregation("token_mean"), partial(aggregation, "custom")
+MEAN = two_rows("token_mean")
 OPTIONS: dict[str, dict[str, Any]] = {
     "empty_step=error": {"empty_step": "error"},
     "mask=model": {"read_batch": read_samples},
@@ -350,32 +356,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "report_datasets=1": {"extensions": [DatasetReports()]},
     "moe=step": {"extensions": [RouterLosses()]},
 }
-TERMS = {
-    "sum (divisor: 3) on": (aggregation("sum", divisor=3.0), aggregation("sum", divisor=2.0)),
-    "twice_the_mean": (CUSTOM(function=twice_the_mean), CUSTOM(function=mean)),
-    "0.1234571 * kl: token_mean": ({"kl": Term(MEAN, 0.1234571)}, {"kl": Term(MEAN, 0.1234567)}),
+DIFFERENT = {
+    "sum (divisor: 3) on": [two_rows("sum", {"divisor": x}) for x in (3.0, 2.0)],
+    "twice_the_mean": [two_rows("custom", {"function": x}) for x in (twice_the_mean, mean)],
+    "0.1234571 * kl: token_mean": [
+        two_rows(terms={"kl": Term(aggregation("token_mean"), x)}) for x in (0.1234571, 0.1234567)
+    ],
+    **{said: [replace(MEAN, hook=options), MEAN] for said, options in OPTIONS.items()},
 }
+PATIENT = two_rows("token_mean", hook={"extensions": [Agreement(patience=2)]})
 RANKS = {
-    **{f"ranks with other terms: {said}": unlike(said, *terms) for said, terms in TERMS.items()},
+    **{f"ranks unlike in {said}": unlike(said, *cases) for said, cases in DIFFERENT.items()},
     **{
-        f"ranks with other terms, {name}": unlike("sum on", aggregation("sum"), MEAN, name)
+        f"ranks unlike in the mode, {name}": unlike("sum on", two_rows("sum"), MEAN, name)
         for name in ("dp2", "cp2", "pp2-tp2-sp")
     },
-    **{
-        f"ranks with another option: {said}": unlike(said, MEAN, MEAN, **options)
-        for said, options in OPTIONS.items()
-    },
-    "ranks with another type of the divisor": Row(
-        hook=lambda rank: LossHook(aggregation("sum", divisor=2.0 if rank else 2))
+    "ranks with another type of the divisor": Refusal(
+        case=two_rows("sum", {"divisor": 2}), unlike={1: two_rows("sum", {"divisor": 2.0})}
     ),
-    "good steps": Row(),
+    "good steps": Refusal(),
     # Last, since the ranks are no more in step then.
-    "a rank without a hook": Row(
+    "a rank without a hook": Refusal(
         "PeerError: rank(s) [3] have not called",
-        {3: ""},
+        PATIENT,
         "pp2-tp2-sp",
-        hook_of("token_mean", extensions=[Agreement(patience=2)]),
-        run=but_on_the_last_rank,
+        {3: ""},
+        {3: replace(PATIENT, run=nothing)},
     ),
 }
 ROWS = {**BATCHES, **FAILED, **CALLS, **SETTINGS, **RANKS}

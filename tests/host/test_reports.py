@@ -20,25 +20,24 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import DatasetReports, Loop, RouterLosses, read_batch
 from tests import oracle
-from tests.host import gpt
 from tests.host.cases import (
     Batch,
     Case,
     Expected,
     assert_exact,
     by_the_oracle,
+    covering,
     evaluate,
-    grid,
     models_of,
     run,
 )
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
-from tests.host.refusals import Row, assert_told, hook_of, thd
-from tests.host.scripts import by_sample, of_terms
+from tests.host.refusals import Refusal, assert_told, two_rows
+from tests.host.scripts import by_sample, of_terms, with_loss
 from tests.host.steps import (
     EMPTY,
-    N_MB,
+    NO_TOKENS,
     PLACES,
     PROMPTS,
     Places,
@@ -66,7 +65,7 @@ def with_another_key(stock: Any, mask: Tensor) -> Any:
 
 def forward_step(iterator: Any, model: Any) -> Any:
     """Reports another pair of the script's own."""
-    return gpt.forward_step_with(with_another_key)(iterator, model)
+    return with_loss(with_another_key, iterator, model)
 
 
 LOOPS = {
@@ -74,7 +73,7 @@ LOOPS = {
     "evaluation": {"hook": {"loop": Loop()}, "call": {"forward_only": True}},
     "evaluation of --sft": {"hook": {"loop": BY_CALL}, "call": {"forward_only": True}},
 }
-STEPS = grid(2, LOSSES, (False, True), tuple(LOOPS))
+STEPS = covering(2, LOSSES, (False, True), tuple(LOOPS))
 
 
 def with_the_scripts_own(case: Case) -> Expected:
@@ -204,7 +203,6 @@ def test_each_data_set_is_reduced_alone(layout: str) -> None:
 
 # Evaluations of several calls, of which one lacks a data set, and one has no tokens. Megatron adds
 # up the pairs of all calls, or averages the calls' values under ``--sft``.
-NO_TOKENS: Places = (((EMPTY,), (EMPTY,)),) * 2
 CALLS: list[Places] = [
     (((0, 1), (2,)), ((3,), (4, 6))),
     NO_TOKENS,
@@ -277,18 +275,20 @@ UNKNOWN = (
 )
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 ROWS = {
-    "no data sets": Row(
+    "no data sets": Refusal(
         "GroupError: a report groups by dataset and a microbatch has",
-        hook=hook_of("sum", extensions=[DatasetReports()]),
+        two_rows("sum", hook={"extensions": [DatasetReports()]}),
     ),
-    "routers": Row(
+    "routers": Refusal(
         "" if RELEASE.startswith("0.19.") else UNKNOWN,
-        topology="dp1",
-        hook=hook_of("token_mean", extensions=[RouterLosses()]),
-        data=thd(*PLACES[1]),
-        number=N_MB,
-        per_token=True,
-        model={**MODELS["moe"], **BALANCED},
+        Case(
+            "token_mean",
+            places=PLACES[1],
+            per_token=True,
+            config={**MODELS["moe"], **BALANCED},
+            hook={"extensions": [RouterLosses()]},
+        ),
+        "dp1",
     ),
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import Gradient, gradient_of, reference
-from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.refusals import Refusal, assert_told
 from tests.host.steps import MULTIPLE, Places, batches, sequences
 
 Microbatches = tuple[tuple[int, ...], ...]
@@ -203,24 +202,26 @@ def without_the_function(**arguments: Any) -> Any:
     return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
-def then_padded(rank: int) -> Iterator[Batch]:
-    """A step in which nothing is said to be padding, and one with padding."""
-    yield from ({**batch, "length": batch["tokens"].numel()} for batch in PADDED[0].data(0))
-    yield from PADDED[0].data(0)
+def of_whole_length(batch: Batch, _: tuple[int, ...]) -> Batch:
+    """Nothing is said to be padding."""
+    return {**batch, "length": batch["tokens"].numel()}
 
 
-def refused(says: str, reads: Any = read_batch, **options: Any) -> Row:
-    hook = hook_of("token_mean", read_batch=reads, **HOOK)
-    return Row(says, **{"hook": hook, "data": thd(*REFUSED_PLACES), "model": EXPERTS, **options})
+def refused(
+    says: str, reads: Any = read_batch, topology: str = "dp2", on_rank: Any = (), **options: Any
+) -> Refusal:
+    hook = {"read_batch": reads, **HOOK}
+    way = {"hook": hook, "places": REFUSED_PLACES, "config": EXPERTS, **options}
+    return Refusal(says, Case("token_mean", **way), topology, dict(on_rank))
 
 
 ROWS = {
     "over all ranks": refused(
         "HostError: global_aux_loss over 2 data-parallel ranks ... expected one, or aux_loss",
-        model={**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+        config={**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
     ),
     "without experts": refused(
-        "HostError: with a model without experts; expected --num-experts: or drop it", model={}
+        "HostError: with a model without experts; expected --num-experts: or drop it", config={}
     ),
     # Who finds it says what it is; the other has heard of it.
     "of other tokens": refused(
@@ -246,10 +247,16 @@ ROWS = {
         "HostError: routers saw microbatches of [4, 20] tokens ... planned are [24]; expected ..."
         " Microbatch(routed_tokens=): without padding if the model gets a padding_mask",
         topology="dp1",
-        data=then_padded,
-        number=3,
+        layout="bshd",
+        places=PADDED[0].places,
+        batch=of_length,
         step=telling_padding,
-        before=[{"forward_step_func": telling_padding}],
+        after=dataclasses.replace(
+            PADDED[0],
+            batch=of_whole_length,
+            config=EXPERTS,
+            hook={**HOOK, "read_batch": read_batch},
+        ),
     ),
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -23,9 +22,9 @@ from torch import Tensor
 from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import DatasetReports, TokenLoss, read_batch
 from tests.host import gpt, parallel_state
-from tests.host.cases import Batch, Case, Found, run
+from tests.host.cases import EVALUATION, Batch, Case, Found, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, in_calls
+from tests.host.refusals import Refusal, assert_told
 
 LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
 TOKENS = sum(LENGTHS)
@@ -219,37 +218,38 @@ def test_reports_by_data_set_know_the_split_where_weights_need_none() -> None:
             assert reports[f"lm loss of dataset {dataset}"] == pytest.approx(wanted, rel=EXACT)
 
 
-def of_pack(split: str, says: str, mode: str = "sample_mean", **hook: Any) -> Row:
-    return Row(
-        f"LayoutError: {says}",
-        topology="cp2",
-        hook=hook_of(mode, **hook),
-        data=lambda rank: iter([PACK]),
-        number=1,
-        step=partial(labels_as_losses, split),
-    )
+def of_pack(split: str, says: str, mode: str = "sample_mean", **hook: Any) -> Refusal:
+    return Refusal(f"LayoutError: {says}", *steps(split, PACK, mode=mode, **hook), "cp2")
 
 
-def windows(rows: int = 2) -> list[Batch]:
+def windows(rows: int) -> list[Batch]:
     """Consecutive windows of one text: the labels of a batch are the tokens of the next one."""
     text = torch.randint(0, 32, (5, rows, 16), generator=torch.Generator().manual_seed(5))
     mask = torch.ones(rows, 16, dtype=torch.float64)
     return [{"tokens": text[i], "labels": text[i + 1], "loss_mask": mask} for i in range(4)]
 
 
-def of_windows(says: str = "", topology: str = "dp1", rows: int = 2, **options: Any) -> Row:
-    of_row = {
-        "hook": hook_of("token_mean"),
-        "data": lambda rank: itertools.cycle(windows(rows)),
-        "step": partial(labels_as_losses, ""),
-        **options,
-    }
-    return Row(says, topology=topology, number=4, **of_row)
+def of_windows(says: str = "", topology: str = "dp1", rows: int = 2, **options: Any) -> Refusal:
+    """A step of four windows, of which a ``batch`` of one number is made."""
+    case = Case(
+        "token_mean",
+        **{
+            "places": (tuple((i,) for i in range(4)),),
+            "batch": partial(window, rows=rows),
+            "step": partial(labels_as_losses, ""),
+            **options,
+        },
+    )
+    return Refusal(says, case, topology)
 
 
-def on_two_ranks(says: str = "", rows: int = 2, reads: Any = read_batch, **script: Any) -> Row:
-    hook, step = hook_of("token_mean", read_batch=reads), partial(labels_as_losses, "", **script)
-    return of_windows(says, "cp2", rows, hook=hook, step=step)
+def window(_: Batch, of_mb: tuple[int, ...], rows: int) -> Batch:
+    return windows(rows)[of_mb[0]]
+
+
+def on_two_ranks(says: str = "", rows: int = 2, reads: Any = read_batch, **script: Any) -> Refusal:
+    step = partial(labels_as_losses, "", **script)
+    return of_windows(says, "cp2", rows, hook={"read_batch": reads}, step=step)
 
 
 def pack_of_rank(batch: Batch) -> Microbatch:
@@ -296,9 +296,16 @@ OF_PARTS = {
 }
 
 
-def ordered(read: Any, order: tuple[int, ...], calls: tuple[int, ...], says: str = "") -> Row:
-    """A step at hand, whose microbatches are in an ``order``."""
-    return of_windows(says, run=in_calls(lambda: [read(windows()[i]) for i in order], *calls))
+def ordered(
+    read: Any, order: tuple[int, ...], calls: tuple[int, ...] = (4,), says: str = ""
+) -> Refusal:
+    """A step at hand, whose data come in another ``order``."""
+
+    def in_order(batches: Iterator[Batch]) -> Iterator[Batch]:
+        given = [*batches]
+        return iter([given[i] for i in order])
+
+    return of_windows(says, hook={"read_batch": read}, iterator=in_order, calls=calls)
 
 
 def by_labels(batch: Batch) -> Microbatch:
@@ -310,11 +317,11 @@ def alike(batch: Batch) -> Microbatch:
     return dataclasses.replace(read_batch(batch), token_ids=torch.zeros_like(batch["tokens"]))
 
 
-def in_one_memory(rank: int) -> Iterator[Batch]:
-    kept = {name: x.clone() for name, x in windows()[0].items()}
-    for batch in windows():
+def in_one_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
+    kept: Batch = {}
+    for batch in batches:
         for name, x in batch.items():
-            kept[name].copy_(x)
+            kept.setdefault(name, x.clone()).copy_(x)
         yield kept
 
 
@@ -322,12 +329,12 @@ ORDER = "StepError: the model is called with the tokens of microbatch"
 OF_MICROBATCHES = {
     "by labels, in calls": ordered(by_labels, (0, 1, 2, 3), (2, 2)),
     "calls swapped": ordered(read_batch, (2, 3, 0, 1), (2, 2), ORDER),
-    "one in place of another": ordered(read_batch, (0, 1, 2, 2), (4,)),
-    "turned dummies": ordered(alike, (3, 0, 1, 2), (4,)),
+    "one in place of another": ordered(read_batch, (0, 1, 2, 2), says=ORDER),
+    "turned dummies": ordered(alike, (3, 0, 1, 2)),
     # Stock Megatron draws each batch before its own forward pass; the hook draws all before the
     # first.
-    "batches in one memory": of_windows(ORDER, data=in_one_memory),
-    "an evaluation in one memory": of_windows(ORDER, data=in_one_memory, call=EVALUATION),
+    "batches in one memory": of_windows(ORDER, iterator=in_one_memory),
+    "an evaluation in one memory": of_windows(ORDER, iterator=in_one_memory, call=EVALUATION),
 }
 ROWS = {**OF_PARTS, **OF_MICROBATCHES}
 

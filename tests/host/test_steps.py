@@ -21,7 +21,8 @@ from tests.host import gpt
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, covering
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import reference
-from tests.host.steps import EMPTY, LENGTHS, MODES, N_MB, PLACES, Places, sequences
+from tests.host.scripts import with_loss
+from tests.host.steps import LENGTHS, MODES, N_MB, NO_TOKENS, PLACES, TWO_ROWS, Places, sequences
 
 LAYOUTS, FLAGS = ("thd", "bshd"), (False, True)
 MEGATRON = {"loop": Loop(of_megatron=True)}
@@ -78,11 +79,8 @@ def test_every_step_is_exact_whatever_the_number_of_microbatches(name: str) -> N
     assert_exact(topology, [step for steps in runs for step in steps])
 
 
-NO_TOKENS, TOKENS = ((EMPTY,), (EMPTY,)), ((0, 1), (2, 3))
-
-
 def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
-    ranks = product((NO_TOKENS, TOKENS), (NO_TOKENS, ((4, 6), (7,))))
+    ranks = product(*zip(NO_TOKENS, TWO_ROWS, strict=True))
     ways = [("sample_sum", False), ("sample_sum", True), ("token_mean", True)]
     cases = [
         Case(mode, places=places, per_token=per_token)
@@ -177,7 +175,7 @@ def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
     def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
         return lambda output: (*TRAPS[cp][name].defective((output * mask).sum(), mask.sum()), {})
 
-    return gpt.forward_step_with(defective)(data_iterator, model)
+    return with_loss(defective, data_iterator, model)
 
 
 @pytest.mark.parametrize("cp", TRAPS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import gradient_of_sum, reference
-from tests.host.refusals import Row, assert_told, hook_of, thd
+from tests.host.refusals import Refusal, assert_told
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
 from tests.host.test_whole_losses import gathered
 
@@ -143,7 +143,7 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
         assert error != "None"
 
 
-def misfit(says: str, losses_of: Any, terms: Any = TERMS, report: Any = None) -> Row:
+def misfit(says: str, losses_of: Any, terms: Any = TERMS, report: Any = None) -> Refusal:
     """The step above, of whose terms ``losses_of`` makes the losses, with a report of its own."""
 
     def step(iterator: Any, model: Any) -> Any:
@@ -151,8 +151,8 @@ def misfit(says: str, losses_of: Any, terms: Any = TERMS, report: Any = None) ->
         own = lambda x: (losses_of(loss.compute(x)[0]), report or {})  # noqa: E731
         return output, TokenLoss(own, loss.loss_mask)
 
-    row = Row(says, topology="dp1", hook=hook_of(terms), data=thd(((0, 1),)), number=1)
-    return dataclasses.replace(row, step=step if losses_of else None)
+    one = Case(terms=terms, places=(((0, 1),),), step=step if losses_of else None)
+    return Refusal(says, one, "dp1")
 
 
 KL = itemgetter("kl")
@@ -167,9 +167,11 @@ ROWS = {
         "MaskError: losses for ['kl']; expected one for each of", lambda x: {"kl": x["kl"]}
     ),
     "too many": misfit(
-        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']", dict, "token_mean"
+        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']",
+        dict,
+        aggregation("token_mean"),
     ),
-    "one of one": misfit("", KL, "token_mean"),
+    "one of one": misfit("", KL, aggregation("token_mean")),
     "taken name": misfit(
         "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
         "expected another name, or for the sum of several terms LossHook(total=...)",
@@ -263,16 +265,13 @@ def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str)
     assert_exact(TOPOLOGIES[name], [*expected], expected.__getitem__)
 
 
-def edited(modes: Modes, later: bool) -> Row:
+def edited(modes: Modes, later: bool) -> Refusal:
     """A mask of one term that was not planned; or in a second step alone."""
-    case = masked_case(modes)
-    return Row(
+    case = dataclasses.replace(masked_case(modes), times=1)
+    step = partial(masked_step, edits=True)
+    return Refusal(
         "MaskError: the loss function's mask is not this rank's part",
-        hook=hook_of(case.terms, read_batch=read),
-        data=lambda rank: chain(case.data(rank), case.data(rank)),
-        before=[{"forward_step_func": masked_step, **case.call}] * later,
-        step=partial(masked_step, edits=True),
-        call=case.call,
+        dataclasses.replace(case, step=step, after=case if later else None),
     )
 
 

@@ -8,6 +8,7 @@ Steps of several terms are in `test_terms`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import exp, log1p
@@ -24,11 +25,11 @@ from megatron_loss_agg.mcore import TokenLoss, read_batch
 from megatron_loss_agg.report import Sum
 from tests import oracle
 from tests.host import gpt, parallel_state, scripts
-from tests.host.cases import Case, Expected, assert_exact, covering
+from tests.host.cases import EVALUATION, Case, Expected, assert_exact, covering
 from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
 from tests.host.reference import reference
-from tests.host.refusals import EVALUATION, Row, assert_told, hook_of, thd
-from tests.host.steps import PLACES, PROMPTS, Places, batches, sequences, weights_with
+from tests.host.refusals import Refusal, assert_told, two_rows
+from tests.host.steps import PLACES, PROMPTS, Places, sequences, weights_with
 
 
 class Gathered(torch.autograd.Function):
@@ -216,14 +217,13 @@ def by_sample(batch: dict[str, Tensor]) -> Microbatch:
     return Microbatch(torch.ones(len(batch["prompt_ids"]), 1))
 
 
-def a_row(rank: int) -> Iterator[Any]:
-    return batches(((0,),), "bshd")
+ONE_PACK = Case("sample_mean", places=(((0, 1),),))
+ONE_ROW = {"layout": "bshd", "places": (((0,),),)}
 
 
-def refused(step: Any, says: str = "", reads: Any = read_batch, **options: Any) -> Row:
-    hook = hook_of("sample_mean", read_batch=reads)
-    one = {"topology": "cp2", "data": thd(((0, 1),) * 2), "number": 1}
-    return Row(says, **{**one, "hook": hook, "step": step, **options})
+def refused(step: Any, says: str = "", reads: Any = read_batch, **options: Any) -> Refusal:
+    way = {"step": step, "hook": {"read_batch": reads}, **options}
+    return Refusal(says, replace(ONE_PACK, **way), "cp2")
 
 
 MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
@@ -238,7 +238,7 @@ ROWS = {
     "reduced gradients, said local, after an evaluation": refused(
         REDUCED_SAID_LOCAL,
         MEASURED,
-        before=[{"forward_step_func": whole("reduced_grad"), **EVALUATION}],
+        after=replace(ONE_PACK, step=whole("reduced_grad"), call=EVALUATION),
     ),
     "losses that say nothing": refused(
         whole("local_grad", said=None),
@@ -253,16 +253,14 @@ ROWS = {
         "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
         by_sample,
     ),
-    "losses of an odd length": refused(
-        all_but_the_last, reads=scripts.without_the_last, data=a_row
-    ),
+    "losses of an odd length": refused(all_but_the_last, reads=scripts.without_the_last, **ONE_ROW),
     "parts of an odd length": refused(
         of_parts,
         "MaskError: a loss mask of shape (1, 12), where",
         scripts.without_the_last,
-        data=a_row,
+        **ONE_ROW,
     ),
-    "a good step": Row(topology="cp2"),
+    "a good step": Refusal(case=two_rows(), topology="cp2"),
 }
 
 

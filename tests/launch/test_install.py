@@ -123,14 +123,16 @@ def facts_of_models() -> dict[str, Any]:
     from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
-    from tests.host.steps import Counted
+    from tests.host.scripts import with_loss
+    from tests.host.steps import NO_TOKENS, TWO_ROWS, batches
 
     gpt.initialize()
     first, second = gpt.ddp_model(), gpt.ddp_model()
-    squares = gpt.forward_step_with(lambda _, mask: functools.partial(squared, mask))
+    squares = functools.partial(with_loss, lambda _, mask: functools.partial(squared, mask))
 
-    def call(model: Any, schedule: Any = None, data: Any = None, **options: Any) -> Any:
-        return gpt.run_step(None, model, data or Counted(0), 2, schedule=schedule, **options)
+    def call(model: Any, schedule: Any = None, places: Any = TWO_ROWS, **options: Any) -> Any:
+        data = batches(places[0], "bshd")
+        return gpt.run_step(None, model, data, 2, schedule=schedule, **options)
 
     def installed(*flags: str) -> Any:
         sys.argv = ["script", "--loss-aggregation", "sum", *flags]
@@ -164,7 +166,7 @@ def facts_of_models() -> dict[str, Any]:
     facts["flags left"] = sys.argv[1:]
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
-    call(first, data=Counted(0, active=()))
+    call(first, places=NO_TOKENS)
     facts["skip by torch"] = error_of(sgd.step)
     facts["skip of two models"] = error_of(call, second)
     uninstall()
