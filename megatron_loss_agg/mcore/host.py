@@ -65,8 +65,9 @@ class ParallelGroups:
             groups: dict[str, Any] = {x: getattr(pg_collection, x, None) for x in names}
             if missing := [name for name, group in groups.items() if group is None]:
                 raise HostError(
-                    f"pg_collection, a {type(pg_collection).__name__}, has no {', '.join(missing)}; "
-                    "expected the groups dp, cp, tp and pp of one module: set them, or leave it out"
+                    f"pg_collection, a {type(pg_collection).__name__}, has no "
+                    f"{', '.join(missing)}; expected the groups dp, cp, tp and pp of one module: "
+                    "set them, or leave it out"
                 )
             stages = dist.get_world_size(groups["pp"])
             return cls(**groups, last_stage=dist.get_rank(groups["pp"]) == stages - 1)

@@ -109,7 +109,7 @@ TOKENS = sum(sum(s.sample.mask) for s in sequences())
 PRESET = LossAggregation.preset("verl/token-mean")
 TERMS = {
     "policy": LossAggregation.preset("skyrl/prompt_mean"),
-    "kl": Term(LossAggregation(mode="sum", divisor=1634, sample_weights="skip"), 0.5),
+    "kl": Term(LossAggregation(mode="sum", divisor=1634, rejected="skip"), 0.5),
 }
 
 
@@ -124,8 +124,8 @@ SAID: dict[str, tuple[Case, str, str]] = {
     "pp2": (
         Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),
         "policy: prompt_mean (skyrl/prompt_mean) + "
-        "0.5 * kl: sum (divisor: 1634, sample weights: skip); "
-        "w_t = m_t / (M_prompt * 4); w_t = v_s * m_t / 1634; "
+        "0.5 * kl: sum (divisor: 1634, rejected: skip); "
+        "w_t = m_t / (M_prompt * 4); w_t = m_t / 1634; "
         "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 4 prompts",
         "",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import Loop, TokenLoss
 from tests.host import gpt
-from tests.host.cases import EVALUATION, Case, Expected, assert_exact, by_the_oracle
-from tests.host.harness import TOPOLOGIES
+from tests.host.cases import EVALUATION, Case, Expected, Step, assert_exact, by_the_oracle
+from tests.host.harness import TOPOLOGIES, error_of
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import NO_TOKENS
 
@@ -184,6 +185,12 @@ DIVIDED = two_rows(step=partial(in_form, bound(divided)))
 EMPTY_STEP = replace(DIVIDED, places=NO_TOKENS)
 
 
+def caught_once(hook: Any, model: Any, call: Step) -> None:
+    """A loop that goes on after an error."""
+    assert error_of(call, 2) is not None
+    call(2)
+
+
 FUNCTIONS_REFUSED = {
     "no mask": refused(
         f"{NO_MASK} ... TokenLoss", lambda losses, mask: (losses, lambda x: plain(mask, x))
@@ -200,6 +207,13 @@ FUNCTIONS_REFUSED = {
         for x in (plain, mean, counted)
     },
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
+    "factors of its own, refused before": Refusal(
+        NO_SUM, replace(DIVIDED, iterator=itertools.cycle, run=caught_once)
+    ),
+    "losses that are not summed": refused(
+        "HostError: tensor of shape (3,) as its loss; expected a tensor of one number",
+        bound(returning, (torch.ones(3), torch.tensor(1), {})),
+    ),
     **{
         f"{got}, stock": refused(
             f"HostError: returned {got}; expected (loss, report) or (loss, number of tokens, rep",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -82,6 +83,10 @@ BATCHES = {
     "no prompts": Refusal(
         "GroupError: have no 'prompt_ids' ... add that key",
         two_rows(batch=partial(without, key="prompt_ids")),
+    ),
+    "no weights of samples": Refusal(
+        "GroupError: sample_weights='count' ... have no 'sample_weights' ... add that key",
+        two_rows("token_mean", {"sample_weights": "count"}),
     ),
     "no mask": Refusal(
         "MaskError: expected a mapping with the tensor 'loss_mask'",
@@ -301,6 +306,10 @@ SETTINGS = {
     "no number of microbatches": Refusal(
         "HostError: called without num_microbatches=; expected", two_rows(run=without_a_number)
     ),
+    "groups of no module": Refusal(
+        "HostError: a SimpleNamespace, has no dp, cp, tp ... expected the groups",
+        two_rows(call={"pg_collection": SimpleNamespace(dp=None, pp=1)}),
+    ),
     "a number that the schedule has": Refusal(
         case=two_rows(run=partial(without_a_number, num_microbatches=N_MB))
     ),
@@ -348,6 +357,7 @@ MEAN = two_rows("token_mean")
 OPTIONS: dict[str, dict[str, Any]] = {
     "empty_step=error": {"empty_step": "error"},
     "mask=model": {"read_batch": read_samples},
+    "factors=w": {"read_batch": partial(read_batch, factors="w")},
     "audit=True": {"extensions": [Audit(repeat=True)]},
     "unmeasured=trust": {"extensions": [Audit(trust=True)]},
     "averages_quotients=True": {"loop": Loop(averages_quotients=True)},

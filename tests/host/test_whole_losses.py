@@ -70,6 +70,7 @@ def whole_losses(
     kind: str,
     said: str | None = "as it is",
     early: bool = False,
+    advantage: float = 1.0,
 ) -> tuple[Any, TokenLoss]:
     """A forward step whose losses every context-parallel rank has whole; reports them again.
 
@@ -77,6 +78,7 @@ def whole_losses(
         kind: how they are gathered, see `gathered`.
         said: what the loss function says of that.
         early: gathers in the forward step, so that the loss function has a whole input.
+        advantage: by which losses are multiplied.
     """
     batch = gpt.received(iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
@@ -85,7 +87,7 @@ def whole_losses(
         if not early:
             x = x.mul_(2) / 2  # overwrites its input, as Megatron's cross entropy does
             x = gathered(x, batch, kind)
-        return x, {"again": Sum.of(x, weights)}
+        return advantage * x, {"again": Sum.of(x, weights)}
 
     output = gathered(losses, batch, kind) if early else losses
     said = kind if said == "as it is" else said
@@ -239,6 +241,11 @@ ROWS = {
         REDUCED_SAID_LOCAL,
         MEASURED,
         after=replace(ONE_PACK, step=whole("reduced_grad"), call=EVALUATION),
+    ),
+    "reduced gradients, said local, after a step without a gradient": refused(
+        REDUCED_SAID_LOCAL,
+        MEASURED,
+        after=replace(ONE_PACK, step=whole("reduced_grad", said="local_grad", advantage=0.0)),
     ),
     "losses that say nothing": refused(
         whole("local_grad", said=None),

@@ -100,6 +100,7 @@ SETTINGS: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     ("@-empty-step error", None, {"empty_step": "error"}),
     ("@-empty-step skip", None, {"empty_step": "skip"}),
     ("@-mask model", None, {"mask": "model"}),
+    ("@-factors w", None, {"factors": "w"}),
     ("@-mtp same", None, {"mtp": "same"}),
     ("@-moe step", None, {"moe": "step"}),
     ("@-audit", None, {"audit": True}),
