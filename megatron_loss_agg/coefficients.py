@@ -16,7 +16,7 @@ from megatron_loss_agg.errors import GroupError, StepError
 
 @dataclass(frozen=True, eq=False)
 class StepCoefficients:
-    """What a step's plan knows of this rank's samples without masks by token.
+    """The part of a step's plan that needs no masks by token: a few numbers for each own sample.
 
     Vectors are on the CPU, with the samples of all microbatches in their order.
     """

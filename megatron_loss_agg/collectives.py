@@ -82,7 +82,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[ranks, n] from each rank's [n], in rank order."""
     if group is None or ranks_of(group) == 1:
         return row.unsqueeze(0)
-    sent = fitting(row, group)
+    sent = for_backend(row, group)
     rows = sent.new_empty(ranks_of(group) * row.numel())
     dist.all_gather_into_tensor(rows, sent, group=group)
     return rows.view(-1, row.numel()).cpu()
@@ -124,7 +124,7 @@ def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> 
         if dist.get_rank(group) == source:
             box = [make()]
     finally:  # the others must hear of a failure, too
-        device = fitting(torch.empty(0), group).device
+        device = for_backend(torch.empty(0), group).device
         with torch.no_grad():
             dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
     if box[0] is None:
@@ -136,7 +136,7 @@ def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> 
     return found
 
 
-def fitting(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x`` where ``group``'s backend takes it: on its own device if it can stay there."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if "gloo" not in backends.values():

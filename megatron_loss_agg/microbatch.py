@@ -148,7 +148,7 @@ class Microbatch:
         return self.changed(lambda x: detached(x).clone())
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """With each tensor changed, but the `token_ids`; itself if none is."""
+        """A copy with each tensor but the `token_ids` changed; itself if none changes."""
         given = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         own: dict[str, Any] = {n: y for n, x in given.items() if (y := change(x)) is not x}
         ids = {unit: change(x) for unit, x in self.ids.items()}

@@ -3,7 +3,7 @@
 In every mode (see `aggregation`) the weight is the mask times a coefficient of the sample, with its
 own weight ``v_s``, or 1:
 
-    w_t = m_t * c_s        c_s = v_s / (D * M_within(s) * N_across)      L = sum_t w_t * loss_t
+    w_t = m_t * c_s     c_s = v_s / (D * M_within(s) * C(s) * N_across)     L = sum_t w_t * loss_t
 
 Factors of tokens, where there are any, multiply the weights: ``w_t = m_t * f_t * c_s``.
 Suffixes: ``_S`` samples, ``_T`` tokens.
@@ -102,7 +102,7 @@ def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor
     """``c_s`` of samples of weight 1; 0 in groups without tokens. fp64 [samples].
 
     Args:
-        within_S: fp64 [samples]; mask sum over the whole step of each sample's group.
+        within_S: fp64 [samples]; ``M_within * C`` of each sample.
         across: number of groups in the whole step, or their weight ``V_across``.
         scale: ``1 / D``.
     """
@@ -136,7 +136,7 @@ def token_weights_of(
 
 
 def times_factors(w: Tensor, factors: Tensor | None) -> Tensor:
-    """``w_t * f_t``, in the dtype, on the device and in the shape of the weights; None: of 1."""
+    """``w_t * f_t``, in the dtype, on the device and in the shape of ``w``; None: ``w`` itself."""
     return w if factors is None else w * moved(factors, w.device, w.dtype).reshape(w.shape)
 
 

@@ -16,11 +16,9 @@ def terms_in_words(terms: Mapping[str, Term]) -> str:
     for name, term in terms.items():
         aggregation = term.aggregation
         label, mode = aggregation.label, aggregation.mode
-        settings = [] if label == mode else [label]
+        settings, preset = [] if label == mode else [label], PRESETS.get(label)
         for x in fields(aggregation):
-            value, default = getattr(aggregation, x.name), x.default
-            if x.name == "empty" and label in PRESETS:
-                default = PRESETS[label].empty
+            value, default = getattr(aggregation, x.name), getattr(preset, x.name, x.default)
             if x.name not in ("mode", "name") and value != default:
                 settings.append(f"{x.name.replace('_', ' ')}: {_shown(value)}")
         shown = f"{mode} ({', '.join(settings)})" if settings else mode

@@ -26,20 +26,32 @@ class CallLosses:
     def __init__(
         self,
         call: Call,
-        plan: Callable[[], PlannedStep],  # of the whole step; called when a loss needs it
+        planned: Callable[[], PlannedStep],  # the whole step; called when a loss needs it
         watchers: Sequence[Watch | None],  # what `Extension.around` yielded
         own_tokens: dict[int, int | Tensor],  # see `Step`; is added to
     ) -> None:
         self._call = call
-        self._plan = plan
+        self._planned = planned
         self._watchers = [watch for watch in watchers if watch is not None]
         self._own_tokens = own_tokens
         self._model_calls = ModelCalls(call.chunks[-1], call.groups.cp_size)
-        self.watching_the_model = self._model_calls.watched
-        self._next = call.first
+        self._next = call.first_index
         self._computed: set[int] = set()  # microbatches with a loss
 
-    def forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any] | None]:
+    def run(self, schedule: Callable[..., Any], data_iterator: Any) -> Any:
+        """Call ``schedule`` with our losses; HostError unless it computes one a microbatch."""
+        with self._model_calls.watched():
+            result = self._call.run(schedule, self._forward_step, data_iterator)
+        expected, found = self._call.scale.num_microbatches, len(self._computed)
+        if found != expected and (found or not self._call.may_lack_mask):
+            raise HostError(
+                f"the schedule computed {found} losses for {expected} microbatches; expected one "
+                "each: a mask in all loss functions of a call, or in none, and a schedule that "
+                "takes num_microbatches as it is given"
+            )
+        return result
+
+    def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any] | None]:
         """Call the script's forward step, and replace its loss function by ours.
 
         All that a loss depends on is bound here, so that it may be computed twice.
@@ -55,15 +67,6 @@ class CallLosses:
             return output, None  # the schedule returns the outputs themselves
         return output, functools.partial(self._loss, i, model_call, loss_func)
 
-    def finish(self) -> None:
-        """Raise HostError unless the schedule has computed one loss for each microbatch."""
-        expected, found = self._call.scale.num_microbatches, len(self._computed)
-        if found != expected and (found or not self._call.may_lack_mask):
-            raise HostError(
-                f"the schedule computed {found} losses for {expected} microbatches; expected one "
-                "each"
-            )
-
     def _loss(
         self, i: int, model_call: ModelCall | None, loss_func: Callable[..., Any], output: Any
     ) -> Any:
@@ -75,7 +78,7 @@ class CallLosses:
         names: Sequence[str] = [*call.terms]
         for extension in call.extensions:
             loss_func, names = extension.adapt(call, loss_func, names)
-        masks, plan = token_masks(loss_func, names), self._plan()
+        masks, plan = token_masks(loss_func, names), self._planned()
         # How losses of all tokens were gathered; None: they are of this rank's tokens.
         gather = loss_func.whole if isinstance(loss_func, TokenLoss) else None
         weigher = Weigher(call, plan, i, model_call, call.groups.cp_size if gather else 1)
@@ -84,11 +87,11 @@ class CallLosses:
         if isinstance(loss_func, TokenLoss) and loss_func.takes_weights:
             to_script = _for_script(local, masks)
         losses, reports, returned = token_losses(loss_func, output, masks, to_script)
-        counted = {
-            name: local[name].counted(masks[name], at_least_fp32(x.dtype))
+        unfactored = {
+            name: local[name].unfactored(masks[name], at_least_fp32(x.dtype))
             for name, x in losses.items()
         }
-        weights = {name: local[name].factored(w) for name, w in counted.items()}
+        weights = {name: local[name].factored(w) for name, w in unfactored.items()}
         sums = {name: weighted_sum_of_fitting(w, losses[name]) for name, w in weights.items()}
         parts = [
             times_coefficient(call.terms[name].coefficient, x, losses[name])
@@ -96,7 +99,7 @@ class CallLosses:
         ]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         if call.trains and torch.is_grad_enabled() and not total.requires_grad:
-            _check_frozen(output)
+            _refuse_detached(output)
         x = MicrobatchLoss(
             call=call,
             plan=plan,
@@ -104,7 +107,7 @@ class CallLosses:
             losses=losses,
             masks=masks,
             local=local,
-            counted=counted,
+            unfactored=unfactored,
             weights=weights,
             loss_func=loss_func,
             returned=returned,
@@ -124,8 +127,8 @@ class CallLosses:
             x.report(f"{name} loss", x.sum_pair(f"{name} loss", part, over))
         for watch in self._watchers:
             watch(x)
-        if call.total is not None and len(sums) == len(call.terms):
-            x.report(call.total, x.sum_pair(call.total, x.total))
+        if call.total_name is not None and len(sums) == len(call.terms):
+            x.report(call.total_name, x.sum_pair(call.total_name, x.total))
         if "lm loss" in x.reports:
             x.reports["lm loss"] = x.token_mean("lm loss")
 
@@ -138,9 +141,9 @@ class CallLosses:
         own: int | Tensor = call.groups.cp_part(x.plan.tokens[x.i])
         if x.plan.divided_by_host:
             active = x.masks[x.first].count_nonzero()
-            own = active if x.whole is None else call.groups.cp_part(active)
+            own = active if x.copies == 1 else call.groups.cp_part(active)
         self._own_tokens[x.i] = own
-        if x.i == call.first and call.ends_step:
+        if x.i == call.first_index and call.ends_step:
             own = own + sum(self._own_tokens[earlier] for earlier in range(x.i))
         return own
 
@@ -154,8 +157,8 @@ def _for_script(local: Mapping[str, LocalWeights], masks: Mapping[str, Tensor]) 
     return weights if len(weights) > 1 else next(iter(weights.values()))
 
 
-def _check_frozen(output: Any) -> None:
-    """Raise HostError for a loss without a gradient, unless the model's output has none either."""
+def _refuse_detached(output: Any) -> None:
+    """Raise HostError for losses that were detached from the model's output."""
     if any(x.requires_grad for x in tensors_in(output)):
         raise HostError(
             "losses without a gradient in a training step; expected those of the model's output, "

@@ -56,7 +56,7 @@ class MicrobatchLoss:
     losses: Mapping[str, Tensor]
     masks: Mapping[str, Tensor]  # the loss function's
     local: Mapping[str, LocalWeights]
-    counted: Mapping[str, Tensor]  # `weights` without factors of tokens; the same if there are none
+    unfactored: Mapping[str, Tensor]  # weights without factors of tokens
     weights: Mapping[str, Tensor]
     loss_func: Callable[..., Any]  # the script's, as extensions have adapted it
     returned: Sequence[Any] | None  # by a stock loss function; None: it is a `TokenLoss`
@@ -68,11 +68,6 @@ class MicrobatchLoss:
     def first(self) -> str:
         """The term whose tokens the host counts, and whose mean is ``lm loss``."""
         return next(iter(self.losses))
-
-    @property
-    def whole(self) -> str | None:
-        """See `TokenLoss`; None, too, where no context-parallel ranks split tokens."""
-        return getattr(self.loss_func, "whole", None) if self.copies > 1 else None
 
     @property
     def copies(self) -> int:
@@ -93,7 +88,7 @@ class MicrobatchLoss:
             return _pair(part, self.mask_sums[self.first], copies)
         pairs = self.plan.first.counts.microbatches * call.groups.cp_size  # of the step
         if call.running_means is not None:
-            value = call.running_means[key].add(part, denominator, self.i == call.first)
+            value = call.running_means[key].add(part, denominator, self.i == call.first_index)
             return _pair(value.to(part) * (pairs // copies), 1.0)
         count = 1.0 if call.trains else max(denominator / pairs, _LEAST)
         factor = pairs // copies * count
@@ -112,12 +107,13 @@ class MicrobatchLoss:
         """Add a report: a pair, see `sum_pair`.
 
         Raises:
-            ReportError: the script's loss function, or another part, has one of this name.
+            ReportError: there is one of this name.
         """
         if key in self.reports:
             raise ReportError(
-                f"the loss function reports {key!r}, which is the name of an aggregated loss; "
-                "expected another name, or for the sum of several terms LossHook(total=...)"
+                f"two reports named {key!r}, of the script's loss function, an aggregated loss or "
+                "an extension; expected different names: rename yours, or the sum of several terms "
+                "by LossHook(total=...)"
             )
         self.reports[key] = pair
 
@@ -146,7 +142,7 @@ class Extension:
     """What the plan has to hold besides coefficients, in the next step:
 
     - ``masks``: whole, by token, on every rank of the last pipeline stage;
-    - ``prints``: fingerprints of the tokens;
+    - ``fingerprints``: fingerprints of the tokens;
     - ``stages``: the plan is wanted on every pipeline stage;
     - ``prompt``, ``rollout`` or ``dataset``: the groups by this unit.
     """
@@ -160,7 +156,7 @@ class Extension:
         return ""
 
     def start(self, call: Call) -> None:
-        """On every rank, once for each step or evaluation, before anything is read.
+        """On every rank, once for each step or evaluation, before anything is counted.
 
         May refuse the call, and may communicate.
         """
@@ -191,6 +187,9 @@ def settings_of(hook: Mapping[str, object], extensions: Iterable[Extension]) -> 
     found = dict(hook)
     for extension in extensions:
         if taken := found.keys() & extension.settings().keys():
-            raise ModeError(f"several extensions have the settings {sorted(taken)}; drop one")
+            raise ModeError(
+                f"the settings {sorted(taken)} of {type(extension).__name__} are taken by the hook "
+                "or another extension; expected names of its own: rename them, or drop it"
+            )
         found |= extension.settings()
     return found

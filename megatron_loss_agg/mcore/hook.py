@@ -30,9 +30,9 @@ _FAILED = "a rank of the last pipeline stage could not plan the step; expected i
 
 
 class Hook:
-    """`megatron_loss_agg.mcore.LossHook` with the given extensions and no others."""
+    """What `megatron_loss_agg.mcore.LossHook` does; it adds the checks that every hook has."""
 
-    _complete: Callable[[Iterable[Extension]], list[Extension]] = list
+    _complete: Callable[[Iterable[Extension]], list[Extension]]
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Hook:
         self.step_is_empty = False
         self._splits = Splits()
         self._open: Step | None = None
-        self._planned: set[bool] = set()  # whether a training or an evaluation call was planned
+        self._kinds_planned: set[bool] = set()  # of training, of an evaluation
         self._evaluation: defaultdict[str, RunningMean] = defaultdict(RunningMean)
 
     @property
@@ -98,19 +98,19 @@ class Hook:
                 loop=self._loop,
                 settings=self._settings,
                 extensions=self._extensions,
-                total=self._total,
+                total_name=self._total,
                 splits=self._splits,
             )
             step, iterator = self._open if call.trains else None, call.data_iterator
             if step is None:
-                read, iterator = self._source.of(call, "prints" in self._needs)
+                read, iterator = self._source.reader(call, "fingerprints" in self._needs)
                 step = Step(call.scale.num_microbatches, read)
             first = step.take(call.scale.num_microbatches)
             means = None
             if self._loop.averages_quotients and not call.trains:
                 means = self._evaluation if self._loop.of_megatron else defaultdict(RunningMean)
-            call = replace(call, first=first, ends_step=not step.left, running_means=means)
-            if not call.first:
+            call = replace(call, first_index=first, ends_step=not step.left, running_means=means)
+            if call.begins_step:
                 for extension in self._extensions:
                     extension.start(call)
             return self._run(schedule, call, step, iterator)
@@ -148,7 +148,7 @@ class Hook:
 
     def _run(self, schedule: Callable[..., Any], call: Call, step: Step, iterator: Any) -> Any:
         """One call of the schedule, which is all of ``step`` or a part of it."""
-        plan = None if call.may_lack_mask else self._plan(call, step)
+        plan = None if call.may_lack_mask else self._plan_before_call(call, step)
         with contextlib.ExitStack() as stack:
             if not call.ends_step:
                 stack.enter_context(call.accumulating())
@@ -156,37 +156,36 @@ class Hook:
             if not call.groups.last_stage:
                 result = call.run(schedule, call.arguments["forward_step_func"], iterator)
             else:
-                count = functools.partial(self._count, call, step)
-                losses = CallLosses(call, count, watchers, step.own_tokens)
-                with losses.watching_the_model():
-                    result = call.run(schedule, losses.forward_step, iterator)
-                losses.finish()
+                planned = functools.partial(self._planned, call, step)
+                losses = CallLosses(call, planned, watchers, step.own_tokens)
+                result = losses.run(schedule, iterator)
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
         if call.trains and self._empty_step == "skip":
             self.step_is_empty = any_rank(plan is not None and plan.is_empty, call.groups.pp)
         return result
 
-    def _plan(self, call: Call, step: Step) -> PlannedStep | None:
+    def _plan_before_call(self, call: Call, step: Step) -> PlannedStep | None:
         """The plan of a step, before its calls; None on stages that do not get it."""
-        if call.first:
+        if not call.begins_step:
             return step.plan
         groups, to_stages = call.groups, call.trains and "stages" in self._needs
         refuses_empty = call.trains and self._empty_step == "error"
         # Exchanging failures makes ranks wait: only where one is likely.
-        likely = call.trains not in self._planned or refuses_empty or to_stages
+        likely = call.trains not in self._kinds_planned or refuses_empty or to_stages
         with failing_together([groups.cp, groups.pp] if likely else [], _FAILED):
-            if groups.last_stage and self._count(call, step).is_empty and refuses_empty:
+            if groups.last_stage and self._planned(call, step).is_empty and refuses_empty:
                 raise MaskError(
                     "every token of the step is masked or rejected; expected an active token: "
-                    "fix the data, or choose --loss-aggregation-empty-step skip or step"
+                    "fix the data, or choose --loss-aggregation-empty-step (LossHook(empty_step=)) "
+                    "skip or step"
                 )
-        self._planned.add(call.trains)
+        self._kinds_planned.add(call.trains)
         if to_stages:
             step.plan = handed_on(lambda: step.plan, groups.pp, groups.pp.size() - 1)
         return step.plan
 
-    def _count(self, call: Call, step: Step) -> PlannedStep:
+    def _planned(self, call: Call, step: Step) -> PlannedStep:
         """The step's plan, made once; the next step's batches are drawn while this one computes."""
         if step.plan is None:
             # In a loss, one context-parallel rank may fail alone.

@@ -177,15 +177,15 @@ class Call:
     loop: Loop
     settings: Mapping[str, object]  # of the hook and its extensions: the same on every rank
     extensions: Sequence[Any]
-    total: str | None  # under which name the sum of several terms is reported
+    total_name: str | None  # under which the sum of several terms is reported
     splits: Splits  # that the script may use
-    first: int = 0  # index in its step of the call's first microbatch
+    first_index: int = 0  # of the call's first microbatch in its step
     ends_step: bool = True  # no further call belongs to the step
     running_means: Mapping[str, RunningMean] | None = None  # by report; see `Loop`
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **of_hook: Any) -> Call:
-        """From the ``arguments`` of the schedule; and the fields from ``terms`` on."""
+        """From the schedule's ``arguments``; ``of_hook``: fields from ``terms`` to ``splits``."""
         from megatron.core.utils import get_model_config
 
         required = ("forward_step_func", "data_iterator", "model", "num_microbatches")
@@ -222,9 +222,9 @@ class Call:
         return not self.arguments.get("forward_only")
 
     @property
-    def last(self) -> int:
-        """Index in its step of the call's last microbatch."""
-        return self.first + self.scale.num_microbatches - 1
+    def begins_step(self) -> bool:
+        """Whether no earlier call belongs to the step."""
+        return self.first_index == 0
 
     @property
     def may_lack_mask(self) -> bool:

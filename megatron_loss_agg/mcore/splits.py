@@ -5,8 +5,8 @@ none is assumed: fingerprints of this rank's part under each split are compared 
 the script passes to the model, until one is left.
 
 Rows need no split: all tokens of a row have one coefficient. Packs need to know how many tokens of
-each sample are on this rank. What is known by token (weights of custom functions, masks of MTP)
-needs to know where they are.
+each sample are on this rank. What is known by token (weights of custom functions, factors, masks of
+MTP) needs to know where they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.errors import LayoutError
 from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.mcore.reading.prints import IdPrints, Prints, counts_up, fingerprint
+from megatron_loss_agg.mcore.reading.fingerprints import (
+    Fingerprints,
+    IdFingerprints,
+    counts_up,
+    fingerprint,
+)
 from megatron_loss_agg.microbatch import Microbatch
 
 
@@ -35,7 +40,7 @@ class MicrobatchShape(NamedTuple):
     @classmethod
     def of(cls, microbatch: Microbatch) -> MicrobatchShape:
         starts = microbatch.sample_starts
-        starts = None if starts is None else starts.to("cpu", torch.int64)
+        starts = None if starts is None else starts.long()
         return cls(tuple(microbatch.loss_mask.shape), starts)
 
     @property
@@ -88,9 +93,9 @@ class Splits:
             raise errors[0]
         return found
 
-    def prints(
+    def fingerprints(
         self, microbatch: Microbatch, shape: MicrobatchShape, size: int, rank: int, by_token: bool
-    ) -> Prints:
+    ) -> Fingerprints:
         """Fingerprints of a microbatch's tokens and mask; waits for a device that holds them."""
         layouts: dict[str, CPLayout] = {}
         if self.is_open(shape, size, by_token):
@@ -100,17 +105,19 @@ class Splits:
         def by_split(x: Tensor) -> dict[str, float]:
             return {name: float(fingerprint(y.shard(x), True)) for name, y in layouts.items()}
 
-        def printed(x: Tensor) -> IdPrints:
+        def printed(x: Tensor) -> IdFingerprints:
             tells = x.numel() > 0 and bool((x != x.reshape(-1)[:1]).any())
-            return IdPrints(float(fingerprint(x)), tells, by_split(x))
+            return IdFingerprints(float(fingerprint(x)), tells, by_split(x))
 
         telling = [x for x in microbatch.token_ids if not bool(counts_up(x))]
-        return Prints(tuple(map(printed, telling)), by_split(microbatch.loss_mask.detach() != 0))
+        return Fingerprints(
+            tuple(map(printed, telling)), by_split(microbatch.loss_mask.detach() != 0)
+        )
 
-    def recognise(
+    def narrow(
         self,
         shape: MicrobatchShape,
-        prints: Prints,
+        fingerprints: Fingerprints,
         inputs: Sequence[Tensor],
         mask: Tensor,
         cp: dist.ProcessGroup,
@@ -125,8 +132,10 @@ class Splits:
         if self.recognised(packed):
             return
         possible = self._left[packed]
-        # Of what is whole on a rank, or has one coefficient, nothing was printed.
-        left = self._fitting(possible, prints, inputs, mask) if prints.mask else possible
+        # There are none where the microbatch has one coefficient, or no split fits its length.
+        left = (
+            self._fitting(possible, fingerprints, inputs, mask) if fingerprints.mask else possible
+        )
         fits = all_gather(torch.tensor([float(name in left) for name in possible]), cp).all(dim=0)
         if not fits.any():
             raise LayoutError(
@@ -138,18 +147,22 @@ class Splits:
         self._left[packed] = [name for name, fit in zip(possible, fits, strict=True) if fit]
 
     def _fitting(
-        self, possible: Sequence[str], prints: Prints, inputs: Sequence[Tensor], mask: Tensor
+        self,
+        possible: Sequence[str],
+        fingerprints: Fingerprints,
+        inputs: Sequence[Tensor],
+        mask: Tensor,
     ) -> list[str]:
         """The splits of which these are this rank's part, as far as they tell."""
-        left = [name for name in possible if name in prints.mask]
+        left = [name for name in possible if name in fingerprints.mask]
         given = [x for x in inputs if x.numel() == mask.numel() and not bool(counts_up(x))]
         seen = [float(fingerprint(x, True)) for x in given]
         by_mask = float(fingerprint(mask.detach() != 0, True))
-        left, matched = [s for s in left if prints.mask[s] == by_mask] or left, False
-        for ids in prints.ids:
+        left, matched = [s for s in left if fingerprints.mask[s] == by_mask] or left, False
+        for ids in fingerprints.ids:
             fit = [split for split in left if ids.by_split[split] in seen]
             matched, left = matched or bool(fit), fit or left
-        return left if matched or not seen or not prints.ids else []
+        return left if matched or not seen or not fingerprints.ids else []
 
 
 def only(by_split: Mapping[str, Tensor]) -> Tensor:

@@ -16,9 +16,9 @@ from megatron_loss_agg.collectives import abandoning_on_error, failing_together,
 from megatron_loss_agg.errors import StepError
 from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.reading.fingerprints import Fingerprints
 from megatron_loss_agg.mcore.reading.keys import checked_microbatches, listed_in_full
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_possible
-from megatron_loss_agg.mcore.reading.prints import Prints
 from megatron_loss_agg.mcore.splits import MicrobatchShape
 from megatron_loss_agg.microbatch import Microbatch, of_term
 from megatron_loss_agg.plan import StepPlan
@@ -68,7 +68,7 @@ class PlannedTerm(StepCoefficients):
     custom: Sequence[Tensor] | None  # weights of all tokens, by a custom function
     factors: Sequence[Tensor | None]  # of all tokens; a custom function's weights include them
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
-    prints: Sequence[Prints] | None  # of the tokens, while these are compared
+    fingerprints: Sequence[Fingerprints] | None  # of the tokens, while these are compared
 
     @cached_property
     def _by_microbatch(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -100,7 +100,7 @@ class PlannedStep:
     routed: Sequence[int]  # of each microbatch: tokens that the model's routers see
     is_empty: bool  # every token of the whole step is masked or rejected
     is_late: bool  # the model makes the masks: see `reading.late`
-    divided_by_host: bool  # by the step's tokens: likewise
+    divided_by_host: bool  # the host divides by the step's tokens: likewise
 
     @property
     def first(self) -> PlannedTerm:
@@ -110,10 +110,10 @@ class PlannedStep:
 
 def planned_step(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
     """Count a step, on every rank of the last pipeline stage; for ``needs`` see `Extension`."""
-    return handed_on(lambda: _counted(step, call, needs), call.groups.tp, 0)
+    return handed_on(lambda: _plan_of(step, call, needs), call.groups.tp, 0)
 
 
-def _counted(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
+def _plan_of(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
     terms, dp = call.terms, call.groups.dp
     with abandoning_on_error(dp):
         given = listed_in_full(step.read(), step.number)
@@ -138,7 +138,7 @@ def _counted(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
         units = [unit for unit in BY_ID if unit in needs]
         if not call.trains:  # validation sets are often read one by one, and then lack ids
             all_terms = [of_term(name, m) for m in given for name in terms]
-            units = [x for x in units if all(getattr(m, f"{x}_ids") is not None for m in all_terms)]
+            units = [x for x in units if all(m.ids_of(x) is not None for m in all_terms)]
     plans = StepPlan.build_terms(terms, given, dp, group_by=units)
     custom = any(plan.aggregation.function is not None for plan in plans.values())
     # A custom function may fail on one data-parallel rank alone; the others must learn of it.
@@ -180,10 +180,10 @@ def _planned_term(
     factors = [None if is_custom else m.token_factors for m in microbatches]
     by_token = is_custom or "masks" in needs or any(x is not None for x in factors)
     cp, rank = call.groups.cp_size, call.groups.cp_rank
-    prints = None
-    if "prints" in needs or any(splits.is_open(x, cp, by_token) for x in shapes):
-        prints = [
-            splits.prints(m, x, cp, rank, by_token)
+    fingerprints = None
+    if "fingerprints" in needs or any(splits.is_open(x, cp, by_token) for x in shapes):
+        fingerprints = [
+            splits.fingerprints(m, x, cp, rank, by_token)
             for m, x in zip(microbatches, shapes, strict=True)
         ]
     dtype = at_least_fp32(torch.get_default_dtype())
@@ -194,5 +194,5 @@ def _planned_term(
         custom=[plan.weights(i, dtype) for i in range(len(shapes))] if is_custom else None,
         factors=factors,
         masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
-        prints=prints,
+        fingerprints=fingerprints,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_loss_agg.errors import HostError, MaskError, ModeError
 from megatron_loss_agg.mcore.host import GATHERS
 from megatron_loss_agg.mcore.reading.loss_function import bound_mask, name_of
-from megatron_loss_agg.mcore.weigh import fit
+from megatron_loss_agg.mcore.weigh import same_order
 from megatron_loss_agg.microbatch import for_each_term
 from megatron_loss_agg.weights import (
     at_least_fp32,
@@ -175,7 +175,7 @@ def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _check_one_loss_per_token(losses: Any, mask: Tensor, custom: bool) -> None:
     """Raise MaskError unless both have one order of tokens; ``custom``: of a `TokenLoss`."""
-    if is_plain(losses) and fit(losses.shape, mask.shape):
+    if is_plain(losses) and same_order(losses.shape, mask.shape):
         return
     whose, mend = "", "the model called with labels: otherwise return a TokenLoss"
     if custom:

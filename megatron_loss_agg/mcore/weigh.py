@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.collectives import fitting
+from megatron_loss_agg.collectives import for_backend
 from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
 from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.mcore.host import Call
@@ -53,16 +53,16 @@ class LocalWeights:
 
     def weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """[tokens], in ``dtype``, on the device of ``mask``, the loss function's."""
-        return self.factored(self.counted(mask, dtype))
+        return self.factored(self.unfactored(mask, dtype))
 
     def factored(self, w_T: Tensor) -> Tensor:
-        """Of what is `counted`, the weights."""
-        return w_T if self.factors is None else times_factors(w_T, self.local(self.factors))
+        """Of what is `unfactored`, the weights."""
+        return w_T if self.factors is None else times_factors(w_T, self.part_of_rank(self.factors))
 
-    def counted(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    def unfactored(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """`weights` without the factors of tokens, which are in no denominator."""
         if self.custom is not None:
-            return moved(self.local(self.custom), mask.device, dtype).reshape(-1)
+            return moved(self.part_of_rank(self.custom), mask.device, dtype).reshape(-1)
         mask = mask.reshape(-1) if self.starts is not None else _rows(mask, len(self.coefficient_S))
         return token_weights_of(self.coefficient_S, mask, self.starts, dtype).reshape(-1)
 
@@ -75,7 +75,7 @@ class LocalWeights:
         x_T = x_T.reshape(-1).double()
         return torch.segment_reduce(x_T, "sum", lengths=lengths, unsafe=True)[:-1]
 
-    def local(self, whole: Tensor) -> Tensor:
+    def part_of_rank(self, whole: Tensor) -> Tensor:
         """This rank's part of what is known of all tokens, in the mask's shape; LayoutError."""
         if not self.layouts:
             return whole
@@ -136,15 +136,14 @@ class Weigher:
     ) -> tuple[Tensor | None, Mapping[str, CPLayout]]:
         """`LocalWeights.starts` and `LocalWeights.layouts`."""
         groups, splits, shape = self.call.groups, self.call.splits, term.shapes[self.i]
-        parts = groups.cp_size // self.copies
         of_tokens = term.custom, term.masks, term.factors[self.i]
         by_token = any(x is not None for x in of_tokens)
-        if parts == 1 or (shape.starts is None and not by_token):
+        if groups.cp_size == self.copies or (shape.starts is None and not by_token):
             return shape.starts, {}
-        if term.prints is not None and self.model_call is not None:
+        if term.fingerprints is not None and self.model_call is not None:
             inputs = self.model_call.inputs
-            splits.recognise(shape, term.prints[self.i], inputs, mask, groups.cp)
-        layouts = splits.layouts(shape, parts, groups.cp_rank)
+            splits.narrow(shape, term.fingerprints[self.i], inputs, mask, groups.cp)
+        layouts = splits.layouts(shape, groups.cp_size, groups.cp_rank)
         if shape.starts is None:
             return None, layouts
         # Groups ask for the sample of each token, weights for its coefficient alone.
@@ -158,7 +157,7 @@ class Weigher:
         if aggregation.within not in ("sample", "microbatch"):
             within_S = torch.ones_like(within_S)
         elif self.copies < self.call.groups.cp_size:
-            within_S = fitting(within_S, cp)
+            within_S = for_backend(within_S, cp)
             dist.all_reduce(within_S, group=cp)
             within_S = within_S.to(mask.device)
         if aggregation.within == "microbatch":
@@ -203,7 +202,7 @@ def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, copies: int) -
     """Raise unless ``mask`` is as long as this rank's part of the planned shape, in its order."""
     whole = copies == cp
     expected = (*planned[:-1], planned[-1] // (cp // copies))
-    if fit(mask.shape, expected):
+    if same_order(mask.shape, expected):
         return
     size = math.prod(planned)
     if cp > 1 and mask.numel() == (size // cp if whole else size):
@@ -222,7 +221,7 @@ def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, copies: int) -
     )
 
 
-def fit(one: Sequence[int], other: Sequence[int]) -> bool:
+def same_order(one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether tensors of these shapes have as many elements, in one order; one may be flat."""
     if one == other:
         return True

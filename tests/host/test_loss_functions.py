@@ -261,7 +261,9 @@ def changed(change: Any, says: str = CHANGED, **options: Any) -> Refusal:
 IN_MEGATRON = {"hook": {"loop": Loop(of_megatron=True)}}
 LATER = {"after": two_rows(**IN_MEGATRON), **IN_MEGATRON}
 MASKS = {
-    "a changed mask": changed(lambda mask: mask.roll(1, dims=0), f"{CHANGED} ... it sums to"),
+    "a changed mask": changed(
+        lambda mask: mask.roll(1, dims=0), f"{CHANGED} ... its mask sum of a sample is"
+    ),
     "a mask changed after an evaluation": changed(
         lambda mask: mask / 2, after=two_rows(call=EVALUATION)
     ),

@@ -51,16 +51,16 @@ class DatasetReports(Extension):
         if call.loop.averages_quotients and not call.trains:
             yield None  # averages of quotients: none by data set would be exact
             return
-        if call.trains and plan is not None and not call.first:
+        if call.trains and plan is not None and call.begins_step:
             self._note(_ids(plan))
         yield functools.partial(self._report, call)
 
     def _note(self, ids: list[int]) -> None:
         """Decide what a newly planned training step reports.
 
-        Megatron's log averages a name's values over `log_interval` steps. So a mean of a data set
-        is 0/0, for which no number is logged, in a step where it is missing, and for as many steps
-        where it comes later than in the first one.
+        Megatron's log averages a name over those of `log_interval` steps in which it is a number.
+        A data set's mean is 0/0, which the log leaves out, in a step without its tokens; and in the
+        first `log_interval` steps of a data set that the run's first step lacks.
         """
         for d in ids:
             self._since.setdefault(d, self._steps)
@@ -87,7 +87,7 @@ class DatasetReports(Extension):
             over = denominator(aggregation, x.plan.terms[name])
             if aggregation.within is not None:  # an evaluation weighs its calls by denominators
                 weights = w.double() * over
-                counted = weights if x.counted[name] is w else x.counted[name].double() * over
+                counted = weights if x.unfactored[name] is w else x.unfactored[name].double() * over
                 report_mean(f"{name} loss", name, weights, counted)
                 continue
             for d, (part,) in _sums(x, name, names, (w.double(), x.losses[name])).items():

@@ -31,7 +31,7 @@ class FirstLine(Extension):
             return
 
         def on_loss(x: MicrobatchLoss) -> None:
-            if x.whole is not None:
+            if x.copies > 1:
                 splits.add("every context-parallel rank has the losses of all tokens")
             elif (split := x.local[x.first].split) is not None:
                 splits.add(f"context-parallel split: {split}")

@@ -50,8 +50,8 @@ def check_exact(settings: Any, of_wrapper: Any) -> None:
             "pipeline stages"
         )
         raise _inexact("num_distributed_optimizer_instances", " > 1", reason)
-    # A graph of the whole iteration is an implementation from 0.18 on. It was a scope of graphs
-    # that other settings turn on, which later releases take, too, until they validate their flags.
+    # A graph of the whole iteration is a value of cuda_graph_impl from 0.18 on. Before, it was a
+    # scope, which later releases still take until they validate their flags.
     graphs = (getattr(settings, "cuda_graph_impl", None) or "none") != "none"
     if graphs or getattr(settings, "enable_cuda_graph", False):
         for name in ("impl", "scope", "scope_deprecated", "modules"):

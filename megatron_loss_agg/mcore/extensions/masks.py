@@ -6,8 +6,8 @@ sums are those that were counted, over the ranks that split its tokens:
     sum_t m_t = M_s                                         of each sample, in the first step
     sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   of each microbatch, after it
 
-In the first step the tokens are compared, too, by fingerprints (see `reading.prints`): ranks may
-hold some twice and lack others, and forward steps may use those of another microbatch.
+In the first step the tokens are compared, too, by fingerprints (see `reading.fingerprints`): ranks
+may hold some twice and lack others, and forward steps may use those of another microbatch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import all_gather, fitting
+from megatron_loss_agg.collectives import all_gather, for_backend
 from megatron_loss_agg.errors import LayoutError, MaskError, StepError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
+from megatron_loss_agg.mcore.reading.fingerprints import Fingerprints, counts_up, fingerprint
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
-from megatron_loss_agg.mcore.reading.prints import Prints, counts_up, fingerprint
 from megatron_loss_agg.mcore.step import PlannedStep
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
-_Numbers = tuple[Tensor, Sequence[float]]
-"""Of a mask on this rank; and what they add up to over ranks."""
+_Numbers = tuple[str, Tensor, Sequence[float]]
+"""What they are, of a mask on this rank, and what they add up to over ranks."""
 _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks gather them
 
 
@@ -41,7 +41,7 @@ class MaskCheck(Extension):
     """
 
     def __init__(self) -> None:
-        self.needs = frozenset({"prints"})  # until a training step is verified
+        self.needs = frozenset({"fingerprints"})  # until a training step is verified
         self._places: dict[int, int | None] = {}  # see `_place`; over the calls of a step
 
     @contextmanager
@@ -56,7 +56,7 @@ class MaskCheck(Extension):
             nonlocal plan, copies
             plan, copies = x.plan, x.copies
             numbers[x.i] = [
-                pair for name in x.masks for pair in _numbers(x, name, cp_size, verifies)
+                found for name in x.masks for found in _numbers(x, name, cp_size, verifies)
             ]
             if verifies:
                 tokens[x.i] = _tokens(x)
@@ -64,27 +64,27 @@ class MaskCheck(Extension):
         yield on_loss
         if plan is None or not numbers:
             return
-        found = torch.cat([x.reshape(-1) for pairs in numbers.values() for x, _ in pairs]).double()
+        found = torch.cat([x.reshape(-1) for of in numbers.values() for _, x, _ in of]).double()
         by_rank = _by_rank(len(found), tokens, cp) if verifies else {}
         if cp_size > 1:
-            found = fitting(found, cp)
+            found = for_backend(found, cp)
             dist.all_reduce(found, group=cp)
-        if verifies and plan.first.prints is not None:
-            self._check_tokens(call, plan.first.prints, by_rank)
+        if verifies and plan.first.fingerprints is not None:
+            self._check_tokens(call, plan.first.fingerprints, by_rank)
         _check_masks(plan, (found / copies).tolist(), numbers)
         if call.trains and call.ends_step and not plan.is_empty:
             self.needs = frozenset()
 
     def _check_tokens(
-        self, call: Call, prints: Sequence[Prints], by_rank: Mapping[int, Tensor]
+        self, call: Call, fingerprints: Sequence[Fingerprints], by_rank: Mapping[int, Tensor]
     ) -> None:
         """Raise StepError if forward steps have used the tokens of other microbatches.
 
         Only if all of them are in the step: a script may change its tokens, and in one stream of
         text the labels of a microbatch are the tokens of the next.
         """
-        places = self._places if call.trains and call.first else {}
-        places |= {i: _place(i, prints, x) for i, x in by_rank.items()}
+        places = {} if call.begins_step or not call.trains else self._places
+        places |= {i: _place(i, fingerprints, x) for i, x in by_rank.items()}
         if call.trains:  # an evaluation may come between the calls of a step
             self._places = places
         moved = [(i, j) for i, j in places.items() if i != j]
@@ -99,23 +99,24 @@ class MaskCheck(Extension):
 
 
 def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iterator[_Numbers]:
-    term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.counted[name]
+    term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.unfactored[name]
     if x.plan.is_late:  # nothing was counted, and only its values can be checked
-        legal = mask.isfinite() & (mask >= 0)
+        legal, what = mask.isfinite() & (mask >= 0), "number of values that are not from 0 to inf"
         if x.plan.divided_by_host:
-            legal = (mask == 0) | (mask == 1)
-        yield (~legal).sum(), [0.0]
+            legal, what = (mask == 0) | (mask == 1), "number of values other than 0 and 1"
+        yield what, (~legal).sum(), [0.0]
         return
     mask_sum, weight_sum = term.sums[x.i]
     # Of a pack whose split makes no difference to its weights, sums by sample are not known.
     known = local.starts is None or cp_size == 1 or local.copies > 1 or local.split is not None
     if verifies and known:
-        yield local.sums(mask), term.mask_sums(x.i).tolist()
-    yield x.mask_sums[name], [mask_sum]
+        yield "mask sum of a sample", local.sums(mask), term.mask_sums(x.i).tolist()
+    yield "mask sum", x.mask_sums[name], [mask_sum]
     if term.custom is None:
-        yield w_T.sum(), [weight_sum]
-    else:  # weights where the mask is 0
-        yield ((w_T != 0) & (mask.reshape(-1) == 0)).sum(), [0.0]
+        yield "sum of weights", w_T.sum(), [weight_sum]
+    else:
+        outside = (w_T != 0) & (mask.reshape(-1) == 0)
+        yield "number of weights where it is 0", outside.sum(), [0.0]
 
 
 def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
@@ -138,22 +139,20 @@ def _check_masks(
     plan: PlannedStep, found: Sequence[float], numbers: Mapping[int, Sequence[_Numbers]]
 ) -> None:
     """Raise MaskError if some mask does not have the planned sums."""
-    planned = [(i, y) for i, pairs in numbers.items() for _, of_mask in pairs for y in of_mask]
-    for x, (i, y) in zip(found, planned, strict=True):
+    planned = [(what, i, y) for i, of in numbers.items() for what, _, ys in of for y in ys]
+    for x, (what, i, y) in zip(found, planned, strict=True):
         if abs(x - y) <= _TOLERANCE * abs(y):  # NaN is not
             continue
         if plan.is_late:
-            legal = (
-                "0 and 1, or another mode" if plan.divided_by_host else "finite numbers from 0 on"
-            )
             raise MaskError(
-                f"the model's mask of microbatch {i} has other values; expected {legal}"
+                f"the model's mask of microbatch {i} has {x:g} as the {what}; expected 0: mend the "
+                "mask, or for token_mean of other values choose another mode"
             )
         raise MaskError(
             "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
-            f"microbatch {i} it sums to {x:g}, by sample or weighted, and that to {y:g}; expected "
-            "the script to leave it undivided (and fractions in fp32), and to split it as CPLayout "
-            f"can: otherwise {HOW_TO_READ} with the final mask"
+            f"microbatch {i} its {what} is {x:g}, and was planned as {y:g}; expected the script to "
+            "leave it undivided (and fractions in fp32), and to split it as CPLayout can: "
+            f"otherwise {HOW_TO_READ} with the final mask"
         )
 
 
@@ -171,18 +170,18 @@ def _tokens(x: MicrobatchLoss) -> Tensor:
     return found
 
 
-def _place(i: int, prints: Sequence[Prints], by_rank: Tensor) -> int | None:
+def _place(i: int, fingerprints: Sequence[Fingerprints], by_rank: Tensor) -> int | None:
     """The microbatch of the step with whose tokens the model was called for ``i``.
 
     ``i`` where these tell nothing; None where a script has changed its tokens, or LayoutError if
     two ranks hold the same ones.
     """
     telling = by_rank.T[~by_rank.isnan().any(dim=0)]
-    if not len(telling) or not any(ids.tells for ids in prints[i].ids):
+    if not len(telling) or not any(ids.tells for ids in fingerprints[i].ids):
         return i
     whole = {*telling.sum(dim=1).tolist()}
-    for j in (i, *range(len(prints))):
-        if any(ids.tells and ids.whole in whole for ids in prints[j].ids):
+    for j in (i, *range(len(fingerprints))):
+        if any(ids.tells and ids.whole in whole for ids in fingerprints[j].ids):
             return j
     if any(len({*parts}) < len(parts) for parts in telling.tolist()):
         raise LayoutError(

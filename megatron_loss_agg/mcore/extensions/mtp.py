@@ -185,7 +185,7 @@ class MTPLosses:
 
 def _add(losses: MTPLosses, depths: int, x: MicrobatchLoss) -> None:
     """Add MTP's losses to those of their microbatch."""
-    masks, weights = zip(*(_moved(x, depth) for depth in range(1, depths + 1)), strict=True)
+    masks, weights = zip(*(_at_depth(x, depth) for depth in range(1, depths + 1)), strict=True)
     coefficient = x.call.terms[x.first].coefficient
     factor = x.call.config.mtp_loss_scaling_factor / depths * coefficient
     parts = []
@@ -197,7 +197,7 @@ def _add(losses: MTPLosses, depths: int, x: MicrobatchLoss) -> None:
     x.total = x.total + torch.stack(parts).sum()
 
 
-def _moved(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
+def _at_depth(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
     """The mask and the weights at ``depth``, [T], on the device of the losses."""
     losses, term, local = x.losses[x.first], x.plan.terms[x.first], x.local[x.first]
     dtype = at_least_fp32(losses.dtype)
@@ -205,10 +205,10 @@ def _moved(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
     whole = Microbatch(term.masks[x.i], term.shapes[x.i].starts)
 
     def of_rank(values: Tensor) -> Tensor:
-        return moved(local.local(shifted(values, whole, depth)), losses.device).reshape(-1)
+        return moved(local.part_of_rank(shifted(values, whole, depth)), losses.device).reshape(-1)
 
     mask_T = of_rank(whole.loss_mask)
     if local.custom is not None:
         return mask_T, of_rank(local.custom).to(dtype)
-    w_T = local.counted(mask_T, dtype)
+    w_T = local.unfactored(mask_T, dtype)
     return mask_T, w_T if local.factors is None else times_factors(w_T, of_rank(local.factors))

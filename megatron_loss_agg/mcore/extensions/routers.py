@@ -60,7 +60,7 @@ class RouterLosses(Extension):
             yield None
             return
         assert plan is not None  # every stage has it
-        if not call.first:
+        if call.begins_step:
             self._seen.clear()
         factors = _factors(call, plan)
         asked: list[float] = []
@@ -122,7 +122,8 @@ def _factors(call: Call, plan: PlannedStep) -> list[float]:
             f"{sorted(set(plan.routed))} on this data-parallel rank, which get one weight; "
             "expected --calculate-per-token-loss, one stage, or microbatches of one size"
         )
-    return [unit * tokens for tokens in plan.routed[call.first : call.last + 1]]
+    start, end = call.first_index, call.first_index + call.scale.num_microbatches
+    return [unit * tokens for tokens in plan.routed[start:end]]
 
 
 def _scale(call: Call, factors: list[float], asked: list[float]) -> Tensor:

@@ -16,12 +16,12 @@ from megatron_loss_agg.microbatch import Microbatch, for_each_term, listed
 
 
 class Source(NamedTuple):
-    """See `LossHook`."""
+    """How a hook reads a step: batch by batch, or all at once; see `LossHook`."""
 
     read_batch: ReadBatch
     read_step: ReadStep | None
 
-    def of(self, call: Any, copies: bool) -> tuple[Callable[[], Sequence[Any]], Any]:
+    def reader(self, call: Any, keep_copies: bool) -> tuple[Callable[[], Sequence[Any]], Any]:
         """A function that returns all microbatches of ``call`` (`mcore.host.Call`), called once;
         and what the schedule gets in place of the script's data iterator.
         """
@@ -38,7 +38,7 @@ class Source(NamedTuple):
             return read, iterator
         if not hasattr(iterator, "__next__"):
             return functools.partial(_refuse, iterator), iterator
-        ahead = LookAhead(iterator, number, self.read_batch, lazily, copies)
+        ahead = LookAhead(iterator, number, self.read_batch, lazily, keep_copies)
         return ahead.microbatches, ahead
 
     def fetch_next(self, call: Any) -> None:
@@ -67,17 +67,17 @@ class LookAhead:
         read: batch -> microbatch; called once for each batch, before the batch is returned.
         lazily: the batches may never be asked for, so methods of ``source`` stay available; and
             the script may have changed them by then, so copies of what was read are kept.
-        copies: keep copies in any case, by which a ``source`` that fills the same memory is found.
+        keep_copies: in any case, by which a ``source`` that fills the same memory is found.
     """
 
     def __init__(
-        self, source: Any, number: int, read: ReadBatch, lazily: bool, copies: bool
+        self, source: Any, number: int, read: ReadBatch, lazily: bool, keep_copies: bool
     ) -> None:
         self._source = source
         self._number = number
         self._read = read
         self._lazily = lazily
-        self._copies = copies or lazily
+        self._copies = keep_copies or lazily
         self._drawn: list[Future[Any]] = []  # the microbatches, or what reading them raised
         self._waiting: deque[Any] = deque()  # batches that were drawn before they were asked for
         self._taken = 0

@@ -107,7 +107,7 @@ def read_batch(
 def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False) -> ReadBatch:
     """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
 
-    Of data sets, in them or otherwise by ``dataset_id``, Megatron's own key is read, too. Raises
+    Where a term groups by data set, or with ``dataset_id``, Megatron's own key is read, too. Raises
     ModeError for a unit whose key has ids of tokens.
     """
     units = units_by_id(terms)

@@ -82,9 +82,9 @@ def read_samples(batch: Any) -> LateMicrobatch:
 def check_possible(
     terms: Mapping[str, Term],
     *,
-    needs: Collection[str] = (),
-    empty_step: str = "step",
-    averages_quotients: bool = False,
+    needs: Collection[str],
+    empty_step: str,
+    averages_quotients: bool,
     per_token: bool | None = None,  # calculate_per_token_loss; None: not known yet
     config: Any = None,  # of the model
 ) -> None:

@@ -17,7 +17,7 @@ _PLACE, _MIX = -7046029254386353131, -4417276706812531889
 _BITS = 2**26 - 1  # so that fp64 holds the sum of 2^27 tokens
 
 
-class IdPrints(NamedTuple):
+class IdFingerprints(NamedTuple):
     """Of one tensor that tells a microbatch's tokens apart."""
 
     whole: float  # of the whole microbatch, in any order
@@ -25,11 +25,11 @@ class IdPrints(NamedTuple):
     by_split: Mapping[str, float]  # of this rank's part under each split, in its order
 
 
-class Prints(NamedTuple):
+class Fingerprints(NamedTuple):
     """Of one microbatch."""
 
-    ids: tuple[IdPrints, ...]  # the most telling first
-    mask: Mapping[str, float]  # as `IdPrints.by_split`, of where the mask is not 0
+    ids: tuple[IdFingerprints, ...]  # the most telling first
+    mask: Mapping[str, float]  # as `IdFingerprints.by_split`, of where the mask is not 0
 
 
 def fingerprint(ids: Tensor, in_order: bool = False) -> Tensor:
