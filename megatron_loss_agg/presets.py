@@ -43,6 +43,7 @@ _MAX_1 = (
     "divides by the sum over samples of max(M_s, 1): a sample without tokens counts as one token"
 )
 _N_TIMES = "its verl trainer does not divide by the n microbatches of a rank: n times as much"
+_OF_PARTS = "under context parallelism a mean over each rank's part of a microbatch"
 _GENERATION_BATCH = (
     "divides by the tokens of the generation batch times the step's fraction of its microbatches: "
     "the same only where one step uses the whole generation batch"
@@ -130,9 +131,9 @@ PRESETS: dict[str, Preset] = {
         _TRL,
         caveat="the same only at importance_sampling_level 'sequence', which TRL recommends for it",
     ),
-    "megatron/default": Preset("microbatch_mean", _MEGATRON),
+    "megatron/default": Preset("microbatch_mean", _MEGATRON, caveat=_OF_PARTS),
     "megatron/per-token": Preset("token_mean", _MEGATRON),
-    "megatron-bridge/default": Preset("microbatch_mean", _BRIDGE),
+    "megatron-bridge/default": Preset("microbatch_mean", _BRIDGE, caveat=_OF_PARTS),
     "megatron-bridge/per-token": Preset("token_mean", _BRIDGE),
 }
 """``system/its own name`` -> the aggregation with that system's formula."""

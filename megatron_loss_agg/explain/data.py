@@ -63,8 +63,10 @@ def main(argv: Sequence[str], read: Read) -> int:
     parts = [_parts(rows, x_SC) for x_SC in stock.values()]
     moved = float(50 * (parts[0] - parts[1]).abs().sum() / rows.tokens_N.count_nonzero())
     quotient = float(torch.maximum(one / two, two / one).max())
+    same_rows = layout.micro_batch_size == other.micro_batch_size
+    exception = "" if same_rows else " but microbatch_mean"
     lines = [
-        f"Stock Megatron weighs a token {_span(one)} times what token_mean weighs it,",
+        f"Stock Megatron gives a token {_span(one)} times the weight that token_mean gives it,",
         f"steps: {steps:,}, of {layout.global_batch_size:,} rows; samples: {len(tokens_S):,}; "
         f"loss tokens: {float(tokens_S.sum()):,.15g}",
         f"stock: w_t = m_t / {layout.divisor}",
@@ -74,8 +76,8 @@ def main(argv: Sequence[str], read: Read) -> int:
         aligned(_by_length(tokens_S, active_SC, stock)),
         "",
         f"Stock Megatron with {against}: {moved:.1f} % of the weight is on other tokens,",
-        f"and a token weighs up to {quotient:.2f} times as much, or as little.",
-        "Every mode of --loss-aggregation but microbatch_mean weighs a token alike in both.",
+        f"and a token's weight changes by a factor of up to {quotient:.2f}.",
+        f"Every mode of --loss-aggregation{exception} gives a token the same weight in both.",
     ]
     print(*lines, sep="\n")
     return 0

@@ -263,9 +263,20 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
     path = write(tmp_path / "lengths.txt", 0, 0, 4, 0)
     run = ["--micro-batch-size", "1", "--global-batch-size", "2"]
     out = printed(capsys, "--data", path, "--", *run)
-    assert out.startswith("Stock Megatron weighs a token 0.50 times what token_mean")
+    assert out.startswith("Stock Megatron gives a token 0.50 times the weight that token_mean")
     assert "token_mean: w_t = m_t / 4 in step 2\n" in out
     assert "with --micro-batch-size 2: 0.0 % of the weight is on other" in out
+
+
+def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path):
+    path = write(tmp_path / "rows.jsonl", *ROWS)
+    run = ["--", "--micro-batch-size", "1", "--global-batch-size", "2", "--context-parallel-size=2"]
+    for against, exception in (
+        ("micro-batch-size=2", " but microbatch_mean"),
+        ("context-parallel-size=1", ""),
+    ):
+        out = printed(capsys, "--data", path, f"--against=--{against}", *run)
+        assert f"Every mode of --loss-aggregation{exception} gives a token the same weight" in out
 
 
 def test_a_bar_shows_on_a_terminal_and_may_be_missing(capsys, tmp_path, monkeypatch):

@@ -311,14 +311,14 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
     )
     assert rows == [both, one, other, both]
     # M = 7 + 4 + 3 + 7 = 21, H = 4: 21 / (4 * 7) = 0.75 to 21 / (4 * 3) = 1.75.
-    assert "Stock Megatron weighs a token 0.75 to 1.75 times" in printed
+    assert "Stock Megatron gives a token 0.75 to 1.75 times" in printed
     assert "steps: 1, of 4 rows; samples: 6; loss tokens: 21" in printed
 
 
 UNREADABLE = "InputError: Megatron cannot read the data "
 # Flags, and what is said: PATH is of a sound data set, and SHORT of one whose tokens are cut off.
 SAID = {
-    "--mock-data": "Stock Megatron weighs a token ",
+    "--mock-data": "Stock Megatron gives a token ",
     "--data-path PATH --split 0,1,1": "InputError: --split 0,1,1 has no training data; expected a",
     "--data-path nowhere": f"{UNREADABLE}(AssertionError: One or both of the .idx and .bi",
     "--sft --data-path nowhere": f"{UNREADABLE}(ImportError: SFTDataset currently requires data",
