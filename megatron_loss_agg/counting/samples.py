@@ -111,7 +111,9 @@ def read_terms(
     given = [tuple(of_term(name, m) for m in microbatches) for name in terms]
     for x in chain(*given):
         if not isinstance(x, Microbatch):
-            raise MaskError(f"a {type(x).__name__} among microbatches; expected Microbatch objects")
+            raise MaskError(
+                f"a {type(x).__name__} among the microbatches; expected a list of Microbatch"
+            )
     copies = {m: m.copied() for m in dict.fromkeys(chain(*given))}
     on_cpu = dict(zip(copies, brought_to_cpu([*copies.values()]), strict=True))
     units = {*BY_ID, *units_by_id(terms)}

@@ -177,8 +177,8 @@ class Hook:
             if groups.last_stage and self._planned(call, step).is_empty and refuses_empty:
                 raise MaskError(
                     "every token of the step is masked or rejected; expected an active token: "
-                    "fix the data, or choose --loss-aggregation-empty-step (LossHook(empty_step=)) "
-                    "skip or step"
+                    "fix the data, or choose --loss-aggregation-empty-step skip or step "
+                    "(LossHook(empty_step=))"
                 )
         self._kinds_planned.add(call.trains)
         if to_stages:

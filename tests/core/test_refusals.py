@@ -338,7 +338,7 @@ OF_HOOKS: list[Row] = [
     (hook({"lm": SUM}), ModeError, "expected different names .* no term 'lm'"),
     (hook(TWO, total=None), ModeError, "^reports named .*; expected different names"),
     (hook(SUM, extensions=[Audit]), ModeError, "^<class .* among extensions; expected obj"),
-    (hook(SUM, extensions=AUDITS), ModeError, "^the settings .* of Audit are taken"),
+    (hook(SUM, extensions=AUDITS), ModeError, "^the settings .* of OwnAudit are taken"),
     (loss_of_rows(ROWS, whole="yes"), ModeError, "^whole='yes'; .* or 'reduced_grad'$"),
     (loss_of_rows(ROWS, whole="local_grad"), HostError, "was called without a hook"),
     (loss_of_rows(ROWS, takes_weights=True), HostError, "was called without a hook"),

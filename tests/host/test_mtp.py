@@ -225,7 +225,7 @@ ROWS = {
     ),
     "of a term named as a depth": refused(
         partial(of_terms, names=("a", "mtp_1 a"), step=with_labels),
-        "ReportError: the loss function reports 'mtp_1 a loss'",
+        "ReportError: two reports named 'mtp_1 a loss'",
         terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
     ),
 }

@@ -173,8 +173,8 @@ ROWS = {
     ),
     "one of one": misfit("", KL, aggregation("token_mean")),
     "taken name": misfit(
-        "ReportError: the loss function reports 'loss', which is the name of an aggregated loss; "
-        "expected another name, or for the sum of several terms LossHook(total=...)",
+        "ReportError: two reports named 'loss' ... rename yours, or the sum of several terms by "
+        "LossHook(total=...)",
         dict,
         report={"loss": 1},
     ),
