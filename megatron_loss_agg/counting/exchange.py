@@ -134,9 +134,9 @@ def count_step(terms: Mapping[str, LocalTerm], group: dist.ProcessGroup | None) 
         tag=tag_of((name, *_defining(term)) for name, term in terms.items()),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
         difference=ModeError(
-            f"ranks have different aggregations (here {[x.agg.label for x in terms.values()]}), or "
-            "other terms or groups, or the same in another order, or sharded masks or mask sums on "
-            "some of them alone; expected the same on every rank"
+            "ranks have different aggregations, or other terms or groups, or the same in another "
+            "order, or sharded masks or mask sums on some of them alone; expected the same on "
+            "every rank"
         ),
     )
     rank = 0 if group is None else dist.get_rank(group)

@@ -336,7 +336,7 @@ def sharded_alone(mask: float) -> Call:
     return lambda world, alone: StepPlan.build(agg, step, world, sharded_over=alone)
 
 
-OTHERS = "^ModeError: ranks have different aggregations .*, or the same in another order"
+OTHERS = "^ModeError: ranks have different aggregations, or other terms or groups, or the same"
 OTHER_TERMS = {
     "fewer": {"a": PROMPT_MEAN, "b": SUM},
     "in another order": {"b": SUM, "a": PROMPT_MEAN, "c": NESTED},
