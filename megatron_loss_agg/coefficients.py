@@ -66,7 +66,9 @@ class StepCoefficients:
 
     def _of_microbatch(self, x_S: Tensor, i: int) -> Tensor:
         """A copy of the part of ``x_S`` that is of microbatch ``i``."""
-        return x_S.split([*self.sizes])[self._index(i)].clone()
+        i = self._index(i)
+        start = sum(self.sizes[:i])
+        return x_S[start : start + self.sizes[i]].clone()
 
     def _index(self, i: Any) -> int:
         try:

@@ -71,22 +71,9 @@ class PlannedTerm(StepCoefficients):
     fingerprints: Sequence[Fingerprints] | None  # of the tokens, while these are compared
 
     @cached_property
-    def _by_microbatch(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        sizes = [*self.sizes]
-        return self.coefficient_S.split(sizes), self.mask_sum_S.split(sizes)
-
-    def coefficients(self, i: int) -> Tensor:
-        """As `StepPlan.coefficients`, without a copy; unknown as yet if the model makes masks."""
-        return self._by_microbatch[0][i]
-
-    def mask_sums(self, i: int) -> Tensor:
-        """Likewise."""
-        return self._by_microbatch[1][i]
-
-    @cached_property
     def sums(self) -> Sequence[tuple[float, float]]:
         """Of each microbatch, ``sum_s M_s`` and ``sum_s c_s M_s``."""
-        both = zip(*self._by_microbatch, strict=True)
+        both = [(self.coefficients(i), self.mask_sums(i)) for i in range(len(self.sizes))]
         return [(float(mask_S.sum()), float(c_S.dot(mask_S))) for c_S, mask_S in both]
 
 
