@@ -19,9 +19,10 @@ _FEW = 14
 HEAD = """\
 # Errors
 
-Every error that the package raises is an `AggregationError`, a `ValueError`. Its message says what
-was got, what was expected, and what to change. Here they are by their fixed parts, from the source;
-`…` stands for what your run puts there. The host is Megatron.
+Every error that the package raises is an `AggregationError`, a `ValueError`, but for the
+`AttributeError` of an iterator that lacks what is asked of it. A message says what was got, what
+was expected, and what to change. Here they are by their fixed parts, from the source; `…` stands
+for what your run puts there. The host is Megatron.
 """
 
 

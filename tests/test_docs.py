@@ -123,7 +123,6 @@ def test_every_block_is_of_a_known_language_and_no_command_is_outside_of_one() -
 def given_names() -> dict[str, Any]:
     """What the pages' Python takes as given: a loop's own model, batches and forward step."""
     import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -157,7 +156,6 @@ def given_names() -> dict[str, Any]:
         "steps": 2,
         "forward_step": forward_step,
         "the_rest": {"model": [model], "forward_only": False, **shape},
-        "data_and_context_parallel_group": dist.group.WORLD,
         "mask": torch.tensor([[1, 1, 0], [0, 0, 1]]),
         "labels": torch.zeros(2, 3, dtype=torch.int64),
         "logits": torch.zeros(2, 3, 4),

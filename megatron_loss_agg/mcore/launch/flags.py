@@ -58,7 +58,7 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     "report_datasets": (None, "report each data set of the step (batch key dataset_id)"),
     "audit": (
         None,
-        "measure the host's averaging for each new number of microbatches, and print it",
+        "measure Megatron's averaging for each new number of microbatches, and print it",
     ),
     "unmeasured": (
         ("refuse", "trust"),
@@ -66,11 +66,11 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     ),
     "mtp": (
         ("host", "same"),
-        "who weighs losses of multi-token prediction: the host, or as the loss (default: host)",
+        "who weighs losses of multi-token prediction: Megatron, or as the loss (default: host)",
     ),
     "moe": (
         ("host", "step"),
-        "who weighs routers' auxiliary losses: the host, or tokens of the step (default: host)",
+        "who weighs routers' auxiliary losses: Megatron, or tokens of the step (default: host)",
     ),
 }
 """Value and help of each further flag. None: it takes no value; a tuple: one of these words."""
