@@ -1,4 +1,4 @@
-"""Scripts as one process a rank, through the launcher or by themselves.
+"""Scripts as one process a rank, and command lines of the package.
 
 Importing torch and Megatron takes most of a short run. So ranks are forked from a process that has
 them imported, but where the test is about the imports or the end of a process.
@@ -6,13 +6,20 @@ them imported, but where the test is about the imports or the end of a process.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import runpy
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from megatron_loss_agg.__main__ import main
+from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.distributed import run_ranks
 from tests.host.harness import run_host_ranks
 from tests.sweep.data import SEQ_LENGTH
 
@@ -65,6 +72,41 @@ def _main(argv: list[str], folder: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code if isinstance(code, int) else int(code is not None)
+
+
+class Answer(NamedTuple):
+    """What a command line ends with, and prints."""
+
+    code: int
+    said: str
+    complained: str
+
+
+def answer(line: str) -> Answer:
+    """To ``python -m megatron_loss_agg`` with the arguments ``line``.
+
+    Those before a bar are flags in the environment; @ stands for ``--loss-aggregation``.
+    """
+    held, _, arguments = line.replace("@", "--loss-aggregation").rpartition("|")
+    os.environ[VARIABLE] = held
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        code = main(arguments.split())
+    return Answer(code, said.getvalue(), complained.getvalue())
+
+
+def answers(lines: Sequence[str], with_megatron: bool = True) -> list[Answer]:
+    """To several command lines, one after another in one process."""
+    run = run_host_ranks if with_megatron else run_ranks
+    (found,) = run(_answers, 1, [*lines], with_megatron, initialized=False)
+    return list(found)
+
+
+def _answers(lines: list[str], with_megatron: bool) -> list[Answer]:
+    os.chdir(ROOT)
+    if not with_megatron:
+        sys.modules["megatron"] = None  # so importing it fails
+    return [answer(line) for line in lines]
 
 
 def run_afresh(*argv: str) -> subprocess.CompletedProcess[str]:
