@@ -85,7 +85,7 @@ def gpt_rows(folder: Path) -> list[tuple[list[list[float]], list[list[float]]]]:
 
 
 def test_rows_are_those_of_megatrons_gpt_dataset_in_its_order(tmp_path: Path) -> None:
-    (found,) = run_host_ranks(gpt_rows, 1, tmp_path)
+    (found,) = run_host_ranks(gpt_rows, 1, tmp_path, initialized=False)
     for rows, by_hand in found:
         assert rows == by_hand
         assert len({sum(row) for row in rows}) > 2
@@ -118,7 +118,7 @@ def test_stock_weights_are_those_of_megatrons_own_schedule() -> None:
     from megatron_loss_agg.microbatch import Microbatch
 
     masks = [[1.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 1.0]]  # tokens 2.5, counted as 2; and 1
-    (weights,) = run_host_ranks(stock_loss, 1, masks)
+    (weights,) = run_host_ranks(stock_loss, 1, masks, initialized=False)
     rows = Rows.of([Microbatch(torch.tensor([mask])) for mask in masks], 2, [1])
     multiples = rows.stock(Layout(1, 2, 1, False))[:, 0].tolist()
     for own, mask, multiple in zip(weights, masks, multiples, strict=True):
@@ -179,7 +179,7 @@ def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
 
 
 def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
-    ((rows, printed),) = run_host_ranks(sft_rows, 1, tmp_path)
+    ((rows, printed),) = run_host_ranks(sft_rows, 1, tmp_path, initialized=False)
     # A position counts if the next token is an assistant's. Padding is the last conversation's.
     first = [0, 0, 0, 1, 1, 1, 1, 0]  # sabcdefg: d to g are predicted at 3 to 6
     second = [0, 1, 0, 1, 1, 0]  # abxyzz: x is predicted at 1, zz at 3 and 4
