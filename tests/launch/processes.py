@@ -21,19 +21,10 @@ from megatron_loss_agg.__main__ import main
 from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.distributed import run_ranks
 from tests.host.harness import run_host_ranks
-from tests.sweep.data import SEQ_LENGTH
 
 ROOT = Path(__file__).parents[2]
-SETS_SCRIPT = ROOT / "tests/sweep/script.py"
-SETS_FLAGS = f"""
-    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
-    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
-    --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
-    --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
-"""
 MODE = ("--loss-aggregation", "sample_mean")
 LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
-NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
 
 
 def run(
@@ -120,17 +111,6 @@ def run_afresh(*argv: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
-
-
-def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    """What is logged, by name and step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {  # the first of a step: the last step is evaluated again after the training
-        tag: {event.step: event.value for event in reversed(events.Scalars(tag))}
-        for tag in events.Tags()["scalars"]
-    }
 
 
 def refusals(said: str) -> list[str]:

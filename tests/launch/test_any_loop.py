@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_loss_agg.mcore.flags import VARIABLE
-from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, refusals, run, run_afresh
+from tests.launch.processes import LAUNCHER, MODE, refusals, run, run_afresh
 
 # A loop of its own on Megatron-Core: a model, and a step by SCHEDULE, with a parser and an
 # optimizer of its own.
@@ -101,6 +101,7 @@ class Run(NamedTuple):
     environment: str = ""  # flags that are there
 
 
+NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
 STEPPED = "^stepped with lm loss sample_mean loss$"
 REFUSAL, BEFORE_SGD = "^megatron_loss_agg: ", NO_EFFECT + "SGD is about to step"
 RUNS = {
