@@ -20,13 +20,17 @@ def part(number: int) -> list[cases.Case]:
 
 
 @pytest.mark.parametrize("case", part(8), ids=cases.key_of)
-def test_a_launch_is_exact_or_refused_by_name(case: dict[str, str]) -> None:
+def test_a_launch_is_exact_or_refused_by_name(case: cases.Case) -> None:
     found = cases.run_case(case)
     assert found["outcome"] in ("exact", "refused", "host refused"), (found, case)
 
 
-def test_the_same_launch_without_the_plugin_is_wrong() -> None:
-    case = {**cases.first_values(), "batches": "1x6"}
+PACKS = {"topology": "cp2", "mode": "sample_mean", "data": "sft", "batches": "1x3"}
+
+
+@pytest.mark.parametrize("values", [{"batches": "1x6"}, PACKS], ids=["rows", "packs"])
+def test_an_exact_launch_is_wrong_without_the_plugin(values: dict[str, str]) -> None:
+    case = {**cases.first_values(), **values}
     assert cases.run_case(case)["outcome"] == "exact"
     assert cases.run_case(case, plugin=False)["outcome"] == "WRONG"
 
