@@ -64,7 +64,7 @@ ELSEWHERE = {
         "tests/frameworks/test_bridge.py"
     ),
     "python -m megatron_loss_agg explain --data": (
-        "tests/core/test_explain.py and tests/launch/test_commands.py"
+        "tests/core/test_explain.py and tests/launch/test_data.py"
     ),
     "printf": "as above",
     "python patches/check.py": "tests/test_tools.py",

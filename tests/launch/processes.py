@@ -1,4 +1,4 @@
-"""Scripts as one process a rank, through the launcher or by themselves.
+"""Scripts as one process a rank, and command lines of the package.
 
 Importing torch and Megatron takes most of a short run. So ranks are forked from a process that has
 them imported, but where the test is about the imports or the end of a process.
@@ -6,27 +6,25 @@ them imported, but where the test is about the imports or the end of a process.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import runpy
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from megatron_loss_agg.__main__ import main
+from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.distributed import run_ranks
 from tests.host.harness import run_host_ranks
-from tests.sweep.data import SEQ_LENGTH
 
 ROOT = Path(__file__).parents[2]
-SETS_SCRIPT = ROOT / "tests/sweep/script.py"
-SETS_FLAGS = f"""
-    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
-    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
-    --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
-    --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
-"""
 MODE = ("--loss-aggregation", "sample_mean")
 LAUNCHER = ("-m", "megatron_loss_agg", "--cpu")
-NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
 
 
 def run(
@@ -67,6 +65,41 @@ def _main(argv: list[str], folder: Path) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
+class Answer(NamedTuple):
+    """What a command line ends with, and prints."""
+
+    code: int
+    said: str
+    complained: str
+
+
+def answer(line: str) -> Answer:
+    """To ``python -m megatron_loss_agg`` with the arguments ``line``.
+
+    Those before a bar are flags in the environment; @ stands for ``--loss-aggregation``.
+    """
+    held, _, arguments = line.replace("@", "--loss-aggregation").rpartition("|")
+    os.environ[VARIABLE] = held
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        code = main(arguments.split())
+    return Answer(code, said.getvalue(), complained.getvalue())
+
+
+def answers(lines: Sequence[str], with_megatron: bool = True) -> list[Answer]:
+    """To several command lines, one after another in one process."""
+    run = run_host_ranks if with_megatron else run_ranks
+    (found,) = run(_answers, 1, [*lines], with_megatron, initialized=False)
+    return list(found)
+
+
+def _answers(lines: list[str], with_megatron: bool) -> list[Answer]:
+    os.chdir(ROOT)
+    if not with_megatron:
+        sys.modules["megatron"] = None  # so importing it fails
+    return [answer(line) for line in lines]
+
+
 def run_afresh(*argv: str) -> subprocess.CompletedProcess[str]:
     """``python *argv`` in a new process, in the repository's root."""
     return subprocess.run(
@@ -78,17 +111,6 @@ def run_afresh(*argv: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
-
-
-def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    """What is logged, by name and step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {  # the first of a step: the last step is evaluated again after the training
-        tag: {event.step: event.value for event in reversed(events.Scalars(tag))}
-        for tag in events.Tags()["scalars"]
-    }
 
 
 def refusals(said: str) -> list[str]:

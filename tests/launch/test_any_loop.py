@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_loss_agg.mcore.flags import VARIABLE
-from tests.launch.processes import LAUNCHER, MODE, NO_EFFECT, refusals, run, run_afresh
+from tests.launch.processes import LAUNCHER, MODE, refusals, run, run_afresh
 
 # A loop of its own on Megatron-Core: a model, and a step by SCHEDULE, with a parser and an
 # optimizer of its own.
@@ -108,8 +108,10 @@ class Run(NamedTuple):
     flags: tuple[str, ...] = MODE
     ranks: int = 1
     starter: tuple[str, ...] = LAUNCHER
+    environment: str = ""  # flags that are there
 
 
+NO_EFFECT = "HostError: --loss-aggregation sample_mean ha[sd] no effect: "
 STEPPED = "^stepped with lm loss sample_mean loss$"
 REFUSAL, BEFORE_SGD = "^megatron_loss_agg: ", NO_EFFECT + "SGD is about to step"
 RUNS = {
@@ -118,6 +120,7 @@ RUNS = {
     "a loop that has imported the function before it is patched": Run(
         loop("early()", IMPORTED + PATCHED), 0, {STEPPED: 1}, starter=()
     ),
+    "flags in the environment": Run(loop(), 0, {STEPPED: 1}, (), environment=" ".join(MODE)),
     "without flags": Run(loop(), 0, {"^stepped with lm loss$": 1}, flags=()),
     "a schedule that was taken before": Run(
         loop("early", TAKEN + PATCHED), 1, {BEFORE_SGD: 2, "stepped": 0}, ranks=2, starter=()
@@ -164,20 +167,15 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_flags_take_effect_in_any_loop_or_end_the_run(name: str, tmp_path: Path) -> None:
+def test_flags_take_effect_in_any_loop_or_end_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = RUNS[name]
+    monkeypatch.setenv(VARIABLE, case.environment)
     codes, said = run(tmp_path, case.script, *case.flags, ranks=case.ranks, starter=case.starter)
     assert codes == [case.code] * case.ranks, said[-3000:]
     found = {text: len(re.findall(text, said, re.MULTILINE)) for text in case.said}
     assert found == case.said, said[-3000:]
-
-
-def test_flags_in_the_environment_take_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, " ".join(MODE))
-    codes, said = run(tmp_path, loop())
-    assert codes == [0] and re.search(STEPPED, said, re.MULTILINE), said[-3000:]
 
 
 def test_a_patched_script_that_makes_no_step_fails_at_its_end(tmp_path: Path) -> None:

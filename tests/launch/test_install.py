@@ -27,53 +27,47 @@ def _functions() -> dict[tuple[str, str], Any]:
     return {(n, key): value for n, holder in holders for key, value in vars(holder).items()}
 
 
-def seams_on_host() -> dict[str, Any]:
+def install_on_rank() -> None:
     from megatron.training import arguments, training
 
     from megatron_loss_agg.mcore.install import install
 
-    def found() -> tuple[list[tuple[str, str]], bool]:
-        """What is not as it was, and whether Megatron has the flags."""
+    def changed() -> list[tuple[str, str]]:
+        """What is not as it was ``before``."""
         now = _functions()
-        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-        has_flags = hasattr(parser.parse_known_args([])[0], "loss_aggregation")
-        changed = {key for key in before if now.get(key) is not before[key]}
-        return sorted(x for x in changed if x[1] != "print_rank_last"), has_flags
+        found = {key for key in before if now.get(key) is not before[key]}
+        return sorted(x for x in found if x[1] != "print_rank_last")
 
-    facts: dict[str, Any] = {}
+    def has_flags() -> bool:
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+        return hasattr(parser.parse_known_args([])[0], "loss_aggregation")
+
     before = _functions()
     uninstall = install()
-    facts["wrapped"] = found()
+    assert ("megatron.training.training", "get_forward_backward_func") in changed()
+    assert has_flags()
     uninstall()
-    facts["left"] = found()
+    assert changed() == [] and not has_flags()
     uninstall = install()
+    # A second install, as by the launcher before a script that has the patch, changes nothing.
     before = _functions()
     uninstall_again = install()
-    facts["wrapped again"] = found()
+    assert changed() == []
     uninstall_again()
-    facts["left by the second"] = found()
+    assert changed() == [] and has_flags()
     uninstall()
-    # A host with other seams.
+    # A host with other seams is left as it is. It adds its checkout's commit to its version.
     before = _functions()
     get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
-    facts["missing"] = error_of(install)
+    says = f"HostError: megatron-core {version('megatron-core')} ... training has no "
+    assert_says(error_of(install), says + "get_forward_backward_func; expected")
     training.get_forward_backward_func = get_schedule
-    facts["untouched"] = found()
-    return facts
+    assert changed() == [] and not has_flags()
 
 
 def test_what_is_wrapped_is_restored_and_a_host_with_other_seams_is_refused() -> None:
-    (facts,) = run_host_ranks(seams_on_host, 1)
-    wrapped, has_flags = facts["wrapped"]
-    assert ("megatron.training.training", "get_forward_backward_func") in wrapped
-    assert has_flags and facts["left"] == ([], False)
-    # A second install, as by the launcher before a script that has the patch, changes nothing.
-    assert facts["wrapped again"] == facts["left by the second"] == ([], True)
-    assert facts["untouched"] == ([], False)
-    # The host adds the commit of the checkout that it runs in to its version.
-    assert facts["missing"].startswith(f"HostError: megatron-core {version('megatron-core')}")
-    assert "training has no get_forward_backward_func; expected" in facts["missing"]
+    run_host_ranks(install_on_rank, 1)
 
 
 Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"])
@@ -116,7 +110,10 @@ def squared(loss_mask: Any, output: Any) -> tuple[Any, Any, Any]:
     return loss, loss_mask.sum().to(int), {}
 
 
-def facts_of_models() -> dict[str, Any]:
+OTHER_LOSS = "HostError: the loss function returned ... expected a masked sum"
+
+
+def train_several_models() -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
     from megatron_loss_agg import LossAggregation
@@ -134,71 +131,48 @@ def facts_of_models() -> dict[str, Any]:
         data = batches(places[0], "bshd")
         return gpt.run_step(None, model, data, 2, schedule=schedule, **options)
 
+    def says(error: str, *args: Any, **options: Any) -> None:
+        assert_says(error_of(call, *args, **options), error)
+
     def installed(*flags: str) -> Any:
         sys.argv = ["script", "--loss-aggregation", "sum", *flags]
         return install(watch_exit=False)
 
-    facts: dict[str, Any] = {}
     hooked = LossHook(LossAggregation(mode="sample_mean")).wrap(get_forward_backward_func())
     call(first, hooked)
-    facts["first model, other loss"] = error_of(call, first, hooked, forward_step_func=squares)
-    facts["second model, same hook"] = error_of(call, second, hooked)
-    facts["second model, forward only"] = error_of(call, second, hooked, forward_only=True)
+    says(OTHER_LOSS, first, hooked, forward_step_func=squares)
+    says("HostError: a LossHook trains a second model; expected a hook for each", second, hooked)
+    call(second, hooked, forward_only=True)
 
     uninstall = installed()
     sgd = torch.optim.SGD(first.parameters(), lr=0.0)
     call(first, forward_only=True)
-    facts["only evaluated"] = error_of(sgd.step)
-    facts["reports"] = sorted(call(first)[0])
-    facts["trained"] = error_of(sgd.step)
-    facts["second model, other loss"] = error_of(call, second, forward_step_func=squares)
-    kept = get_forward_backward_func()
+    # An evaluation is no training.
+    assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
+    assert sorted(call(first)[0]) == ["lm loss", "sum loss"]
+    sgd.step()
+    says(OTHER_LOSS, second, forward_step_func=squares)
+    kept, wrapped = get_forward_backward_func(), []
 
     @functools.wraps(kept)
     def counting(**arguments: Any) -> Any:
-        facts["calls of the loop's wrapper"] = 1
+        wrapped.append("called")
         return kept(**arguments)
 
+    # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
     own = LossHook(LossAggregation(mode="token_mean")).wrap(counting)
-    facts["through a wrapper"] = error_of(call, first, own)
+    says("HostError: has no mask; expected", first, own)
+    assert wrapped == ["called"]
     uninstall()
-    facts["restored"] = get_forward_backward_func() is schedules.forward_backward_no_pipelining
-    facts["flags left"] = sys.argv[1:]
+    assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
+    assert sys.argv[1:] == ["--loss-aggregation", "sum"]
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
     call(first, places=NO_TOKENS)
-    facts["skip by torch"] = error_of(sgd.step)
-    facts["skip of two models"] = error_of(call, second)
+    assert_says(error_of(sgd.step), "HostError: SGD is about to step without any token")
+    says("HostError: skip, and several models train in this process", second)
     uninstall()
-    return facts
-
-
-OTHER_LOSS = "HostError: the loss function returned ... expected a masked sum"
-# As `assert_says` takes it; nothing if all is well.
-SAID = {
-    "first model, other loss": OTHER_LOSS,
-    "second model, same hook": (
-        "HostError: a LossHook trains a second model; expected a hook for each"
-    ),
-    "second model, forward only": "",
-    "second model, other loss": OTHER_LOSS,
-    # An evaluation is no training.
-    "only evaluated": "HostError: --loss-aggregation sum has no effect: SGD",
-    "trained": "",
-    # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
-    "through a wrapper": "HostError: has no mask; expected",
-    "skip by torch": "HostError: SGD is about to step without any token",
-    "skip of two models": "HostError: skip, and several models train in this process",
-}
 
 
 def test_every_model_and_every_loss_is_checked_for_itself_until_an_uninstall() -> None:
-    (facts,) = run_host_ranks(facts_of_models, 1)
-    for name, says in SAID.items():
-        assert (facts[name] is None) == (not says), (name, facts[name])
-        if says:
-            assert_says(facts[name], says)
-    assert facts["restored"]
-    assert facts["flags left"] == ["--loss-aggregation", "sum"]
-    assert facts["reports"] == ["lm loss", "sum loss"]
-    assert facts["calls of the loop's wrapper"] == 1
+    run_host_ranks(train_several_models, 1)

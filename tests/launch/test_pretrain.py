@@ -12,21 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.mcore.cpu import CPU_FLAGS
-from tests.launch.processes import (
-    LAUNCHER,
-    MODE,
-    ROOT,
-    SETS_FLAGS,
-    SETS_SCRIPT,
-    refusals,
-    run,
-    tensorboard,
-)
+from tests.launch.processes import LAUNCHER, MODE, ROOT, refusals, run
 from tests.sweep.data import OF_SET, SEQ_LENGTH, VALIDATION
 
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
@@ -197,6 +189,12 @@ def test_a_flag_of_the_host_that_does_not_fit_is_one_line_for_all_ranks(tmp_path
 Seen = tuple[bool, list[int], Tensor, Tensor]
 Pair = tuple[float, float]  # a sum, and its number of tokens
 STEPS, N_MB = 6, 2
+SETS_FLAGS = f"""
+    --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
+    --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
+    --micro-batch-size 1 --logging-level 40 --num-workers 0 --init-method-std 0.5
+""".split()
 
 
 def launched(
@@ -204,7 +202,7 @@ def launched(
 ) -> tuple[list[list[Seen]], str]:
     """What each rank's loss function got, and what was said."""
     patch.setenv("SEEN", str(folder / "seen"))
-    codes, said = run(folder, SETS_SCRIPT, *SETS_FLAGS.split(), *flags, ranks=ranks)
+    codes, said = run(folder, ROOT / "tests/sweep/script.py", *SETS_FLAGS, *flags, ranks=ranks)
     assert codes == [0] * ranks, said[-3000:]
     return [torch.load(folder / f"seen.{rank}") for rank in range(ranks)], said
 
@@ -253,6 +251,15 @@ def test_each_validation_set_is_reduced_over_all_of_its_tokens_or_samples(
         for key in ("lm", mode):
             (logged,) = re.findall(f"{key} loss value: (\\S+)", line)
             assert float(logged) == pytest.approx(expected[key], rel=2e-6)
+
+
+def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """What is logged, by name and step."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {  # the first of a step: the last step is evaluated again after the training
+        tag: {event.step: event.value for event in reversed(events.Scalars(tag))}
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def by_dataset(seen: Iterable[Seen]) -> dict[str, float]:

@@ -132,26 +132,31 @@ def in_parallel(jobs: int) -> None:
 def main() -> int:
     """Run what has no good result yet; status 1 if a launch went wrong, hung or crashed."""
     parser = argparse.ArgumentParser(prog="ci/sweep.sh", description=__doc__)
+    parser.add_argument("values", nargs="*", help="only cases that have all of these")
     parser.add_argument("--jobs", type=int, default=1, help="launches at once")
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    everything = {cases.key_of(case): case for case in cases.everything()}
+    chosen = [case for case in cases.everything() if {*args.values} <= {*case.values()}]
+    wanted = {cases.key_of(case): case for case in chosen}
+    if not wanted:
+        parser.error(f"no case has {' and '.join(args.values)}")
     if args.job is None and args.jobs > 1:
         in_parallel(args.jobs)
     else:
         good = {key for key, line in known().items() if line["outcome"] in GOOD}
-        left = [case for key, case in everything.items() if key not in good]
+        left = [case for key, case in wanted.items() if key not in good]
         for case in left[args.job or 0 :: args.jobs]:
             run(case)
     if args.job is not None:
         return 0
     found = known()
-    results = [found[key] for key in everything if key in found]
-    SECTION.write_text(written(results))
+    results = [found[key] for key in wanted if key in found]
+    if not args.values:
+        SECTION.write_text(written(results))
     counts = Counter(line["outcome"] for line in results)
     print(dict(counts))
-    return int(sum(counts[outcome] for outcome in GOOD) < len(everything))
+    return int(sum(counts[outcome] for outcome in GOOD) < len(wanted))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -58,13 +58,6 @@ TRAINING = [
 ]
 
 
-class Launch(NamedTuple):
-    """One start of the host: its ranks, and what each is told."""
-
-    ranks: int
-    argv: list[str]
-
-
 def rate_of(case: Case) -> float:
     if case["precision"] == "fp32":
         return LR["fp32"]
@@ -108,9 +101,8 @@ def iterations(case: Case) -> int:
     return {"one": 1, "skip-second": 3}.get(case["steps"], 2)
 
 
-def launches(case: Case, folder: str, plugin: bool = True) -> list[Launch]:
+def launches(case: Case, folder: str, plugin: bool = True) -> list[list[str]]:
     """The starts of the host, one after another; each goes on where the last one ended."""
-    topology = TOPOLOGIES[case["topology"]]
     size, batch = batch_sizes(case)
     chosen = {**WAYS, "gradients": {**WAYS["gradients"], **WRAPPERS}}
     left_out = ("restart",) if plugin else ("restart", "aggregation")
@@ -118,24 +110,21 @@ def launches(case: Case, folder: str, plugin: bool = True) -> list[Launch]:
     if plugin:
         ways.append(f"--loss-aggregation {MODES[case['mode']].flags}")
     told = " ".join(ways).format(eval_batch=2 * data_parallel_size(case), folder=folder)
-    common = [*model_argv(case), *TRAINING, *topology.flags.split(), *told.split()]
-    common += ["--micro-batch-size", str(size)]
+    common = [*model_argv(case), *TRAINING, *told.split(), "--micro-batch-size", str(size)]
+    common += TOPOLOGIES[case["topology"]].flags.split()
     number = ["--global-batch-size", str(batch)]
     loaded = WAYS["restart"][case["restart"]].split()
     common += _optimizer([*common, *loaded], rate_of(case))
     first = [*common, *([] if case["steps"] == "schedule" else number), *_schedule(case, batch)]
     if case["restart"] == "none":
-        return [Launch(topology.ranks, first)]
+        return [first]
     again = first
     if case["restart"] == "weights-only":  # without the schedules of learning rates and batch sizes
         again = [*common, *number, "--train-iters", str(iterations(case))]
     if case["restart"] == "finetune":  # starts with the first iteration
         again = [*common, *number, *_schedule({**case, "steps": "one"}, batch)]
     saved = ["--save", folder, "--save-interval", "1", "--exit-interval", "1"]
-    return [
-        Launch(topology.ranks, [*first, *saved, *loaded[:2]]),
-        Launch(topology.ranks, [*again, "--load", folder, *loaded]),
-    ]
+    return [[*first, *saved, *loaded[:2]], [*again, "--load", folder, *loaded]]
 
 
 def _optimizer(flags: list[str], rate: float) -> list[str]:
@@ -241,7 +230,7 @@ def run_case(case: Case, plugin: bool = True) -> dict[str, Any]:
         _launched(case, plugin=False)
     except RankFailed as failure:
         _, of_stock = _ended(str(failure))
-        if _kind(of_stock) == _kind(said):
+        if _kind(of_stock) == _kind(said) and not said.startswith("the server of ranks"):
             return {"outcome": "host refused", "text": of_stock}
         text += f"\nwithout the plugin: {failure}"
     return {"outcome": "HANG" if "were still running" in said else "CRASH", "text": text}
@@ -249,10 +238,10 @@ def run_case(case: Case, plugin: bool = True) -> dict[str, Any]:
 
 def _launched(case: Case, plugin: bool) -> list[Any]:
     """The ranks' results of the last launch."""
-    results: list[Any] = []
+    ranks, results = TOPOLOGIES[case["topology"]].ranks, []
     with tempfile.TemporaryDirectory() as folder:
-        for launch in launches(case, f"{folder}/saved", plugin):
-            results = on_ranks(launch.ranks, "rank_main", launch.argv, plugin)
+        for argv in launches(case, f"{folder}/saved", plugin):
+            results = on_ranks(ranks, "rank_main", argv, plugin)
     return results
 
 
@@ -322,7 +311,7 @@ def all_flags() -> list[str]:
 
 def swept() -> set[str]:
     """Flags that some launch of the sweep is given, apart from the sweep's own."""
-    told = [word for case in everything() for launch in launches(case, "") for word in launch.argv]
+    told = [word for case in everything() for argv in launches(case, "") for word in argv]
     return {word for word in told if word.startswith("--") and not word.startswith("--sweep-")}
 
 
