@@ -40,6 +40,11 @@ for _name in dir(_layers):
 # and the parser of arguments can read a union in one order alone.
 for _name in ("pipelines.train.rlhf", "trainers.trainer", "trainers.dpo_trainer"):
     importlib.import_module(f"swift.megatron.{_name}")
+# What runs import, too.
+for _name in ("swift.loss_scale", "megatron.core.models.mimo", "megatron_loss_agg.mcore.install"):
+    importlib.import_module(_name)
+# After the training it draws its logs.
+importlib.import_module("swift.megatron.pipelines.train.sft").plot_images = lambda *args: None
 
 from mcore_bridge.model.register import ModelLoader, get_model_meta  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402

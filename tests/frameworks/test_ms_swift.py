@@ -59,6 +59,7 @@ COMMON: Settings = {
     **dict.fromkeys(("masked_softmax_fusion", "bias_dropout_fusion"), False),
     **dict.fromkeys(("bias_activation_fusion", "gradient_accumulation_fusion"), False),
     "cross_entropy_loss_fusion": False,
+    "load_from_cache_file": True,  # of an earlier run here
     **{"dataloader_num_workers": 0, "dataloader_multiprocessing_context": "fork"},
 }
 LAYOUTS: dict[str, Settings] = {
