@@ -1,96 +1,76 @@
 """AReaL's actor, SFT engine, batches, losses and training step on a real GPT over two ranks.
 
-    python -m tests.frameworks.run_areal STOCK PATCHED TABLE
-
-Two checkouts, without and with the patch; the table goes to a file. The training step is that of
-its Megatron engine. Stood in for: Ray, mbridge and Megatron-Bridge, which load models, the
-inference servers, and the optimizer, which keeps the gradient that it is given.
+The training step is that of its Megatron engine. Stood in for: Ray, mbridge and Megatron-Bridge,
+which load models, the inference servers, and the optimizer, which keeps the gradient that it is
+given.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_report import (
+from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, grpo, use_framework
+from tests.frameworks.report import (
     MODES,
-    REFUSALS,
     STEPS,
     Answer,
     LogProbs,
     Report,
     Run,
-    Steps,
+    Runs,
+    Step,
     exact,
     nll,
     refused,
     stock,
 )
-from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, attempt, grpo
-from tests.peers.standins import use_peers
 
 STANDINS = (
     "ray transformers mbridge megatron.bridge wandb torch_memory_saver aiohttp httpx requests "
     "datasets tenacity flask torchdata lark uvloop numba aiofiles openai safetensors peft swanlab "
     "trackio tensorboardX tabulate pybase64"
 )
-CISPO = {"use_cispo_loss": True}
-SFT = "SFT"
+use = partial(use_framework, STANDINS)
+CONFIG: dict[str, Any] = {
+    **{"experiment_name": "test", "trial_name": "test"},
+    **{"backend": "megatron:d1", "dtype": "float32"},
+}
+ACTOR: dict[str, Any] = {
+    **{"ppo_n_minibatches": 1, "eps_clip": CLIP, "eps_clip_higher": CLIP, "kl_ctl": 0.0},
+    **{"recompute_logprob": True, "use_decoupled_loss": False},
+}
 
 
-def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
-    """On a rank; see `checkout_report.Train`."""
-    use_peers(STANDINS)
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    sys.path.insert(0, root)
-    from tests.host import gpt
-
-    gpt.initialize(cp)
-    return [attempt(_train, run, cp, log_probs, errors=REFUSALS) for run in runs]
-
-
-def _train(run: Run, cp: int, log_probs: list[LogProbs]) -> Steps:
+def train(
+    log_probs: list[LogProbs], key: Any, engine: str = "MegatronPPOActor", **options: Any
+) -> list[Step]:
+    from areal.api import cli_args
     from megatron.core import mpu
 
-    from tests.host import gpt
-
-    options = {"engine": "MegatronPPOActor", **run.options}
-    engine = _engine(options.pop("engine"), _aggregation(run.flags), **options)
-    optimizer = _set_up(engine, gpt.ddp_model(dtype=torch.float32), cp)
-    losses = _keep_losses(engine)
+    options |= {"loss_aggregation": cli_args.LossAggregationConfig(**key)} if key else {}
+    trained = _engine(engine, **options)
+    optimizer = _set_up(trained)
+    losses = _keep_losses(trained)
     rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     for step, given in zip(STEPS, log_probs, strict=True):
         groups = _groups(step, given)[rank::ranks]
-        if hasattr(engine, "train_lm"):
-            engine.train_lm(groups)
+        if hasattr(trained, "train_lm"):
+            trained.train_lm(groups)
         else:
-            engine.ppo_update([_advantages(x) for x in engine.compute_advantages(groups)])
-    return list(zip(optimizer.gradients, losses, strict=True))
+            trained.ppo_update([_advantages(x) for x in trained.compute_advantages(groups)])
+    return list(map(Step, optimizer.gradients, losses))
 
 
-def _aggregation(flags: str) -> dict[str, Any]:
-    """``flags`` as the key `loss_aggregation` of the configuration."""
-    if not flags:
-        return {}
-    from areal.api.cli_args import LossAggregationConfig
-
-    words = flags.split()
-    names = [word.removeprefix("--loss-aggregation").strip("-") or "mode" for word in words[::2]]
-    values: dict[str, Any] = dict(zip(names, words[1::2], strict=True))
-    if "divisor" in values:
-        values["divisor"] = float(values["divisor"])
-    return {"loss_aggregation": LossAggregationConfig(**values)}
-
-
-def _engine(name: str, aggregation: dict[str, Any], **options: Any) -> Any:
+def _engine(name: str, **options: Any) -> Any:
     """One of AReaL's own, with a configuration of its own."""
     from areal.api import cli_args
     from areal.engine import fsdp_engine, megatron_engine
@@ -98,46 +78,30 @@ def _engine(name: str, aggregation: dict[str, Any], **options: Any) -> Any:
 
     config, actor = cli_args.TrainEngineConfig, {}
     if "Actor" in name:
-        config, actor = cli_args.PPOActorConfig, _ACTOR
+        config, actor = cli_args.PPOActorConfig, ACTOR
     elif "DPO" in name:
         config = cli_args.DPOEngineConfig
     modules = {"FSDP": fsdp_engine, "Archon": archon_engine}
     module = next((x for key, x in modules.items() if key in name), megatron_engine)
-    settings = {**_CONFIG, **actor, **aggregation, **options}
-    settings["mb_spec"] = cli_args.MicroBatchSpec(max_tokens_per_mb=40)
-    return getattr(module, name)(config(**settings))
+    microbatches = cli_args.MicroBatchSpec(max_tokens_per_mb=40)
+    return getattr(module, name)(config(**CONFIG, **actor, **options, mb_spec=microbatches))
 
 
-_CONFIG: dict[str, Any] = {
-    "experiment_name": "test",
-    "trial_name": "test",
-    "backend": "megatron:d1",
-    "dtype": "float32",
-}
-_ACTOR: dict[str, Any] = {
-    "ppo_n_minibatches": 1,
-    "eps_clip": CLIP,
-    "eps_clip_higher": CLIP,
-    "kl_ctl": 0.0,
-    "recompute_logprob": True,
-    "use_decoupled_loss": False,
-}
-
-
-def _set_up(engine: Any, ddp: Any, cp: int) -> Any:
+def _set_up(engine: Any) -> Any:
     """What its `initialize` does after it has loaded a model; returns the optimizer."""
     from areal.api import ParallelStrategy
     from areal.engine.megatron_engine import _MegatronModelList
+    from megatron.core import mpu
 
+    from tests.host import gpt
+
+    ddp = gpt.ddp_model(dtype=torch.float32)
     optimizer = KeepGradients(ddp)
     optimizer.get_loss_scale = lambda: torch.tensor(1.0)
+    cp = mpu.get_context_parallel_world_size()
     engine.create_process_group(ParallelStrategy(context_parallel_size=cp))
-    vars(engine).update(
-        model=_MegatronModelList([ddp]),
-        optimizer=optimizer,
-        device=torch.device("cpu"),
-        use_padded_seq=False,
-    )
+    engine.model, engine.optimizer = _MegatronModelList([ddp]), optimizer
+    engine.device, engine.use_padded_seq = torch.device("cpu"), False
     return optimizer
 
 
@@ -167,27 +131,25 @@ def _keep_losses(engine: Any) -> list[dict[str, float]]:
 
 def _groups(step: Sequence[Answer], log_probs: LogProbs) -> list[dict[str, Any]]:
     """A trajectory of each prompt, with all its samples, as the rollout makes them."""
-    by_prompt = sorted(zip(step, *log_probs, strict=True), key=lambda sample: sample[0].prompt)
-    return [
-        _trajectory(list(samples))
-        for _, samples in groupby(by_prompt, key=lambda sample: sample[0].prompt)
-    ]
+    samples = sorted(zip(step, *log_probs, strict=True), key=_prompt)
+    return [_trajectory(*zip(*group, strict=True)) for _, group in groupby(samples, _prompt)]
 
 
-def _trajectory(samples: list[tuple[Answer, Tensor, Tensor]]) -> dict[str, Any]:
-    answers = [answer for answer, _, _ in samples]
+def _prompt(sample: tuple[Answer, Tensor, Tensor]) -> int:
+    return sample[0].prompt
+
+
+def _trajectory(
+    answers: Sequence[Answer], old: Sequence[Tensor], ref: Sequence[Tensor]
+) -> dict[str, Any]:
     tokens = [answer.tokens() for answer in answers]
-
-    def padded(values: Sequence[Tensor]) -> Tensor:
-        return pad_sequence(list(values), batch_first=True)
+    padded = partial(pad_sequence, batch_first=True)
 
     def placed(values: Sequence[Tensor], shift: int = 0) -> Tensor:
         """At the answers' tokens, or ``shift`` before them."""
         pairs = zip(answers, values, strict=True)
-        ends = [(a.prompt_length - shift, shift, value) for a, value in pairs]
-        return padded([torch.nn.functional.pad(value, (b, e)) for b, e, value in ends])
+        return padded([pad(value, (a.prompt_length - shift, shift)) for a, value in pairs])
 
-    old, ref = ([sample[i] for sample in samples] for i in (1, 2))
     return {
         "input_ids": padded(tokens),
         "attention_mask": padded([torch.ones(len(x), dtype=torch.bool) for x in tokens]),
@@ -209,7 +171,7 @@ def _advantages(group: dict[str, Any]) -> dict[str, Any]:
 
 def with_teacher(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
     """A clipped policy loss, and the distance to a teacher."""
-    return {"loss": grpo(lp, entropy, old, ref, reward)["policy"] + KL * (lp - ref)}
+    return {"loss": grpo(lp, entropy, old, ref, reward)["pg_loss"] + KL * (lp - ref)}
 
 
 def cispo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
@@ -217,34 +179,28 @@ def cispo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) 
     return {"loss": -ratio * reward * lp + KL * (lp - ref)}
 
 
-def main(without: str, patched: str, table: str) -> None:
-    modes = [mode for mode in MODES if mode != "rollout_mean"]
-    sft = {"engine": "MegatronLMEngine"}
-    others = ("FSDPPPOActor", "ArchonPPOActor", "MegatronRWEngine", "MegatronDPOEngine")
-    report = Report(
-        "AReaL",
-        train,
-        (without, patched),
-        own={
-            "token_mean": stock(with_teacher, "token_mean"),
-            "token_mean, CISPO": stock(cispo, "token_mean", **CISPO),
-            SFT: (Run("", sft), None),  # divides by 1e-5 + the tokens of a microbatch
-        },
-        runs={
-            **{mode: exact(with_teacher, mode) for mode in modes},
-            **{f"{mode}, CISPO": exact(cispo, mode, **CISPO) for mode in modes},
-            **{f"{mode}, {SFT}": exact(nll, mode, **sft) for mode in ("sample_mean", "constant")},
-            "sample_mean, without empty ones": exact(with_teacher, "sample_mean", empty="skip"),
-            "rollout_mean": refused("rollout_mean"),
-            f"prompt_mean, {SFT}": refused("prompt_mean", **sft),
-            "tree training": refused("token_mean", enable_tree_training=True),
-            **{name: refused("token_mean", engine=name) for name in others},
-        },
-    )
-    report.compare("DP 2", 1)
-    report.compare("CP 2", 2)
-    report.close(table)
+OURS = [mode for mode in MODES if mode != "rollout_mean"]
+CISPO, SFT = {"use_cispo_loss": True}, {"engine": "MegatronLMEngine"}
+OTHERS = ("FSDPPPOActor", "ArchonPPOActor", "MegatronRWEngine", "MegatronDPOEngine")
+OWN: Runs = {
+    "token_mean": stock(with_teacher, "token_mean"),
+    "token_mean, CISPO": stock(cispo, "token_mean", **CISPO),
+    "SFT": Run(options=SFT),  # divides by 1e-5 + the tokens of a microbatch
+}
+RUNS: Runs = {
+    **{mode: exact(with_teacher, mode) for mode in OURS},
+    **{f"{mode}, CISPO": exact(cispo, mode, **CISPO) for mode in OURS},
+    **{f"{mode}, SFT": exact(nll, mode, **SFT) for mode in ("sample_mean", "constant")},
+    "sample_mean, without empty ones": exact(with_teacher, "sample_mean", empty="skip"),
+    "rollout_mean": refused("rollout_mean"),
+    "prompt_mean, SFT": refused("prompt_mean", **SFT),
+    "tree training": refused("token_mean", enable_tree_training=True),
+    **{name: refused("token_mean", engine=name) for name in OTHERS},
+}
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def report(*checkouts: str) -> Any:
+    found = Report(use, train, checkouts, OWN, RUNS)
+    found.compare("DP 2", 1, configured=True)
+    found.compare("CP 2", 2, configured=True)
+    return found.rows, found.failures

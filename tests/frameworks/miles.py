@@ -54,9 +54,7 @@ def use(root: str) -> None:
     object_store.init_instance(Namespace(**ARGS))
 
 
-def train(
-    log_probs: list[LogProbs], _: Any, rounded: bool = False, **options: Any
-) -> list[Step]:
+def train(log_probs: list[LogProbs], _: Any, rounded: bool = False, **options: Any) -> list[Step]:
     from miles.backends.megatron_utils import model, parallel
     from miles.backends.training_utils import data, loss
     from miles.backends.training_utils.parallel import set_parallel_state
