@@ -104,6 +104,20 @@ def use_framework(standins: str, folder: str) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
+def ignore_masks_of_padding() -> None:
+    """As Transformer Engine does where attention is causal."""
+    from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
+
+    attend = GatheredAttention.forward
+
+    def forward(
+        self: Any, query: Any, key: Any, value: Any, _: Any, *args: Any, **more: Any
+    ) -> Any:
+        return attend(self, query, key, value, None, *args, **more)
+
+    GatheredAttention.forward = forward  # type: ignore[method-assign]
+
+
 def fill(model: Any) -> None:
     """Give a framework's own model weights that do not depend on the parallelism."""
     from tests.host import gradients

@@ -97,31 +97,6 @@ STEPS: Batch = (
 )
 
 
-def weights(
-    mode: str,
-    step: Sequence[Answer],
-    rejected: str = "",
-    places: Places | None = None,
-    **options: Any,
-) -> Weights:
-    """By `tests.oracle`: of the answer tokens of every sample that is not removed.
-
-    Args:
-        rejected: ``skip`` or ``count`` for removed samples; otherwise they are without tokens.
-        places: samples by rank and microbatch; by default all in one.
-        options: of the oracle.
-    """
-    counted = rejected == "count"
-    samples = {
-        i: Sample(tuple(map(float, a.mask)) if counted else a.kept(), a.prompt, a.rollout)
-        for i, a in enumerate(step)
-        if not (rejected == "skip" and a.removed)
-    }
-    places = places or ((tuple(samples),),)
-    found = weights_with(mode, places, lambda i, _: samples[i], **options)
-    return [(i, of_tokens) for i, of_tokens in found if not step[i].removed]
-
-
 class LogProbs(NamedTuple):
     """fp32, of every sample's answer tokens: of the policy that generated, and of the reference."""
 
@@ -198,16 +173,29 @@ def exact(
     batch: Batch = STEPS,
     divisor: float = DIVISOR,
     empty: str = "count",
-    places: Places | None = None,
+    places: Callable[[Sequence[Answer]], Places] | None = None,
     given: str | None = None,
     near: str = "",
     **options: Any,
 ) -> Run:
-    """By our flags, unless others are ``given``."""
-    weighing = {"divisor": divisor if mode == "constant" else None, "empty": empty}
-    of_steps = tuple(weights(mode, step, rejected, places, **weighing) for step in batch)
+    """By our flags, unless others are ``given``; weights are those of `tests.oracle`.
+
+    Args:
+        rejected: ``skip`` or ``count`` for removed samples; otherwise they are without tokens.
+        places: a step's samples by rank and microbatch; by default all in one.
+    """
+    options_of_oracle = {"divisor": divisor if mode == "constant" else None, "empty": empty}
+
+    def weights(step: Sequence[Answer]) -> Weights:
+        masks = [tuple(map(float, a.mask)) if rejected == "count" else a.kept() for a in step]
+        present = tuple(i for i, a in enumerate(step) if not (rejected == "skip" and a.removed))
+        at = places(step) if places else ((present,),)
+        samples = [Sample(m, a.prompt, a.rollout) for m, a in zip(masks, step, strict=True)]
+        found = weights_with(mode, at, lambda i, _: samples[i], **options_of_oracle)
+        return [(i, of_tokens) for i, of_tokens in found if not step[i].removed]
+
     given = flags(mode, rejected, empty, divisor) if given is None else given
-    return Run(given, options, losses, of_steps, near=near)
+    return Run(given, options, losses, tuple(map(weights, batch)), near=near)
 
 
 stock = partial(exact, given="")
@@ -371,8 +359,8 @@ def _reference(runs: Runs, rope: bool, batch: Batch, vocab: int, mtp: dict[str, 
     given, found = [], {name: [] for name in runs}
     for number, step in enumerate(batch):
         tokens = [token_values(model, a.tokens(), a.prompt_length) for a in step]
-        near = partial(_near, torch.Generator().manual_seed(number))
-        log_probs = LogProbs([near(lp) for lp, _ in tokens], [near(lp) for lp, _ in tokens])
+        generator = torch.Generator().manual_seed(number)
+        log_probs = LogProbs(*(_near([lp for lp, _ in tokens], generator) for _ in range(2)))
         given.append(log_probs)
         zipped = list(zip(step, tokens, *log_probs, strict=True))
 
@@ -389,6 +377,11 @@ def _reference(runs: Runs, rope: bool, batch: Batch, vocab: int, mtp: dict[str, 
             metrics["loss"] -= metrics.get("aggregated_mtp_loss", 0.0)
             found[name].append(Step(of_terms["loss"].gradient(w), metrics))
     return given, found
+
+
+def _near(log_probs: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    noise = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(lp + 0.1 * noise(lp.shape)).detach().float() for lp in log_probs]
 
 
 def _with_mtp(terms: Terms, model: Any, answer: Answer) -> Terms:
@@ -416,11 +409,6 @@ def _with_mtp(terms: Terms, model: Any, answer: Answer) -> Terms:
         losses = losses + of_depth * (predicting >= 0)
     losses = model.config.mtp_loss_scaling_factor / depths * losses
     return {**terms, "loss": terms["loss"] + losses, "aggregated_mtp_loss": losses}
-
-
-def _near(generator: torch.Generator, log_probs: Tensor) -> Tensor:
-    noise = 0.1 * torch.randn(log_probs.shape, generator=generator, dtype=torch.float64)
-    return (log_probs + noise).detach().float()
 
 
 def errors(got: list[Step], expected: list[Step]) -> tuple[float, float]:
