@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host.reference import Gradient, Reference, gradient_of
+from tests.host.reference import Gradient
 from tests.peers.standins import PEERS, use_peers
 
 ROOT = Path(__file__).parents[2]
@@ -30,21 +30,6 @@ CLIP, KL, ENTROPY = 0.2, 0.3, 0.1
 DIVISOR = 7.0
 Terms = dict[str, Tensor]
 """fp64 [tokens] of one sample."""
-
-
-def references(
-    model: Any, samples: Iterable[Terms], differentiated: Collection[str] = ("loss",)
-) -> dict[str, Reference]:
-    """By term; those that are not ``differentiated`` are without gradients."""
-    found: dict[str, Reference] = {}
-    for terms in samples:
-        for term, of_tokens in terms.items():
-            losses, gradients = found.setdefault(term, Reference([], []))
-            losses.append(of_tokens.detach())
-            if term in differentiated:
-                rows = [gradient_of(loss, model) for loss in of_tokens]
-                gradients.append({name: torch.stack([g[name] for g in rows]) for name in rows[0]})
-    return found
 
 
 def token_values(model: Any, tokens: Tensor, prompt_length: int) -> tuple[Tensor, Tensor]:

@@ -61,10 +61,9 @@ from tests.frameworks.harness import (  # noqa: E402
     Terms,
     attempt,
     ignore_masks_of_padding,
-    references,
     token_values,
 )
-from tests.host.reference import Reference  # noqa: E402
+from tests.host.reference import Reference, of_samples  # noqa: E402
 
 gc.freeze()  # ms-swift collects garbage in every run, which would look at all that is imported
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -195,8 +194,7 @@ def all_references(
     """
     model, old = llama(folder / "model"), llama(folder / "frozen")
     log_probs = (answer_log_probs(model, text) for text in texts)
-    terms = ({"loss": -lp, "dft": -lp * lp.detach().exp()} for lp in log_probs)
-    found = references(model, terms, ("loss", "dft"))
+    found = of_samples(model, ({"loss": -x, "dft": -x * x.detach().exp()} for x in log_probs))
 
     def of_pairs() -> Iterator[Terms]:
         for pair in pairs:
@@ -206,4 +204,4 @@ def all_references(
             margin = (chosen - old_chosen) - (rejected - old_rejected)
             yield {"pairs": -logsigmoid(0.1 * margin).view(1)}
 
-    return {**found, **references(model, of_pairs(), ("pairs",))}
+    return {**found, **of_samples(model, of_pairs())}

@@ -24,11 +24,10 @@ from tests.frameworks.harness import (
     Terms,
     attempt,
     grpo,
-    references,
     token_values,
 )
 from tests.host.harness import run_host_ranks
-from tests.host.reference import Gradient, relative_error
+from tests.host.reference import Gradient, of_samples, relative_error
 from tests.host.steps import VOCAB, Places, Weights, weights_with
 from tests.oracle import Sample
 
@@ -370,7 +369,7 @@ def _reference(runs: Runs, rope: bool, batch: Batch, vocab: int, mtp: dict[str, 
                 yield _with_mtp(of_sample, model, answer)
 
         kinds = {run.losses for run in runs.values()}
-        by_losses = {losses: references(model, terms(losses)) for losses in kinds}
+        by_losses = {losses: of_samples(model, terms(losses), ["loss"]) for losses in kinds}
         for name, run in runs.items():
             of_terms, w = by_losses[run.losses], run.weights[number]
             metrics = {key: term.loss(w) for key, term in of_terms.items()}
