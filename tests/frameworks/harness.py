@@ -86,7 +86,6 @@ def use_framework(standins: str, folder: str) -> None:
     """Let this process import a framework from the folder, and stand-ins as `use_peers`."""
     use_peers(standins)
     sys.path.insert(1, folder)
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def ignore_masks_of_padding() -> None:
