@@ -55,7 +55,7 @@ from tests.frameworks.report import (
 )
 from tests.frameworks.report import exact as exact_over
 from tests.host import gpt
-from tests.host.harness import run_host_ranks
+from tests.host.harness import MOE, run_host_ranks
 from tests.host.reference import relative_error
 from tests.peers.standins import PEERS
 
@@ -260,14 +260,9 @@ def own(preset: str) -> Run:
     return run if mode in ("token_mean", "sum") else reweighed(run, lambda _: SHARE)
 
 
-MOE = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "add_bias_linear": False,
-}
+ROUTED = {**MOE, "moe_router_load_balancing_type": "aux_loss"}
 AUXILIARY = {
-    f"auxiliary {x}": {"per_token": True, "config": {**MOE, "moe_aux_loss_coeff": x}}
+    f"auxiliary {x}": {"per_token": True, "config": {**ROUTED, "moe_aux_loss_coeff": x}}
     for x in (0.0, 1.0)
 }
 DISTILLED, VALUE = {"loss": "distillation"}, {"loss": "value"}
