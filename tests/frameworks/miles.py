@@ -21,12 +21,12 @@ STANDINS = f"{slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi
 OFF = """
     debug_disable_optimizer delay_split_train_data_by_dp dumper_enable dumper_fwd_bwd
     enable_witness multi_lora observe_training_entropy save_local_weight_checksum
-    skip_actor_forward_only true_on_policy_mode use_dynamic_global_batch_size
+    skip_actor_forward_only true_on_policy_mode
 """
 ARGS: dict[str, Any] = {
     **slime.ARGS,
     **dict.fromkeys(OFF.split()),
-    "check_for_nan_in_loss_and_grad": True,
+    **{"check_for_nan_in_loss_and_grad": True, "use_dynamic_global_batch_size": False},
     **{"object_store_backend": "ray", "train_backend": "megatron"},
 }
 SAMPLES = len(STEPS[0])
