@@ -56,7 +56,7 @@ def train(
     from areal.api import cli_args
     from megatron.core import mpu
 
-    options |= {"loss_aggregation": cli_args.LossAggregationConfig(**key)} if key else {}
+    options |= {"loss_aggregation": cli_args.LossAggConfig(**key)} if key else {}
     trained = _engine(engine, **options)
     optimizer = _set_up(trained)
     losses = _keep_losses(trained)
