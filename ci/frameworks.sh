@@ -68,8 +68,8 @@ unpack() {
 # Run both copies, with the further arguments; the table goes to a file beside them.
 compare() {
     local name=$1
-    if ! "$python" -W ignore -m "tests.frameworks.run_${name//-/_}" "$scratch/$name/stock" \
-        "$scratch/$name/patched" "$scratch/$name.md" "${@:2}" </dev/null >"$scratch/$name.log" 2>&1; then
+    if ! "$python" -W ignore -m tests.frameworks "${name//-/_}" "$scratch/$name/stock" \
+        "$scratch/$name/patched" "${@:2}" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
         tail -n 30 "$scratch/$name.log" >&2
         return 1
     fi

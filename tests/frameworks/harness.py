@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +20,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host.reference import Gradient, Reference
-from tests.peers.standins import PEERS
+from tests.host.reference import Gradient
+from tests.peers.standins import PEERS, use_peers
 
 ROOT = Path(__file__).parents[2]
 FP32 = 1e-6
 """Bound of a gradient's error in fp32. Where a framework has an exact mode, twice its own, too."""
 CLIP, KL, ENTROPY = 0.2, 0.3, 0.1
 DIVISOR = 7.0
-COEFFICIENTS = {"policy": 1.0, "kl": KL, "entropy": -ENTROPY}
-"""Of the terms of `grpo`."""
 Terms = dict[str, Tensor]
 """fp64 [tokens] of one sample."""
-
-
-def references(
-    model: Any, samples: Iterable[Terms], differentiated: Collection[str] = ("loss",)
-) -> dict[str, Reference]:
-    """By term; those that are not ``differentiated`` are without gradients."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    found: dict[str, Reference] = {}
-    for terms in samples:
-        for term, of_tokens in terms.items():
-            losses, gradients = found.setdefault(term, Reference([], []))
-            losses.append(of_tokens.detach())
-            if term in differentiated:
-                rows = [torch.autograd.grad(x, parameters, retain_graph=True) for x in of_tokens]
-                columns = map(torch.stack, zip(*rows, strict=True))
-                gradients.append(dict(zip(names, columns, strict=True)))
-    return found
 
 
 def token_values(model: Any, tokens: Tensor, prompt_length: int) -> tuple[Tensor, Tensor]:
@@ -61,16 +42,11 @@ def token_values(model: Any, tokens: Tensor, prompt_length: int) -> tuple[Tensor
 
 
 def grpo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, advantage: Tensor | float) -> Terms:
-    """With a k3 KL term and an entropy bonus; without their coefficients."""
+    """With a k3 KL term and an entropy bonus; without their coefficients, under slime's names."""
     ratio = (lp - old).exp()
     policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-    return {"policy": policy, "kl": (ref - lp).exp() - 1 - (ref - lp), "entropy": entropy}
-
-
-def total(terms: Terms) -> Tensor:
-    """With the coefficients."""
-    parts = [coefficient * terms[name] for name, coefficient in COEFFICIENTS.items()]
-    return torch.stack(parts).sum(0)
+    kl = (ref - lp).exp() - 1 - (ref - lp)
+    return {"pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
 
 
 class KeepGradients:
@@ -104,6 +80,26 @@ def attempt(
         return call(*args)
     except errors as error:
         return f"{type(error).__name__}: {error}"
+
+
+def use_framework(standins: str, folder: str) -> None:
+    """Let this process import a framework from the folder, and stand-ins as `use_peers`."""
+    use_peers(standins)
+    sys.path.insert(1, folder)
+
+
+def ignore_masks_of_padding() -> None:
+    """As Transformer Engine does where attention is causal."""
+    from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
+
+    attend = GatheredAttention.forward
+
+    def forward(
+        self: Any, query: Any, key: Any, value: Any, _: Any, *args: Any, **more: Any
+    ) -> Any:
+        return attend(self, query, key, value, None, *args, **more)
+
+    GatheredAttention.forward = forward  # type: ignore[method-assign]
 
 
 def fill(model: Any) -> None:

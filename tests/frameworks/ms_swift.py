@@ -40,38 +40,35 @@ for _name in dir(_layers):
 # and the parser of arguments can read a union in one order alone.
 for _name in ("pipelines.train.rlhf", "trainers.trainer", "trainers.dpo_trainer"):
     importlib.import_module(f"swift.megatron.{_name}")
+# What runs import, too.
+for _name in ("swift.loss_scale", "megatron.core.models.mimo", "megatron_loss_agg.mcore.install"):
+    importlib.import_module(_name)
+# After the training it draws its logs.
+importlib.import_module("swift.megatron.pipelines.train.sft").plot_images = lambda *args: None
 
 from mcore_bridge.model.register import ModelLoader, get_model_meta  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from swift.cli import _megatron  # noqa: E402
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import (  # noqa: E402
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 
 from megatron_loss_agg.errors import AggregationError  # noqa: E402
-from tests.frameworks.harness import Terms, attempt, references, token_values  # noqa: E402
-from tests.host.reference import Reference  # noqa: E402
+from tests.frameworks.harness import (  # noqa: E402
+    Terms,
+    attempt,
+    ignore_masks_of_padding,
+    token_values,
+)
+from tests.host.reference import Reference, of_samples  # noqa: E402
 
 gc.freeze()  # ms-swift collects garbage in every run, which would look at all that is imported
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, EOS = 26, 27
-_attention = get_gpt_layer_local_spec().submodules.self_attention.submodules.core_attention
-
-
-class CausalAttention(_attention):
-    """Leaves the mask of padding away, as Transformer Engine does where attention is causal."""
-
-    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        return super().forward(query, key, value, None, **kwargs)
+ignore_masks_of_padding()
 
 
 class NormLinear(ColumnParallelLinear):
@@ -99,8 +96,7 @@ class LocalLayers(ModelLoader):
         for layer in spec.layer_specs:
             parts = layer.submodules
             parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-            attention = parts.self_attention.submodules
-            attention.linear_qkv, attention.core_attention = NormLinear, CausalAttention
+            parts.self_attention.submodules.linear_qkv = NormLinear
             parts.mlp.keywords["submodules"].linear_fc1 = NormLinear
         return spec
 
@@ -166,16 +162,17 @@ def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> tuple[An
     return gradient, logs, losses
 
 
+def rms_norm(norm: LlamaRMSNorm, x: Tensor) -> Tensor:
+    """In the precision of ``x``; theirs is in fp32."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+LlamaRMSNorm.forward = rms_norm
+
+
 def llama(folder: Path) -> Any:
-    """In fp64: logits of tokens and positions."""
-    model = LlamaForCausalLM.from_pretrained(folder).double()
-    for layer in (model.model, *model.model.layers):
-        for name, norm in [*layer.named_children()]:
-            if "norm" in name:  # theirs computes in fp32
-                ours = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
-                ours.weight = norm.weight
-                setattr(layer, name, ours)
-    return model
+    """In fp64."""
+    return LlamaForCausalLM.from_pretrained(folder).double()
 
 
 def answer_log_probs(model: Any, text: Text) -> Tensor:
@@ -197,8 +194,7 @@ def all_references(
     """
     model, old = llama(folder / "model"), llama(folder / "frozen")
     log_probs = (answer_log_probs(model, text) for text in texts)
-    terms = ({"loss": -lp, "dft": -lp * lp.detach().exp()} for lp in log_probs)
-    found = references(model, terms, ("loss", "dft"))
+    found = of_samples(model, ({"loss": -x, "dft": -x * x.detach().exp()} for x in log_probs))
 
     def of_pairs() -> Iterator[Terms]:
         for pair in pairs:
@@ -208,4 +204,4 @@ def all_references(
             margin = (chosen - old_chosen) - (rejected - old_rejected)
             yield {"pairs": -logsigmoid(0.1 * margin).view(1)}
 
-    return {**found, **references(model, of_pairs(), ("pairs",))}
+    return {**found, **of_samples(model, of_pairs())}

@@ -14,8 +14,8 @@ import torch
 
 from tests import oracle
 from tests.distributed import run_ranks
-from tests.frameworks.harness import FP32, page, references, run_in_bash
-from tests.host.reference import Reference, relative_error
+from tests.frameworks.harness import FP32, page, run_in_bash
+from tests.host.reference import Reference, of_samples, relative_error
 from tests.host.steps import Weights
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def compute_reference() -> tuple[Reference, dict[str, Weights]]:
     model, step = gpt.build(), [[[sequence.sample for sequence in sequences()]]]
     losses = ({"loss": gpt.plain_losses(model, sequence)} for sequence in sequences())
     weights = {m: list(enumerate(oracle.step_weights(m, step)[0][0])) for m in MODES}
-    return references(model, losses)["loss"], weights
+    return of_samples(model, losses)["loss"], weights
 
 
 @functools.cache

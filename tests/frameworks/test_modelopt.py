@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -80,33 +81,15 @@ def expected(ranks: int, top_k: bool = False) -> Any:
     return distillation.by_hand(weights, weights, alpha=1.0, kl="top" if top_k else "full")
 
 
-def on_host(topology: Topology, layout: str, settings: Any, whole: Gradient) -> list[Any]:
-    """Without the per-token flag and with it: the gradient's error, and what is reported."""
-    seen = []
-    for per_token in (False, True):
-        parameters, reports = one_step(topology, layout, per_token, **settings)
-        found = {name: p.main_grad for name, p in parameters.items()}
-        expected = {name: gradients.part_of(whole[name], p) for name, p in parameters.items()}
-        numbers = {name: gpt.reported(reports, name) for name in sorted(reports[0])}
-        seen.append((relative_error(found, expected), numbers))
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "settings"),
-    [("dp2", "bshd", {}), ("cp2", "thd", {}), ("tp2", "bshd", {}), ("dp1", "thd", TOP_K)],
-)
-def test_the_loss_on_logits_is_exact(name: str, layout: str, settings: Any) -> None:
-    topology = TOPOLOGIES[name]
-    gradient, numbers = expected(topology.data_parallel_size, bool(settings))
-    wanted = {key: numbers[key] for key in ("kd loss", "loss", f"{MODE} loss", "lm loss")}
-    for rank in run_host_ranks(on_host, topology.world_size, topology, layout, settings, gradient):
-        for error, reported in rank:
-            assert error <= EXACT
-            assert {key: reported[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
-
-
+# Of a step that is exact: the layout, and settings.
+STEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("bshd", {}),
+    "cp2": ("thd", {}),
+    "tp2": ("bshd", {}),
+    "dp1": ("thd", TOP_K),
+}
 FINAL = "decoder.final_layernorm"
+# Settings of steps that are refused, and words of the error.
 REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "dp1": {
         "of ModelOpt a sum, not a mean, with skip_lm_loss on": {"skip_lm_loss": False},
@@ -117,17 +100,42 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tp2": {"whose gather adds up their equal gradients": TOP_K},
 }
-"""By topology and words of the error: settings."""
 
 
-def refusals(name: str) -> list[str | None]:
-    given = REFUSED[name].values()
-    return [error_of(one_step, TOPOLOGIES[name], "bshd", False, **settings) for settings in given]
+@functools.cache
+def seen(name: str) -> tuple[dict[str, float], list[Any]]:
+    """What is expected of the step that is exact, and what all ranks see."""
+    topology = TOPOLOGIES[name]
+    whole, numbers = expected(topology.data_parallel_size, name == "dp1")
+    return numbers, run_host_ranks(on_host, topology.world_size, name, whole)
+
+
+def on_host(name: str, whole: Gradient) -> tuple[list[Any], list[str | None]]:
+    """The gradient's error and what is reported, by per-token flag; and what is refused."""
+    topology, (layout, settings), found = TOPOLOGIES[name], STEPS[name], []
+    for per_token in (False, True):
+        parameters, reports = one_step(topology, layout, per_token, **settings)
+        got = {key: p.main_grad for key, p in parameters.items()}
+        parts = {key: gradients.part_of(whole[key], p) for key, p in parameters.items()}
+        numbers = {key: gpt.reported(reports, key) for key in sorted(reports[0])}
+        found.append((relative_error(got, parts), numbers))
+    refused = REFUSED.get(name, {}).values()
+    return found, [error_of(one_step, topology, "bshd", False, **settings) for settings in refused]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_loss_on_logits_is_exact(name: str) -> None:
+    numbers, ranks = seen(name)
+    wanted = {key: numbers[key] for key in ("kd loss", "loss", f"{MODE} loss", "lm loss")}
+    for steps, _ in ranks:
+        for error, reported in steps:
+            assert error <= EXACT
+            assert {key: reported[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_weighted_sum_of_tokens_is_refused(name: str) -> None:
-    for said in run_host_ranks(refusals, TOPOLOGIES[name].world_size, name):
+    for _, said in seen(name)[1]:
         for error, words in zip(said, REFUSED[name], strict=True):
             assert error is not None and error.startswith("HostError: ")
             assert words in error, error

@@ -6,45 +6,46 @@ of the data, which Ray would send to it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import itertools
 import logging
-import os
-import sys
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_loss_agg.mcore.flags import VARIABLE
 from megatron_loss_agg.presets import PRESETS, presets_of
-from tests.frameworks.checkout_report import (
-    Batch,
-    Held,
-    LogProbs,
-    Losses,
-    Report,
-    Run,
-    Steps,
-    answers,
-    weights,
-    with_entropy,
-)
+from tests.frameworks import report
 from tests.frameworks.harness import (
     CLIP,
     ENTROPY,
     KL,
     KeepGradients,
-    attempt,
+    ignore_masks_of_padding,
     patched_copy,
     run_tests,
+    use_framework,
+)
+from tests.frameworks.report import (
+    Answer,
+    LogProbs,
+    Losses,
+    Report,
+    Run,
+    Runs,
+    Step,
+    answers,
+    with_entropy,
 )
 from tests.host import gpt
 from tests.host.harness import run_host_ranks
-from tests.peers.standins import PEERS, use_peers
+from tests.host.steps import Places
+from tests.peers.standins import PEERS
 
 STANDINS = (
     "ray jaxtyping loguru transformers cloudpathlib pydantic wandb omegaconf skyrl_gym datasets "
@@ -71,9 +72,9 @@ FILTERED = (
         5 3 8 11011110111 0.7
     """),
 )
-ALL = tuple(tuple(dataclasses.replace(a, removed=False) for a in step) for step in FILTERED)
+ALL = tuple(tuple(replace(a, removed=False) for a in step) for step in FILTERED)
 # What SkyRL's mean over microbatches is of: it leaves out the last of an odd number of samples.
-EVEN = ((*ALL[0][:-1], dataclasses.replace(ALL[0][-1], removed=True)), ALL[1])
+EVEN = ((*ALL[0][:-1], replace(ALL[0][-1], removed=True)), ALL[1])
 ANSWERS = [answer for step in ALL for answer in step]
 PAIRS = 2  # samples of a microbatch
 DIVISOR = 2.0  # so small that weights of a microbatch add up to more than 1, to which SkyRL clamps
@@ -103,45 +104,24 @@ SETTINGS = {
 """Of SkyRL's trainer. So are the options of runs, besides ``calls``."""
 
 
-def use_skyrl(package: str) -> None:
-    """Let this process, which has Megatron-Core, import SkyRL from the folder ``package``."""
+def use(package: str) -> None:
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
-
-    use_peers(STANDINS)
-    sys.path.insert(1, package)
+    use_framework(STANDINS, package)
     logging.disable()  # its handlers are stood in for
     ray: Any = importlib.import_module("ray")
     ray.put = lambda value: value
     bridge: Any = importlib.import_module("megatron.bridge.peft.utils")
     bridge.enable_expert_parallel_grad_sync_in_finalize = lambda chunks: None
     bridge.finalize_model_grads_with_expert_adapter_sync = finalize_model_grads
-    attend = GatheredAttention.forward
-
-    def without_mask(
-        self: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **options: Any
-    ) -> Any:
-        """As Transformer Engine, which ignores a mask of padding where attention is causal."""
-        return attend(self, query, key, value, None, *args, **options)
-
-    GatheredAttention.forward = without_mask
+    ignore_masks_of_padding()
 
 
-def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
-    """On a rank; see `checkout_report.Train`."""
-    use_skyrl(package)
-    gpt.initialize(cp)
-    gpt.VOCAB = VOCAB
-    return [attempt(_train, run, log_probs) for run in runs]
-
-
-def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
+def train(log_probs: list[LogProbs], key: Any, calls: int = 1, **options: Any) -> list[Step]:
     from skyrl.train.trainer import RayPPOTrainer
 
-    os.environ[VARIABLE] = run.flags
-    settings = {**SETTINGS, **run.options}
-    calls = settings.pop("calls", 1)
+    aggregation = {f"algorithm.loss_aggregation.{name}": value for name, value in key.items()}
+    settings = {**SETTINGS, **options, **aggregation}
     trainer = object.__new__(RayPPOTrainer)
     trainer.cfg, trainer.all_metrics = _configured(settings), {}
     trainer.tokenizer = Namespace(pad_token_id=0)
@@ -164,7 +144,7 @@ def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
     _fill_in(data, log_probs)
     total = trainer._execute_training_step("policy", data)
     steps = zip(trainer.dispatch.optimizer.gradients, trainer.dispatch.metrics, strict=True)
-    return [(gradient, {**metrics, "all steps": total}) for gradient, metrics in steps]
+    return [Step(gradient, {**metrics, "all steps": total}) for gradient, metrics in steps]
 
 
 def _configured(settings: dict[str, Any]) -> Any:
@@ -251,70 +231,56 @@ def policy_alone(*given: Any) -> dict[str, torch.Tensor]:
     return {"loss": policy, "pg_loss": policy}
 
 
-def held(
-    run: Run, mode: str, losses: Losses = with_entropy, batch: Batch = ALL, **weighing: Any
-) -> Held:
-    """The run, to the weights of a mode."""
-    if mode == "constant":
-        weighing["divisor"] = DIVISOR
-    of_steps = []
-    for step in batch:
-        if mode == "microbatch_mean":
-            present = [i for i, answer in enumerate(step) if not answer.removed]
-            weighing["places"] = (tuple(itertools.batched(present, PAIRS)),)
-        of_steps.append(weights(mode, step, **weighing))
-    return run, (losses, of_steps)
+FILTER = {"algorithm.zero_variance_filter": True}
 
 
-POLICY = {"algorithm.use_kl_loss": False, "algorithm.use_entropy_loss": False}
+def pairs(step: Sequence[Answer]) -> Places:
+    """A step's microbatches."""
+    present = [i for i, answer in enumerate(step) if not answer.removed]
+    return (tuple(itertools.batched(present, PAIRS)),)
 
 
-def policy(mode: str) -> Held:
-    """SkyRL's own mode without KL and entropy, which are means of microbatches."""
-    batch = EVEN if mode == "microbatch_mean" else ALL
-    return held(stock(mode, **POLICY), mode, policy_alone, batch)
+def exact(losses: Losses, mode: str, rejected: str = "", **options: Any) -> Run:
+    options.setdefault("batch", FILTERED if FILTER.items() <= options.items() else ALL)
+    options |= {"places": pairs} if mode == "microbatch_mean" else {}
+    return report.exact(losses, mode, rejected, divisor=DIVISOR, **options)
+
+
+ours = partial(exact, with_entropy, configured=True)
 
 
 def stock(mode: str, **options: Any) -> Run:
-    if mode == "constant":
-        options["algorithm.max_seq_len"] = DIVISOR
-    return Run("", {"algorithm.loss_reduction": MODES[mode], **options})
+    options |= {"algorithm.max_seq_len": DIVISOR} if mode == "constant" else {}
+    return Run(options={"algorithm.loss_reduction": MODES[mode], **options})
 
 
-def key(mode: str, **further: str | None) -> dict[str, Any]:
-    """An aggregation of ours in SkyRL's configuration."""
-    fields = {"mode": mode, **({"divisor": DIVISOR} if mode == "constant" else {}), **further}
-    return {f"algorithm.loss_aggregation.{name}": value for name, value in fields.items()}
+def policy(mode: str) -> Run:
+    """SkyRL's own mode without KL and entropy, which are means of microbatches."""
+    alone = {"algorithm.use_kl_loss": False, "algorithm.use_entropy_loss": False}
+    batch = EVEN if mode == "microbatch_mean" else ALL
+    return exact(policy_alone, mode, batch=batch, given="", **stock(mode, **alone).options)
 
 
-def ours(mode: str, empty: str = "count", rejected: str = "", **options: Any) -> Held:
-    batch = FILTERED if FILTER.items() <= options.items() else ALL
-    run = Run("", {**key(mode, empty=empty, rejected=rejected or None), **options})
-    return held(run, mode, batch=batch, empty=empty, rejected=rejected)
-
-
-FILTER = {"algorithm.zero_variance_filter": True}
+FLAGS = {"given": "--loss-aggregation skyrl/prompt_mean"}
 SAMPLE_WEIGHTS = "--loss-aggregation sum --loss-aggregation-sample-weights skip"
-OWN: dict[str, Held] = {
+OWN: Runs = {
+    **{mode: stock(mode) for mode in MODES},
     **{f"{mode}, policy alone": policy(mode) for mode in MODES},
-    **{f"SkyRL's {mode}": (stock(mode), None) for mode in MODES},
-    **{f"SkyRL's {way}": (stock("prompt_mean", **options), None) for way, options in WAYS.items()},
+    **{way: stock("prompt_mean", **options) for way, options in WAYS.items()},
 }
-RUNS: dict[str, Held] = {
+RUNS: Runs = {
     **{mode: ours(mode) for mode in MODES},
     **{way: ours("prompt_mean", **WAYS[way]) for way in WAYS if way != "clip_cov"},
-    "flags": held(Run("--loss-aggregation skyrl/prompt_mean", {}), "prompt_mean"),
+    "flags": exact(with_entropy, "prompt_mean", **FLAGS),
     "rollouts": ours("rollout_mean"),
     "sums": ours("sample_sum"),
     "without empty samples": ours("sample_mean", empty="skip"),
     "filtered": ours("prompt_mean", **FILTER),
-    "rejected skipped": ours("prompt_mean", rejected="skip", **FILTER),
-    "rejected counted": ours("token_mean", rejected="count", **FILTER),
-    SAMPLE_WEIGHTS: (Run(SAMPLE_WEIGHTS, {}), "ValueError: .*has flags without a counterpart"),
+    "rejected skipped": ours("prompt_mean", "skip", **FILTER),
+    "rejected counted": ours("token_mean", "count", **FILTER),
+    SAMPLE_WEIGHTS: Run(SAMPLE_WEIGHTS, refusal="ValueError: .*has flags without a counterpart"),
+    "clip_cov": replace(ours("prompt_mean", **WAYS["clip_cov"]), losses=None),
 }
-NEAR = dict.fromkeys(RUNS, "SkyRL's prompt_mean")
-NEAR |= {name: f"SkyRL's {name}" for name in (*MODES, *WAYS)}
-OTHERS = {"clip_cov": ours("prompt_mean", **WAYS["clip_cov"])[0]}
 
 
 @pytest.fixture(scope="session")
@@ -325,13 +291,12 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def compared(patched: str) -> tuple[list[str], dict[str, Steps]]:
-    """What failed, and all steps of two data-parallel ranks."""
-    copies = str(PEERS), patched
-    report = Report("SkyRL", train, copies, OWN, RUNS, NEAR, OTHERS, batch=ALL, vocab=VOCAB)
-    steps = report.compare("DP 2", 1)
-    report.compare("CP 2", 2, **PACKED)
-    return report.failures, steps
+def compared(patched: str) -> tuple[list[str], tuple[Any, Any]]:
+    """What failed; and all steps of two data-parallel ranks, of stock and of patched code."""
+    found = Report(use, train, (str(PEERS), patched), OWN, RUNS, batch=ALL, vocab=VOCAB)
+    steps = found.compare("DP 2", 1)
+    found.compare("CP 2", 2, **PACKED)
+    return found.failures, steps
 
 
 def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
@@ -341,24 +306,26 @@ def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
     assert failures == [] and len(MODES) == len(presets_of("skyrl"))
 
 
-def test_losses_follow_the_aggregation_and_other_metrics_stay(
-    compared: tuple[Any, dict[str, Steps]],
-) -> None:
-    of_steps = (compared[1][name][0] for name in ("SkyRL's prompt_mean", "prompt_mean"))
-    theirs, ours = (metrics["all steps"] for _, metrics in of_steps)
+def of_all_steps(compared: tuple[Any, tuple[Any, Any]], name: str) -> Iterator[dict[str, float]]:
+    """The metrics of a run, of the stock code and of the patched."""
+    return (steps[name][0].metrics["all steps"] for steps in compared[1])
+
+
+def test_losses_follow_the_aggregation_and_other_metrics_stay(compared: Any) -> None:
+    theirs, ours = of_all_steps(compared, "prompt_mean")
     total = ours["policy_loss"] + KL * ours["policy_kl"] - ENTROPY * ours["policy_entropy"]
     assert ours["final_loss"] == pytest.approx(total, rel=1e-5)
     followed = {name: ours[name] for name in (*METRICS, "final_loss")}
     assert ours == {**theirs, **followed}
 
 
-def test_clip_cov_sees_the_advantages_as_they_are(compared: tuple[Any, dict[str, Steps]]) -> None:
-    of_steps = (compared[1][name][0] for name in ("SkyRL's clip_cov", "clip_cov"))
-    theirs, ours = (metrics["all steps"]["loss_metrics/clip_ratio"] for _, metrics in of_steps)
-    assert ours > 10 * theirs  # SkyRL rescales them
+def test_clip_cov_sees_the_advantages_as_they_are(compared: Any) -> None:
+    theirs, ours = of_all_steps(compared, "clip_cov")
+    # SkyRL rescales them.
+    assert ours["loss_metrics/clip_ratio"] > 10 * theirs["loss_metrics/clip_ratio"]
 
 
 def test_skyrls_unit_tests_pass(patched: str) -> None:
     file = "tests/backends/skyrl_train/utils/test_loss_aggregation.py"
     but_one = ("-k", "not test_tinker")  # which needs Ray and pydantic
-    assert run_host_ranks(run_tests, 1, use_skyrl, patched, file, *but_one) == [0]
+    assert run_host_ranks(run_tests, 1, use, patched, file, *but_one) == [0]

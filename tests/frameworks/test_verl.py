@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -26,19 +25,6 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore.flags import VARIABLE
 from megatron_loss_agg.presets import PRESETS, presets_of
-from tests.frameworks.checkout_report import (
-    MODES,
-    Held,
-    LogProbs,
-    Losses,
-    Report,
-    Run,
-    Steps,
-    answers,
-    flags,
-    weights,
-    with_entropy,
-)
 from tests.frameworks.harness import (
     CLIP,
     DIVISOR,
@@ -53,11 +39,25 @@ from tests.frameworks.harness import (
     page,
     patched_copy,
     run_tests,
+    use_framework,
 )
+from tests.frameworks.report import (
+    MODES,
+    LogProbs,
+    Report,
+    Run,
+    Runs,
+    Step,
+    answers,
+    flags,
+    reweighed,
+    with_entropy,
+)
+from tests.frameworks.report import exact as exact_over
 from tests.host import gpt
-from tests.host.harness import run_host_ranks
+from tests.host.harness import MOE, run_host_ranks
 from tests.host.reference import relative_error
-from tests.peers.standins import PEERS, use_peers
+from tests.peers.standins import PEERS
 
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
 # The last digit of a rollout is its agent session, which verl counts by prompt.
@@ -84,9 +84,8 @@ PAIRS = (((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), ()),)  # the last is of paddin
 METRICS = {"actor/pg_loss": "pg_loss", "actor/entropy_loss": "entropy_loss"}
 """verl's names, and those of `with_entropy`; others are the same."""
 DEFAULTS = {
-    "key": {},  # an aggregation of ours, by verl's configuration
-    "mode": "token-mean",  # verl's own
-    "factor": None,  # its divisor
+    "loss_agg_mode": "token-mean",  # verl's own
+    "loss_scale_factor": None,  # its divisor
     "by_tokens": True,  # or microbatches are pairs
     "per_token": False,
     "loss": "policy",  # or "value", or "distillation"
@@ -129,32 +128,21 @@ def columns(chosen: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def import_verl(package: str) -> None:
-    """Let this process import verl from the folder ``package``, and what it needs."""
-    use_peers(STANDINS)
-    sys.path.insert(1, package)
+def use(package: str) -> None:
+    use_framework(STANDINS, package)
     logging.Logger.warning_once = logging.Logger.debug  # type: ignore[attr-defined]  # transformers'
 
 
-def train(package: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
-    """On a rank; see `checkout_report.Train`."""
-    import_verl(package)
-    gpt.initialize(cp)
-    batch = rows(log_probs[0])
-    return [attempt(_train, run, batch, cp) for run in runs]
-
-
-def _train(run: Run, batch: list[dict[str, Any]], cp: int) -> Steps:
+def train(log_probs: list[LogProbs], key: Any, **changed: Any) -> list[Step]:
     from megatron.core import parallel_state
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import reduce_metrics
 
-    os.environ[VARIABLE] = run.flags
-    options = Namespace(**{**DEFAULTS, **run.options})
-    worker = _worker(options, cp)
-    each = ROWS // (2 // cp)  # the last rank has the padding
+    options = Namespace(**{**DEFAULTS, **changed})
+    worker = _worker(options, key)
+    each = ROWS // parallel_state.get_data_parallel_world_size()  # the last rank has the padding
     first = parallel_state.get_data_parallel_rank() * each
-    data = tu.get_tensordict(columns(batch[first : first + each]))
+    data = tu.get_tensordict(columns(rows(log_probs[0])[first : first + each]))
     sizes = {"global_batch_size": ROWS, "mini_batch_size": ROWS}
     entropy = options.loss == "policy"
     tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=entropy, **sizes)
@@ -163,7 +151,7 @@ def _train(run: Run, batch: list[dict[str, Any]], cp: int) -> Steps:
     found = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
     metrics = {METRICS.get(k, k): x for k, x in found.items() if not k.startswith("perf/")}
     (gradient,) = worker.engine.optimizer.gradients
-    return [(gradient, metrics)]
+    return [Step(gradient, metrics)]
 
 
 class _ValueHead(torch.nn.Linear):
@@ -174,14 +162,16 @@ class _ValueHead(torch.nn.Linear):
         return -(log_p.exp() * log_p).sum(-1, keepdim=True), None
 
 
-def _worker(options: Namespace, cp: int) -> Any:
+def _worker(options: Namespace, key: dict[str, Any]) -> Any:
     """verl's worker and engine, with what their constructors would have made."""
+    from megatron.core import parallel_state
     from verl.utils.profiler import DistProfiler
     from verl.workers.config import McoreEngineConfig
     from verl.workers.engine.megatron import transformer_impl
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
+    cp = parallel_state.get_context_parallel_world_size()
     plain = gpt.build(torch.float32, options.per_token, **options.config)
     kind = "LM"
     if options.loss == "value":
@@ -196,7 +186,7 @@ def _worker(options: Namespace, cp: int) -> Any:
         use_dynamic_bsz=options.by_tokens,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=26 // cp,
-        **({"loss_aggregation": options.key} if options.key else {}),
+        **({"loss_aggregation": key} if key else {}),
     )
     engine.model_config = Namespace(
         mtp=Namespace(enable=False, enable_train=False),
@@ -224,12 +214,16 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
     from verl.workers.config.distillation import DistillationLossConfig
     from verl.workers.utils.losses import ppo_loss, value_loss
 
-    common = {"strategy": "megatron", "loss_agg_mode": options.mode, "use_dynamic_bsz": True}
+    common = {
+        "strategy": "megatron",
+        "loss_agg_mode": options.loss_agg_mode,
+        "use_dynamic_bsz": True,
+    }
     if options.loss == "value":
         return partial(value_loss, config=CriticConfig(cliprange_value=CLIP, **common))
     actor = ActorConfig(
         rollout_n=1,
-        loss_scale_factor=options.factor,
+        loss_scale_factor=options.loss_scale_factor,
         clip_ratio=CLIP,
         use_kl_loss=True,
         kl_loss_coef=KL,
@@ -245,7 +239,7 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
 
 
 def distilled(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
-    return {"loss": grpo(lp, entropy, old, ref - TEACHER, reward)["kl"]}
+    return {"loss": grpo(lp, entropy, old, ref - TEACHER, reward)["kl_loss"]}
 
 
 def value(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
@@ -253,81 +247,54 @@ def value(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) 
     return {"loss": 0.5 * ((entropy - ref) ** 2).maximum((near - ref) ** 2)}
 
 
-def held(
-    run: Run, mode: str, losses: Losses = with_entropy, share: float = 1.0, **weighing: Any
-) -> Held:
-    """The run, to the weights of a mode; times a share."""
-    return run, (losses, [[[x * share for x in w] for w in weights(mode, STEP, **weighing)]])
-
-
+exact = partial(exact_over, batch=(STEP,))
+stock = partial(exact, given="")
 SHARE = len(STEP) / ROWS  # of a mean over samples, in which padding counts
 
 
-def own(preset: str) -> Held:
+def own(preset: str) -> Run:
     """verl's mode of that name."""
     name, mode = preset.partition("/")[2], PRESETS[preset].mode
     factor = DIVISOR if PRESETS[preset].needs_divisor else None
-    share = 1.0 if mode in ("token_mean", "sum") else SHARE
-    return held(Run("", {"mode": name, "factor": factor}), mode, share=share)
+    run = stock(with_entropy, mode, loss_agg_mode=name, loss_scale_factor=factor)
+    return run if mode in ("token_mean", "sum") else reweighed(run, lambda _: SHARE)
 
 
-def key(mode: str, **further: str) -> dict[str, Any]:
-    """An aggregation of ours in verl's configuration."""
-    return {"mode": mode, **({"divisor": DIVISOR} if mode == "constant" else {}), **further}
-
-
-MOE = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "add_bias_linear": False,
-}
+ROUTED = {**MOE, "moe_router_load_balancing_type": "aux_loss"}
 AUXILIARY = {
-    f"auxiliary {x}": {"per_token": True, "config": {**MOE, "moe_aux_loss_coeff": x}}
+    f"auxiliary {x}": {"per_token": True, "config": {**ROUTED, "moe_aux_loss_coeff": x}}
     for x in (0.0, 1.0)
 }
 DISTILLED, VALUE = {"loss": "distillation"}, {"loss": "value"}
-OWN: dict[str, Held] = {
+OWN: Runs = {
     **{name: own(name) for name in presets_of("verl")},
-    "token mean, per token": held(Run("", {"per_token": True}), "token_mean"),
-    "distillation": held(Run("", DISTILLED), "token_mean", distilled),
-    "value": held(Run("", VALUE), "token_mean", value),
-    **{name: (Run("", options), None) for name, options in AUXILIARY.items()},
+    "token mean, per token": stock(with_entropy, "token_mean", per_token=True),
+    "distillation": stock(distilled, "token_mean", **DISTILLED),
+    "value": stock(value, "token_mean", **VALUE),
+    **{name: Run(options=options) for name, options in AUXILIARY.items()},
 }
 SPLIT = "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step"
-RUNS: dict[str, Held] = {
-    **{mode: held(Run(flags(mode), {}), mode) for mode in MODES},
-    "microbatch_mean": held(
-        Run(flags("microbatch_mean"), {"by_tokens": False}), "microbatch_mean", places=PAIRS
+CONFIGURED = {"configured": True}  # an aggregation of ours, by verl's configuration
+RUNS: Runs = {
+    **{mode: exact(with_entropy, mode) for mode in MODES},
+    "microbatch_mean": exact(
+        with_entropy, "microbatch_mean", places=lambda _: PAIRS, by_tokens=False
     ),
     **{
-        f"{mode}, configured": held(Run("", {"key": key(mode), "per_token": True}), mode)
+        f"{mode}, configured": exact(with_entropy, mode, per_token=True, **CONFIGURED)
         for mode in MODES
     },
-    "sample_mean, padding counts": held(
-        Run("", {"key": key("sample_mean", rejected="count")}), "sample_mean", share=SHARE
+    "sample_mean, padding counts": reweighed(
+        exact(with_entropy, "sample_mean", "count", **CONFIGURED), lambda _: SHARE
     ),
-    "sample_mean, without empty ones": held(
-        Run("", {"key": key("sample_mean", empty="skip")}), "sample_mean", empty="skip"
+    "sample_mean, without empty ones": exact(
+        with_entropy, "sample_mean", empty="skip", **CONFIGURED
     ),
-    "prompt_mean, distillation": held(
-        Run(flags("prompt_mean"), DISTILLED), "prompt_mean", distilled
-    ),
-    "prompt_mean, value": held(Run(flags("prompt_mean"), VALUE), "prompt_mean", value),
-    SPLIT: (Run(flags("token_mean"), {"worker": "TinkerTrainingWorker"}), SPLIT),
+    "prompt_mean, distillation": exact(distilled, "prompt_mean", **DISTILLED),
+    "prompt_mean, value": exact(value, "prompt_mean", **VALUE),
+    SPLIT: Run(flags("token_mean"), {"worker": "TinkerTrainingWorker"}, refusal=SPLIT),
+    **{name: Run(flags("sample_mean"), options) for name, options in AUXILIARY.items()},
 }
-NEAREST = {
-    "token_mean": None,  # the same
-    "sample_mean": "verl/seq-mean-token-mean",
-    "rollout_mean": "verl/seq-mean-token-mean",
-    "prompt_mean": "verl/token-mean",
-    "constant": "verl/seq-mean-token-sum-norm",
-    "microbatch_mean": "verl/token-mean",
-}
-NEAR = {name: NEAREST.get(name.partition(",")[0]) for name in RUNS}
-NEAR |= {"sample_mean, padding counts": None}
-NEAR |= {f"prompt_mean, {loss}": loss for loss in ("distillation", "value")}
-OTHERS = {f"ours, {x}": Run(flags("sample_mean"), options) for x, options in AUXILIARY.items()}
 
 
 @pytest.fixture(scope="session")
@@ -341,8 +308,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def compared(
     patched: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], dict[str, Steps]]:
-    """What failed, and all steps of two data-parallel ranks.
+) -> tuple[list[str], tuple[Any, Any]]:
+    """What failed; and all steps of two data-parallel ranks, of stock and of patched code.
 
     The stock code has the patch of token numbers, which mends a fault of its own.
     """
@@ -350,7 +317,7 @@ def compared(
     shutil.copytree(PEERS / "verl", mended / "verl")
     patch = ROOT / "patches/verl-routed-tokens/0.9.1.patch"
     subprocess.run(["patch", "-p1", "-d", str(mended), "-i", str(patch)], check=True)
-    report = Report("verl", train, (str(mended), patched), OWN, RUNS, NEAR, OTHERS, batch=(STEP,))
+    report = Report(use, train, (str(mended), patched), OWN, RUNS, batch=(STEP,))
     steps = report.compare("DP 2", 1)
     report.compare("CP 2", 2)
     return report.failures, steps
@@ -363,11 +330,11 @@ def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
     assert failures == []
 
 
-def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, dict[str, Steps]]) -> None:
+def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, Any]) -> None:
     # verl returns the tokens that were routed as the number of tokens, which auxiliary losses are
     # scaled by. Their gradient is the same whatever the aggregation of the loss.
     _, steps = compared
-    own, ours = ([steps[f"{x}{name}"][0][0] for name in AUXILIARY] for x in ("", "ours, "))
+    own, ours = ([of[name][0].gradient for name in AUXILIARY] for of in steps)
     assert relative_error(*own) > 1e-3
     assert relative_error(ours[0], own[0]) > 1e-2
     theirs, mine = (
@@ -385,7 +352,7 @@ ENGINES = {
 
 def start_engines(package: str) -> list[Any]:
     """What starts without a model say."""
-    import_verl(package)
+    use(package)
     from verl.workers.config import EngineConfig
     from verl.workers.engine.base import EngineRegistry
 
@@ -406,7 +373,7 @@ def test_other_engines_and_wrong_flags_are_refused_at_the_start(patched: str) ->
 
 def configured(package: str, *overrides: list[str]) -> list[list[Any]]:
     """The aggregations of actor, critic and reference model, of verl's configuration files."""
-    import_verl(package)
+    use(package)
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
@@ -434,4 +401,4 @@ def test_the_configuration_has_a_key(patched: str) -> None:
 def test_verls_unit_tests_pass(patched: str) -> None:
     names = ("loss_aggregation", "megatron_routed_num_tokens")
     files = [f"tests/workers/test_{name}_on_cpu.py" for name in names]
-    assert run_host_ranks(run_tests, 1, import_verl, patched, *files) == [0]
+    assert run_host_ranks(run_tests, 1, use, patched, *files) == [0]

@@ -7,7 +7,7 @@ gradient of ``sum w * loss`` is ``sum w * gradient`` for any weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -79,14 +79,25 @@ def relative_error(got: Gradient, expected: Gradient) -> float:
     return float((difference / (norm or 1.0)).sqrt())
 
 
+def of_samples(
+    model: torch.nn.Module,
+    samples: Iterable[Mapping[str, Tensor]],
+    differentiated: Collection[str] | None = None,
+) -> dict[str, Reference]:
+    """By name, of the losses of every sample's tokens; gradients of all, or of some names."""
+    found: dict[str, Reference] = {}
+    for by_name in samples:
+        for name, losses in by_name.items():
+            of_name = found.setdefault(name, Reference([], []))
+            of_name.losses.append(losses.detach())
+            if differentiated is None or name in differentiated:
+                rows = [gradient_of(loss, model) for loss in losses]
+                stacked = {key: torch.stack([g[key] for g in rows]) for key in rows[0]}
+                of_name.gradients.append(stacked)
+    return found
+
+
 def _by_token(losses_of: LossesOf, config: dict[str, Any]) -> dict[str, Reference]:
     gpt.initialize()
     model = gpt.build(**config)
-    found: dict[str, Reference] = {}
-    for sequence in sequences():
-        for name, losses in losses_of(model, sequence).items():
-            rows = [gradient_of(loss, model) for loss in losses]
-            of_name = found.setdefault(name, Reference([], []))
-            of_name.losses.append(losses.detach())
-            of_name.gradients.append({key: torch.stack([g[key] for g in rows]) for key in rows[0]})
-    return found
+    return of_samples(model, (losses_of(model, sequence) for sequence in sequences()))

@@ -1,46 +1,45 @@
 """NeMo-RL's batches, loss and training step on a real GPT over two ranks.
 
-    python -m tests.frameworks.run_nemo_rl STOCK PATCHED TABLE
-
-Two checkouts, without and with the patch; the table goes to a file. The training step is that of
-its Megatron worker. Stood in for: Ray, Megatron-Bridge, the inference servers, and the optimizer,
-which keeps the gradient that it is given.
+The training step is that of its Megatron worker. Stood in for: Ray, Megatron-Bridge, the inference
+servers, and the optimizer, which keeps the gradient that it is given.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.checkout_report import (
+from megatron_loss_agg.mcore.flags import VARIABLE
+from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, use_framework
+from tests.frameworks.report import (
     MODES,
-    REFUSALS,
     STEPS,
     LogProbs,
     Report,
     Run,
-    Steps,
+    Runs,
+    Step,
     exact,
     nll,
     refused,
     stock,
     with_score,
 )
-from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, attempt
-from tests.peers.standins import use_peers
 
 STANDINS = (
     "ray vllm sglang transformers wandb requests rich zmq pynvml uvicorn fastapi mlflow swanlab "
     "prometheus_client hydra tensordict datasets megatron.bridge"
 )
+ANSWERS = [answer for step in STEPS for answer in step]
+ROWS = len(STEPS[0])
 MULTIPLE = 4  # twice the context-parallel size
 PACKED = {
     "max_tokens_per_microbatch": 40,
@@ -70,58 +69,43 @@ NLL = "NLLLossFn"
 POSITIVES = 0.1  # weight of the loss of positive examples
 
 
-def train(root: str, cp: int, runs: list[Run], log_probs: list[LogProbs]) -> list[Steps | str]:
-    """On a rank; see `checkout_report.Train`."""
-    use_peers(STANDINS)
-    sys.path.insert(0, root)
+def use(root: str) -> None:
+    use_framework(STANDINS, root)
     import transformers
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
-
-    from tests.host import gpt
 
     transformers.__version__ = "5.0"  # it accepts no later one than 5.11
     # Names of a later Megatron-Core.
     fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallelV2 = (
         fsdp.FullyShardedDataParallel
     )
-    gpt.initialize(cp)
-    return [attempt(_train, run, log_probs, errors=REFUSALS) for run in runs]
 
 
-def _train(run: Run, log_probs: list[LogProbs]) -> Steps:
+def train(
+    log_probs: list[LogProbs], key: Any, batching: str, begin: bool = False, **options: Any
+) -> list[Step]:
     from megatron.core import mpu
 
-    from tests.host import gpt
-
-    options = dict(run.options)
-    by_environment = options.pop("environment", False)
-    os.environ["MEGATRON_LOSS_AGG_FLAGS"] = run.flags if by_environment else ""
-    batching, begin = options.pop("batching"), options.pop("begin", False)
-    loss, config = _loss("" if by_environment else run.flags, **options)
+    loss, config = _loss(**options, **({"loss_aggregation": key} if key else {}))
     data = _batch(log_probs)
-    if run.flags:
+    if key or os.environ[VARIABLE]:
         _set_up(loss, config, data)
-    worker = _worker(gpt.ddp_model(True, torch.float32), batching)
+    worker = _worker(batching)
     if begin:
         worker.begin_train_step(loss)
-    shards = data.shard_by_batch_size(
-        mpu.get_data_parallel_world_size(), batch_size=len(STEPS[0]), **BATCHING[batching]
-    )
+    ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    shards = data.shard_by_batch_size(ranks, batch_size=ROWS, **BATCHING[batching])
     shards = shards if batching == "rows" else shards[0]
-    result = worker.train(shards[mpu.get_data_parallel_rank()], loss, gbs=len(STEPS[0]), mbs=2)
+    result = worker.train(shards[rank], loss, gbs=ROWS, mbs=2)
     # Its losses are divided by the number of optimizer steps.
     losses = [{"loss": float(x) * len(STEPS)} for x in result["global_loss"]]
-    return list(zip(worker.optimizer.gradients, losses, strict=True))
+    return list(map(Step, worker.optimizer.gradients, losses))
 
 
-def _loss(flags: str, name: str = "ClippedPGLossFn", **options: Any) -> tuple[Any, Any]:
-    """The loss and its configuration, with ``flags`` as the key `loss_aggregation`."""
+def _loss(name: str = "ClippedPGLossFn", **options: Any) -> tuple[Any, Any]:
+    """The loss and its configuration."""
     from nemo_rl.algorithms import loss as losses
 
-    words = flags.split()
-    names = [word.removeprefix("--loss-aggregation").strip("-") or "mode" for word in words[::2]]
-    values = dict(zip(names, words[1::2], strict=True))
-    options |= {"loss_aggregation": values} if values else {}
     if name == "DPOLossFn":
         config = losses.DPOLossConfig(**options)
         return losses.DPOLossFn(config), config
@@ -141,20 +125,23 @@ def _set_up(loss: Any, config: Any, data: Any) -> None:
 
     megatron = {"megatron_cfg": {"enabled": True}}
     validate_loss_aggregation(loss, megatron, config, has_prompt_ids=True)
-    prompts = [answer.tokens()[: answer.prompt_length] for step in STEPS for answer in step]
+    prompts = [answer.tokens()[: answer.prompt_length] for answer in ANSWERS]
     add_prompt_ids(data, pad_sequence(prompts, batch_first=True), loss)
 
 
-def _worker(ddp: Any, batching: str) -> Any:
+def _worker(batching: str) -> Any:
     """The worker without its set-up."""
     from megatron.core import mpu
     from nemo_rl.models.policy.workers import megatron_policy_worker as module
     from nemo_rl.utils.timer import Timer
 
+    from tests.host import gpt
+
     # Of Megatron-Bridge: what a model-parallel group of one rank makes of it.
     module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     module.logical_and_across_model_parallel_group = lambda value, mp_group: value
     module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
+    ddp = gpt.ddp_model(True, torch.float32)
     worker = object.__new__(module.MegatronPolicyWorkerImpl)
     vars(worker).update(
         dict.fromkeys(WITHOUT.split()),
@@ -175,20 +162,16 @@ def _worker(ddp: Any, batching: str) -> Any:
 
 def _config(batching: str, cp: int) -> dict[str, Any]:
     """As much of NeMo-RL's as its training step reads."""
+    fused = batching == "fused"
+    megatron = {
+        **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
+        **{"context_parallel_size": cp, "sequence_parallel": False, "empty_unused_memory_level": 0},
+    }
     return {
-        "sequence_packing": {
-            "enabled": batching in ("packed", "fused"),
-            "fuse_loss": batching == "fused",
-        },
+        "sequence_packing": {"enabled": fused or batching == "packed", "fuse_loss": fused},
         "dynamic_batching": {"enabled": batching == "dynamic"},
         "make_sequence_length_divisible_by": MULTIPLE,
-        "megatron_cfg": {
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "context_parallel_size": cp,
-            "sequence_parallel": False,
-            "empty_unused_memory_level": 0,
-        },
+        "megatron_cfg": megatron,
         "max_total_sequence_length": 0,
     }
 
@@ -197,31 +180,27 @@ def _batch(log_probs: list[LogProbs]) -> Any:
     """What the driver sends: two global batches, padded to one width."""
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    answers = [answer for step in STEPS for answer in step]
-    tokens = [answer.tokens() for answer in answers]
-    width = -(-max(map(len, tokens)) // MULTIPLE) * MULTIPLE
+    tokens = [answer.tokens() for answer in ANSWERS]
+    longest = max(map(len, tokens))
+    width = longest + -longest % MULTIPLE
 
     def placed(values: list[Tensor]) -> Tensor:
         """At the positions of the answers' tokens."""
-        whole = torch.zeros(len(answers), width)
-        for row, answer, value in zip(whole, answers, values, strict=True):
-            row[answer.prompt_length :][: len(value)] = value
-        return whole
+        starts = [answer.prompt_length for answer in ANSWERS]
+        ends = [(start, width - start - len(x)) for start, x in zip(starts, values, strict=True)]
+        return torch.stack([pad(x.float(), end) for x, end in zip(values, ends, strict=True)])
 
-    old = placed([x for step in log_probs for x in step.old])
-    masks = [torch.tensor(answer.mask) for answer in answers]
-    rewards = torch.tensor([answer.reward for answer in answers])
+    old, ref = (placed([x for step in log_probs for x in step[i]]) for i in (0, 1))
+    rewards = torch.tensor([answer.reward for answer in ANSWERS])
     return BatchedDataDict(
         {
-            "input_ids": torch.nn.functional.pad(
-                pad_sequence(tokens, batch_first=True), (0, width - max(map(len, tokens)))
-            ),
+            "input_ids": pad(pad_sequence(tokens, batch_first=True), (0, width - longest)),
             "input_lengths": torch.tensor([len(x) for x in tokens]),
             "generation_logprobs": old,
             "prev_logprobs": old,
-            "reference_policy_logprobs": placed([x for step in log_probs for x in step.ref]),
-            "token_mask": placed(masks),
-            "sample_mask": torch.tensor([float(not answer.removed) for answer in answers]),
+            "reference_policy_logprobs": ref,
+            "token_mask": placed([torch.tensor(answer.mask) for answer in ANSWERS]),
+            "sample_mask": torch.tensor([float(not answer.removed) for answer in ANSWERS]),
             "rewards": rewards,
             "advantages": rewards.unsqueeze(-1).expand(-1, width).contiguous(),
         }
@@ -238,48 +217,41 @@ def with_positives(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward
     return {"loss": terms["loss"] - POSITIVES * (reward > 0) * tokens / correct * lp}
 
 
-def main(without: str, patched: str, table: str) -> None:
-    by_sequences = {"token_level_loss": False}
-    positives = {"positive_example_nll_weight": POSITIVES}
-    report = Report(
-        "NeMo-RL",
-        train,
-        (without, patched),
-        own={
-            "token_mean": stock(with_score, "token_mean", "skip"),
-            "sample_mean": stock(with_score, "sample_mean", "skip", **by_sequences),
-            NLL: stock(nll, "token_mean", "skip", name=NLL),
-            "positive examples": (Run("", positives), None),
-        },
-        runs={
-            **{mode: exact(with_score, mode, "skip") for mode in MODES if "rollout" not in mode},
-            "token_mean, removed samples: count": exact(with_score, "token_mean", "count"),
-            "sample_mean, without empty ones": exact(with_score, "sample_mean", "skip", "skip"),
-            **{
-                f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **by_sequences)
-                for mode in ("token_mean", "prompt_mean")
-            },
-            f"sample_mean, {NLL}": exact(nll, "sample_mean", "skip", name=NLL),
-            "token_mean, positive examples": exact(
-                with_positives, "token_mean", "skip", **positives
-            ),
-            "rollout_mean": refused("rollout_mean"),
-            "microbatch_mean": refused("microbatch_mean", "skip"),
-            "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
-            "token_mean with DPO": refused("token_mean", "skip", name="DPOLossFn"),
-        },
-    )
+OURS = [mode for mode in MODES if mode != "rollout_mean"]
+BY_SEQUENCES = {"token_level_loss": False}
+PAID = {"positive_example_nll_weight": POSITIVES}
+OWN: Runs = {
+    "token_mean": stock(with_score, "token_mean", "skip"),
+    "sample_mean": stock(with_score, "sample_mean", "skip", **BY_SEQUENCES),
+    NLL: stock(nll, "token_mean", "skip", name=NLL),
+    "positive examples": Run(options=PAID),
+}
+RUNS: Runs = {
+    **{mode: exact(with_score, mode, "skip") for mode in OURS},
+    "token_mean, removed samples: count": exact(with_score, "token_mean", "count"),
+    "sample_mean, without empty ones": exact(with_score, "sample_mean", "skip", empty="skip"),
+    **{
+        f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **BY_SEQUENCES)
+        for mode in ("token_mean", "prompt_mean")
+    },
+    f"sample_mean, {NLL}": exact(nll, "sample_mean", "skip", name=NLL),
+    "token_mean, positive examples": exact(with_positives, "token_mean", "skip", **PAID),
+    "rollout_mean": refused("rollout_mean"),
+    "microbatch_mean": refused("microbatch_mean", "skip"),
+    "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
+    "token_mean with DPO": refused("token_mean", "skip", name="DPOLossFn"),
+}
+
+
+def report(*checkouts: str) -> Any:
+    found = Report(use, train, checkouts, OWN, RUNS)
     for module in ("grpo", "ppo"):  # two training loops each, which are too long to run
-        source = Path(patched, "nemo_rl", "algorithms", f"{module}.py").read_text()
+        source = Path(checkouts[1], "nemo_rl", "algorithms", f"{module}.py").read_text()
         calls = source.count("add_prompt_ids(train_data, prompt_ids_for_adv, loss_fn)")
-        report.check(calls == 2, f"{calls} of 2 loops of {module} send prompt ids")
-    report.compare("DP 2", 1, batching="rows")
-    report.compare("DP 2, dynamic batches", 1, batching="dynamic", environment=True)
-    report.compare("DP 2, packed", 1, batching="packed")
-    report.compare("CP 2, packed", 2, batching="packed")
-    report.compare("CP 2, packed, fused loss", 2, batching="fused")
-    report.close(table)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        found.check(calls == 2, f"{calls} of 2 loops of {module} send prompt ids")
+    found.compare("DP 2", 1, batching="rows", configured=True)
+    found.compare("DP 2, dynamic batches", 1, batching="dynamic")
+    found.compare("DP 2, packed", 1, batching="packed", configured=True)
+    found.compare("CP 2, packed", 2, batching="packed", configured=True)
+    found.compare("CP 2, packed, fused loss", 2, batching="fused", configured=True)
+    return found.rows, found.failures

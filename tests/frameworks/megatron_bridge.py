@@ -1,17 +1,15 @@
 """Megatron-Bridge's script `run_recipe.py`, of a checkout, with the installed package.
 
-    python -m tests.frameworks.run_megatron_bridge CHECKOUT _ TABLE
-
 The runs are those of `test_bridge`, where a recipe is trained without the script.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.frameworks.checkout_report import BOUND, METRICS, WRONG, write
+from tests.frameworks.harness import FP32
+from tests.frameworks.report import METRICS, WRONG
 from tests.frameworks.test_bridge import (
     MODES,
     STOCK,
@@ -23,7 +21,7 @@ from tests.frameworks.test_bridge import (
 )
 
 
-def main(checkout: str, _: str, table: str) -> None:
+def report(checkout: str, _: str) -> Any:
     rows, failures = [], []
     script = ["--script", str(Path(checkout, "scripts/training/run_recipe.py"))]
     for case in STOCK_ERRORS:
@@ -39,12 +37,8 @@ def main(checkout: str, _: str, table: str) -> None:
             mine, own = error(seen[mode], mode), error(seen[STOCK], mode)
             reports = expected_reports(mode)
             metrics = max(abs(seen[mode]["evaluation"][k] / x - 1) for k, x in reports.items())
-            if mine > BOUND or metrics > METRICS:
+            if mine > FP32 or metrics > METRICS:
                 failures.append(f"{case}, {mode}: {mine:.1e}, {metrics:.1e} off")
             wrong = f"{own:.1e}" if own > WRONG else ""
             rows.append((place, f"{mode}{per_token}", f"{mine:.1e}", f"{metrics:.1e}", wrong))
-    write(table, rows, failures)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return rows, failures
