@@ -2,8 +2,8 @@
 
 A page's blocks of Python run in their order, as one program. Commands of the package itself run,
 too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
-Every error that the pages quote exists; every link of the built site leads somewhere, and it loads
-nothing from elsewhere.
+Every error that the pages quote exists. The site is built as strictly as MkDocs can, which follows
+every link and anchor; what its pages load is in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from markdown.extensions.toc import slugify
@@ -326,28 +325,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
+def test_what_a_page_of_the_site_needs_is_in_the_site(site: Path) -> None:
     # The page of an unknown address is shown at any of them, so its links begin at the root.
-    texts = {file: file.read_text() for file in site.rglob("*.html") if file.name != "404.html"}
-    anchors = {file: {*re.findall(r'\bid="([^"]+)"', text)} for file, text in texts.items()}
-    dead, seen = [], 0
-    for file, text in texts.items():
-        for link in re.findall(r'<[^>]*\b(?:href|src)="([^"]*)"', text):
-            parts = urlsplit(html.unescape(link))
-            if parts.scheme:
-                continue
-            seen += 1
-            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
-            named = not parts.fragment or unquote(parts.fragment) in anchors.get(target, ())
-            if not target.is_file() or not named:
-                dead.append((file.name, link))
-    assert seen > 1000
-    assert dead == []
-
-
-def test_nothing_that_a_page_of_the_site_needs_comes_from_elsewhere(site: Path) -> None:
-    loads = re.compile(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
-    assert [(f.name, x) for f in site.rglob("*.html") for x in loads.findall(f.read_text())] == []
+    pages = [file for file in site.rglob("*.html") if file.name != "404.html"]
+    loads = re.compile(r'<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)="([^"]*)"')
+    needed = [file.parent / x for file in pages for x in loads.findall(file.read_text())]
+    assert len(needed) > 10 * len(pages) / 2
+    assert [path for path in needed if not path.is_file()] == []
 
 
 def test_formulas_are_drawn(site: Path) -> None:

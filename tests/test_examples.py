@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -28,16 +27,22 @@ from tests.launch import processes
 from tests.launch.processes import LAUNCHER, ROOT
 
 STEPS = 10
-SCRIPT = ROOT / "examples/pretrain_gpt.py"
+EXAMPLES = ROOT / "examples"
 SHORT = ("--train-iters", str(STEPS), "--eval-iters", "1")
 
 
 def torchrun(ranks: int, *command: str) -> str:
-    """Run under torchrun on this machine; what it said, of stdout and stderr together."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    """Run as users do: each rank a new process; what was said, of stdout and stderr together."""
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     start = f"torchrun --standalone --nproc-per-node {ranks} {shlex.join(command)} 2>&1"
     return run_in_bash(start, **quiet)
+
+
+def forked(folder: Path, ranks: int, script: str, *flags: str, **starter: Any) -> str:
+    """Run on ranks that have Megatron imported."""
+    codes, said = processes.run(folder, EXAMPLES / script, *flags, ranks=ranks, **starter)
+    assert codes == [0] * ranks, said[-4000:]
+    return said
 
 
 def flags_of(name: str) -> list[str]:
@@ -58,29 +63,29 @@ def losses(said: str) -> dict[str, list[float]]:
 
 
 def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) -> None:
-    trained = losses(torchrun(4, *LAUNCHER, str(SCRIPT), *flags_of("quickstart.sh"), *SHORT))
+    flags = [*flags_of("quickstart.sh"), *SHORT]
+    trained = losses(forked(tmp_path, 4, "pretrain_gpt.py", *flags))
     assert set(trained) == {"lm loss", "prompt_mean loss"}
     for values in trained.values():
         assert len(values) == STEPS
         assert 5.5 < values[0] < 6.5  # a uniform guess among 384 tokens: ln 384 = 5.95
         assert max(values[-3:]) < values[0] - 1.5
     # CP 2 x DP 1: the same packs in twice as many microbatches a rank.
-    codes, said = processes.run(tmp_path, SCRIPT, *flags_of("quickstart.sh"), *SHORT, ranks=2)
-    assert codes == [0, 0], said[-4000:]
-    halved = losses(said)
+    halved = losses(torchrun(2, *LAUNCHER, "examples/pretrain_gpt.py", *flags))
     for name, values in trained.items():
         assert halved[name] == pytest.approx(values, rel=1e-4)
 
 
 @pytest.mark.parametrize("script", ["custom_loop", "dpo"])
-def test_the_custom_loops_prove_their_gradients(script: str) -> None:
-    errors = re.findall(r"gradient error (\S+)", torchrun(2, f"examples/{script}.py", "--cpu"))
+def test_the_custom_loops_prove_their_gradients(script: str, tmp_path: Path) -> None:
+    said = forked(tmp_path, 2, f"{script}.py", "--cpu", starter=())
+    errors = re.findall(r"gradient error (\S+)", said)
     assert len(errors) == 5
     assert all(float(error) < 1e-12 for error in errors)
 
 
-def test_the_proof_holds_and_stock_averages_differ() -> None:
-    said = torchrun(4, "examples/proof.py")
+def test_the_proof_holds_and_stock_averages_differ(tmp_path: Path) -> None:
+    said = forked(tmp_path, 4, "proof.py", starter=())
     rows = dict(re.findall(r"^  (\S.*?)  +([\d.e+ -]+)$", said, re.MULTILINE))
     table = {title: [float(cell) for cell in cells.split()] for title, cells in rows.items()}
     per_token = ", --calculate-per-token-loss"
@@ -127,7 +132,7 @@ def test_losses_by_length_are_megatrons_and_runs_are_plotted(
     short = "--train-iters 2 --lr-warmup-iters 0 --eval-interval 2 --eval-iters 3"
     flags = [*flags_of("compare_modes.sh"), *short.split(), "--loss-aggregation", "token_mean"]
     monkeypatch.setenv("COMPARE_MODES_OUTPUT", str(run / "losses.jsonl"))
-    log = torchrun(1, *LAUNCHER, "examples/compare_modes.py", *flags)
+    log = forked(tmp_path, 1, "compare_modes.py", *flags)
     (run / "log.txt").write_text(log)
     # The evaluation reads 24 packs. By length, their losses add up to what Megatron logs.
     first, *_ = map(json.loads, (run / "losses.jsonl").read_text().splitlines())
