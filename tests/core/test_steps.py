@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, assume, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_loss_agg import (
@@ -25,8 +25,8 @@ from megatron_loss_agg import (
     StepPlan,
     StepTerms,
     Term,
-    token_weights,
 )
+from megatron_loss_agg.report import Max, Mean, reduce_reports
 from tests.core.meaning import (
     F64,
     LAYOUTS,
@@ -38,7 +38,6 @@ from tests.core.meaning import (
     assert_same,
     cp_layout,
     lay,
-    listed,
     microbatch_of,
     names_of,
 )
@@ -51,7 +50,6 @@ from tests.core.strategies import (
     changed,
     changes,
     microbatches,
-    samples,
     with_changes,
 )
 from tests.distributed import run_ranks
@@ -287,28 +285,6 @@ def test_ranks_are_exact_in_two_collectives_or_all_of_them_refuse(dp, cp):
     assert cp > 1 or verdicts.count("refused") > NUMBER / 50
 
 
-@given(aggregations(), samples(min_size=1, weighted=True), st.data(), st.integers(1, 6))
-@settings(max_examples=250, deadline=None)
-def test_any_split_of_a_step_has_the_weights_of_the_whole(options, samples, data, microbatches):
-    """Whatever the order of the samples, and the layout of each microbatch."""
-    assume(options["mode"] != "microbatch_mean")  # the one that depends on the split
-    agg, layouts = LossAggregation(**options), st.sampled_from(LAYOUTS)
-
-    def by_sample(weights: torch.Tensor, inputs: dict[str, Any]) -> list[list[float]]:
-        return [[listed(weights)[t] for t in places] for places in Read.of(inputs).places]
-
-    whole = lay(samples, data.draw(layouts))
-    w = token_weights(agg, **whole, ids=names_of(whole), dtype=F64)
-    expected = [x[: len(s.mask)] for x, s in zip(by_sample(w, whole), samples, strict=True)]
-    order = data.draw(st.permutations(range(len(samples))))
-    split = [order[k::microbatches] for k in range(microbatches)]
-    inputs = [lay([samples[s] for s in part], data.draw(layouts)) for part in split]
-    plan = StepPlan.build(agg, [microbatch_of(x) for x in inputs])
-    for i, part in enumerate(split):
-        for s, found in zip(part, by_sample(plan.weights(i, F64), inputs[i]), strict=True):
-            assert found[: len(expected[s])] == pytest.approx(expected[s], rel=1e-13)
-
-
 IDS = {"prompt_ids": torch.tensor([1, 2])}
 GOOD = Microbatch(torch.ones(2, 3), **IDS)
 PROMPT_MEAN, SUM = aggregation("prompt_mean"), aggregation("sum")
@@ -336,6 +312,25 @@ def sharded_alone(mask: float) -> Call:
     return lambda world, alone: StepPlan.build(agg, step, world, sharded_over=alone)
 
 
+def two(name: str = "a", kind: Any = Mean) -> dict[str, Any]:
+    one = kind.of(torch.ones(1), torch.ones(1))
+    return {"loss": one, name: one}
+
+
+def reporting(*reports: Any) -> Call:
+    return lambda world, alone: reduce_reports(reports or [two()], world)
+
+
+def loading(world: Any, alone: Any) -> None:
+    """One microbatch's reports; then the loader fails."""
+
+    def reports() -> Iterator[dict[str, Any]]:
+        yield two()
+        raise SystemExit("of the loader")
+
+    reduce_reports(reports(), world)
+
+
 OTHERS = "ModeError: ranks have different aggregations, or other terms, or the same in another"
 OTHER_TERMS = {
     "fewer": {"a": PROMPT_MEAN, "b": SUM},
@@ -351,6 +346,15 @@ OTHER_TERMS = {
         }.items()
     },
 }
+OTHER_METRICS = (
+    "^ReportError: this rank reports .*, and another rank of the group other metrics; exp"
+)
+OTHER_REPORTS = {
+    "nothing": {},
+    "of another name": two("b"),
+    "of another kind": two("a", Max),
+    "and more of them": two() | {f"more {i}": two()["a"] for i in range(32)},
+}
 # What rank 1 does, what all others do, and what every rank hears, or rank 1 alone.
 DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "nothing": (build(), build(), "nothing"),
@@ -363,12 +367,19 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
         *(sharded_alone(1e-40), sharded_alone(1.0)),
         "MaskError: the coefficients of samples",
     ),
+    **{
+        f"reports {name}": (reporting(reports), reporting(), OTHER_METRICS)
+        for name, reports in OTHER_REPORTS.items()
+    },
 }
 OF_RANK_1 = r"PeerError: .*rank\(s\) \[1\]"
-DEFECTS: dict[str, tuple[Call, str]] = {
-    "bad sums": (of_sums(-1.0), "MaskError"),
-    "no mask of a term": (build(TERMS, {"a": GOOD}), "MaskError"),
-    "abandoned": (lambda world, alone: StepPlan.abandon(world), "nothing"),
+DEFECTS: dict[str, tuple[Call, Call, str]] = {
+    "bad sums": (of_sums(-1.0), build(), "MaskError"),
+    "no mask of a term": (build(TERMS, {"a": GOOD}), build(), "MaskError"),
+    "abandoned": (lambda world, alone: StepPlan.abandon(world), build(), "nothing"),
+    "other reports": (reporting(two(), {}), reporting(), "^ReportError: .*in 1 of 2 microbatches"),
+    "no metric": (reporting({"a": 1.0}), reporting(), "^ReportError: .*expected a Mean, Sum, Max"),
+    "no batch": (loading, reporting(), "^SystemExit: of the loader"),
 }
 
 
@@ -376,12 +387,11 @@ def heard_on_ranks() -> list[str]:
     """What this rank hears in each case, where rank 1 does what is wrong."""
     rank, world, heard = dist.get_rank(), dist.group.WORLD, []
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    calls = [*DIFFERENT.values(), *((bad, build(), own) for bad, own in DEFECTS.values())]
-    for bad, good, _ in calls:
+    for bad, good, _ in (*DIFFERENT.values(), *DEFECTS.values()):
         try:
             (bad if rank == 1 else good)(world, alone)
             heard.append("nothing")
-        except AggregationError as error:
+        except (AggregationError, SystemExit) as error:
             heard.append(f"{type(error).__name__}: {error}")
     return heard
 
@@ -389,6 +399,6 @@ def heard_on_ranks() -> list[str]:
 def test_what_one_rank_does_otherwise_stops_every_rank_by_name():
     for rank, heard in enumerate(run_ranks(heard_on_ranks, 3, timeout=60.0)):
         expected = [(name, said) for name, (_, _, said) in DIFFERENT.items()]
-        expected += [(name, own if rank == 1 else OF_RANK_1) for name, (_, own) in DEFECTS.items()]
+        expected += [(name, own if rank == 1 else OF_RANK_1) for name, (*_, own) in DEFECTS.items()]
         for (name, text), said in zip(expected, heard, strict=True):
             assert re.search(text, said), (rank, name, said)
