@@ -337,8 +337,7 @@ def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: 
 
     metrics = _metrics(trained.output)
     rewards = [of_step["reward"] for of_step in metrics]
-    assert sum(rewards[:4]) / 4 < 0.35
-    assert sum(rewards[-4:]) / 4 > 0.42
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
     events = EventAccumulator(str(trained.output / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {*metrics[0]} - {"step"}
     assert [event.value for event in events.Scalars("reward")] == pytest.approx(rewards)

@@ -193,31 +193,47 @@ def test_entropy_and_its_gradient_whatever_lies_under_the_mask():
     )
 
 
-def test_a_mean_of_masked_values():
-    # (1 * 2 + 0.5 * 8) / (1 + 0.5) = 4; the NaN lies under mask 0.
-    mean = Mean.of(torch.tensor([2.0, math.nan, 8.0]), torch.tensor([1.0, 0.0, 0.5]))
-    assert mean.value().item() == 4
-    assert mean.pair().tolist() == [6.0, 1.5]
-    assert Mean.of(torch.tensor([math.inf]), torch.zeros(1)).value().item() == 0
-    assert Mean.of(torch.empty(0), torch.empty(0)).value().item() == 0
-    # 4099 tokens are beyond what bf16 counts one by one (256).
-    values = torch.ones(4099, dtype=torch.bfloat16, requires_grad=True)
-    many = Mean.of(values, torch.ones_like(values))
-    assert many.pair().tolist() == [4099, 4099] and not many.sum.requires_grad
-    assert Mean.of(torch.ones(1), torch.tensor([1 + 1e-9], dtype=F64)).count.item() == 1 + 1e-9
+SEEN, UNSEEN = (tensor(math.nan, -3, 5, 9), tensor(0, 1, 0.5, 0)), (tensor(math.nan), tensor(0))
+NONE = (tensor(), tensor())
+MANY = torch.ones(4099, dtype=torch.bfloat16, requires_grad=True)  # bf16 counts to 256 one by one
+N = 2**24 + 1  # the first integer that fp32 rounds, to 2**24
+LENGTHS, ONES = torch.tensor([N, 0]), torch.ones(2)
+# A metric, and its numbers: of a mean, sum and count.
+METRICS: dict[str, tuple[Any, list[float]]] = {
+    # 1 * -3 + 0.5 * 5 and 1 + 0.5; the NaN lies under mask 0.
+    "a mean": (Mean.of(*SEEN), [-0.5, 1.5]),
+    "a mean of nothing": (Mean.of(*UNSEEN), [0, 0]),
+    "a mean without values": (Mean.of(*NONE), [0, 0]),
+    "a mean that is not a number": (Mean(torch.tensor(5.0), torch.tensor(math.nan)), [5, math.nan]),
+    "a mean of many": (Mean.of(MANY, torch.ones_like(MANY)), [4099, 4099]),
+    "a mean in fp64": (Mean.of(torch.ones(1), tensor(1 + 1e-9)), [1 + 1e-9, 1 + 1e-9]),
+    "a mean of integers": (Mean.of(LENGTHS, ONES), [N, 2]),
+    "a mean of integers by flags": (Mean.of(LENGTHS, ONES.bool()), [N, 2]),
+    "a mean over integers": (Mean.of(ONES, LENGTHS.int()), [N, N]),
+    "a mean of flags over integers": (Mean.of(ONES.bool(), LENGTHS.int()), [N, N]),
+    "a mean by hand": (Mean(torch.tensor(N), ONES[:1]), [N, 1]),
+    "a maximum": (Max.of(*SEEN), [5]),
+    "a maximum of nothing": (Max.of(*UNSEEN), [-math.inf]),
+    "a maximum without values": (Max.of(*NONE), [-math.inf]),
+    "a maximum that is not a number": (Max.of(SEEN[0], torch.ones(4)), [math.nan]),
+    "a maximum of integers": (Max.of(LENGTHS, ONES), [N]),
+    "a minimum": (Min.of(*SEEN), [-3]),
+    "a minimum of nothing": (Min.of(*UNSEEN), [math.inf]),
+    "a minimum that is not a number": (Min.of(SEEN[0], torch.ones(4)), [math.nan]),
+    "a minimum of integers": (Min.of(LENGTHS[:1], ONES[:1]), [N]),
+}
 
 
-def test_integers_add_up_exactly():
-    # 2**24 + 1 is the first integer that fp32 rounds, to 2**24.
-    n = 2**24 + 1
-    lengths, ones = torch.tensor([n, 0]), torch.ones(2)
-    for weights in (ones, ones.bool()):
-        assert Mean.of(lengths, weights).pair().tolist() == [n, 2]
-        assert Mean.of(weights, lengths.int()).pair().tolist() == [n, n]
-    metrics = {"sum": Mean.of(lengths, ones), "max": Max.of(lengths, ones)}
-    metrics |= {"min": Min.of(lengths[:1], ones[:1]), "by hand": Mean(torch.tensor(n), ones[:1])}
-    expected = {"sum": n / 2, "max": n, "min": n, "by hand": n}
-    assert reduce_reports([metrics] * 2, None) == expected
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_is_of_the_values_that_count_and_rounds_no_integer(name):
+    metric, numbers = METRICS[name]
+    found = [x.item() for x in vars(metric).values()]
+    assert found == pytest.approx(numbers, rel=0, nan_ok=True)
+    assert not any(x.requires_grad for x in vars(metric).values())
+    value = numbers[0] / (numbers[1] or 1) if len(numbers) == 2 else numbers[0]
+    assert metric.value().item() == pytest.approx(value, rel=1e-6, nan_ok=True)
+    of_step = reduce_reports([{"": metric}] * 2, None)
+    assert of_step[""] == pytest.approx(value, rel=0, nan_ok=True)
 
 
 @pytest.mark.parametrize("mask", [torch.float32, torch.bfloat16, torch.bool])
@@ -226,16 +242,6 @@ def test_losses_are_not_copied_to_fp64(mask):
         with Operations() as made:
             Mean.of(torch.ones(8, dtype=dtype), torch.ones(8, dtype=mask))
         assert F64 not in made.dtypes
-
-
-def test_extremes_look_at_active_positions_alone():
-    values, mask = torch.tensor([math.nan, -3.0, 5.0, 9.0]), torch.tensor([0.0, 1.0, 0.5, 0.0])
-    for metric, extreme, nothing in ((Max, 5, -math.inf), (Min, -3, math.inf)):
-        assert metric.of(values, mask).value().item() == extreme
-        for unseen in (values, values[:0]):
-            assert metric.of(unseen, torch.zeros_like(unseen)).value().item() == nothing
-        assert math.isnan(metric.of(values, torch.ones(4)).value())
-    assert math.isnan(reduce_reports([{"a": torch.tensor([5.0, math.nan])}], None)["a"])
 
 
 def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
