@@ -14,8 +14,6 @@ import html
 import os
 import re
 import shlex
-import subprocess
-import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +23,8 @@ from markdown.extensions.toc import slugify
 
 from megatron_loss_agg import errors
 from tests.distributed import run_ranks
+from tests.launch.processes import ROOT, run_afresh
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/*.md")
@@ -45,7 +43,8 @@ CLAIMS = {
     "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
     "docs/losses.md": "read({'texts': ['a', 'b']}).samples == 2",
-    "docs/modes.md": "(square_root_of_length(plan_of(mask), 0) * 4)[1].tolist() == [0, 0, 2]",
+    "docs/modes.md": "(square_root_of_length(plan_of(mask / 2), 0) ** 2 * 16).round().tolist()"
+    " == [[1, 1, 0], [0, 0, 2]]",  # a mask of 1 / 2 is not clamped to 1
     "docs/rl.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]"
     " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
     " and 'kl of the policy' in reports[0]",
@@ -296,9 +295,8 @@ def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist
 
 
 def test_the_page_of_errors_is_that_of_the_source() -> None:
-    command = [sys.executable, str(ROOT / "ci/errors.py")]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert TEXTS["docs/errors.md"] == printed, "run python ci/errors.py >docs/errors.md"
+    printed = run_afresh("ci/errors.py")
+    assert TEXTS["docs/errors.md"] == printed.stdout, "run python ci/errors.py >docs/errors.md"
 
 
 REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/></properties>
@@ -310,8 +308,7 @@ def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: P
     reports = [tmp_path / "old.xml", tmp_path / "new.xml"]
     reports[0].write_text(REPORT.format("0.18.2", "<failure/>"))
     reports[1].write_text(REPORT.format("0.19.2", ""))
-    command = [sys.executable, str(ROOT / "ci/verified.py"), *map(str, reports)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = run_afresh("ci/verified.py", *map(str, reports)).stdout
     assert "| a sum | 1/2 | 2 |\n" in printed
     assert TEXTS["docs/verified.md"].endswith(printed[printed.index("\n## Sweep") :])
 
@@ -319,8 +316,7 @@ def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: P
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    built = run_afresh("-m", "mkdocs", "build", "--strict", "-d", str(folder))
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,18 +135,6 @@ def test_a_custom_function_makes_the_weights_from_what_the_plan_counted():
     for i in (0, 1, 0):
         assert_same(ours.weights(i, F64), ready.weights(i, F64), 1e-15)
         assert torch.equal(ours.weights(i), ours.weights(i, F64).float())
-
-
-def test_the_custom_function_of_the_guide():
-    guide = (Path(__file__).parents[2] / "docs/modes.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    # N = 3, and M = 0.5, 4 and 0: a fraction below 1 is not clamped.
-    mask = torch.tensor([[0.25, 0.25, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=F64)
-    w = token_weights(custom(scope["square_root_of_length"]), mask, dtype=F64)
-    expected = mask / torch.tensor([[0.5**0.5], [2.0], [1.0]], dtype=F64) / 3
-    torch.testing.assert_close(w, expected, rtol=1e-15, atol=0)
 
 
 def test_factors_of_tokens_multiply_weights_and_are_in_no_denominator():
