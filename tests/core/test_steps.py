@@ -320,6 +320,7 @@ def loading(world: Any, alone: Any) -> None:
 
 
 OTHERS = "ModeError: ranks have different aggregations, or other terms, or the same in another"
+OTHER_CHOICES = {"count": "sample", "empty": "skip", "rejected": "skip", "sample_weights": "skip"}
 OTHER_TERMS = {
     "fewer": {"a": PROMPT_MEAN, "b": SUM},
     "in another order": {"b": SUM, "a": PROMPT_MEAN, "c": NESTED},
@@ -329,14 +330,10 @@ OTHER_TERMS = {
     "of other levels": TERMS | {"c": aggregation("nested_mean", levels=("prompt",))},
     **{
         f"with another {name}": TERMS | {"a": aggregation("prompt_mean", **{name: choice})}
-        for name, choice in {
-            **{"count": "sample", "empty": "skip", "rejected": "skip", "sample_weights": "skip"}
-        }.items()
+        for name, choice in OTHER_CHOICES.items()
     },
 }
-OTHER_METRICS = (
-    "^ReportError: this rank reports .*, and another rank of the group other metrics; exp"
-)
+OTHER_METRICS = "^ReportError: this rank reports .*, and another rank of the group other metrics;"
 OTHER_REPORTS = {
     "nothing": {},
     "of another name": two("b"),
@@ -351,10 +348,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "sums": (of_sums(1.0), build({"": SUM}), OTHERS),
     "sharded masks": (sharded_alone(1.0), build({"": aggregation("sample_mean")}), OTHERS),
     "samples": (sharing(GOOD, GOOD), sharing(GOOD), "GroupError: ranks that share samples have 2"),
-    "extremes": (
-        *(sharded_alone(1e-40), sharded_alone(1.0)),
-        "MaskError: the coefficients of samples",
-    ),
+    "extremes": (sharded_alone(1e-40), sharded_alone(1.0), "MaskError: the coefficients of samp"),
     **{
         f"reports {name}": (reporting(reports), reporting(), OTHER_METRICS)
         for name, reports in OTHER_REPORTS.items()
