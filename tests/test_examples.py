@@ -353,5 +353,5 @@ def test_a_run_resumes_to_the_bit_and_with_the_same_flags_alone(
     shutil.copy(trained.output / "metrics.jsonl", tmp_path)  # with later steps, as after a crash
     run_host_ranks(_train, 4, replace(trained, output=tmp_path, resume=True), timeout=200)
     assert _metrics(tmp_path) == _metrics(trained.output)
-    with pytest.raises(ValueError, match=r"other flags \(lr 0.003 -> 0.1\); expected the same"):
+    with pytest.raises(ValueError, match=r"other flags \(lr 0.005 -> 0.1\); expected the same"):
         checkpoint.load(trained.output, replace(trained, lr=0.1))
