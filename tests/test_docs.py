@@ -2,8 +2,8 @@
 
 A page's blocks of Python run in their order, as one program. Commands of the package itself run,
 too; those that start training are parsed by the parsers of torchrun, of Megatron and of the plugin.
-Every error that the pages quote exists; every link of the built site leads somewhere, and it loads
-nothing from elsewhere.
+Every error that the pages quote exists. The site is built as strictly as MkDocs can, which follows
+every link and anchor; what its pages load is in it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ import html
 import os
 import re
 import shlex
-import subprocess
-import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from markdown.extensions.toc import slugify
 
 from megatron_loss_agg import errors
 from tests.distributed import run_ranks
+from tests.launch.processes import ROOT, run_afresh
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/*.md")
@@ -46,7 +43,8 @@ CLAIMS = {
     "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
     "docs/losses.md": "read({'texts': ['a', 'b']}).samples == 2",
-    "docs/modes.md": "(square_root_of_length(plan_of(mask), 0) * 4)[1].tolist() == [0, 0, 2]",
+    "docs/modes.md": "(square_root_of_length(plan_of(mask / 2), 0) ** 2 * 16).round().tolist()"
+    " == [[1, 1, 0], [0, 0, 2]]",  # a mask of 1 / 2 is not clamped to 1
     "docs/rl.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]"
     " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
     " and 'kl of the policy' in reports[0]",
@@ -295,9 +293,8 @@ def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist
 
 
 def test_the_page_of_errors_is_that_of_the_source() -> None:
-    command = [sys.executable, str(ROOT / "ci/errors.py")]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert TEXTS["docs/errors.md"] == printed, "run python ci/errors.py >docs/errors.md"
+    printed = run_afresh("ci/errors.py")
+    assert TEXTS["docs/errors.md"] == printed.stdout, "run python ci/errors.py >docs/errors.md"
 
 
 REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/></properties>
@@ -309,8 +306,7 @@ def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: P
     reports = [tmp_path / "old.xml", tmp_path / "new.xml"]
     reports[0].write_text(REPORT.format("0.18.2", "<failure/>"))
     reports[1].write_text(REPORT.format("0.19.2", ""))
-    command = [sys.executable, str(ROOT / "ci/verified.py"), *map(str, reports)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = run_afresh("ci/verified.py", *map(str, reports)).stdout
     assert "| a sum | 1/2 | 2 |\n" in printed
     assert TEXTS["docs/verified.md"].endswith(printed[printed.index("\n## Sweep") :])
 
@@ -318,34 +314,18 @@ def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: P
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    built = run_afresh("-m", "mkdocs", "build", "--strict", "-d", str(folder))
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 
 
-def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
+def test_what_a_page_of_the_site_needs_is_in_the_site(site: Path) -> None:
     # The page of an unknown address is shown at any of them, so its links begin at the root.
-    texts = {file: file.read_text() for file in site.rglob("*.html") if file.name != "404.html"}
-    anchors = {file: {*re.findall(r'\bid="([^"]+)"', text)} for file, text in texts.items()}
-    dead, seen = [], 0
-    for file, text in texts.items():
-        for link in re.findall(r'<[^>]*\b(?:href|src)="([^"]*)"', text):
-            parts = urlsplit(html.unescape(link))
-            if parts.scheme:
-                continue
-            seen += 1
-            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
-            named = not parts.fragment or unquote(parts.fragment) in anchors.get(target, ())
-            if not target.is_file() or not named:
-                dead.append((file.name, link))
-    assert seen > 1000
-    assert dead == []
-
-
-def test_nothing_that_a_page_of_the_site_needs_comes_from_elsewhere(site: Path) -> None:
-    loads = re.compile(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*")
-    assert [(f.name, x) for f in site.rglob("*.html") for x in loads.findall(f.read_text())] == []
+    pages = [file for file in site.rglob("*.html") if file.name != "404.html"]
+    loads = re.compile(r'<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)="([^"]*)"')
+    needed = [file.parent / x for file in pages for x in loads.findall(file.read_text())]
+    assert len(needed) > 10 * len(pages) / 2
+    assert [path for path in needed if not path.is_file()] == []
 
 
 def test_formulas_are_drawn(site: Path) -> None:

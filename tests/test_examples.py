@@ -1,11 +1,10 @@
-"""The scripts of `examples`, started as their users start them; their data, rewards and packs."""
+"""The scripts of `examples`, one of them by `torchrun`; their data, rewards and packs."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -27,17 +26,16 @@ from tests.host.harness import run_host_ranks
 from tests.launch import processes
 from tests.launch.processes import LAUNCHER, ROOT
 
-STEPS = 10
-SCRIPT = ROOT / "examples/pretrain_gpt.py"
+STEPS = 6
+EXAMPLES = ROOT / "examples"
 SHORT = ("--train-iters", str(STEPS), "--eval-iters", "1")
 
 
-def torchrun(ranks: int, *command: str) -> str:
-    """Run under torchrun on this machine; what it said, of stdout and stderr together."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    start = f"torchrun --standalone --nproc-per-node {ranks} {shlex.join(command)} 2>&1"
-    return run_in_bash(start, **quiet)
+def forked(folder: Path, ranks: int, script: str, *flags: str, **starter: Any) -> str:
+    """Run on ranks that have Megatron imported."""
+    codes, said = processes.run(folder, EXAMPLES / script, *flags, ranks=ranks, **starter)
+    assert codes == [0] * ranks, said[-4000:]
+    return said
 
 
 def flags_of(name: str) -> list[str]:
@@ -58,29 +56,43 @@ def losses(said: str) -> dict[str, list[float]]:
 
 
 def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) -> None:
-    trained = losses(torchrun(4, *LAUNCHER, str(SCRIPT), *flags_of("quickstart.sh"), *SHORT))
+    flags = [*flags_of("quickstart.sh"), *SHORT]
+    trained = losses(forked(tmp_path, 4, "pretrain_gpt.py", *flags))
     assert set(trained) == {"lm loss", "prompt_mean loss"}
     for values in trained.values():
         assert len(values) == STEPS
         assert 5.5 < values[0] < 6.5  # a uniform guess among 384 tokens: ln 384 = 5.95
-        assert max(values[-3:]) < values[0] - 1.5
-    # CP 2 x DP 1: the same packs in twice as many microbatches a rank.
-    codes, said = processes.run(tmp_path, SCRIPT, *flags_of("quickstart.sh"), *SHORT, ranks=2)
-    assert codes == [0, 0], said[-4000:]
-    halved = losses(said)
+        assert values[-1] < values[0] - 1.5
+    # As users start it. CP 2 x DP 1: the same packs in twice as many microbatches a rank.
+    command = shlex.join([*LAUNCHER, "examples/pretrain_gpt.py", *flags])
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    torchrun = "torchrun --standalone --nproc-per-node 2"
+    halved = losses(run_in_bash(f"{torchrun} {command} 2>&1", **quiet))
     for name, values in trained.items():
         assert halved[name] == pytest.approx(values, rel=1e-4)
 
 
+# What a script that starts without the launcher does before it imports Megatron, or the CPU stands
+# in for a GPU too late; forked ranks, which have imported both, cannot tell.
+FIRST = {"proof": "cpu.enable()", "custom_loop": "cpu.enable()", "dpo": "from custom_loop import"}
+
+
+@pytest.mark.parametrize("script", FIRST)
+def test_a_script_takes_the_cpu_before_megatron_is_imported(script: str) -> None:
+    source = (EXAMPLES / f"{script}.py").read_text()
+    assert source.index(FIRST[script]) < source.index("from megatron.")
+
+
 @pytest.mark.parametrize("script", ["custom_loop", "dpo"])
-def test_the_custom_loops_prove_their_gradients(script: str) -> None:
-    errors = re.findall(r"gradient error (\S+)", torchrun(2, f"examples/{script}.py", "--cpu"))
+def test_the_custom_loops_prove_their_gradients(script: str, tmp_path: Path) -> None:
+    said = forked(tmp_path, 2, f"{script}.py", "--cpu", starter=())
+    errors = re.findall(r"gradient error (\S+)", said)
     assert len(errors) == 5
     assert all(float(error) < 1e-12 for error in errors)
 
 
-def test_the_proof_holds_and_stock_averages_differ() -> None:
-    said = torchrun(4, "examples/proof.py")
+def test_the_proof_holds_and_stock_averages_differ(tmp_path: Path) -> None:
+    said = forked(tmp_path, 4, "proof.py", starter=())
     rows = dict(re.findall(r"^  (\S.*?)  +([\d.e+ -]+)$", said, re.MULTILINE))
     table = {title: [float(cell) for cell in cells.split()] for title, cells in rows.items()}
     per_token = ", --calculate-per-token-loss"
@@ -127,7 +139,7 @@ def test_losses_by_length_are_megatrons_and_runs_are_plotted(
     short = "--train-iters 2 --lr-warmup-iters 0 --eval-interval 2 --eval-iters 3"
     flags = [*flags_of("compare_modes.sh"), *short.split(), "--loss-aggregation", "token_mean"]
     monkeypatch.setenv("COMPARE_MODES_OUTPUT", str(run / "losses.jsonl"))
-    log = torchrun(1, *LAUNCHER, "examples/compare_modes.py", *flags)
+    log = forked(tmp_path, 1, "compare_modes.py", *flags)
     (run / "log.txt").write_text(log)
     # The evaluation reads 24 packs. By length, their losses add up to what Megatron logs.
     first, *_ = map(json.loads, (run / "losses.jsonl").read_text().splitlines())
@@ -273,7 +285,7 @@ def test_a_run_that_cannot_be_is_refused_by_its_last_flag(flags: str, capsys: An
 
 # 9 prompts with 5 different sums: learnt in seconds.
 SIZES = {"largest": 2, "prompts": 8, "answers": 32, "updates": 2, "token_budget": 640}
-TINY = Options(cpu=True, steps=26, save_every=20, warmup=30, lr=3e-3, **SIZES)
+TINY = Options(cpu=True, steps=12, save_every=8, warmup=40, lr=5e-3, **SIZES)
 
 
 def _train(options: Options) -> None:
@@ -325,22 +337,21 @@ def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: 
 
     metrics = _metrics(trained.output)
     rewards = [of_step["reward"] for of_step in metrics]
-    assert sum(rewards[:4]) / 4 < 0.35
-    assert sum(rewards[-4:]) / 4 > 0.42
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
     events = EventAccumulator(str(trained.output / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {*metrics[0]} - {"step"}
     assert [event.value for event in events.Scalars("reward")] == pytest.approx(rewards)
     plot.plot(tmp_path / "some" / "plot.png", [trained.output, trained.output])
     assert (tmp_path / "some" / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "26 steps" in plot.summary(trained.output)
+    assert "12 steps" in plot.summary(trained.output)
 
 
 def test_a_run_resumes_to_the_bit_and_with_the_same_flags_alone(
     trained: Options, tmp_path: Path
 ) -> None:
-    shutil.copy(trained.output / "step_000020.pt", tmp_path)
+    shutil.copy(trained.output / "step_000008.pt", tmp_path)
     shutil.copy(trained.output / "metrics.jsonl", tmp_path)  # with later steps, as after a crash
     run_host_ranks(_train, 4, replace(trained, output=tmp_path, resume=True), timeout=200)
     assert _metrics(tmp_path) == _metrics(trained.output)
-    with pytest.raises(ValueError, match=r"other flags \(lr 0.003 -> 0.1\); expected the same"):
+    with pytest.raises(ValueError, match=r"other flags \(lr 0.005 -> 0.1\); expected the same"):
         checkpoint.load(trained.output, replace(trained, lr=0.1))

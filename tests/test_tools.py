@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT
+from subprocess import DEVNULL, PIPE
 
 import pytest
 import torch
@@ -22,8 +22,7 @@ import torch.distributed as dist
 from benchmarks.__main__ import PARTS
 from tests.distributed import RankFailed, run_ranks
 from tests.host.cases import covering
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.launch.processes import ROOT, run_afresh
 
 
 def fail(how: str) -> None:
@@ -61,16 +60,8 @@ def test_a_failed_rank_says_how_it_ended_and_what_it_said_last(how: str) -> None
 
 def test_every_part_of_the_benchmarks_measures_something(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", "--json", figures],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        text=True,
-        stdout=PIPE,
-        stderr=STDOUT,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    done = run_afresh("-m", "benchmarks", "--quick", "--json", str(figures))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = json.loads(figures.read_text(encoding="utf-8"))
     assert not found["failed"]
     assert {figure["part"] for figure in found["figures"]} == {*PARTS}
@@ -111,8 +102,7 @@ def lay_out(path: Path, patch: Path) -> Path:
 
 
 def check(path: Path) -> tuple[int, str]:
-    command = [sys.executable, str(PATCHES / "check.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_afresh("patches/check.py", str(path))
     return done.returncode, done.stdout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -26,7 +25,6 @@ LARGEST = 3.4028234663852886e38  # of fp32
 # Three roundings: of the mask, of the coefficient and of their product; bf16 rounds once more.
 ROUNDING = {F64: 2e-14, torch.float32: 4 * 2.0**-24, torch.bfloat16: 2.0**-8}
 SMALLEST = {F64: 2.0**-1074, torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133}
-SAYS_WHAT_TO_MEND = re.compile("expected |give |needs a|takes no|it has ")
 
 
 def aggregation(mode: str, **options: Any) -> LossAggregation:

@@ -104,78 +104,74 @@ def test_modes_without_their_input_are_left_out(capsys):
     assert found["left_out"]["prompt_mean"] == "needs --prompts, or 'prompt' on every line"
 
 
-# Arguments after --lengths, or instead of it; and the beginning of what is said.
+ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
+NO_LENGTH = "InputError: PATH:1: expected an object with either 'length' or 'loss_mask'"
+NO_NUMBERS = "InputError: PATH:1: a bad length or loss_mask; expected a finite number >= 0, or a l"
+NO_STEP = "InputError: no step with loss tokens; expected at least one of --global-batch"
+OWN = "after --; expected the run's own"
+# Arguments, and how what is said begins.
 BAD_ARGUMENTS = {
-    "1,x": "InputError: --lengths: could not convert string to float: 'x'; expected numbers with",
-    "1,-1": "InputError: sample 1: a bad length or loss_mask; expected a finite number >= 0",
-    "1,2 --prompts 0": "InputError: lists of 2 (length), 1 (prompt) values; expected one value for",
-    "1 --modes mean": "ModeError: unknown mode 'mean'; ",
-    "1 --modes trl/mean": "ModeError: unknown preset 'trl/mean'",
-    "1 --modes custom": "FunctionError: function=None with mode 'custom'; expected a function",
-    "1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
-    "1 --modes nested_mean --levels session": "InputError: no mode to show: nested_mean needs ids "
-    "of ['session'], and explain has those of prompt, rollout, dataset",
-    "1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
+    "--lengths 1,x": "InputError: --lengths: could not convert string to float: 'x'; expected",
+    "--lengths 1,-1": "InputError: sample 1: a bad length or loss_mask; expected a finite number",
+    "--lengths 1,2 --prompts 0": "InputError: lists of 2 (length), 1 (prompt) values; expected one",
+    "--lengths 1 --modes mean": "ModeError: unknown mode 'mean'; ",
+    "--lengths 1 --modes trl/mean": "ModeError: unknown preset 'trl/mean'",
+    "--lengths 1 --modes custom": "FunctionError: function=None with mode 'custom'; expected a fun",
+    "--lengths 1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
+    "--lengths 1 --modes nested_mean --levels session": "InputError: no mode to show: nested_mean "
+    "needs ids of ['session'], and explain has those of prompt, rollout, dataset",
+    "--lengths 1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
     "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
     "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected its values",
-    "--data no/such/file -- --micro-batch-size 2 --global-batch-size 2": (
-        "InputError: --data no/such/file: "
-    ),
+    f"--data no/such/file {ONE_ROW}": "InputError: --data no/such/file: ",
     "--data x -- pretrain_gpt.py --micro-batch-size 2": (
-        "InputError: --micro-batch-size 2, --global-batch-size 0 after --; expected the run's own"
+        f"InputError: --micro-batch-size 2, --global-batch-size 0 {OWN}"
     ),
     "--data x -- --micro-batch-size 2 --global-batch-size 3": (
-        "InputError: --micro-batch-size 2, --global-batch-size 3 after --; expected the run's own"
+        f"InputError: --micro-batch-size 2, --global-batch-size 3 {OWN}"
     ),
-    "--data x --against=--global-batch-size=4 -- --micro-batch-size 1 --global-batch-size 2": (
+    f"--data x --against=--global-batch-size=4 {ONE_ROW}": (
         "InputError: --against has another --global-batch-size; expected the same step"
     ),
-    "--data x -- --micro-batch-size 1 --global-batch-size 2 --rampup-batch-size 1 1 9": (
+    f"--data x {ONE_ROW} --rampup-batch-size 1 1 9": (
         "InputError: --rampup-batch-size, by which steps differ in size"
     ),
 }
-
-
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
-def test_bad_arguments_are_named(capsys, arguments):
-    args = arguments.split() if arguments.startswith("--") else ["--lengths", *arguments.split()]
-    assert refusal(capsys, *args).startswith(BAD_ARGUMENTS[arguments])
-
-
-OF_STEP = "--jsonl PATH"
-OF_RUN = "--data PATH -- --micro-batch-size 1 --global-batch-size 1"
-NO_LENGTH = "InputError: PATH:1: expected an object with either 'length' or 'loss_mask'"
-NO_NUMBERS = "InputError: PATH:1: a bad length or loss_mask; expected a finite number >= 0, or a l"
-# Arguments, the file at PATH, and how what is said of it begins.
-BAD_FILES = [
-    (OF_STEP, "{", "InputError: PATH:1: Expecting property name"),
-    (OF_STEP, "\n", "InputError: --jsonl PATH: no line"),
-    (OF_STEP, "[1]", NO_LENGTH),
-    (OF_STEP, '{"length": 1, "loss_mask": [1]}', NO_LENGTH),
-    (OF_STEP, '{"length": "1"}', NO_NUMBERS),
-    (OF_STEP, '{"loss_mask": 1}', NO_NUMBERS),
-    (OF_STEP, '{"loss_mask": [1, -1]}', NO_NUMBERS),
-    (
-        OF_STEP,
-        '{"length": 3}\n{"length": 1, "prompt": 0}',
-        "GroupError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect",
+# The file at PATH of --jsonl, and of --data; and how what is said of it begins.
+BAD_STEPS = {
+    "{": "InputError: PATH:1: Expecting property name",
+    "\n": "InputError: --jsonl PATH: no line",
+    "[1]": NO_LENGTH,
+    '{"length": 1, "loss_mask": [1]}': NO_LENGTH,
+    '{"length": "1"}': NO_NUMBERS,
+    '{"loss_mask": 1}': NO_NUMBERS,
+    '{"loss_mask": [1, -1]}': NO_NUMBERS,
+    '{"length": 3}\n{"length": 1, "prompt": 0}': (
+        "GroupError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect"
     ),
-    (OF_RUN, '"x"', NO_LENGTH),
-    (OF_RUN, '{"loss_mask": [1], "cu_seqlens": [0, 2]}', "InputError: PATH:1: microbatch 0 of 1 t"),
-    (OF_RUN, '{"loss_mask": [1], "cu_seqlens": "x"}', "InputError: PATH:1: "),
-    (OF_RUN, "0", "InputError: no step with loss tokens; expected at least one of --global-batch"),
-    (OF_RUN, "", "InputError: no step with loss tokens; expected at least one of --global-batch"),
-    (OF_RUN, "\xff", "InputError: --data PATH"),
+}
+BAD_RUNS = {
+    '"x"': NO_LENGTH,
+    '{"loss_mask": [1], "cu_seqlens": [0, 2]}': "InputError: PATH:1: microbatch 0 of 1 t",
+    '{"loss_mask": [1], "cu_seqlens": "x"}': "InputError: PATH:1: ",
+    "0": NO_STEP,
+    "": NO_STEP,
+    "\xff": "InputError: --data PATH",
+}
+BAD = [
+    *((arguments, "", said) for arguments, said in BAD_ARGUMENTS.items()),
+    *(("--jsonl PATH", lines, said) for lines, said in BAD_STEPS.items()),
+    *((f"--data PATH {ONE_ROW}", lines, said) for lines, said in BAD_RUNS.items()),
     (
-        f"{OF_RUN} --context-parallel-size 2",
+        f"--data PATH {ONE_ROW} --context-parallel-size 2",
         "4",
         "LayoutError: sequence 0 has (padded) length 1; expected a multiple",
     ),
 ]
 
 
-@pytest.mark.parametrize("arguments, lines, expected", BAD_FILES)
-def test_bad_lines_are_named(capsys, tmp_path, arguments, lines, expected):
+@pytest.mark.parametrize("arguments, lines, expected", BAD)
+def test_bad_arguments_and_lines_are_named(capsys, tmp_path, arguments, lines, expected):
     path = tmp_path / "data"
     path.write_text(lines, encoding="latin-1")
     said = refusal(capsys, *arguments.replace("PATH", str(path)).split())

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
-from tests.core.meaning import F64, MODES, Read, aggregation, assert_same, expected_weights, lay
+from tests.core.meaning import (
+    F64,
+    MODES,
+    Read,
+    aggregation,
+    assert_same,
+    expected_weights,
+    lay,
+    names_of,
+)
 from tests.oracle import Sample
 
 # Three samples of 3, 1 and 2 tokens, of weights 0.5, 2 and 1. Samples 0 and 1 come from prompt 7;
@@ -47,27 +54,28 @@ NESTED = {
     # The data sets 3 and 8; V = (0.5 + 1) / 2 + 2
     ("dataset", "sample"): ([8.0, 2, 8], [2.75 * 4, 2.75, 2.75 * 4]),
     ("prompt",): BY_HAND["prompt_mean"],
+    ("session",): BY_HAND["rollout_mean"],  # by another name, see `names_of`
 }
 
 
 def divided(divisors: list[float]) -> list[float]:
-    """The weight of every token."""
+    """Weights of a pack: a position of padding follows every sample, and another one them all."""
     pairs = zip(SAMPLES, divisors, strict=True)
-    return [s.weight * m / divisor for s, divisor in pairs for m in s.mask]
+    return [*(s.weight * m / n for s, n in pairs for m in (*s.mask, 0)), 0]
 
 
 @pytest.mark.parametrize("counting", [False, True], ids=["skipped", "counted"])
 @pytest.mark.parametrize("mode", [*MODES, *NESTED])
 def test_weights_are_those_derived_by_hand_and_so_are_the_oracles(mode, counting):
-    given = lay(SAMPLES, "thd")
+    given = lay(SAMPLES, "thd_padded")
     of_mode = {"mode": mode} if mode in MODES else {"mode": "nested_mean", "levels": mode}
     agg = aggregation(**of_mode, sample_weights="count" if counting else "skip")
-    w = token_weights(agg, **given, dtype=F64)
+    w = token_weights(agg, **given, ids=names_of(given), dtype=F64)
     expected = divided((BY_HAND | NESTED)[mode][counting])
     assert_same(w, expected, 1e-15)
     assert_same(expected_weights(agg, [[Read.of(given)]]), expected, 1e-15)
     del given["sample_weights"]
-    plain = token_weights(aggregation(**of_mode), **given)
+    plain = token_weights(aggregation(**of_mode), **given, ids=names_of(given))
     assert plain.dtype == torch.float32
     if "mean" in agg.mode:
         assert (w if counting else plain).sum().item() == pytest.approx(1, rel=1e-6)
@@ -127,18 +135,6 @@ def test_a_custom_function_makes_the_weights_from_what_the_plan_counted():
     for i in (0, 1, 0):
         assert_same(ours.weights(i, F64), ready.weights(i, F64), 1e-15)
         assert torch.equal(ours.weights(i), ours.weights(i, F64).float())
-
-
-def test_the_custom_function_of_the_guide():
-    guide = (Path(__file__).parents[2] / "docs/modes.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    # N = 3, and M = 0.5, 4 and 0: a fraction below 1 is not clamped.
-    mask = torch.tensor([[0.25, 0.25, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=F64)
-    w = token_weights(custom(scope["square_root_of_length"]), mask, dtype=F64)
-    expected = mask / torch.tensor([[0.5**0.5], [2.0], [1.0]], dtype=F64) / 3
-    torch.testing.assert_close(w, expected, rtol=1e-15, atol=0)
 
 
 def test_factors_of_tokens_multiply_weights_and_are_in_no_denominator():

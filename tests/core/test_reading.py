@@ -86,7 +86,7 @@ ALL_FORMS = (
     "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded$"
 )
 UNKNOWN = "the batch has the offsets {}, and which"
-REFUSED: list[tuple[dict[str, Any], str]] = [
+OFFSETS: list[tuple[dict[str, Any], str]] = [
     (packs("1111 1111", [[0, 3], [0, 4]]), "does not end at the length 4 of every pack"),
     (packs("11 11", [[0, 2], [0, 2]], [[0, 2]]), "key 'cu_seqlens_padded'.*row for each row of th"),
     (bridge("1111", [[0, 4], [0, 4]]), r"of shape \(2, 2\) beside a loss_mask of shape \(1, 4\)"),
@@ -100,38 +100,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (packs("1111", [[0, 2, 4, -1, -1]]), r"\[0, 2, 4, -1\].* start at 0 and do not decrease"),
     (bridge("1111", (0, 4)), "'cu_seqlens_q' is a tuple beside a loss_mask"),
 ]
+TOKENS, IDS = torch.ones(2, 8), torch.arange(2)
+# Of a model that makes the mask.
+WITHOUT_MASK: list[tuple[Any, str]] = [
+    (TOKENS, "^the data iterator gave Tensor; expected a mapping"),
+    ({"image": TOKENS}, r"^the data iterator gave \['image'\]; .* LateMicrobatch \(--loss-agg"),
+    ({"tokens": TOKENS[0]}, r"^the data iterator gave \['tokens'\]"),
+    ({"tokens": TOKENS, "rejected": IDS}, "^the batch has the key 'rejected' beside"),
+    ({"tokens": TOKENS, "sample_weights": IDS}, "^the batch has the key 'sample_weights' beside"),
+]
+MISSPELT = {"": Term(aggregation("nested_mean", levels=("prompt", "sesion", "sample")))}
+OF_SESSIONS = {"loss_mask": TOKENS, "session_ids": IDS, "position_ids": IDS.repeat(8, 1).T}
+REFUSED: list[tuple[Callable[[Any], Any], Any, str]] = [
+    *((plan, *row) for row in OFFSETS),
+    *((read_samples, *row) for row in WITHOUT_MASK),
+    # It says which levels there are, and positions are none.
+    (reading(read_batch, MISSPELT), OF_SESSIONS, r"\['sesion_ids'\].*it has: \['session_ids'\]"),
+]
 
 
-@pytest.mark.parametrize("batch, error", REFUSED)
-def test_offsets_in_no_known_form_are_refused(batch: dict[str, Any], error: str) -> None:
-    with pytest.raises(GroupError, match=error):
-        plan(batch)
-
-
-TOKENS = torch.ones(2, 8)
+@pytest.mark.parametrize("read, batch, error", REFUSED)
+def test_a_batch_that_cannot_be_read_is_refused(read: Any, batch: Any, error: str) -> None:
+    with pytest.raises(AggregationError, match=error):
+        read(batch)
 
 
 def test_rows_are_samples_where_the_model_makes_the_mask() -> None:
     for key in ("tokens", "input_ids", "text", "labels"):
         batch = {"image": torch.ones(4, 3), key: torch.ones(5, 7)}
         assert read_samples(batch) == LateMicrobatch(5)
-
-
-@pytest.mark.parametrize(
-    "batch, error",
-    [
-        (TOKENS, r"the data iterator gave Tensor; expected a mapping"),
-        ({"image": TOKENS}, r"the data iterator gave \['image'\]; .* LateMicrobatch \(--loss-agg"),
-        ({"tokens": TOKENS[0]}, r"the data iterator gave \['tokens'\]"),
-        *(
-            ({"tokens": TOKENS, key: TOKENS[0]}, rf"the batch has the key '{key}' beside")
-            for key in ("rejected", "sample_weights")
-        ),
-    ],
-)
-def test_where_the_model_makes_the_mask_other_batches_need_a_reader(batch: Any, error: str) -> None:
-    with pytest.raises(AggregationError, match=f"^{error}"):
-        read_samples(batch)
 
 
 TWO_PACKS = {"loss_mask": torch.ones(2, 4), "dataset_id": torch.tensor([[5], [6]])}
@@ -171,14 +168,6 @@ def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch: Any, ids: lis
     for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
         with pytest.raises(GroupError, match=r"'dataset_id' is .*expected an integer for each"):
             of_batch({**batch, "dataset_id": bad})
-
-
-def test_a_level_without_ids_in_the_batch_is_refused_with_those_that_it_has() -> None:
-    levels = aggregation("nested_mean", levels=("prompt", "sesion", "sample"))
-    batch = {"loss_mask": torch.ones(2, 1), "session_ids": torch.arange(2)}
-    batch["position_ids"] = torch.zeros(2, 1).long()  # no level
-    with pytest.raises(GroupError, match=r"\['sesion_ids'\].*it has: \['session_ids'\]"):
-        reading(read_batch, {"loss": Term(levels)})(batch)
 
 
 def test_own_keys_are_those_of_the_levels_and_what_the_reader_itself_asks_for() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import megatron_loss_agg
+from tests.launch.processes import ROOT, run_afresh
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_loss_agg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC = """
@@ -34,8 +32,7 @@ print([name for name in sys.modules if name.startswith("megatron_loss_agg.mcore"
 def test_the_core_imports_and_works_without_megatron():
     # Everything beside the adapter, whatever it is called.
     core = [path.stem for path in PACKAGE.glob("[!_]*") if path.stem not in ("mcore", "py")]
-    command = [sys.executable, "-c", WITHOUT_MEGATRON, *core]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_afresh("-c", WITHOUT_MEGATRON, *core)
     assert done.returncode == 0, done.stderr
     assert {"aggregation", "errors", "policy", "report"} < {*core}
     assert done.stdout.splitlines() == ["[[0.5, 0.5]]", "[]"]

@@ -118,29 +118,6 @@ def test_every_position_is_held_once_and_joining_is_the_inverse(kind, cp, chunks
         assert torch.equal(part.grad, layout.shard(pull, dim))
 
 
-def unshard_and_pull_back() -> None:
-    """For every layout: the shards make the whole, and the gradient of this rank's is right."""
-    rank = dist.get_rank()
-    for layout, dim in (
-        (CPLayout.bshd(16, 2, rank), -1),
-        (CPLayout.thd(offsets(0, 4, 4, 16), 2, rank), 0),
-        (CPLayout.contiguous(16, 2, rank), -1),
-    ):
-        x = torch.arange(32.0, dtype=F64).reshape((2, 16) if dim == -1 else (16, 2))
-        handed_back = [(x + 1) ** (1 + r) for r in range(2)]  # by each rank, for the whole
-        local = layout.shard(x, dim=dim).requires_grad_()
-        whole = layout.unshard(local, group=dist.group.WORLD, dim=dim)
-        (whole * handed_back[rank]).sum().backward()
-        assert torch.equal(whole, x)
-        assert torch.equal(local.grad, layout.shard(sum(handed_back), dim=dim))
-
-
-def test_the_gradient_of_joined_shards_is_summed_over_ranks():
-    # Every rank's result depends on every rank's shard, so a shard's gradient is the sum over
-    # ranks of what they hand back for its positions; averaging or keeping one's own is wrong.
-    run_ranks(unshard_and_pull_back, 2)
-
-
 def test_offsets_may_be_overwritten_once_the_layout_is_made():
     starts, whole = torch.tensor([0, 8, 16]), torch.arange(16)
     layouts = [CPLayout.thd(starts, 2, rank) for rank in range(2)]
@@ -210,33 +187,44 @@ def values_of(mask: Tensor) -> Tensor:
     return torch.arange(mask.numel()).double().sin().view_as(mask).masked_fill(mask == 0, math.nan)
 
 
-def on_ranks() -> list[tuple[Tensor, Tensor, Tensor, int]]:
-    """Sums of sequences; this rank's part of their means and of the gradient; and collectives."""
-    found, world = [], dist.group.WORLD
+def pulled(means: Tensor, pull: int) -> None:
+    """Backward of a loss of the means, whose gradient is other at every position."""
+    (means * pull * torch.arange(means.shape[-1])).sum().backward()
+
+
+def on_ranks() -> list[tuple[Any, ...]]:
+    """Sums of sequences, their joined means, this rank's part of the gradient; and collectives."""
+    found, world, rank = [], dist.group.WORLD, dist.get_rank()
     for inputs in SHARDED:
-        cut = cp_layout(inputs, dist.get_world_size(), dist.get_rank())
+        cut = cp_layout(inputs, dist.get_world_size(), rank)
         x = cut.shard(values_of(inputs["loss_mask"])).requires_grad_()
-        with Operations() as made:
+        with Operations() as forward:
             out = SequenceMean(Microbatch(**inputs), cut, world)(x)
-            (out * cut.index).sum().backward()
+        part = out.detach().requires_grad_()
+        means = cut.unshard(part, group=world)
+        pulled(means, rank + 1)
+        with Operations() as backward:
+            out.backward(part.grad)
         sums = SequenceSum(Microbatch(**inputs), cut, world)(x.detach().bfloat16())
-        found.append((sums, out.detach(), x.grad, len(made.collectives)))
+        collectives = len(forward.collectives), len(backward.collectives)
+        found.append((sums, means.detach(), x.grad, collectives))
     return found
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_sums_and_means_of_sequences_over_ranks_are_those_of_one_process(cp):
     for inputs, *of_ranks in zip(SHARDED, *run_ranks(on_ranks, cp), strict=True):
-        sums, *parts, collectives = zip(*of_ranks, strict=True)
+        sums, means, gradients, collectives = zip(*of_ranks, strict=True)
         # One forward and its adjoint backward, also on ranks without a token.
-        assert collectives == (2,) * cp
+        assert collectives == ((1, 1),) * cp
         mask, cut, whole = inputs["loss_mask"], cp_layout(inputs, cp, 0), Microbatch(**inputs)
         x = values_of(mask).requires_grad_()
-        means = SequenceMean(whole)(x)
-        (means * torch.arange(mask.shape[-1])).sum().backward()
-        for part, expected in zip(parts, (means, x.grad), strict=True):
-            torch.testing.assert_close(cut.unshard(part), expected, rtol=1e-12, atol=1e-15)
-        for of_rank in sums:  # every rank has them all
+        expected = SequenceMean(whole)(x)
+        # Every rank's loss is of all shards: a shard's gradient is the sum over ranks of theirs.
+        pulled(expected, sum(range(cp + 1)))
+        torch.testing.assert_close(cut.unshard(gradients), x.grad, rtol=1e-12, atol=1e-15)
+        for of_rank, joined in zip(sums, means, strict=True):  # every rank has them all
+            torch.testing.assert_close(joined, expected, rtol=1e-12, atol=1e-15)
             torch.testing.assert_close(of_rank, SequenceSum(whole)(x.bfloat16()), rtol=1e-6, atol=0)
 
 
