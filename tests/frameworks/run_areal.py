@@ -80,14 +80,14 @@ def _aggregation(flags: str) -> dict[str, Any]:
     """``flags`` as the key `loss_aggregation` of the configuration."""
     if not flags:
         return {}
-    from areal.api.cli_args import LossAggregationConfig
+    from areal.api.cli_args import LossAggConfig
 
     words = flags.split()
     names = [word.removeprefix("--loss-aggregation").strip("-") or "mode" for word in words[::2]]
     values: dict[str, Any] = dict(zip(names, words[1::2], strict=True))
     if "divisor" in values:
         values["divisor"] = float(values["divisor"])
-    return {"loss_aggregation": LossAggregationConfig(**values)}
+    return {"loss_aggregation": LossAggConfig(**values)}
 
 
 def _engine(name: str, aggregation: dict[str, Any], **options: Any) -> Any:
