@@ -49,13 +49,16 @@ def covering(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def grid(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All rows, or under the version matrix those of `covering`.
+    """All rows, or under the version matrix those of `shared`."""
+    return list(product(*axes)) if COVERS == "all" else shared(strength, *axes)
+
+
+def shared(strength: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The rows of `covering`.
 
     Releases that share them have a part each, in which every ``strength - 1`` axes have all their
     combinations.
     """
-    if COVERS == "all":
-        return list(product(*axes))
     if not PART:
         return covering(strength, *axes)
     part, parts = map(int, PART)
