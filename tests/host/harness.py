@@ -22,7 +22,6 @@ EXACT = 1e-14
 # One layer on each of two pipeline stages; or two, each a chunk of its own. All else needs but one.
 STAGES, CHUNKS = {"num_layers": 2}, {"num_layers": 4}
 MOE = {
-    **STAGES,
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_router_dtype": "fp64",
@@ -35,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense-stages": STAGES,
     "dense-chunks": CHUNKS,
     "moe": MOE,
+    "moe-stages": {**MOE, **STAGES},
     "moe-chunks": {**MOE, **CHUNKS},
 }
 
