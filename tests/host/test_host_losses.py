@@ -115,7 +115,8 @@ KEPT: list[tuple[str, str, str, list[Case], dict[str, Any]]] = [
     *((name, "moe", "balance", WAYS, {}) for name in ("ep2", "cp2", "tp2-sp")),
     *((name, "moe", "balance", [ROUTED], COUNTED) for name in ("ep2", "cp2")),
     ("ep2", "moe", "z", WAYS, {}),
-    *((name, "dense", "mtp", WAYS, {}) for name in ("cp2", "pp2")),
+    ("cp2", "dense", "mtp", WAYS, {}),
+    ("pp2", "dense-stages", "mtp", WAYS, {}),
     ("dp2", "dense", "indexer", OF_INDEXER, {}),
 ]
 

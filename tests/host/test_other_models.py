@@ -19,7 +19,7 @@ from megatron_loss_agg.mcore import read_samples
 from tests import oracle
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
-from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
+from tests.host.harness import EXACT, STAGES, TOPOLOGIES, run_host_ranks
 from tests.host.reference import gradient_of, relative_error
 from tests.host.steps import PLACES, VOCAB, Places, Weights, sequences, weights_of
 from tests.host.test_mtp import CONFIG, DEPTHS, FACTOR, case, logits_of
@@ -157,7 +157,7 @@ def hybrid_error() -> float:
     stack.submodules.mtp_block_spec = ModuleSpec(
         module=mtp.MultiTokenPredictionBlock, submodules=block
     )
-    config = gpt.build(**CONFIG).config
+    config = gpt.build(**STAGES, **CONFIG).config
     pattern = {"hybrid_layer_pattern": "*-/*-/*-", "position_embedding_type": "rope"}
     model = HybridModel(config, stack, VOCAB, 256, **pattern)
     for name, parameter in model.named_parameters():

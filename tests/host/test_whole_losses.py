@@ -168,12 +168,12 @@ def pair(i: int, _: tuple[int, ...]) -> oracle.Sample:
     return oracle.Sample((1.0,), prompt=PROMPTS[i])
 
 
-def expected_of_pairs(case: Case) -> Expected:
+def expected_of_pairs(case: Case, model: str) -> Expected:
     """A token's gradient is the reference's, times the slope of its pair's loss and its weight."""
     pairs = tuple(tuple(of_mb[::2] for of_mb in rank) for rank in case.places)
     weights = weights_with(case.mode, pairs, pair, **case.options)
     masks = [x.sample.mask for x in sequences()]
-    tokens = zip(masks, reference().losses, strict=True)
+    tokens = zip(masks, reference(model).losses, strict=True)
     log_prob = [-float(torch.tensor(m, dtype=x.dtype) @ x) for m, x in tokens]
     total, of_tokens = 0.0, []
     for i, (w,) in weights:
@@ -182,7 +182,7 @@ def expected_of_pairs(case: Case) -> Expected:
         total += w * log1p(exp(-margin))
         slope = w * BETA / (1 + exp(margin))  # of the token losses of the chosen answer
         of_tokens += [(i, [slope * m for m in masks[i]]), (j, [-slope * m for m in masks[j]])]
-    return reference().gradient(of_tokens), {f"{case.mode} loss": total}
+    return reference(model).gradient(of_tokens), {f"{case.mode} loss": total}
 
 
 @pytest.mark.parametrize("name", ["dp2-cp2", "pp2", "tp2"])
@@ -192,7 +192,7 @@ def test_losses_by_pair_are_exact(name: str) -> None:
     way["places"] = PAIRS[topology.data_parallel_size]
     rows = covering(2, [*OF_PAIRS.items()], LAYOUTS, FLAGS)
     cases = [Case(*mode, layout=layout, per_token=flag, **way) for mode, layout, flag in rows]
-    assert_exact(topology, cases, expected_of_pairs)
+    assert_exact(topology, cases, partial(expected_of_pairs, model=topology.model))
 
 
 def all_but_the_last(iterator: Any, model: Any) -> Any:
