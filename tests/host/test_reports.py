@@ -31,7 +31,6 @@ from tests.host.cases import (
     evaluate,
     models_of,
     run,
-    shared,
 )
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
