@@ -202,13 +202,12 @@ def refused(
     mode: str,
     says: str = "",
     reads: Any = read_samples,
-    change: Any = None,
+    form: scripts.Form | None = None,
     topology: str = "dp2",
     **options: Any,
 ) -> Refusal:
-    """``change``: of the loss function, see `scripts.with_loss`."""
     hook = {"read_batch": reads, **options.pop("hook", {})}
-    step = partial(scripts.with_loss, change) if change else None
+    step = partial(scripts.returning, form) if form else None
     return Refusal(says, two_rows(mode, hook=hook, step=step, **options), topology)
 
 
@@ -225,19 +224,19 @@ ROWS = {
     "a mean of the step": refused("token_mean", NO_TOTAL),
     "a mean of prompts": refused("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
     "fractions that the host divides by": refused(
-        "token_mean", OTHER_VALUES, per_token=True, change=mask_of(0.5)
+        "token_mean", OTHER_VALUES, per_token=True, form=mask_of(0.5)
     ),
     **{
-        f"a mask of {value}": refused("sum", OTHER_VALUES, change=mask_of(value))
+        f"a mask of {value}": refused("sum", OTHER_VALUES, form=mask_of(value))
         for value in (-1.0, torch.nan)
     },
     "a mask of another context-parallel rank": refused(
-        "sample_mean", OTHER_VALUES, topology="cp2", change=mask_of(-1.0, (1,))
+        "sample_mean", OTHER_VALUES, topology="cp2", form=mask_of(-1.0, (1,))
     ),
     "a mask that is flat": refused(
         "sum",
         "MaskError: shape (144,) with None rows, for 2 samples",
-        change=scripts.with_mask(Tensor.flatten),
+        form=scripts.with_mask(Tensor.flatten),
     ),
     "a mask of other samples": refused(
         "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more

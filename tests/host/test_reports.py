@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import DatasetReports, Loop, RouterLosses, read_batch
 from tests import oracle
+from tests.host import gpt
 from tests.host.cases import (
     Batch,
     Case,
@@ -35,7 +36,7 @@ from tests.host.cases import (
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.scripts import by_sample, of_terms, with_loss
+from tests.host.scripts import by_sample, of_terms, returning
 from tests.host.steps import (
     EMPTY,
     NO_TOKENS,
@@ -56,17 +57,14 @@ BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # how it evaluates un
 BY_TOKENS = Loop(of_megatron=True)
 
 
-def with_another_key(stock: Any, mask: Tensor) -> Any:
+def with_another_key(losses: Tensor, mask: Tensor) -> Any:
+    """Reports another pair of the script's own."""
+
     def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
-        *loss, report = stock(loss_mask, output_tensor)
+        *loss, report = gpt.stock_loss_func(loss_mask, output_tensor)
         return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
 
-    return partial(loss_func, mask)
-
-
-def forward_step(iterator: Any, model: Any) -> Any:
-    """Reports another pair of the script's own."""
-    return with_loss(with_another_key, iterator, model)
+    return losses, partial(loss_func, mask)
 
 
 LOOPS = {
@@ -83,7 +81,7 @@ def with_the_scripts_own(case: Case) -> Expected:
 
 
 def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone() -> None:
-    way = {"places": deal(2, 3), "step": forward_step}
+    way = {"places": deal(2, 3), "step": partial(returning, with_another_key)}
     cases = [
         dataclasses.replace(loss, per_token=flag, **way, **LOOPS[loop])
         for loss, flag, loop in STEPS

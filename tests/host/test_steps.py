@@ -21,7 +21,6 @@ from tests.host import gpt
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, covering
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import reference
-from tests.host.scripts import with_loss
 from tests.host.steps import LENGTHS, MODES, N_MB, NO_TOKENS, PLACES, TWO_ROWS, Places, sequences
 
 LAYOUTS, FLAGS = ("thd", "bshd"), (False, True)
@@ -171,11 +170,10 @@ TRAPS = {1: ON_TWO_DATA_PARALLEL_RANKS, 2: ON_TWO_CONTEXT_PARALLEL_RANKS}
 
 def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
     """The forward step whose loss function has the defect."""
-
-    def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
-        return lambda output: (*TRAPS[cp][name].defective((output * mask).sum(), mask.sum()), {})
-
-    return with_loss(defective, data_iterator, model)
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    (mask,) = loss_func.args
+    defective = TRAPS[cp][name].defective
+    return losses, lambda output: (*defective((output * mask).sum(), mask.sum()), {})
 
 
 @pytest.mark.parametrize("cp", TRAPS)

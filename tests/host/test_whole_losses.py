@@ -204,13 +204,15 @@ def all_but_the_last(iterator: Any, model: Any) -> Any:
     return losses, TokenLoss(compute, mask, "local_grad")
 
 
-def of_parts(iterator: Any, model: Any, said: str | None = None, summed: bool = False) -> Any:
-    """Losses of this rank's tokens alone, or what they sum up to for each of two samples."""
-    losses, loss_func = gpt.forward_step(iterator, model)
-    (mask,) = loss_func.args
-    if not summed:
-        return losses, TokenLoss(lambda x: (x, {}), mask, said)
-    return losses, TokenLoss(lambda x: ((x * mask).sum().expand(2), {}), torch.ones(2), said)
+def of_parts(losses: Tensor, mask: Tensor, said: str | None = None) -> Any:
+    """Losses of this rank's tokens alone."""
+    return losses, TokenLoss(lambda x: (x, {}), mask, said)
+
+
+def summed_parts(losses: Tensor, mask: Tensor) -> Any:
+    """What they sum up to, for each of two samples."""
+    by_sample = lambda x: ((x * mask).sum().expand(2), {})  # noqa: E731
+    return losses, TokenLoss(by_sample, torch.ones(2), "local_grad")
 
 
 def by_sample(batch: dict[str, Tensor]) -> Microbatch:
@@ -245,17 +247,17 @@ ROWS = {
         "LayoutError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
     ),
     "parts said to be whole": refused(
-        partial(of_parts, said="local_grad"),
+        partial(scripts.returning, partial(of_parts, said="local_grad")),
         "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
     ),
     "losses by sample of each rank's own tokens": refused(
-        partial(of_parts, said="local_grad", summed=True),
+        partial(scripts.returning, summed_parts),
         "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
         by_sample,
     ),
     "losses of an odd length": refused(all_but_the_last, reads=scripts.without_the_last, **ONE_ROW),
     "parts of an odd length": refused(
-        of_parts,
+        partial(scripts.returning, of_parts),
         "MaskError: a loss mask of shape (1, 12), where",
         scripts.without_the_last,
         **ONE_ROW,

@@ -123,12 +123,12 @@ def facts_of_models() -> dict[str, Any]:
     from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
-    from tests.host.scripts import with_loss
+    from tests.host.scripts import returning
     from tests.host.steps import NO_TOKENS, TWO_ROWS, batches
 
     gpt.initialize()
     first, second = gpt.ddp_model(), gpt.ddp_model()
-    squares = functools.partial(with_loss, lambda _, mask: functools.partial(squared, mask))
+    squares = functools.partial(returning, lambda x, mask: (x, functools.partial(squared, mask)))
 
     def call(model: Any, schedule: Any = None, places: Any = TWO_ROWS, **options: Any) -> Any:
         data = batches(places[0], "bshd")
