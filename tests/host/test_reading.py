@@ -28,7 +28,7 @@ from tests.host.scripts import Form, returning, stock
 from tests.host.steps import (
     N_MB,
     PLACES,
-    TWO_ROWS,
+    SHORT,
     aggregation,
     batch_of,
     batches,
@@ -154,7 +154,7 @@ def rerun_on_host() -> None:
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
     machine = rerun_state_machine.get_rerun_state_machine()
     data = rerun_state_machine.RerunDataIterator(
-        itertools.cycle(batches(TWO_ROWS[gpt.data_rank()], "bshd"))
+        itertools.cycle(batches(SHORT[gpt.data_rank()], "bshd"))
     )
 
     def runs_of_step(scale: float) -> list[Tensor]:
