@@ -24,6 +24,7 @@ from tests.host import gpt, gradients, parallel_state, pipeline_parallel
 from tests.host.harness import EXACT, Topology, build_chunks, one_or_all, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import (
+    MODES,
     PLACES,
     Places,
     Weights,
@@ -110,6 +111,13 @@ class Case:
             of_samples = [chosen[i] for i in of_mb]
             batch = batch_of(of_samples, self.layout) if of_mb else padding_microbatch()
             yield self.batch(batch, of_mb) if self.batch else batch
+
+
+def usual(topology: Topology, modes: Sequence[str] = MODES, **more: Any) -> list[Case]:
+    """Every two of a mode, a layout and the per-token flag, on the topology's ranks."""
+    rows = covering(2, modes, ("thd", "bshd"), topology.per_token_flags)
+    more = {"places": PLACES[topology.data_parallel_size], **more}
+    return [Case(mode, layout=layout, per_token=flag, **more) for mode, layout, flag in rows]
 
 
 class Found(NamedTuple):

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests.host import gpt
-from tests.host.cases import Batch, Case, assert_exact, covering, run
+from tests.host.cases import Batch, Case, assert_exact, covering, run, usual
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import gradient_of, reference, relative_error
-from tests.host.steps import MODES, PLACES, Weights, deal, sequences
+from tests.host.steps import Weights, deal, sequences
 
 
 def with_sessions(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -118,11 +118,4 @@ MORE = TOPOLOGIES.keys() - {"dp1", "dp2", "cp2", "dp2-cp2", "pp2-dp2-distributed
 
 @pytest.mark.parametrize("name", sorted(MORE))
 def test_every_parallelism_of_the_host_is_exact(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    places = PLACES[topology.data_parallel_size]
-    rows = covering(2, MODES, ("thd", "bshd"), topology.per_token_flags)
-    of_rows = [
-        Case(mode, layout=layout, places=places, per_token=per_token)
-        for mode, layout, per_token in rows
-    ]
-    assert_exact(topology, of_rows)
+    assert_exact(TOPOLOGIES[name], usual(TOPOLOGIES[name]))
