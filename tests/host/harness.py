@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,25 @@ from tests.host import gpt
 
 run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
 """`run_ranks` on ranks that have the real Megatron-Core imported, on the CPU."""
+
+
+def on_every_rank(size: int, **sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Of a test: each of ``size`` ranks runs it, in groups of these ``sizes``, and must pass."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            run_host_ranks(_test, size, test.__module__, test.__name__, sizes, given)
+
+        return run
+
+    return decorate
+
+
+def _test(module: str, name: str, sizes: dict[str, int], given: dict[str, Any]) -> None:
+    gpt.initialize(**sizes)
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
+
 
 EXACT = 1e-14
 """Bound of a gradient's error in fp64, norm-wise and relative to the fp64 reference."""
