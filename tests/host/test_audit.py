@@ -115,7 +115,6 @@ def broken(says: str, patch: Callable[..., Any], *args: Any) -> Host:
 NO_CP = "HostError: with DistributedDataParallel and"
 HOSTS: dict[str, dict[str, Host]] = {
     "dp1": {},
-    "dp2": {},
     "cp2": {
         # 0.11 lacks the factor of the context-parallel size for a pair that later releases have;
         # 0.12 has it for a triple, too.
