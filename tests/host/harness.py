@@ -17,25 +17,6 @@ from tests.host import gpt
 run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
 """`run_ranks` on ranks that have the real Megatron-Core imported, on the CPU."""
 
-
-def on_every_rank(size: int, **sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Of a test: each of ``size`` ranks runs it, in groups of these ``sizes``, and must pass."""
-
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(**given: Any) -> None:
-            run_host_ranks(_test, size, test.__module__, test.__name__, sizes, given)
-
-        return run
-
-    return decorate
-
-
-def _test(module: str, name: str, sizes: dict[str, int], given: dict[str, Any]) -> None:
-    gpt.initialize(**sizes)
-    getattr(importlib.import_module(module), name).__wrapped__(**given)
-
-
 EXACT = 1e-14
 """Bound of a gradient's error in fp64, norm-wise and relative to the fp64 reference."""
 
@@ -146,6 +127,26 @@ def build_chunks(
             if topology.aligned:
                 model.config.grad_sync_func = one_or_all([ddp.start_grad_sync for ddp in chunks])
     return chunks
+
+
+def on_ranks_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Of a test: every rank of these topologies runs it, given their name, and must pass it."""
+    import pytest  # which a GPU's machine may lack that runs `benchmarks.gpu`
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("name", names)
+        @functools.wraps(test)
+        def run(name: str) -> None:
+            run_host_ranks(_run, TOPOLOGIES[name].world_size, test.__module__, test.__name__, name)
+
+        return run
+
+    return decorate
+
+
+def _run(module: str, test: str, name: str) -> None:
+    gpt.initialize(**TOPOLOGIES[name].sizes)
+    getattr(importlib.import_module(module), test).__wrapped__(name)
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:

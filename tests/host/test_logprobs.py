@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_loss_agg import weighted_sum
 from megatron_loss_agg.mcore import logprobs
 from tests.host import gpt
-from tests.host.harness import TP2, error_of, on_every_rank
+from tests.host.harness import error_of, on_ranks_of
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
 F64 = torch.float64
@@ -71,16 +71,16 @@ def differences(kind: str, temperature: float) -> list[tuple[float, float]]:
     return found
 
 
-@on_every_rank(2, **TP2)
-def test_values_and_gradients() -> None:
+@on_ranks_of("tp2")
+def test_values_and_gradients(name: str) -> None:
     for kind, temperature in CASES:
         for error, size in differences(kind, temperature):
             # A softmax near 0 or 1 has a gradient near 0, of probabilities rounded near 1.
             assert error <= 1e-12 * size + 1e-15, (kind, temperature)
 
 
-@on_every_rank(2, **TP2)
-def test_log_probabilities_are_megatrons_to_the_bit() -> None:
+@on_ranks_of("tp2")
+def test_log_probabilities_are_megatrons_to_the_bit(name: str) -> None:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     logits, labels, pulls = data()
@@ -95,8 +95,8 @@ def test_log_probabilities_are_megatrons_to_the_bit() -> None:
         assert our_gradient.dtype == dtype and torch.equal(our_gradient, their_gradient)
 
 
-@on_every_rank(1)
-def test_overwritten_logits_are_refused() -> None:
+@on_ranks_of("dp1")
+def test_overwritten_logits_are_refused(name: str) -> None:
     labels, kept = torch.zeros(2, 1, dtype=torch.int64), torch.randn(2, 1, 5)
     logits, halved = kept.clone(), kept.bfloat16()
     expected = ENTROPY(logits)
@@ -117,8 +117,8 @@ def test_overwritten_logits_are_refused() -> None:
     assert torch.equal(ENTROPY(logits), expected)
 
 
-@on_every_rank(1)
-def test_tokens_of_weight_0_may_hold_anything() -> None:
+@on_ranks_of("dp1")
+def test_tokens_of_weight_0_may_hold_anything(name: str) -> None:
     w, labels = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
     rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
     # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
@@ -150,14 +150,14 @@ REFUSED = [
 ]
 
 
-@on_every_rank(1)
-def test_refusals_say_what_to_change() -> None:
+@on_ranks_of("dp1")
+def test_refusals_say_what_to_change(name: str) -> None:
     for given, text in REFUSED:
         assert error_of(LOG_PROBS, *given) == f"PolicyError: {text}"
 
 
-@on_every_rank(2, **TP2)
-def test_no_second_copy_of_the_logits() -> None:
+@on_ranks_of("tp2")
+def test_no_second_copy_of_the_logits(name: str) -> None:
     """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 

@@ -18,7 +18,7 @@ from megatron_loss_agg.mcore import read_samples
 from tests import oracle
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
-from tests.host.harness import EXACT, STAGES, TOPOLOGIES, on_every_rank
+from tests.host.harness import EXACT, STAGES, TOPOLOGIES, on_ranks_of
 from tests.host.reference import gradient_of, relative_error
 from tests.host.steps import PLACES, VOCAB, Places, Weights, sequences, weights_of
 from tests.host.test_mtp import CONFIG, DEPTHS, FACTOR, case, logits_of
@@ -110,8 +110,8 @@ def whole_loss(mode: str, made: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     return sum((torch.tensor(w) * row).sum() for w, row in zip(flat, rows, strict=True))
 
 
-@on_every_rank(2)
-def test_megatrons_llava_is_exact() -> None:
+@on_ranks_of("dp2")
+def test_megatrons_llava_is_exact(name: str) -> None:
     for per_token in (False, True):
         model = llava_model(per_token)
         chunks = [gpt.data_parallel(model)]
@@ -119,18 +119,18 @@ def test_megatrons_llava_is_exact() -> None:
             way = {"hook": {"read_batch": read_samples}, "step": llava_step}
             step = Case(mode, places=STEP, per_token=per_token, batch=llava_batch, **way)
             with gpt.KeepDouble():
-                reports = reduced(take(step, TOPOLOGIES["dp2"], chunks))
+                reports = reduced(take(step, TOPOLOGIES[name], chunks))
                 made = [[llava_losses(model, llava_batch({}, mb)) for mb in rank] for rank in STEP]
             loss = whole_loss(mode, made)
-            found = {name: p.main_grad for name, p in model.named_parameters()}
+            found = {key: p.main_grad for key, p in model.named_parameters()}
             assert relative_error(found, gradient_of(loss, model)) <= EXACT, step
             shown = {"lm loss": whole_loss("token_mean", made), f"{mode} loss": loss}
             wanted = {key: float(x) for key, x in shown.items()}
             assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT), step
 
 
-@on_every_rank(2)
-def test_multi_token_prediction_of_the_hybrid_model_is_exact() -> None:
+@on_ranks_of("dp2")
+def test_multi_token_prediction_of_the_hybrid_model_is_exact(name: str) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -149,11 +149,11 @@ def test_multi_token_prediction_of_the_hybrid_model_is_exact() -> None:
     config = gpt.build(**STAGES, **CONFIG).config
     pattern = {"hybrid_layer_pattern": "*-/*-/*-", "position_embedding_type": "rope"}
     model = HybridModel(config, stack, VOCAB, 256, **pattern)
-    for name, parameter in model.named_parameters():
-        parameter.data = gradients.initial_value(name, parameter).double()
+    for key, parameter in model.named_parameters():
+        parameter.data = gradients.initial_value(key, parameter).double()
     expected = gradient_of(loss_alone(model, weights_of("prompt_mean", PLACES[2])), model)
     chunks = [gpt.data_parallel(model)]
-    take(case("bshd", False, "prompt_mean"), TOPOLOGIES["dp2"], chunks)
+    take(case("bshd", False, "prompt_mean"), TOPOLOGIES[name], chunks)
     assert relative_error(gradients.of(chunks), expected) <= EXACT
 
 
