@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -126,6 +127,26 @@ def build_chunks(
             if topology.aligned:
                 model.config.grad_sync_func = one_or_all([ddp.start_grad_sync for ddp in chunks])
     return chunks
+
+
+def on_ranks_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Of a test: every rank of these topologies runs it, given their name, and must pass it."""
+    import pytest  # which a GPU's machine may lack that runs `benchmarks.gpu`
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("name", names)
+        @functools.wraps(test)
+        def run(name: str) -> None:
+            run_host_ranks(_run, TOPOLOGIES[name].world_size, test.__module__, test.__name__, name)
+
+        return run
+
+    return decorate
+
+
+def _run(module: str, test: str, name: str) -> None:
+    gpt.initialize(**TOPOLOGIES[name].sizes)
+    getattr(importlib.import_module(module), test).__wrapped__(name)
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
