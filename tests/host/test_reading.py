@@ -21,7 +21,7 @@ from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
 from tests.host.cases import EVALUATION, Batch, Case, assert_exact
-from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
+from tests.host.harness import EXACT, TOPOLOGIES, error_of, on_ranks_of, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.refusals import Refusal, assert_told
 from tests.host.scripts import Form, returning, stock
@@ -144,11 +144,10 @@ def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
     return loss, *others
 
 
-def rerun_on_host() -> None:
-    """Every rank, DP 2: two usual steps, and a spiky one."""
+@on_ranks_of("dp2")
+def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches(name: str) -> None:
     from megatron.core import rerun_state_machine
 
-    gpt.initialize()
     ddp, hook = gpt.ddp_model(), LossHook(aggregation("prompt_mean"))
     validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
@@ -177,10 +176,6 @@ def rerun_on_host() -> None:
     spiky, again = runs_of_step(1e4)
     assert torch.equal(spiky, again)
     torch.testing.assert_close(spiky, 1e4 * usual, rtol=1e-10, atol=1e-12)
-
-
-def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches() -> None:
-    run_host_ranks(rerun_on_host, 2)
 
 
 def read_step(iterator: Any, number: int) -> list[Microbatch]:
