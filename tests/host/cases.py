@@ -24,6 +24,7 @@ from tests.host import gpt, gradients, parallel_state, pipeline_parallel
 from tests.host.harness import EXACT, Topology, build_chunks, one_or_all, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.steps import (
+    MODES,
     PLACES,
     Places,
     Weights,
@@ -110,6 +111,13 @@ class Case:
             of_samples = [chosen[i] for i in of_mb]
             batch = batch_of(of_samples, self.layout) if of_mb else padding_microbatch()
             yield self.batch(batch, of_mb) if self.batch else batch
+
+
+def usual(topology: Topology, modes: Sequence[str] = MODES, **more: Any) -> list[Case]:
+    """Every two of a mode, a layout and the per-token flag, on the topology's ranks."""
+    rows = covering(2, modes, ("thd", "bshd"), topology.per_token_flags)
+    more = {"places": PLACES[topology.data_parallel_size], **more}
+    return [Case(mode, layout=layout, per_token=flag, **more) for mode, layout, flag in rows]
 
 
 class Found(NamedTuple):
@@ -211,7 +219,9 @@ def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) ->
                 reports = case.run(hook, one_or_all(chunks), step) or []
             elif case.calls:
                 read = map(case.hook.get("read_batch", read_batch), case.data(rank))
-                reports = in_calls(step, hook, list(read), case.calls)
+                with hook.step([*read]):
+                    calls = [step(n, zero_grad=i == 0) for i, n in enumerate(case.calls)]
+                reports = [report for of_call in calls for report in of_call]
             else:
                 reports = step(len(case.places[rank]))
     return reports
@@ -230,15 +240,6 @@ def evaluate(
         means = [reduced(reports, averages_quotients=True) for reports in of_calls]
         return {key: sum(of[key] for of in means) / len(calls) for key in keys}
     return {key: gpt.reported([x for x in every if key in x], key) for key in keys}
-
-
-def in_calls(step: Step, hook: Any, microbatches: list[Any], calls: Sequence[int]) -> list[Any]:
-    """One optimizer step by a call for each of ``calls``."""
-    reports = []
-    with hook.step(microbatches):
-        for i, number in enumerate(calls):
-            reports += step(number, zero_grad=i == 0) or []
-    return reports
 
 
 def reduced(reports: list[dict[str, Any]], averages_quotients: bool = False) -> dict[str, float]:

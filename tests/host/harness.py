@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
 EXACT = 1e-14
 """Bound of a gradient's error in fp64, norm-wise and relative to the fp64 reference."""
 
-DEEP = {"num_layers": 4}  # two chunks on each of two pipeline stages
+# One layer on each of two pipeline stages; or two, each a chunk of its own. All else needs but one.
+STAGES, CHUNKS = {"num_layers": 2}, {"num_layers": 4}
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -30,10 +32,11 @@ MOE = {
 # What decides the parameters of each model.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "shallow": {"num_layers": 1},
-    "deep": DEEP,
+    "dense-stages": STAGES,
+    "dense-chunks": CHUNKS,
     "moe": MOE,
-    "deep-moe": {**MOE, **DEEP},
+    "moe-stages": {**MOE, **STAGES},
+    "moe-chunks": {**MOE, **CHUNKS},
 }
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -86,14 +89,16 @@ TOPOLOGIES = {
     "tp2": Topology(2, TP2),
     "tp2-sp": Topology(2, TP2, SP),
     "tp2-sp-cp2": Topology(4, {**TP2, **CP2}, SP),
-    "pp2": Topology(2, PP2),
-    "pp2-cp2": Topology(4, {**PP2, **CP2}),
-    "pp2-tp2-sp": Topology(4, {**PP2, **TP2}, SP),
+    "pp2": Topology(2, PP2, model="dense-stages"),
+    "pp2-cp2": Topology(4, {**PP2, **CP2}, model="dense-stages"),
+    "pp2-tp2-sp": Topology(4, {**PP2, **TP2}, SP, model="dense-stages"),
     "dp2-distributed-overlap": Topology(2, ddp={**DISTRIBUTED, **OVERLAP}),
-    "pp2-dp2-distributed-overlap": Topology(4, PP2, ddp={**DISTRIBUTED, **OVERLAP}),
-    "vpp2": Topology(2, VPP2, APART, model="deep"),
+    "pp2-dp2-distributed-overlap": Topology(
+        4, PP2, ddp={**DISTRIBUTED, **OVERLAP}, model="dense-stages"
+    ),
+    "vpp2": Topology(2, VPP2, APART, model="dense-chunks"),
     "vpp2-dp2-distributed-overlap": Topology(
-        4, VPP2, APART, {**DISTRIBUTED, **OVERLAP}, model="deep"
+        4, VPP2, APART, {**DISTRIBUTED, **OVERLAP}, model="dense-chunks"
     ),
     "ep2": Topology(2, EP2, model="moe"),
     "ep2-cp2": Topology(4, {**EP2, **CP2}, model="moe"),
@@ -122,6 +127,26 @@ def build_chunks(
             if topology.aligned:
                 model.config.grad_sync_func = one_or_all([ddp.start_grad_sync for ddp in chunks])
     return chunks
+
+
+def on_ranks_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Of a test: every rank of these topologies runs it, given their name, and must pass it."""
+    import pytest  # which a GPU's machine may lack that runs `benchmarks.gpu`
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("name", names)
+        @functools.wraps(test)
+        def run(name: str) -> None:
+            run_host_ranks(_run, TOPOLOGIES[name].world_size, test.__module__, test.__name__, name)
+
+        return run
+
+    return decorate
+
+
+def _run(module: str, test: str, name: str) -> None:
+    gpt.initialize(**TOPOLOGIES[name].sizes)
+    getattr(importlib.import_module(module), test).__wrapped__(name)
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:

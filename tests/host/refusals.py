@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from tests.host.cases import Case, models_of, take
 from tests.host.harness import TOPOLOGIES, error_of, run_host_ranks
-from tests.host.steps import TWO_ROWS
+from tests.host.steps import SHORT
 
-two_rows = functools.partial(Case, layout="bshd", places=TWO_ROWS)
+two_rows = functools.partial(Case, layout="bshd", places=SHORT)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""What users' scripts do with masks, losses and the model, right and wrong.
-
-A change of a loss function is made of the stock one and its mask, see `with_loss`.
-"""
+"""What users' scripts do with masks, losses and the model, right and wrong."""
 
 from __future__ import annotations
 
@@ -16,16 +13,22 @@ from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss
 from tests.host import gpt
 
-
-def with_loss(change: Callable[[Callable[..., Any], Tensor], Any], *given: Any) -> Any:
-    """`gpt.forward_step`, its loss function replaced by ``change(stock_loss_func, mask)``."""
-    losses, loss_func = gpt.forward_step(*given)
-    return losses, change(loss_func.func, *loss_func.args)
+Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
+"""What a forward step returns, of the losses and the mask of this rank's tokens."""
 
 
-def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
-    """The stock loss function has another mask."""
-    return lambda stock, mask: functools.partial(stock, change(mask))
+def returning(form: Form, iterator: Any, model: Any) -> Any:
+    """A forward step."""
+    losses, loss_func = gpt.forward_step(iterator, model)
+    return form(losses, *loss_func.args)
+
+
+def stock(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    return losses, functools.partial(gpt.stock_loss_func, mask)
+
+
+def with_mask(change: Callable[[Tensor], Tensor]) -> Form:
+    return lambda losses, mask: stock(losses, change(mask))
 
 
 def of_terms(iterator: Any, model: Any, names: Iterable[str], step: Any = None) -> Any:

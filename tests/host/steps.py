@@ -36,8 +36,8 @@ PLACES: dict[int, Places] = {
     2: (((5,), (0, 1), (2,), (3,)), ((4,), (6, 7), (8,), (9,))),
 }
 N_MB = 4
-# Two microbatches on each of two data-parallel ranks.
-TWO_ROWS: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+# Two microbatches of two samples on each of two data-parallel ranks.
+SHORT: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
 NO_TOKENS: Places = (((EMPTY,), (EMPTY,)),) * 2
 # One coefficient for all samples, and one for each of the groups that lie on several ranks:
 # `test_gradients` has all aggregations.

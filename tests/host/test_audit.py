@@ -11,11 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_loss_agg.mcore import Audit, LossHook
 from tests.host import gpt, parallel_state
-from tests.host.harness import MODELS, TOPOLOGIES, error_of, run_host_ranks
+from tests.host.harness import MODELS, TOPOLOGIES, error_of, on_ranks_of
 from tests.host.refusals import assert_says
 from tests.host.steps import aggregation, batches
 
@@ -115,7 +114,6 @@ def broken(says: str, patch: Callable[..., Any], *args: Any) -> Host:
 NO_CP = "HostError: with DistributedDataParallel and"
 HOSTS: dict[str, dict[str, Host]] = {
     "dp1": {},
-    "dp2": {},
     "cp2": {
         # 0.11 lacks the factor of the context-parallel size for a pair that later releases have;
         # 0.12 has it for a triple, too.
@@ -137,26 +135,16 @@ HOSTS: dict[str, dict[str, Host]] = {
 SOUND: dict[str, Host] = {"sound": ("", "", contextlib.nullcontext)}
 
 
-def measure_hosts(name: str) -> dict[tuple[str, bool], list[Found]]:
-    """On every rank: by host and per-token flag; of the sound one with shards of gradients, too."""
-    topology, found = TOPOLOGIES[name], {}
-    gpt.initialize(**topology.sizes)
-    config = {**MODELS[topology.model], **topology.config}
-    for case, (_, _, patch) in (SOUND | HOSTS[name]).items():
-        for per_token in (False, True):
-            with patch():
-                ways = (False, True) if case in SOUND else (False,)
-                ddps = [built(per_token, config, use_distributed_optimizer=x) for x in ways]
-                found[case, per_token] = [audited(ddp) for ddp in ddps]
-    return found
-
-
-@pytest.mark.parametrize("name", HOSTS)
+@on_ranks_of(*HOSTS)
 def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
-    for rank in run_host_ranks(measure_hosts, TOPOLOGIES[name].world_size, name):
-        for (case, per_token), found in rank.items():
-            says = (SOUND | HOSTS[name])[case][per_token]
-            for measured, error in found:
+    """The sound one with shards of gradients, too."""
+    config = {**MODELS[TOPOLOGIES[name].model], **TOPOLOGIES[name].config}
+    for case, (*of_flags, patch) in (SOUND | HOSTS[name]).items():
+        for per_token, says in enumerate(of_flags):
+            for sharded in (False, True) if case in SOUND else (False,):
+                with patch():
+                    ddp = built(bool(per_token), config, use_distributed_optimizer=sharded)
+                    measured, error = audited(ddp)
                 assert measured == (None if says else ONE), case
                 assert_says(error, says)
 
@@ -165,22 +153,15 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
 NUMBERS = [((1, 3), True), ((2, 5), True), ((2, 5), False), ((3, 5), True), ((1, 3), False)]
 
 
-def measure_unequal_numbers() -> list[Found]:
-    """On every rank of DP 2: of each of `NUMBERS`, without and with the per-token flag."""
-    gpt.initialize()
-    found = []
+@on_ranks_of("dp2")
+def test_ranks_may_have_different_numbers_of_microbatches(name: str) -> None:
     for per_token in (False, True):
         auditor = Audit(repeat=True)
-        for numbers, _ in NUMBERS:
+        for numbers, is_new in NUMBERS:
             auditor.measured = None
             places = ((0,),) * numbers[gpt.data_rank()]
-            found.append(audited(built(per_token), auditor, places))
-    return found
-
-
-def test_ranks_may_have_different_numbers_of_microbatches() -> None:
-    for found in run_host_ranks(measure_unequal_numbers, 2):
-        assert found == [(ONE if is_new else None, None) for _, is_new in NUMBERS * 2]
+            found = audited(built(per_token), auditor, places)
+            assert found == (ONE if is_new else None, None)
 
 
 def own_ddp(model: Any) -> Any:
@@ -205,36 +186,29 @@ def bare(model: Any) -> Any:
 
 
 CANNOT = "cannot be measured; expected ... --loss-aggregation-unmeasured trust"
-# Of models without Megatron's function, or in no wrapper of its own: ranks, wrapper, per-token
-# flag, and whether they are trusted; what is measured, and what is said.
-UNKNOWN: list[tuple[int, Callable[[Any], Any], bool, bool, float | None, str]] = [
-    (2, lambda model: model, False, False, None, f"HostError: of a GPTModel {CANNOT}"),
-    (2, own_ddp, False, False, None, f"HostError: of a Own {CANNOT}"),
-    (2, torch_ddp, False, False, None, f"HostError: of a DistributedDataParallel {CANNOT}"),
-    (2, torch_ddp, False, True, None, ""),
-    (2, lambda model: gpt.data_parallel(model), False, True, None, ""),
+# Of models without Megatron's function, or in no wrapper of its own: wrapper, per-token flag, and
+# whether they are trusted; what is measured, and what is said.
+UNKNOWN: dict[str, list[tuple[Callable[[Any], Any], bool, bool, float | None, str]]] = {
+    "dp2": [
+        (bare, False, False, None, f"HostError: of a GPTModel {CANNOT}"),
+        (own_ddp, False, False, None, f"HostError: of a Own {CANNOT}"),
+        (torch_ddp, False, False, None, f"HostError: of a DistributedDataParallel {CANNOT}"),
+        (torch_ddp, False, True, None, ""),
+        (lambda model: gpt.data_parallel(model), False, True, None, ""),
+    ],
     # Alone, a rank needs no wrapper; but with the flag somebody must divide by the tokens.
-    (1, lambda model: model, False, False, 1.0, ""),
-    (1, lambda model: model, True, False, None, called("None")),
-]
+    "dp1": [
+        (bare, False, False, 1.0, ""),
+        (bare, True, False, None, called("None")),
+    ],
+}
 
 
-def measure_unknown() -> list[Found]:
-    """On every rank: of those of `UNKNOWN` that have so many ranks."""
-    gpt.initialize()
-    found = []
-    for ranks, wrap, per_token, trust, *_ in UNKNOWN:
-        if ranks == dist.get_world_size():
-            model = gpt.build(torch.float32, per_token)
-            model.config.finalize_model_grads_func = None
-            found.append(audited(wrap(model), Audit(trust=trust)))
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_that_cannot_be_measured_is_refused_unless_trusted(ranks: int) -> None:
-    rows = [row for row in UNKNOWN if row[0] == ranks]
-    for found in run_host_ranks(measure_unknown, ranks):
-        for (*_, wanted, says), (measured, error) in zip(rows, found, strict=True):
-            assert measured == wanted
-            assert_says(error, says)
+@on_ranks_of(*UNKNOWN)
+def test_a_model_that_cannot_be_measured_is_refused_unless_trusted(name: str) -> None:
+    for wrap, per_token, trust, wanted, says in UNKNOWN[name]:
+        model = gpt.build(torch.float32, per_token)
+        model.config.finalize_model_grads_func = None
+        measured, error = audited(wrap(model), Audit(trust=trust))
+        assert measured == wanted
+        assert_says(error, says)

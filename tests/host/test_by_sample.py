@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -71,16 +71,16 @@ def expected(case: Case) -> Expected:
     return reference().gradient(weights), {f"{case.mode} loss": reference().loss(weights)}
 
 
-@pytest.mark.parametrize("layout, per_token", [("bshd", False), ("thd", True)])
-def test_weights_by_sample_rejected_ones_and_data_sets_are_exact(
-    layout: str, per_token: bool
-) -> None:
-    # As Megatron's loader collates its blended data sets; packs of several have our key.
-    ids = {"dataset_id" if layout == "bshd" else "dataset_ids": DATASETS}
+# As Megatron's loader collates its blended data sets; packs of several have our key.
+LAYOUTS = [("bshd", False, "dataset_id"), ("thd", True, "dataset_ids")]
+
+
+def test_weights_by_sample_rejected_ones_and_data_sets_are_exact() -> None:
     cases = []
-    for mode, options in OPTIONS:
+    for (mode, options), (layout, per_token, ids) in zip(OPTIONS, cycle(LAYOUTS), strict=False):
         keys = {"sample_weights": V, "rejected": REJECTED}
-        batch = partial(scripts.by_sample, **ids, **{x: keys[x] for x in keys if x in options})
+        given = {ids: DATASETS, **{x: keys[x] for x in keys if x in options}}
+        batch = partial(scripts.by_sample, **given)
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
 
@@ -135,12 +135,14 @@ def expected_of_factors(case: Case) -> Expected:
     return reference().gradient(weights), reports
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
+OF_FACTORS = {"dp2": FACTORED, "cp2": FACTORED + OF_WHOLE_LOSSES, "tp2": FACTORED[::2]}
+
+
+@pytest.mark.parametrize("name", OF_FACTORS)
 def test_weights_have_factors_and_counts_have_not(name: str) -> None:
     topology = TOPOLOGIES[name]
     places = PLACES[topology.data_parallel_size]
-    cases = FACTORED + OF_WHOLE_LOSSES * (name == "cp2")
-    placed = [dataclasses.replace(case, places=places) for case in cases]
+    placed = [dataclasses.replace(case, places=places) for case in OF_FACTORS[name]]
     assert_exact(topology, placed, expected_of_factors)
 
 
@@ -164,11 +166,13 @@ def test_batches_without_a_factor_for_each_token_are_refused(name: str) -> None:
 
 LENGTH = 40  # of a pack: one item of the data set, which is padded at its end
 PACKS = ((0, 1), (2, 3, 4), (5, 6, 7), (8, 9))
-# Packs of one length, by data-parallel rank and microbatch; and how many are stacked.
-STACKED: dict[str, tuple[str, Places, int]] = {
-    "dp2-1": ("dp2", ((PACKS[0], PACKS[2]), (PACKS[1], PACKS[3])), 1),
-    "dp2-2": ("dp2", ((PACKS[0] + PACKS[2],), (PACKS[1] + PACKS[3],)), 2),
-    "cp2-2": ("cp2", ((PACKS[0] + PACKS[1], PACKS[2] + PACKS[3]),), 2),
+# Packs of one length: how many are stacked, by data-parallel rank and microbatch.
+STACKED: dict[str, dict[int, Places]] = {
+    "dp2": {
+        1: ((PACKS[0], PACKS[2]), (PACKS[1], PACKS[3])),
+        2: ((PACKS[0] + PACKS[2],), (PACKS[1] + PACKS[3],)),
+    },
+    "cp2": {2: ((PACKS[0] + PACKS[1], PACKS[2] + PACKS[3]),)},
 }
 
 
@@ -196,10 +200,10 @@ def forward_step(iterator: Any, model: Any) -> Any:
 
 @pytest.mark.parametrize("name", STACKED)
 def test_stacked_packs_are_exact(name: str) -> None:
-    topology, places, number = STACKED[name]
-    way = {"batch": stacked, "step": forward_step, "call": {"micro_batch_size": number}}
+    way = {"batch": stacked, "step": forward_step}
     cases = [
-        Case(mode, places=places, per_token=per_token, **way)
+        Case(mode, places=places, per_token=per_token, call={"micro_batch_size": number}, **way)
+        for number, places in STACKED[name].items()
         for mode, per_token in product(("token_mean", "sample_mean"), (False, True))
     ]
-    assert_exact(TOPOLOGIES[topology], cases)
+    assert_exact(TOPOLOGIES[name], cases)

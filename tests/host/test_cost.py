@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Term
@@ -17,7 +17,7 @@ from megatron_loss_agg.mcore import LossHook
 from tests.core.operations import WAITS, Operations
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Case, models_of, take
-from tests.host.harness import TOPOLOGIES, run_host_ranks
+from tests.host.harness import TOPOLOGIES, on_ranks_of
 from tests.host.scripts import of_terms
 from tests.host.steps import PLACES, aggregation, batch_of, sequences
 
@@ -38,13 +38,9 @@ def step_of(hook_terms: tuple[str, ...], samples: int, layout: str, number: int)
     return step
 
 
-def operations_of(layout: str) -> list[tuple[list[str], int]]:
-    """Every rank, DP 2: of few and many samples and of five terms, operations of the last loss of
-    a second step, and its all-gathers.
-    """
-    gpt.initialize()
-    ddp = gpt.ddp_model()
-    losses: list[list[str]] = []
+def operations_of(ddp: Any, terms: int, samples: int, layout: str) -> tuple[list[str], int]:
+    """Of the last loss of a second step; and the all-gathers of that step."""
+    step, losses = step_of(NAMES[:terms], samples, layout, 2), []
 
     def count(loss: Any, output: Any) -> Any:
         with Operations() as operations:
@@ -52,36 +48,35 @@ def operations_of(layout: str) -> list[tuple[list[str], int]]:
         losses.append(operations.names)
         return result
 
-    found = []
-    for terms, samples in ((1, FEW), (1, MANY), (5, FEW), (5, MANY)):
-        step = step_of(NAMES[:terms], samples, layout, 2)
-        for _ in range(2):  # the first step also compares what it was told with what it is given
-            with Operations() as operations:
-                step(ddp, gpt.schedule_with(count))
-        gathers = [name for name in operations.names if "allgather" in name]
-        found.append((losses[-1], len(gathers)))
-    return found
+    for _ in range(2):  # the first step also compares what it was told with what it is given
+        with Operations() as operations:
+            step(ddp, gpt.schedule_with(count))
+    return losses[-1], sum("allgather" in name for name in operations.names)
 
 
-@pytest.mark.parametrize(("layout", "most", "more"), [("bshd", 30, 18), ("thd", 50, 26)])
-def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(
-    layout: str, most: int, more: int
-) -> None:
-    """``more``: operations of a term more, for its weights, its sum and its report."""
-    one_few, one, five_few, five = run_host_ranks(operations_of, 2, layout)[0]
-    assert (one_few, five_few) == (one, five)
-    assert len(one[0]) <= most
-    assert len(five[0]) <= len(one[0]) + more * 4
-    for operations, all_gathers in (one, five):
-        assert not WAITS & set(operations)
-        assert all_gathers == 2  # of the whole step
+# By layout, the most operations of one term; and of a term more, for its weights, its sum and its
+# report.
+MOST = {"bshd": (30, 18), "thd": (50, 26)}
+
+
+@on_ranks_of("dp2")
+def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(name: str) -> None:
+    ddp = gpt.ddp_model()
+    for layout, (most, more) in MOST.items():
+        one, five = (operations_of(ddp, terms, MANY, layout) for terms in (1, 5))
+        assert one == operations_of(ddp, 1, FEW, layout)
+        assert five == operations_of(ddp, 5, FEW, layout)
+        assert len(one[0]) <= most
+        assert len(five[0]) <= len(one[0]) + more * 4
+        for operations, all_gathers in (one, five):
+            assert not WAITS & set(operations)
+            assert all_gathers == 2  # of the whole step
 
 
 def bytes_before_the_schedule(samples: int) -> int:
-    """Every rank, TP 2, of which the first alone reads: what is broadcast of the step's plan."""
+    """What is broadcast of the step's plan."""
     from torch.distributed import distributed_c10d
 
-    gpt.initialize(tensor_model_parallel_size=2)
     sent, before = [0], [0]
     stock = distributed_c10d.broadcast
 
@@ -98,8 +93,9 @@ def bytes_before_the_schedule(samples: int) -> int:
     return before[0]
 
 
-def test_ranks_that_read_no_data_get_a_few_numbers_a_sample() -> None:
-    few, many = (run_host_ranks(bytes_before_the_schedule, 2, n)[0] for n in (FEW, MANY))
+@on_ranks_of("tp2")  # of which the first alone reads
+def test_ranks_that_read_no_data_get_a_few_numbers_a_sample(name: str) -> None:
+    few, many = (bytes_before_the_schedule(n) for n in (FEW, MANY))
     assert few > 0
     # In fp32 its weights would take 4 * 2 * 36 = 288 bytes a sample, and its mask 144 or 288.
     assert many - few <= 100 * (MANY - FEW)
@@ -132,22 +128,15 @@ SAID: dict[str, tuple[Case, str, str]] = {
 }
 
 
-def said(name: str) -> str:
-    """What a rank prints in two steps."""
-    case = dataclasses.replace(SAID[name][0], times=2)
+@on_ranks_of(*SAID)
+def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
+    case, before, after = SAID[name]
     chunks = models_of(TOPOLOGIES[name])(case)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        take(case, TOPOLOGIES[name], chunks)
-    return output.getvalue()
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
-    _, before, after = SAID[name]
+        take(dataclasses.replace(case, times=2), TOPOLOGIES[name], chunks)
     line = (
         f"loss aggregation: {before}, {TOKENS:g} tokens{after}; "
         "gradients are 1.000000 times the planned ones\n"
     )
-    ranks = run_host_ranks(said, TOPOLOGIES[name].world_size, name)
-    first = len(ranks) // 2 if name == "pp2" else 0  # of the last stage
-    assert ranks == [line if i == first else "" for i in range(len(ranks))]
+    first = dist.get_world_size() // 2 if name == "pp2" else 0  # of the last stage
+    assert output.getvalue() == (line if dist.get_rank() == first else "")

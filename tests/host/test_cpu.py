@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout
 from tests.host import gpt
-from tests.host.harness import error_of, run_host_ranks
+from tests.host.harness import error_of, on_ranks_of, run_host_ranks
+from tests.host.refusals import assert_says
 
 
 def test_nothing_changes_before_enable() -> None:
@@ -27,8 +28,10 @@ def test_nothing_changes_before_enable() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def stand_ins() -> list[list[int]]:
-    """One rank: placements, random states and events; and a pack's split over two ranks."""
+@on_ranks_of("dp1")
+def test_every_device_is_the_cpu_and_packs_are_split_in_zigzag_inside_every_sample(
+    name: str,
+) -> None:
     from megatron.core import utils
 
     x = torch.ones(2)
@@ -50,11 +53,7 @@ def stand_ins() -> list[list[int]]:
     assert start.elapsed_time(end) >= 20.0  # milliseconds
     offsets = torch.tensor([0, 8, 12, 12], dtype=torch.int32)
     split = utils.tex.thd_get_partitioned_indices
-    return [split(offsets, 12, 2, rank).tolist() for rank in range(2)]
-
-
-def test_every_device_is_the_cpu_and_packs_are_split_in_zigzag_inside_every_sample() -> None:
-    (held,) = run_host_ranks(stand_ins, 1)
+    held = [split(offsets, 12, 2, rank).tolist() for rank in range(2)]
     # Chunks of 8 / 4 = 2 and of 4 / 4 = 1 token: rank 0 has the first and the last of each.
     assert held == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
@@ -145,22 +144,17 @@ def test_attention_that_is_not_causal_or_masked_by_the_data_is_megatrons(
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-13)
 
 
-def ignored() -> list[str | None]:
-    """One rank: what is said of offsets that end early, and of a window."""
+UNCOVERED = (
+    "LayoutError: got 16 tokens on context-parallel rank 0 of 1; expected 12: sequence offsets "
+    "must cover every token, and padding"
+)
+WINDOW = "HostError: --window-size with context parallelism or packed"
+
+
+@on_ranks_of("dp1")
+def test_what_attention_would_ignore_is_refused(name: str) -> None:
     *qkv, _ = (x.squeeze(1) for x in inputs(16, 1))
-    ways: tuple[tuple[int, dict[str, Any]], ...] = (12, {}), (16, {"window_size": (4, 0)})
-    said = []
-    for end, config in ways:
+    for end, config, says in ((12, {}, UNCOVERED), (16, {"window_size": (4, 0)}, WINDOW)):
         offsets = torch.tensor([0, end])
         params = {"packed_seq_params": packed_between(offsets, offsets)}
-        said.append(error_of(attention(1, **config), *qkv, None, **params))
-    return said
-
-
-def test_what_attention_would_ignore_is_refused() -> None:
-    ((uncovered, window),) = run_host_ranks(ignored, 1)
-    assert uncovered == (
-        "LayoutError: got 16 tokens on context-parallel rank 0 of 1; expected 12: sequence offsets "
-        "must cover every token, and padding"
-    )
-    assert window.startswith("HostError: --window-size with context parallelism or packed")
+        assert_says(error_of(attention(1, **config), *qkv, None, **params), says)

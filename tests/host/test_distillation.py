@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import Distillation, LossHook
 from tests.host import gpt, gradients
-from tests.host.cases import Expected, Found, reduced
+from tests.host.cases import Expected, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import Gradient, Reference, gradient_of_sum, references, relative_error
 from tests.host.refusals import assert_says
@@ -184,32 +185,27 @@ def expected(ranks: int) -> Expected:
     return by_hand(weights, weights)
 
 
-def on_host(topology: Topology, folder: str, gradient: Gradient) -> list[Found]:
+def on_host(topology: Topology, folder: str, gradient: Gradient, numbers: dict[str, float]) -> None:
     """Every rank, for each layout and route."""
     gpt.initialize(**topology.sizes)
     places = PLACES[topology.data_parallel_size]
-    found = []
-    for layout in ("bshd", "thd"):
+    for layout, per_token in product(("bshd", "thd"), (False, True)):
         where = f"{folder}/{layout}"
-        save_teacher(topology, places, layout, where)
+        if not per_token:
+            save_teacher(topology, places, layout, where)
         flags = ("--loss-aggregation", MODE, "--logits-load-dir", where)
         flags += ("--logits-load-kd-loss-alpha", str(ALPHA))
-        for per_token in (False, True):
-            chunks, capture = student(topology, per_token)
-            reports = step(chunks, places, layout, *flags)
-            found.append(Found(gradients.error(chunks, gradient), reduced(reports)))
-            capture.remove_hooks()
-    return found
+        chunks, capture = student(topology, per_token)
+        reports = reduced(step(chunks, places, layout, *flags))
+        assert gradients.error(chunks, gradient) <= EXACT
+        assert {key: reports[key] for key in numbers} == pytest.approx(numbers, rel=EXACT)
+        capture.remove_hooks()
 
 
 @pytest.mark.parametrize("name", ["dp2", "cp2", "tp2"])
 def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> None:
     topology = TOPOLOGIES[name]
-    gradient, wanted = expected(topology.data_parallel_size)
-    for rank in run_host_ranks(on_host, 2, topology, str(tmp_path), gradient):
-        for error, reports in rank:
-            assert error <= EXACT
-            assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
+    run_host_ranks(on_host, 2, topology, str(tmp_path), *expected(topology.data_parallel_size))
 
 
 REFUSED = {
@@ -224,8 +220,8 @@ REFUSED = {
 }
 
 
-def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
-    """One rank: the errors of bad runs; and what is reported in evaluation."""
+def refusals(folder: str, numbers: dict[str, float]) -> None:
+    """One rank: bad runs; and what is reported in evaluation."""
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
     save_teacher(topology, places, layout, folder)
@@ -241,20 +237,18 @@ def refusals(folder: str) -> tuple[dict[str, str | None], dict[str, float]]:
         "no term of the teacher": error_of(gpt.run_step, hook, chunks, iter([]), 1),
     }
     chunks[0].eval()
-    evaluation = reduced(one_step(*half, forward_only=True))
+    assert reduced(one_step(*half, forward_only=True)) == pytest.approx(numbers, rel=EXACT)
     single, _ = student(topology, False, torch.float32)
-    megatrons_own = script(folder, 1.0, with_labels)
-    errors["fp32"] = error_of(step, single, places, layout, *flags, forward_step=megatrons_own)
-    return errors, evaluation
+    own = script(folder, 1.0, with_labels)
+    errors["fp32"] = error_of(step, single, places, layout, *flags, forward_step=own)
+    for name, says in REFUSED.items():
+        assert_says(errors[name], says)
 
 
 def test_a_loss_that_is_not_both_terms_is_refused_and_evaluation_has_one(tmp_path: Any) -> None:
-    ((errors, evaluation),) = run_host_ranks(refusals, 1, str(tmp_path))
-    for name, says in REFUSED.items():
-        assert_says(errors[name], says)
     _, numbers = expected(1)
-    wanted = {key: numbers[key] for key in ("lm loss", f"{MODE} loss")}
-    assert evaluation == pytest.approx(wanted, rel=EXACT)
+    of_language = {key: numbers[key] for key in ("lm loss", f"{MODE} loss")}
+    run_host_ranks(refusals, 1, str(tmp_path), of_language)
 
 
 def custom_loops(folder: str) -> list[Gradient]:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests.host import gpt
-from tests.host.cases import Batch, Case, assert_exact, covering, run
-from tests.host.harness import EXACT, MODELS, TOPOLOGIES, Topology, run_host_ranks
+from tests.host.cases import Batch, Case, assert_exact, covering, run, usual
+from tests.host.harness import EXACT, TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import gradient_of, reference, relative_error
-from tests.host.steps import MODES, PLACES, Weights, deal, sequences
+from tests.host.steps import Weights, deal, sequences
 
 
 def with_sessions(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -52,7 +52,6 @@ LOSSES = [
     Case("prompt_mean", masks="fractional"),
     Case("sample_mean", masks="fractional"),  # of which one sums to a quarter of a token
 ]
-MODEL = "shallow"  # there are many cases
 # Data parallel, context parallel; loss; dtype; layout; microbatches; the per-token flag.
 WAYS = covering(
     3,
@@ -68,14 +67,14 @@ for (dp, cp), loss, dtype, layout, number, per_token in WAYS:
 
 @functools.cache
 def errors(dp: int, cp: int) -> dict[Case, float]:
-    found = run(Topology(dp * cp, {"cp": cp}, model=MODEL), list(CASES[dp, cp].values()))
+    found = run(Topology(dp * cp, {"cp": cp}), list(CASES[dp, cp].values()))
     return {case: max(rank.error for rank in ranks) for case, ranks in found.items()}
 
 
 def unsplit_gradients(wanted: list[tuple[str, Weights]]) -> list[Any]:
     """One fp32 process: the gradients of whole steps, each of (masks, weights)."""
     gpt.initialize()
-    model = gpt.build(torch.float32, **MODELS[MODEL])
+    model = gpt.build(torch.float32)
     found = []
     for masks, weights in wanted:
         total = sum(
@@ -93,7 +92,7 @@ def unsplit_fp32_errors() -> dict[tuple[Any, ...], float]:
     wanted = [(case.masks, case.weights) for case in steps.values()]
     (found,) = run_host_ranks(unsplit_gradients, 1, wanted)
     return {
-        loss: relative_error(got, reference(MODEL).gradient(case.weights))
+        loss: relative_error(got, reference().gradient(case.weights))
         for (loss, case), got in zip(steps.items(), found, strict=True)
     }
 
@@ -119,11 +118,4 @@ MORE = TOPOLOGIES.keys() - {"dp1", "dp2", "cp2", "dp2-cp2", "pp2-dp2-distributed
 
 @pytest.mark.parametrize("name", sorted(MORE))
 def test_every_parallelism_of_the_host_is_exact(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    places = PLACES[topology.data_parallel_size]
-    rows = covering(2, MODES, ("thd", "bshd"), topology.per_token_flags)
-    of_rows = [
-        Case(mode, layout=layout, places=places, per_token=per_token)
-        for mode, layout, per_token in rows
-    ]
-    assert_exact(topology, of_rows)
+    assert_exact(TOPOLOGIES[name], usual(TOPOLOGIES[name]))

@@ -50,6 +50,9 @@ MODES = {
 }
 
 
+ROWS_AND_PACKS = [(layout, mode) for layout, modes in MODES.items() for mode in modes]
+
+
 def late(mode: str, layout: str, per_token: bool, **more: Any) -> Case:
     hook = {"read_batch": scripts.samples_alone if layout == "thd" else read_samples}
     options = OPTIONS.get(mode, {})
@@ -58,49 +61,47 @@ def late(mode: str, layout: str, per_token: bool, **more: Any) -> Case:
 
 HALF = {"a": aggregation("sample_mean"), "b": Term(aggregation("sum"), coefficient=0.5)}
 TWO_TERMS = {"terms": HALF, "step": partial(scripts.of_terms, names=HALF)}
-CASES = [
-    *(
-        late(mode, layout, flag, masks="fractional")
-        for layout, modes in MODES.items()
-        for mode, flag in product(modes, (False, True))
-    ),
-    # A sum of masks is then the host's own.
-    *(late("token_mean", layout, True) for layout in MODES),
-]
-# How ranks gather the losses of all tokens; a step of two calls; and of two terms.
-WAYS_ON_CP2: list[dict[str, Any]] = [
+WITH_FLAG, WITHOUT = (
+    [late(mode, layout, flag, masks="fractional") for layout, mode in ROWS_AND_PACKS]
+    for flag in (True, False)
+)
+# A sum of masks is then the host's own.
+WITH_FLAG += [late("token_mean", layout, True) for layout in MODES]
+# How ranks gather the losses of all tokens; and a step of two calls.
+WAYS: list[dict[str, Any]] = [
     {"step": whole("local_grad")},
     {"step": whole("reduced_grad")},
     {"calls": (1, 3)},
 ]
-ON_CP2 = [
-    *(
-        late(mode, "bshd", flag, **way)
-        for mode, flag, way in product(
-            ("sample_mean", "microbatch_mean"), (False, True), WAYS_ON_CP2
-        )
-    ),
-    *(late("token_mean", "bshd", True, **way) for way in WAYS_ON_CP2),
-    *(late("sample_mean", "bshd", flag, **TWO_TERMS) for flag in (False, True)),
-]
+KINDS = [("token_mean", True), *product(("sample_mean", "microbatch_mean"), (False, True))]
+CASES = {
+    "dp2-cp2": WITHOUT + WITH_FLAG,
+    "cp2": [
+        *(late(mode, "bshd", flag, **way) for (mode, flag), way in product(KINDS, WAYS)),
+        *(late("sample_mean", "bshd", flag, **TWO_TERMS) for flag in (False, True)),
+    ],
+    "tp2-sp": WITHOUT[::2] + WITH_FLAG[1::2],
+    "pp2": WITHOUT[1::2] + WITH_FLAG[::2],
+}
 
 
-def expected(case: Case) -> Expected:
+def expected(case: Case, model: str) -> Expected:
+    gradient, reports = by_the_oracle(case, model)
     if case.terms:
-        parts = (1.0, reference(), case.weights), (0.5, reference(), weights_of("sum", case.places))
-        return gradient_of_sum(*parts), {"a loss": reference().loss(case.weights)}
-    gradient, reports = by_the_oracle(case)
+        of_both = (1.0, case.weights), (0.5, weights_of("sum", case.places))
+        gradient = gradient_of_sum(*((factor, reference(model), w) for factor, w in of_both))
+        return gradient, {"a loss": reports["sample_mean loss"]}
     if case.step:  # a `TokenLoss` reports nothing by itself
         del reports["lm loss"]
     return gradient, reports
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "dp2-cp2", "tp2-sp", "pp2"])
+@pytest.mark.parametrize("name", CASES)
 def test_the_gradient_and_the_reports_are_those_of_the_whole_step(name: str) -> None:
     topology = TOPOLOGIES[name]
     places = PLACES[topology.data_parallel_size]
-    cases = CASES + ON_CP2 * (name == "cp2")
-    assert_exact(topology, [dataclasses.replace(x, places=places) for x in cases], expected)
+    cases = [dataclasses.replace(case, places=places) for case in CASES[name]]
+    assert_exact(topology, cases, partial(expected, model=topology.model))
 
 
 OLD, LIMITS = 4.0, {"token": 0.5, "sample": 0.15}
@@ -201,13 +202,12 @@ def refused(
     mode: str,
     says: str = "",
     reads: Any = read_samples,
-    change: Any = None,
+    form: scripts.Form | None = None,
     topology: str = "dp2",
     **options: Any,
 ) -> Refusal:
-    """``change``: of the loss function, see `scripts.with_loss`."""
     hook = {"read_batch": reads, **options.pop("hook", {})}
-    step = partial(scripts.with_loss, change) if change else None
+    step = partial(scripts.returning, form) if form else None
     return Refusal(says, two_rows(mode, hook=hook, step=step, **options), topology)
 
 
@@ -224,19 +224,19 @@ ROWS = {
     "a mean of the step": refused("token_mean", NO_TOTAL),
     "a mean of prompts": refused("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
     "fractions that the host divides by": refused(
-        "token_mean", OTHER_VALUES, per_token=True, change=mask_of(0.5)
+        "token_mean", OTHER_VALUES, per_token=True, form=mask_of(0.5)
     ),
     **{
-        f"a mask of {value}": refused("sum", OTHER_VALUES, change=mask_of(value))
+        f"a mask of {value}": refused("sum", OTHER_VALUES, form=mask_of(value))
         for value in (-1.0, torch.nan)
     },
     "a mask of another context-parallel rank": refused(
-        "sample_mean", OTHER_VALUES, topology="cp2", change=mask_of(-1.0, (1,))
+        "sample_mean", OTHER_VALUES, topology="cp2", form=mask_of(-1.0, (1,))
     ),
     "a mask that is flat": refused(
         "sum",
         "MaskError: shape (144,) with None rows, for 2 samples",
-        change=scripts.with_mask(Tensor.flatten),
+        form=scripts.with_mask(Tensor.flatten),
     ),
     "a mask of other samples": refused(
         "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron_loss_agg import weighted_sum
 from megatron_loss_agg.mcore import logprobs
 from tests.host import gpt
-from tests.host.harness import TP2, error_of, run_host_ranks
+from tests.host.harness import error_of, on_ranks_of
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: the parts that they are worked in are unequal
 F64 = torch.float64
@@ -49,8 +48,7 @@ def plain(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, T
 
 
 def differences(kind: str, temperature: float) -> list[tuple[float, float]]:
-    """Every rank: of values and gradients from those of plain code, and the size of these."""
-    gpt.initialize(**TP2)
+    """Of values and gradients from those of plain code, and the size of these."""
     logits, labels, pulls = data(kind)
     logits.requires_grad_()
     values = plain(logits, labels, temperature)
@@ -73,38 +71,32 @@ def differences(kind: str, temperature: float) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "temperature"), CASES)
-def test_values_and_gradients(kind: str, temperature: float) -> None:
-    for rank in run_host_ranks(differences, 2, kind, temperature):
-        for error, size in rank:
+@on_ranks_of("tp2")
+def test_values_and_gradients(name: str) -> None:
+    for kind, temperature in CASES:
+        for error, size in differences(kind, temperature):
             # A softmax near 0 or 1 has a gradient near 0, of probabilities rounded near 1.
-            assert error <= 1e-12 * size + 1e-15
+            assert error <= 1e-12 * size + 1e-15, (kind, temperature)
 
 
-def against_megatron(dtype: torch.dtype) -> list[list[Tensor]]:
-    """Value and gradient of Megatron's own cross entropy, negated, and of ours."""
+@on_ranks_of("tp2")
+def test_log_probabilities_are_megatrons_to_the_bit(name: str) -> None:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    gpt.initialize(**TP2)
     logits, labels, pulls = data()
-    results = []
-    for function, sign in ((vocab_parallel_cross_entropy, -1), (LOG_PROBS, 1)):
-        leaf = part_of_rank(logits).to(dtype).requires_grad_()
-        value = sign * function(leaf * 1, labels)
-        results.append([value.detach(), *torch.autograd.grad(value, leaf, pulls[0].float())])
-    return results
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_are_megatrons_to_the_bit(dtype: torch.dtype) -> None:
-    for (theirs, their_grad), (ours, our_grad) in run_host_ranks(against_megatron, 2, dtype):
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for function, sign in ((vocab_parallel_cross_entropy, -1), (LOG_PROBS, 1)):
+            leaf = part_of_rank(logits).to(dtype).requires_grad_()
+            value = sign * function(leaf * 1, labels)
+            results.append((value.detach(), *torch.autograd.grad(value, leaf, pulls[0].float())))
+        (theirs, their_gradient), (ours, our_gradient) = results
         assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
-        assert our_grad.dtype == dtype and torch.equal(our_grad, their_grad)
+        assert our_gradient.dtype == dtype and torch.equal(our_gradient, their_gradient)
 
 
-def overwritten() -> list[str | None]:
-    """One rank: which calls leave logits as they were; and the errors of those that did not."""
-    gpt.initialize()
+@on_ranks_of("dp1")
+def test_overwritten_logits_are_refused(name: str) -> None:
     labels, kept = torch.zeros(2, 1, dtype=torch.int64), torch.randn(2, 1, 5)
     logits, halved = kept.clone(), kept.bfloat16()
     expected = ENTROPY(logits)
@@ -116,82 +108,75 @@ def overwritten() -> list[str | None]:
         LOG_PROBS(logits.clone(), labels)
     LOG_PROBS(logits, labels)
     assert not torch.equal(logits, kept)
-    errors = [error_of(ENTROPY, logits), error_of(BOTH, logits, labels)]
-    logits.copy_(kept)  # a buffer that is filled anew is logits again
-    assert torch.equal(ENTROPY(logits), expected)
-    return errors
-
-
-def test_overwritten_logits_are_refused() -> None:
     text = (
         "PolicyError: an earlier call has overwritten these fp32 logits with their softmax; "
         "expected logits: call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
     )
-    assert run_host_ranks(overwritten, 1) == [[text, text]]
+    assert error_of(ENTROPY, logits) == error_of(BOTH, logits, labels) == text
+    logits.copy_(kept)  # a buffer that is filled anew is logits again
+    assert torch.equal(ENTROPY(logits), expected)
 
 
-def unusable() -> tuple[list[list[float]], list[str | None]]:
-    """Gradients at tokens of weight 0 whose logits are unusable, and at one that counts; errors."""
-    gpt.initialize()
+@on_ranks_of("dp1")
+def test_tokens_of_weight_0_may_hold_anything(name: str) -> None:
     w, labels = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
     rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
-    gradients = []
-    for function in (lambda x: LOG_PROBS(x, labels), ENTROPY, lambda x: sum(BOTH(x, labels))):
+    # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
+    of_log_p, of_entropy = [0.0] * 6 + [0.5, -0.5], [0.0] * 8
+    for function, gradient in (
+        (lambda x: LOG_PROBS(x, labels), of_log_p),
+        (ENTROPY, of_entropy),
+        (lambda x: sum(BOTH(x, labels)), of_log_p),
+    ):
         leaf = torch.tensor(rows, requires_grad=True)
         total = weighted_sum(w, function(leaf * 1))
         assert total.isfinite()
-        gradients.append(torch.autograd.grad(total, leaf)[0].view(-1).tolist())
-    logits, labels = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
-    return gradients, [
-        error_of(LOG_PROBS, logits, labels.t()),
-        error_of(LOG_PROBS, logits.transpose(0, 1), labels.t()),
-        error_of(LOG_PROBS, logits, labels, 0.0),
-        error_of(ENTROPY, labels),
-    ]
+        assert torch.autograd.grad(total, leaf)[0].view(-1).tolist() == gradient
 
 
-def test_unused_tokens_may_hold_anything_and_refusals_say_what_to_change() -> None:
-    (((log_probs, entropy, both), errors),) = run_host_ranks(unusable, 1)
-    # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
-    assert log_probs == both == [0.0] * 6 + [0.5, -0.5]
-    assert entropy == [0.0] * 8
-    assert errors == [
-        "PolicyError: labels are (2, 3); expected (3, 2), one per token",
-        "PolicyError: logits of shape (2, 3, 4) are not contiguous; pass them untransposed, and "
-        "labels as they are",
-        "PolicyError: temperature=0.0; expected a number > 0",
-        "PolicyError: logits is a torch.int64 tensor of shape (3, 2); expected a floating-point, "
-        "dense tensor",
-    ]
+LOGITS, LABELS = torch.zeros(3, 2, 4), torch.zeros(3, 2, dtype=torch.int64)
+REFUSED = [
+    ((LOGITS, LABELS.t()), "labels are (2, 3); expected (3, 2), one per token"),
+    (
+        (LOGITS.transpose(0, 1), LABELS.t()),
+        "logits of shape (2, 3, 4) are not contiguous; pass them untransposed, and labels as they "
+        "are",
+    ),
+    ((LOGITS, LABELS, 0.0), "temperature=0.0; expected a number > 0"),
+    (
+        (LABELS, LABELS),
+        "logits is a torch.int64 tensor of shape (3, 2); expected a floating-point, dense tensor",
+    ),
+]
 
 
-def peaks(dtype: torch.dtype) -> list[float]:
+@on_ranks_of("dp1")
+def test_refusals_say_what_to_change(name: str) -> None:
+    for given, text in REFUSED:
+        assert error_of(LOG_PROBS, *given) == f"PolicyError: {text}"
+
+
+@on_ranks_of("tp2")
+def test_no_second_copy_of_the_logits(name: str) -> None:
     """Most bytes alive in forward and backward, as a multiple of Megatron's cross entropy's."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from benchmarks.memory import LiveBytes
 
-    gpt.initialize(**TP2)
     tokens, vocab = 64, 4096
     labels = torch.arange(tokens).view(tokens, 1)
 
-    def peak(function: Any) -> int:
+    def peak(function: Any, dtype: torch.dtype) -> int:
         leaf = torch.zeros(tokens, 1, 1, dtype=dtype, requires_grad=True)
         with LiveBytes() as memory:
             # Made here, so that a buffer that replaces the logits is not held against it.
             function(leaf.expand(-1, -1, vocab) + 0).sum().backward()
         return memory.peak
 
-    stock = peak(lambda x: vocab_parallel_cross_entropy(x, labels))
-    functions = (lambda x: LOG_PROBS(x, labels), lambda x: sum(BOTH(x, labels, 0.7)), ENTROPY)
-    return [peak(function) / stock for function in functions]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_second_copy_of_the_logits(dtype: torch.dtype) -> None:
-    for log_probs, both, entropy in run_host_ranks(peaks, 2, dtype):
+    # The entropy's gradient is a buffer of its own, beside the logits that it leaves as they are.
+    for dtype, of_entropy in ((torch.float32, 2.2), (torch.bfloat16, 1.0)):
+        stock = peak(lambda x: vocab_parallel_cross_entropy(x, labels), dtype)
         # Of tokens, and of one part in 32 of the vocabulary's buffer, there is some more.
-        assert log_probs < 1.02
-        assert both < 1.08
-        # Its gradient is a buffer of its own, beside the logits that it leaves as they are.
-        assert entropy < (2.2 if dtype == torch.float32 else 1.0)
+        assert peak(lambda x: LOG_PROBS(x, labels), dtype) < 1.02 * stock
+        assert peak(lambda x: sum(BOTH(x, labels, 0.7)), dtype) < 1.08 * stock
+        assert peak(ENTROPY, dtype) < of_entropy * stock

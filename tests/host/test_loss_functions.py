@@ -19,10 +19,8 @@ from tests.host import gpt
 from tests.host.cases import EVALUATION, Case, Expected, Step, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES, error_of
 from tests.host.refusals import Refusal, assert_told, two_rows
+from tests.host.scripts import Form, returning, stock, with_mask
 from tests.host.steps import NO_TOKENS
-
-Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
-"""Losses and mask -> what a forward step returns."""
 
 
 # Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
@@ -75,21 +73,13 @@ def another_name(tokens: Tensor, output: Tensor) -> Any:
     return plain(tokens, output)
 
 
-def returning(x: Any, loss_mask: Tensor, output: Tensor) -> Any:
+def giving(x: Any, loss_mask: Tensor, output: Tensor) -> Any:
     return x
 
 
 def bound(function: Any, *arguments: Any) -> Form:
     """In the form of Megatron's scripts."""
     return lambda losses, mask: (losses, partial(function, *arguments, mask))
-
-
-def stock(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-    return losses, partial(gpt.stock_loss_func, mask)
-
-
-def with_mask(change: Callable[[Tensor], Tensor]) -> Form:
-    return lambda losses, mask: stock(losses, change(mask))
 
 
 def with_losses(change: Callable[[Tensor], Tensor]) -> Form:
@@ -138,11 +128,9 @@ CANCELLING: dict[str, Form] = {
 FORMS = {**OF_STOCK, **FUNCTIONS, **CANCELLING, "mean": bound(mean)}
 
 
-def in_form(form: str | Form, iterator: Any, model: Any) -> Any:
-    """A forward step; a case has the name of a form."""
-    losses, loss_func = gpt.forward_step(iterator, model)
-    make = FORMS[form] if isinstance(form, str) else form
-    return make(losses, *loss_func.args)
+def in_form(name: str, iterator: Any, model: Any) -> Any:
+    """A forward step of `FORMS`."""
+    return returning(FORMS[name], iterator, model)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +164,12 @@ ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
 
 def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Refusal:
     """On one rank."""
-    case = Case("sum", layout="bshd", places=((samples,),), step=partial(in_form, form))
+    case = Case("sum", layout="bshd", places=((samples,),), step=partial(returning, form))
     return Refusal(says, case, "dp1")
 
 
 # As a step without tokens, which verifies nothing.
-DIVIDED = two_rows(step=partial(in_form, bound(divided)))
+DIVIDED = two_rows(step=partial(returning, bound(divided)))
 EMPTY_STEP = replace(DIVIDED, places=NO_TOKENS)
 
 
@@ -217,7 +205,7 @@ FUNCTIONS_REFUSED = {
     **{
         f"{got}, stock": refused(
             f"HostError: returned {got}; expected (loss, report) or (loss, number of tokens, rep",
-            bound(returning, x),
+            bound(giving, x),
         )
         for got, x in {
             "a torch.float32 tensor of shape ()": torch.tensor(1.0, dtype=torch.float32),
@@ -255,7 +243,7 @@ def of_first_token(value: float) -> Callable[[Tensor], Tensor]:
 
 
 def changed(change: Any, says: str = CHANGED, **options: Any) -> Refusal:
-    return Refusal(says, two_rows(step=partial(in_form, with_mask(change)), **options))
+    return Refusal(says, two_rows(step=partial(returning, with_mask(change)), **options))
 
 
 IN_MEGATRON = {"hook": {"loop": Loop(of_megatron=True)}}
@@ -299,7 +287,7 @@ PACK = (((0, 1),),)
 
 def moved(mode: str, change: Any, is_refused: bool, later: bool) -> Refusal:
     usual = Case(mode, places=PACK)
-    step = partial(in_form, with_mask(change))
+    step = partial(returning, with_mask(change))
     case = replace(usual, step=step, after=usual if later else None)
     return Refusal(CHANGED if is_refused else "", case, "dp1")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from megatron_loss_agg.mcore import read_samples
 from tests import oracle
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
-from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
+from tests.host.harness import EXACT, STAGES, TOPOLOGIES, on_ranks_of
 from tests.host.reference import gradient_of, relative_error
 from tests.host.steps import PLACES, VOCAB, Places, Weights, sequences, weights_of
 from tests.host.test_mtp import CONFIG, DEPTHS, FACTOR, case, logits_of
@@ -111,43 +110,33 @@ def whole_loss(mode: str, made: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     return sum((torch.tensor(w) * row).sum() for w, row in zip(flat, rows, strict=True))
 
 
-def compare_llava(mode: str, per_token: bool) -> None:
-    """Every rank, DP 2: the gradient and both reports of a step."""
-    gpt.initialize()
-    model = llava_model(per_token)
-    of_llava = Case(
-        mode,
-        places=STEP,
-        per_token=per_token,
-        batch=llava_batch,
-        hook={"read_batch": read_samples},
-        step=llava_step,
-    )
-    with gpt.KeepDouble():
-        reports = reduced(take(of_llava, TOPOLOGIES["dp2"], [gpt.data_parallel(model)]))
-        made = [[llava_losses(model, llava_batch({}, of_mb)) for of_mb in rank] for rank in STEP]
-    loss = whole_loss(mode, made)
-    found = {name: p.main_grad for name, p in model.named_parameters()}
-    assert relative_error(found, gradient_of(loss, model)) <= EXACT
-    shown = {"lm loss": whole_loss("token_mean", made), f"{mode} loss": loss}
-    wanted = {key: float(x) for key, x in shown.items()}
-    assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
+@on_ranks_of("dp2")
+def test_megatrons_llava_is_exact(name: str) -> None:
+    for per_token in (False, True):
+        model = llava_model(per_token)
+        chunks = [gpt.data_parallel(model)]
+        for mode in (*MODES, "token_mean") if per_token else MODES:
+            way = {"hook": {"read_batch": read_samples}, "step": llava_step}
+            step = Case(mode, places=STEP, per_token=per_token, batch=llava_batch, **way)
+            with gpt.KeepDouble():
+                reports = reduced(take(step, TOPOLOGIES[name], chunks))
+                made = [[llava_losses(model, llava_batch({}, mb)) for mb in rank] for rank in STEP]
+            loss = whole_loss(mode, made)
+            found = {key: p.main_grad for key, p in model.named_parameters()}
+            assert relative_error(found, gradient_of(loss, model)) <= EXACT, step
+            shown = {"lm loss": whole_loss("token_mean", made), f"{mode} loss": loss}
+            wanted = {key: float(x) for key, x in shown.items()}
+            assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT), step
 
 
-@pytest.mark.parametrize("mode, per_token", [*product(MODES, (False, True)), ("token_mean", True)])
-def test_megatrons_llava_is_exact(mode: str, per_token: bool) -> None:
-    run_host_ranks(compare_llava, 2, mode, per_token)
-
-
-def hybrid_error() -> float:
-    """Every rank: the gradient's error of Megatron's hybrid model."""
+@on_ranks_of("dp2")
+def test_multi_token_prediction_of_the_hybrid_model_is_exact(name: str) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as mtp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    gpt.initialize()
     norm, stack = LocalSpecProvider().layer_norm(), hybrid_stack()
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=ColumnParallelLinear
@@ -157,15 +146,15 @@ def hybrid_error() -> float:
     stack.submodules.mtp_block_spec = ModuleSpec(
         module=mtp.MultiTokenPredictionBlock, submodules=block
     )
-    config = gpt.build(**CONFIG).config
+    config = gpt.build(**STAGES, **CONFIG).config
     pattern = {"hybrid_layer_pattern": "*-/*-/*-", "position_embedding_type": "rope"}
     model = HybridModel(config, stack, VOCAB, 256, **pattern)
-    for name, parameter in model.named_parameters():
-        parameter.data = gradients.initial_value(name, parameter).double()
+    for key, parameter in model.named_parameters():
+        parameter.data = gradients.initial_value(key, parameter).double()
     expected = gradient_of(loss_alone(model, weights_of("prompt_mean", PLACES[2])), model)
     chunks = [gpt.data_parallel(model)]
-    take(case("bshd", False, "prompt_mean"), TOPOLOGIES["dp2"], chunks)
-    return relative_error(gradients.of(chunks), expected)
+    take(case("bshd", False, "prompt_mean"), TOPOLOGIES[name], chunks)
+    assert relative_error(gradients.of(chunks), expected) <= EXACT
 
 
 def loss_alone(model: Any, weights: Weights) -> Tensor:
@@ -204,7 +193,3 @@ def hybrid_stack() -> Any:
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
     )
     return ModuleSpec(module=HybridStack, submodules=layers)
-
-
-def test_multi_token_prediction_of_the_hybrid_model_is_exact() -> None:
-    assert max(run_host_ranks(hybrid_error, 2, timeout=200)) <= EXACT

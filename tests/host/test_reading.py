@@ -21,13 +21,14 @@ from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
 from tests.host.cases import EVALUATION, Batch, Case, assert_exact
-from tests.host.harness import EXACT, TOPOLOGIES, error_of, run_host_ranks
+from tests.host.harness import EXACT, TOPOLOGIES, error_of, on_ranks_of, run_host_ranks
 from tests.host.reference import Gradient, reference
 from tests.host.refusals import Refusal, assert_told
+from tests.host.scripts import Form, returning, stock
 from tests.host.steps import (
     N_MB,
     PLACES,
-    TWO_ROWS,
+    SHORT,
     aggregation,
     batch_of,
     batches,
@@ -143,17 +144,16 @@ def judged_loss(loss_mask: Tensor, output: Tensor) -> Any:
     return loss, *others
 
 
-def rerun_on_host() -> None:
-    """Every rank, DP 2: two usual steps, and a spiky one."""
+@on_ranks_of("dp2")
+def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches(name: str) -> None:
     from megatron.core import rerun_state_machine
 
-    gpt.initialize()
     ddp, hook = gpt.ddp_model(), LossHook(aggregation("prompt_mean"))
     validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
     machine = rerun_state_machine.get_rerun_state_machine()
     data = rerun_state_machine.RerunDataIterator(
-        itertools.cycle(batches(TWO_ROWS[gpt.data_rank()], "bshd"))
+        itertools.cycle(batches(SHORT[gpt.data_rank()], "bshd"))
     )
 
     def runs_of_step(scale: float) -> list[Tensor]:
@@ -176,10 +176,6 @@ def rerun_on_host() -> None:
     spiky, again = runs_of_step(1e4)
     assert torch.equal(spiky, again)
     torch.testing.assert_close(spiky, 1e4 * usual, rtol=1e-10, atol=1e-12)
-
-
-def test_a_spiky_step_and_only_that_runs_again_on_the_same_batches() -> None:
-    run_host_ranks(rerun_on_host, 2)
 
 
 def read_step(iterator: Any, number: int) -> list[Microbatch]:
@@ -210,27 +206,16 @@ def test_a_step_at_hand_and_a_changed_batch_of_an_evaluation_are_exact(name: str
     assert_exact(TOPOLOGIES[name], cases)
 
 
-def outputs(iterator: Any, model: Any) -> Any:
-    return gpt.forward_step(iterator, model)[0], None
-
-
-def log_probs(iterator: Any, model: Any) -> Any:
+def log_probs(losses: Tensor, mask: Tensor) -> Any:
     """A loss function without a mask."""
-    losses, _ = gpt.forward_step(iterator, model)
     return losses, lambda output: (output.sum(), {"log_probs": output.detach()})
 
 
-def collecting(iterator: Any, model: Any) -> Any:
-    losses, _ = gpt.forward_step(iterator, model)
+def collecting(losses: Tensor, mask: Tensor) -> Any:
     return losses, lambda output, non_loss_data: output if non_loss_data else None
 
 
-def frozen(iterator: Any, model: Any) -> Any:
-    output, loss_func = gpt.forward_step(iterator, model)
-    return output.detach(), loss_func
-
-
-def as_without_a_hook(step: Any, topology: str, **options: bool) -> Refusal:
+def as_without_a_hook(form: Form, topology: str, **options: bool) -> Refusal:
     """The same error, the same results, and batches drawn when the host draws them."""
 
     def run(hook: LossHook, model: Any, call: Any) -> None:
@@ -238,7 +223,7 @@ def as_without_a_hook(step: Any, topology: str, **options: bool) -> Refusal:
             left, returned, data = [], [], batches(PLACES[1][0], "thd")
 
             def counted(iterator: Any, chunk: Any) -> Any:
-                made = step(iterator, chunk)
+                made = returning(form, iterator, chunk)
                 left.append(data.__length_hint__())
                 return made
 
@@ -250,9 +235,9 @@ def as_without_a_hook(step: Any, topology: str, **options: bool) -> Refusal:
             # A step that trains is counted and reported, with gradients or not.
             return [error, left, returned] if options else [error]
 
-        stock, hooked = seen(None), seen(hook)
-        assert stock[:2] == hooked[:2]
-        torch.testing.assert_close(stock[2:], hooked[2:], rtol=0, atol=0)
+        alone, hooked = seen(None), seen(hook)
+        assert alone[:2] == hooked[:2]
+        torch.testing.assert_close(alone[2:], hooked[2:], rtol=0, atol=0)
 
     return Refusal(case=Case(run=run), topology=topology)
 
@@ -262,12 +247,12 @@ for name in ("dp1", "cp2"):
     # Before 0.19 the first fails with the hook as without it: the schedule itself calls the
     # function.
     ROWS |= {
-        f"no loss function, {name}": as_without_a_hook(outputs, name, **EVALUATION),
+        f"no loss function, {name}": as_without_a_hook(lambda x, _: (x, None), name, **EVALUATION),
         f"log-probabilities, {name}": as_without_a_hook(log_probs, name, **EVALUATION),
         f"other data, {name}": as_without_a_hook(
             collecting, name, **EVALUATION, collect_non_loss_data=True
         ),
-        f"no gradient, {name}": as_without_a_hook(frozen, name),
+        f"no gradient, {name}": as_without_a_hook(lambda x, mask: stock(x.detach(), mask), name),
     }
 
 

@@ -38,7 +38,7 @@ from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import NO_TOKENS, aggregation
 
 N_MB = 2  # of `two_rows`
-EMPTY = two_rows(places=NO_TOKENS)
+EMPTY_STEP = two_rows(places=NO_TOKENS)
 
 
 def without(batch: Batch, _: tuple[int, ...], key: str) -> Batch:
@@ -170,7 +170,7 @@ FAILED = {
     # Every stage hears of the first step in any case.
     "an empty step": Refusal(
         "PeerError: a rank of the last pipeline stage",
-        replace(EMPTY, after=two_rows(hook={"empty_step": "error"})),
+        replace(EMPTY_STEP, after=two_rows(hook={"empty_step": "error"})),
         "pp2",
         {1: "MaskError: every token of the step is masked or rejected"},
     ),
@@ -251,7 +251,9 @@ CALLS = {
     "an evaluation on gradients": Refusal(case=EVALUATED),
     "a call after an evaluation": Refusal(case=two_rows(after=EVALUATED)),
     # Its gradients are zero.
-    "a call after a step without tokens": Refusal(case=replace(EMPTY, call=ON_LEFT, after=EMPTY)),
+    "a call after a step without tokens": Refusal(
+        case=replace(EMPTY_STEP, call=ON_LEFT, after=EMPTY_STEP)
+    ),
 }
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import DatasetReports, Loop, RouterLosses, read_batch
 from tests import oracle
+from tests.host import gpt
 from tests.host.cases import (
     Batch,
     Case,
@@ -34,7 +36,7 @@ from tests.host.cases import (
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.scripts import by_sample, of_terms, with_loss
+from tests.host.scripts import by_sample, of_terms, returning
 from tests.host.steps import (
     EMPTY,
     NO_TOKENS,
@@ -55,17 +57,14 @@ BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # how it evaluates un
 BY_TOKENS = Loop(of_megatron=True)
 
 
-def with_another_key(stock: Any, mask: Tensor) -> Any:
+def with_another_key(losses: Tensor, mask: Tensor) -> Any:
+    """Reports another pair of the script's own."""
+
     def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> Any:
-        *loss, report = stock(loss_mask, output_tensor)
+        *loss, report = gpt.stock_loss_func(loss_mask, output_tensor)
         return *loss, {**report, "other": torch.tensor([3.0, 4.0])}
 
-    return partial(loss_func, mask)
-
-
-def forward_step(iterator: Any, model: Any) -> Any:
-    """Reports another pair of the script's own."""
-    return with_loss(with_another_key, iterator, model)
+    return losses, partial(loss_func, mask)
 
 
 LOOPS = {
@@ -81,11 +80,11 @@ def with_the_scripts_own(case: Case) -> Expected:
     return gradient, {**reports, "other": 3 / 4}
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone(loop: str) -> None:
-    way = {"places": deal(2, 3), "step": forward_step, **LOOPS[loop]}
+def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone() -> None:
+    way = {"places": deal(2, 3), "step": partial(returning, with_another_key)}
     cases = [
-        dataclasses.replace(loss, per_token=flag, **way) for loss, flag, of in STEPS if of == loop
+        dataclasses.replace(loss, per_token=flag, **way, **LOOPS[loop])
+        for loss, flag, loop in STEPS
     ]
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, with_the_scripts_own)
 
@@ -171,16 +170,18 @@ def by_dataset(mode: str, has_factors: bool = False, **more: Any) -> Case:
 
 OF_DATASETS = [(mode, False) for mode in MODES if mode != "microbatch_mean"]
 OF_DATASETS += [(mode, True) for mode in ("sample_mean", "token_mean", "custom")]
+# Besides those of packs: a mean and a sum.
+ROWS_AND_CALLS = product(("sample_mean", "sample_sum"), ({"layout": "bshd"}, {"calls": (1, 1)}))
 WHOLE: Places = (((1, 2, 3), (5, 0)), ((4, 7), (6, 8, 9)))  # 12 in both microbatches
 WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in (12, 0))
 
 
-@pytest.mark.parametrize("layout", ["thd", "bshd", "several calls"])
-def test_each_data_set_is_reduced_alone(layout: str) -> None:
+def test_each_data_set_is_reduced_alone() -> None:
     """Data set 12 comes in the second step, and 0 is missing in the third."""
-    way = {"calls": (1, 1)} if layout == "several calls" else {"layout": layout}
     wanted: dict[Case, dict[str, float]] = {}
-    for mode, has_factors in OF_DATASETS:
+    rows = [(mode, has_factors, {}) for mode, has_factors in OF_DATASETS]
+    rows += [(mode, False, way) for mode, way in ROWS_AND_CALLS]
+    for mode, has_factors, way in rows:
         step = by_dataset(mode, has_factors, places=WITHOUT_12, **way)
         evaluation = by_dataset(mode, has_factors, after=step, call={"forward_only": True})
         evaluation = dataclasses.replace(evaluation, places=WHOLE)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,14 +18,11 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import Audit, Loop
 from tests.host import gpt
-from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, covering
+from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, usual
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import reference
-from tests.host.scripts import with_loss
-from tests.host.steps import LENGTHS, MODES, N_MB, NO_TOKENS, PLACES, TWO_ROWS, Places, sequences
+from tests.host.steps import LENGTHS, MODES, N_MB, NO_TOKENS, PLACES, SHORT, Places, sequences
 
-LAYOUTS, FLAGS = ("thd", "bshd"), (False, True)
-MEGATRON = {"loop": Loop(of_megatron=True)}
 CALLS = (1, 2, 1)  # microbatches of each call of a step
 
 
@@ -33,15 +30,9 @@ CALLS = (1, 2, 1)  # microbatches of each call of a step
     "name", ["dp2", "cp2", "tp2-sp", "pp2", "ep2", "pp2-dp2-distributed-overlap"]
 )
 def test_a_step_of_several_calls_is_exact(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    places = PLACES[topology.data_parallel_size]
     assert sum(CALLS) == N_MB
     # Twice: the second step does not continue the first.
-    cases = [
-        Case(mode, layout=layout, places=places, per_token=per_token, calls=CALLS, times=2)
-        for mode, layout, per_token in covering(2, MODES, LAYOUTS, FLAGS)
-    ]
-    assert_exact(topology, cases)
+    assert_exact(TOPOLOGIES[name], usual(TOPOLOGIES[name], calls=CALLS, times=2))
 
 
 # One hook over a run whose number of microbatches changes, over steps and over ranks. By step:
@@ -56,31 +47,27 @@ RUN: list[tuple[bool, Places]] = [
 ]
 
 
-def steps_of_run(topology: Topology, mode: str, layout: str, per_token: bool) -> Iterator[Case]:
-    audit = Audit(repeat=layout == "thd")  # or else of the first step alone
-    step = None
+def steps_of_run(case: Case, ranks: int) -> list[Case]:
+    audit = Audit(repeat=case.layout == "thd")  # or else of the first step alone
+    step = replace(case, hook={"loop": Loop(of_megatron=True), "extensions": [audit]})
+    last = None
     for evaluates, places in RUN:
-        step = Case(
-            mode,
-            layout=layout,
-            places=places if topology.data_parallel_size == 2 else (sum(places, ()),),
-            per_token=per_token,
-            hook={**MEGATRON, "extensions": [audit]},
-            call={"forward_only": evaluates},
-            after=step,
-        )
-        yield step
+        of_ranks = places if ranks == 2 else (sum(places, ()),)
+        call = {"forward_only": evaluates}
+        last = replace(step, places=of_ranks, call=call, after=last)
+    return last.steps
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp2-cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", ["dp2-cp2", "tp2", "pp2"])
 def test_every_step_is_exact_whatever_the_number_of_microbatches(name: str) -> None:
-    topology, modes = TOPOLOGIES[name], [*MODES, "microbatch_mean"]
-    runs = (steps_of_run(topology, *way) for way in covering(2, modes, LAYOUTS, FLAGS))
+    topology = TOPOLOGIES[name]
+    cases = usual(topology, (*MODES, "microbatch_mean"))
+    runs = [steps_of_run(case, topology.data_parallel_size) for case in cases]
     assert_exact(topology, [step for steps in runs for step in steps])
 
 
 def test_a_rank_without_active_tokens_takes_part_in_the_step() -> None:
-    ranks = product(*zip(NO_TOKENS, TWO_ROWS, strict=True))
+    ranks = product(*zip(NO_TOKENS, SHORT, strict=True))
     ways = [("sample_sum", False), ("sample_sum", True), ("token_mean", True)]
     cases = [
         Case(mode, places=places, per_token=per_token)
@@ -102,14 +89,9 @@ def twice(**arguments: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["cp2", "pp2"])
 def test_a_loss_that_is_computed_twice_is_exact(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    cases = []
-    for mode, layout, per_token in covering(2, [*MODES, "custom"], LAYOUTS, FLAGS):
-        places = PLACES[topology.data_parallel_size]
-        way = {"layout": layout, "places": places, "call": {"schedule": twice}}
-        first = Case(mode, per_token=per_token, **way)  # which is checked most
-        cases += [first, replace(first, after=first)]
-    assert_exact(topology, cases)
+    first = usual(TOPOLOGIES[name], (*MODES, "custom"), call={"schedule": twice})
+    # The first step of a hook is checked most.
+    assert_exact(TOPOLOGIES[name], [*first, *(replace(case, after=case) for case in first)])
 
 
 # Known defects of public systems that live between a loss function and the host's own scaling: the
@@ -171,11 +153,10 @@ TRAPS = {1: ON_TWO_DATA_PARALLEL_RANKS, 2: ON_TWO_CONTEXT_PARALLEL_RANKS}
 
 def defective_step(data_iterator: Any, model: Any, cp: int, name: str) -> Any:
     """The forward step whose loss function has the defect."""
-
-    def defective(_: Any, mask: Tensor) -> Callable[..., Any]:
-        return lambda output: (*TRAPS[cp][name].defective((output * mask).sum(), mask.sum()), {})
-
-    return with_loss(defective, data_iterator, model)
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+    (mask,) = loss_func.args
+    defective = TRAPS[cp][name].defective
+    return losses, lambda output: (*defective((output * mask).sum(), mask.sum()), {})
 
 
 @pytest.mark.parametrize("cp", TRAPS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -21,11 +20,11 @@ from megatron_loss_agg import Microbatch, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.report import Max, Mean, Min, Sum
 from tests import oracle
-from tests.host import gpt, gradients
-from tests.host.cases import Batch, Case, Expected, assert_exact
-from tests.host.harness import TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
+from tests.host import gpt, gradients, parallel_state
+from tests.host.cases import Batch, Case, Expected, assert_exact, covering
+from tests.host.harness import TOPOLOGIES, build_chunks, error_of, on_ranks_of
 from tests.host.reference import gradient_of_sum, reference
-from tests.host.refusals import Refusal, assert_told
+from tests.host.refusals import Refusal, assert_says, assert_told
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
 from tests.host.test_whole_losses import gathered
 
@@ -78,8 +77,8 @@ STEPS = {
 }
 
 
-def expected(case: Case) -> Expected:
-    losses, mask = reference().losses, [torch.tensor(x.sample.mask) for x in sequences()]
+def expected(case: Case, model: str) -> Expected:
+    losses, mask = reference(model).losses, [torch.tensor(x.sample.mask) for x in sequences()]
     x = torch.cat(losses)[torch.cat(mask) > 0]
     reports = {"mean": x.mean(), "max": x.max(), "min": x.min()}
     reports["large"] = (x > LARGE).double().mean()
@@ -92,55 +91,48 @@ def expected(case: Case) -> Expected:
         reports |= {f"{name} loss": loss, f"{name} again": loss}
         total += term.coefficient * loss
         slopes = [(i, (w * slope(losses[i])).tolist()) for i, w in by_sample]
-        parts.append((term.coefficient, reference(), slopes))
+        parts.append((term.coefficient, reference(model), slopes))
     reports[case.hook["total"]] = total
     return gradient_of_sum(*parts), {name: float(value) for name, value in reports.items()}
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp2-cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", ["dp2-cp2", "tp2", "pp2"])
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
     topology = TOPOLOGIES[name]
     # Losses of this rank's tokens; or, over context-parallel ranks, whole ones on every rank.
     kinds = (None, "local_grad", "reduced_grad") if "cp" in topology.sizes else (None,)
     cases = []
-    for places, per_token, kind in product(
-        STEPS[topology.data_parallel_size], (False, True), kinds
-    ):
+    steps = STEPS[topology.data_parallel_size]
+    for places, per_token, kind in covering(2, steps, (False, True), kinds):
         way = {"step": partial(forward_step, kind=kind)}
         way["hook"] = {"total": "total loss" if kind else "loss"}
         cases.append(Case("", terms=TERMS, places=places, per_token=per_token, **way))
-    assert_exact(topology, cases, expected)
+    assert_exact(topology, cases, partial(expected, model=topology.model))
 
 
-def empty_steps(topology: Topology) -> dict[str, list[tuple[str | None, bool]]]:
-    """Every rank, for each policy, of a step with tokens, an evaluation without and a step without:
-    the error of each, and whether the last training step is known to be empty.
-    """
-    gpt.initialize(**topology.sizes)
-    chunks = build_chunks(topology, False)
-    found: dict[str, list[Any]] = {}
+NO_TOKENS = (
+    "MaskError: every token of the step is masked or rejected ... "
+    "--loss-aggregation-empty-step skip or step"
+)
+
+
+@on_ranks_of("dp2", "cp2", "pp2")
+def test_every_rank_hears_of_an_empty_step(name: str) -> None:
+    chunks = build_chunks(TOPOLOGIES[name], False)
+    # The first of several pipeline stages only hears of it.
+    refused = (
+        NO_TOKENS if parallel_state.is_pipeline_last_stage() else "PeerError: a rank of the last"
+    )
     for policy in ("skip", "error", "step"):
         hook = LossHook(TERMS, empty_step=policy)
         for place, evaluates in (((0, 1), False), ((), True), ((), False)):
             options = {"forward_step_func": forward_step, "forward_only": evaluates}
             data = Case("", places=((place,),)).data(0)
             error = error_of(gpt.run_step, hook, chunks, data, 1, **options)
-            found.setdefault(policy, []).append((error, hook.step_is_empty))
+            is_empty = not place and not evaluates
+            assert_says(error, refused if is_empty and policy == "error" else "")
+            assert hook.step_is_empty == (is_empty and policy == "skip")
             assert place or error or not gradients.flat(chunks).any()
-    return found
-
-
-@pytest.mark.parametrize("name", ["dp2", "cp2", "pp2"])
-def test_every_rank_hears_of_an_empty_step(name: str) -> None:
-    for rank in run_host_ranks(empty_steps, 2, TOPOLOGIES[name]):
-        assert rank["skip"] == [(None, False), (None, False), (None, True)]
-        assert rank["step"] == [(None, False)] * 3  # passes by default
-        assert rank["error"][:2] == [(None, False)] * 2
-        error = str(rank["error"][2][0])
-        if name != "pp2":  # whose first stage only hears of it
-            assert "every token of the step is masked or rejected" in error
-            assert "--loss-aggregation-empty-step skip or step" in error
-        assert error != "None"
 
 
 def misfit(says: str, losses_of: Any, terms: Any = TERMS, report: Any = None) -> Refusal:

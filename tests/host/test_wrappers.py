@@ -20,7 +20,7 @@ from tests.host import gpt, gradients, parallel_state
 from tests.host.cases import Case, take
 from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, error_of, run_host_ranks
 from tests.host.reference import Gradient, reference, relative_error
-from tests.host.steps import PLACES, Places, weights_of
+from tests.host.steps import SHORT, Places, weights_of
 
 TORCH = "torch"  # FSDP2; the others are what Megatron FSDP can shard
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -36,8 +36,7 @@ WRAPPED = {
 
 
 def places_of(topology: Topology) -> Places:
-    ranks = topology.data_parallel_size
-    return PLACES.get(ranks) or PLACES[2] * (ranks // 2)
+    return (SHORT * 2)[: topology.data_parallel_size]
 
 
 def steps(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tests.host import gpt
-from tests.host.steps import NO_TOKENS, TWO_ROWS, batches
+from tests.host.steps import NO_TOKENS, SHORT, batches
 
 dist.init_process_group("gloo")
 gpt.initialize()
@@ -32,7 +32,7 @@ model = gpt.ddp_model()
 OWN_LOOP = """
 print(argparse.ArgumentParser().parse_args())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = batches(TWO_ROWS[dist.get_rank()], "bshd")
+data = batches(SHORT[dist.get_rank()], "bshd")
 reports = gpt.run_step(None, model, data, 2, schedule=SCHEDULE)
 optimizer.step()
 print("stepped with", *sorted(reports[0]))
@@ -44,7 +44,7 @@ config = OptimizerConfig(optimizer="adam", lr=0.1, min_lr=0.1, weight_decay=0.5,
 optimizer = get_megatron_optimizer(config, [model])
 for empty in (False, True, False):
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-    gpt.run_step(None, model, batches((NO_TOKENS if empty else TWO_ROWS)[0], "bshd"), 2)
+    gpt.run_step(None, model, batches((NO_TOKENS if empty else SHORT)[0], "bshd"), 2)
     stepped = optimizer.step()[0]
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     print("empty", empty, "stepped", stepped, "moved", not torch.equal(before, after))

@@ -120,14 +120,14 @@ def train_several_models() -> None:
     from megatron_loss_agg.mcore import LossHook
     from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
-    from tests.host.scripts import with_loss
-    from tests.host.steps import NO_TOKENS, TWO_ROWS, batches
+    from tests.host.scripts import returning
+    from tests.host.steps import NO_TOKENS, SHORT, batches
 
     gpt.initialize()
     first, second = gpt.ddp_model(), gpt.ddp_model()
-    squares = functools.partial(with_loss, lambda _, mask: functools.partial(squared, mask))
+    squares = functools.partial(returning, lambda x, mask: (x, functools.partial(squared, mask)))
 
-    def call(model: Any, schedule: Any = None, places: Any = TWO_ROWS, **options: Any) -> Any:
+    def call(model: Any, schedule: Any = None, places: Any = SHORT, **options: Any) -> Any:
         data = batches(places[0], "bshd")
         return gpt.run_step(None, model, data, 2, schedule=schedule, **options)
 
