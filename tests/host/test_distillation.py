@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_loss_agg import Term
 from megatron_loss_agg.mcore import Distillation, LossHook
 from tests.host import gpt, gradients
 from tests.host.cases import Expected, reduced
@@ -211,6 +212,7 @@ def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> N
 REFUSED = {
     "another alpha": "HostError: not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its "
     "own",
+    "another kd, of a student that was its teacher": "HostError: not the masked sum of 0.6 *",
     "no teacher": "HostError: computed 0 distillation losses ... --logits-load-dir ... "
     "return a TokenLoss",
     "ignored errors": "HostError: --logits-load-ignore-errors, with which ... change it, or drop "
@@ -236,6 +238,23 @@ def refusals(folder: str, numbers: dict[str, float]) -> None:
         "ignored errors": error_of(one_step, *flags, "--logits-load-ignore-errors"),
         "no term of the teacher": error_of(gpt.run_step, hook, chunks, iter([]), 1),
     }
+    terms = {MODE: Term(aggregation(MODE), 0.6), "kd": Term(aggregation(MODE), 0.5)}
+    of_a_loop = LossHook(terms, extensions=[Distillation()])
+
+    def in_a_loop() -> None:
+        with gpt.KeepDouble():
+            data, forward_step = data_of(places, layout), script(folder, 0.4)
+            gpt.run_step(of_a_loop, chunks, data, len(places[0]), forward_step_func=forward_step)
+
+    with torch.no_grad():
+        own = [x.clone() for x in chunks[0].parameters()]
+        for x, y in zip(chunks[0].parameters(), teacher_alone().parameters(), strict=True):
+            x.copy_(y)
+    in_a_loop()  # kd is 0, so that its coefficient may be anything
+    with torch.no_grad():
+        for x, y in zip(chunks[0].parameters(), own, strict=True):
+            x.copy_(y)
+    errors["another kd, of a student that was its teacher"] = error_of(in_a_loop)
     chunks[0].eval()
     assert reduced(one_step(*half, forward_only=True)) == pytest.approx(numbers, rel=EXACT)
     single, _ = student(topology, False, torch.float32)
