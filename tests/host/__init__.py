@@ -5,8 +5,9 @@ and every parallelism), and `refusals` (a case that goes wrong, and what each ra
 
 - `steps` has the samples that nearly all steps are of, and the oracle's weights of their tokens;
   `reference` the gradients of their losses, each alone in one fp64 process.
-- `harness` has the topologies and the models; `gpt` the model and its forward step on a rank;
-  `gradients` what of a whole gradient is a rank's.
+- `harness` has the topologies and the models, and `on_ranks_of` for tests that ranks run
+  themselves; `gpt` the model and its forward step on a rank; `gradients` what of a whole gradient
+  is a rank's.
 - `scripts` is what users' forward steps do, right and wrong.
 
 Importing Megatron takes seconds and needs stand-ins for a GPU, which only ranks have (`preload`).

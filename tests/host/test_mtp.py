@@ -18,7 +18,7 @@ from megatron_loss_agg import CPLayout, Term
 from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
-from tests.host.harness import MODELS, TOPOLOGIES
+from tests.host.harness import STAGES, TOPOLOGIES
 from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Refusal, assert_told
 from tests.host.scripts import of_terms, with_labels
@@ -37,7 +37,7 @@ RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
 TAKES_PACKS = RELEASE >= (0, 16)  # moves labels inside the sequences of a pack
 MAKES_LABELS = RELEASE >= (0, 19)  # of tokens, where a call has no labels
 DEPTHS, FACTOR = 2, 0.5
-CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
+CONFIG = {**STAGES, "mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 METHOD = "compute_language_model_loss"
 
 
@@ -130,16 +130,16 @@ def logits_of(model: Any, sequence: Any) -> list[Tensor]:
 
 
 @functools.cache
-def of_depths(model: str) -> dict[str, Reference]:
-    return references(losses_of, **CONFIG, **MODELS[model])
+def of_depths() -> dict[str, Reference]:
+    return references(losses_of, **CONFIG)
 
 
-def expected(case: Case, model: str) -> Expected:
+def expected(case: Case) -> Expected:
     """Every depth has the weights that its targets have in the main loss."""
     weights = factored(case.weights) if case.batch is with_factors else case.weights
     coefficient = case.terms[case.mode].coefficient if case.terms else 1.0
     parts, reports, total = [], {}, 0.0
-    for depth, reference in of_depths(model).items():
+    for depth, reference in of_depths().items():
         factor = coefficient * (FACTOR / DEPTHS if depth else 1.0)
         parts.append((factor, reference, weights))
         loss = reference.loss(weights)
@@ -160,7 +160,7 @@ def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
         for case in CASES[name]
         if (TAKES_PACKS or case.layout != "thd") and (MAKES_LABELS or case.step is with_labels)
     ]
-    assert_exact(topology, cases, partial(expected, model=topology.model))
+    assert_exact(topology, cases, expected)
 
 
 def once_more(labels: bool, iterator: Any, model: Any) -> Any:

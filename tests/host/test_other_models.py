@@ -18,7 +18,7 @@ from megatron_loss_agg.mcore import read_samples
 from tests import oracle
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
-from tests.host.harness import EXACT, STAGES, TOPOLOGIES, on_ranks_of
+from tests.host.harness import EXACT, TOPOLOGIES, on_ranks_of
 from tests.host.reference import gradient_of, relative_error
 from tests.host.steps import PLACES, VOCAB, Places, Weights, sequences, weights_of
 from tests.host.test_mtp import CONFIG, DEPTHS, FACTOR, case, logits_of
@@ -146,7 +146,7 @@ def test_multi_token_prediction_of_the_hybrid_model_is_exact(name: str) -> None:
     stack.submodules.mtp_block_spec = ModuleSpec(
         module=mtp.MultiTokenPredictionBlock, submodules=block
     )
-    config = gpt.build(**STAGES, **CONFIG).config
+    config = gpt.build(**CONFIG).config
     pattern = {"hybrid_layer_pattern": "*-/*-/*-", "position_embedding_type": "rope"}
     model = HybridModel(config, stack, VOCAB, 256, **pattern)
     for key, parameter in model.named_parameters():
