@@ -300,6 +300,12 @@ def sharded_alone(mask: float) -> Call:
     return lambda world, alone: StepPlan.build(agg, step, world, sharded_over=alone)
 
 
+def by_prompt(step: Microbatch) -> Call:
+    """Of a function that asks for groups, whose ids this rank may lack."""
+    agg = aggregation("custom", function=lambda plan, i: plan.group_sums("prompt", i))
+    return lambda world, alone: StepPlan.build(agg, [step], world).weights(0)
+
+
 def two(name: str = "a", kind: Any = Mean) -> dict[str, Any]:
     one = kind.of(torch.ones(1), torch.ones(1))
     return {"loss": one, name: one}
@@ -348,6 +354,11 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "sums": (of_sums(1.0), build({"": SUM}), OTHERS),
     "sharded masks": (sharded_alone(1.0), build({"": aggregation("sample_mean")}), OTHERS),
     "samples": (sharing(GOOD, GOOD), sharing(GOOD), "GroupError: ranks that share samples have 2"),
+    "ids": (
+        by_prompt(GOOD),
+        by_prompt(Microbatch(torch.ones(2, 3))),
+        "GroupError: no sums by 'prompt' in thi",
+    ),
     "extremes": (sharded_alone(1e-40), sharded_alone(1.0), "MaskError: the coefficients of samp"),
     **{
         f"reports {name}": (reporting(reports), reporting(), OTHER_METRICS)
