@@ -91,6 +91,13 @@ def without_experts(model: Any, num_tokens: Any = None, **options: Any) -> None:
     gpt.finalize_model_grads(model, num_tokens)
 
 
+def doubling_on_one_rank(model: Any, num_tokens: Any = None, **options: Any) -> None:
+    gpt.finalize_model_grads(model, num_tokens)
+    if torch.distributed.get_rank() == 1:
+        for ddp in model:
+            ddp.scale_gradients(2.0)
+
+
 def finalized(finalize: Any) -> Any:
     return mock.patch.dict(gpt.SETTINGS, finalize_model_grads_func=finalize)
 
@@ -123,6 +130,7 @@ HOSTS: dict[str, dict[str, Host]] = {
     "dp2-cp2": {
         "no sum": broken(called("scaling_alone"), finalized, scaling_alone),
         "none": broken(called("None"), finalized, None),
+        "one rank": broken(called("doubling_on_one_rank"), finalized, doubling_on_one_rank),
         "no CP": broken(NO_CP, scaled_gradients, 2.0, 1.0, True),
     },
     # Factors of dense and of experts' gradients: NaN is farther off than any number.
