@@ -200,7 +200,7 @@ FUNCTIONS_REFUSED = {
     ),
     "losses that are not summed": refused(
         "HostError: tensor of shape (3,) as its loss; expected a tensor of one number",
-        bound(returning, (torch.ones(3), torch.tensor(1), {})),
+        bound(giving, (torch.ones(3), torch.tensor(1), {})),
     ),
     **{
         f"{got}, stock": refused(
