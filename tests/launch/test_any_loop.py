@@ -64,15 +64,6 @@ torch.optim.SGD([weight], lr=0.1).step()
 {NOTHING}
 """
 
-# Flags that Megatron has read from a YAML file.
-FROM_YAML = f"""
-import argparse
-from megatron.training import global_vars
-
-global_vars.set_args(argparse.Namespace(loss_aggregation="sample_mean"))
-{OPTIMIZER}
-"""
-
 # What the patches add to a script.
 PATCHED = """
 from megatron_loss_agg.mcore import cpu
@@ -136,9 +127,6 @@ RUNS = {
             r"expected a loop that calls what Megatron-Core's get_forward_backward_func\(\)": 1,
             "stepped": 0,
         },
-    ),
-    "an optimizer, and nobody asked for the hook of a YAML file": Run(
-        FROM_YAML, 1, {BEFORE_SGD: 1}, flags=()
     ),
     "a script that has nothing to do with us": Run(OPTIMIZER, 0, {"stepped": 1, REFUSAL: 0}, ()),
     "no optimizer, and nobody asked for the hook": Run(

@@ -8,6 +8,7 @@ import functools
 import sys
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ OTHER_LOSS = "HostError: the loss function returned ... expected a masked sum"
 
 def train_several_models() -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.training import global_vars
 
     from megatron_loss_agg import LossAggregation
     from megatron_loss_agg.mcore import LossHook
@@ -166,6 +168,14 @@ def train_several_models() -> None:
     uninstall()
     assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
     assert sys.argv[1:] == ["--loss-aggregation", "sum"]
+
+    # Flags that Megatron has read from a YAML file.
+    from_yaml = argparse.Namespace(loss_aggregation="sum")
+    sys.argv = ["script"]
+    uninstall = install(watch_exit=False)
+    with mock.patch.object(global_vars, "_GLOBAL_ARGS", from_yaml):
+        assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
+    uninstall()
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
     call(first, places=NO_TOKENS)
