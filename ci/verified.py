@@ -21,8 +21,8 @@ HEAD = """\
 Written by `bash ci/matrix.sh` from the reports of the tests, not by hand. Every number is measured
 through the host, the real Megatron-Core of that release, on a CPU: its schedule, DDP and gradient
 finalization over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three
-microbatches of unequal size, with and without `--calculate-per-token-loss`, in every mode. Every
-three of these have all their combinations.
+microbatches of unequal size, with and without `--calculate-per-token-loss`, in every mode: on the
+newest release all combinations, on the others those in which every three of these have all.
 
 Numbers are of comparisons and tests that hold: all of them, unless one is written as 15/16.
 """
