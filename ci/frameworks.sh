@@ -183,8 +183,8 @@ Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of rag
 them without tokens, removed, or cut from one rollout, in microbatches of unequal size. By ranks:
 the error of the gradient of all parameters, norm-wise, relative to one fp64 process which shares no
 code with the package or the framework. `metrics`: their reported losses, against that process.
-`stock's gradient`: how far the unpatched code is from that aggregation, in the nearest mode that it
-has. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
+`stock's gradient`: how far the unpatched code is from that aggregation, in its run of the
+same name or options, or else in its first. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
 stock. Of Megatron-Bridge, which is not patched, the script runs on the package of `ci/peers.txt`,
 with the launcher's flags and without. Stock multi-token prediction is NaN where a rank's microbatch
 has no token with loss.

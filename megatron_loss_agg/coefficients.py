@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -67,8 +69,11 @@ class StepCoefficients:
     def _of_microbatch(self, x_S: Tensor, i: int) -> Tensor:
         """A copy of the part of ``x_S`` that is of microbatch ``i``."""
         i = self._index(i)
-        start = sum(self.sizes[:i])
-        return x_S[start : start + self.sizes[i]].clone()
+        return x_S[self._starts[i] : self._starts[i + 1]].clone()
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [*accumulate(self.sizes, initial=0)]
 
     def _index(self, i: Any) -> int:
         try:

@@ -19,7 +19,13 @@ from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension, settings_of
 from megatron_loss_agg.mcore.host import Call, Loop, defaults_of, stock
 from megatron_loss_agg.mcore.reading.ahead import LookAhead, Source
-from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, read_batch, reading
+from megatron_loss_agg.mcore.reading.keys import (
+    ReadBatch,
+    ReadStep,
+    factors_of,
+    read_batch,
+    reading,
+)
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch, read_samples
 from megatron_loss_agg.mcore.splits import Splits
 from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
@@ -30,7 +36,7 @@ _FAILED = "a rank of the last pipeline stage could not plan the step; expected i
 
 
 class Hook:
-    """What `megatron_loss_agg.mcore.LossHook` does; it adds the checks that every hook has."""
+    """`megatron_loss_agg.mcore.LossHook` without the checks that every hook has."""
 
     _complete: Callable[[Iterable[Extension]], list[Extension]]
 
@@ -61,14 +67,13 @@ class Hook:
         self._source = Source(reading(read_batch, self.terms, "dataset" in self._needs), read_step)
         self._empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
-        factors = getattr(read_batch, "keywords", {}).get("factors")  # see `with_factors`
-        own = {"mask": mask, "factors": factors, "empty_step": empty_step, "total": total}
-        own |= loop._asdict()
+        own = {"mask": mask, "factors": factors_of(read_batch), "empty_step": empty_step}
+        own |= {"total": total, **loop._asdict()}
         self._settings = settings_of(own, self._extensions)
         self.step_is_empty = False
         self._splits = Splits()
         self._open: Step | None = None
-        self._kinds_planned: set[bool] = set()  # of training, of an evaluation
+        self._kinds_planned: set[bool] = set()  # `Call.trains` of the calls that were planned
         self._evaluation: defaultdict[str, RunningMean] = defaultdict(RunningMean)
 
     @property

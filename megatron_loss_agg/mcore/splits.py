@@ -105,13 +105,13 @@ class Splits:
         def by_split(x: Tensor) -> dict[str, float]:
             return {name: float(fingerprint(y.shard(x), True)) for name, y in layouts.items()}
 
-        def printed(x: Tensor) -> IdFingerprints:
+        def of_ids(x: Tensor) -> IdFingerprints:
             tells = x.numel() > 0 and bool((x != x.reshape(-1)[:1]).any())
             return IdFingerprints(float(fingerprint(x)), tells, by_split(x))
 
         telling = [x for x in microbatch.token_ids if not bool(counts_up(x))]
         return Fingerprints(
-            tuple(map(printed, telling)), by_split(microbatch.loss_mask.detach() != 0)
+            tuple(map(of_ids, telling)), by_split(microbatch.loss_mask.detach() != 0)
         )
 
     def narrow(

@@ -141,7 +141,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)  # the framework's own
     losses: Losses | None = None  # of tokens, whose sum by ``weights`` it computes
     weights: tuple[Weights, ...] = ()  # by step
-    refusal: str = ""  # a pattern, with which the error begins that it ends with
+    refusal: str = ""  # a pattern that its error must match from the start
     near: str = ""  # the stock run that it differs from; or see `Report.near`
 
 
@@ -357,7 +357,7 @@ def _reference(runs: Runs, rope: bool, batch: Batch, vocab: int, mtp: dict[str, 
     for number, step in enumerate(batch):
         tokens = [token_values(model, a.tokens(), a.prompt_length) for a in step]
         generator = torch.Generator().manual_seed(number)
-        log_probs = LogProbs(*(_near([lp for lp, _ in tokens], generator) for _ in range(2)))
+        log_probs = LogProbs(*(_noisy([lp for lp, _ in tokens], generator) for _ in range(2)))
         given.append(log_probs)
         zipped = list(zip(step, tokens, *log_probs, strict=True))
 
@@ -376,7 +376,7 @@ def _reference(runs: Runs, rope: bool, batch: Batch, vocab: int, mtp: dict[str, 
     return given, found
 
 
-def _near(log_probs: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+def _noisy(log_probs: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     noise = partial(torch.randn, generator=generator, dtype=torch.float64)
     return [(lp + 0.1 * noise(lp.shape)).detach().float() for lp in log_probs]
 

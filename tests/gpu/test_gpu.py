@@ -155,7 +155,7 @@ def ended(out: Path, ending: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """All of them begun at once, two at a time: one does nothing but wait for its end."""
+    """Two at a time: the part that hangs only waits to be ended."""
     with ThreadPoolExecutor(2) as pool:
         found = {"dry": pool.submit(dry_run, tmp_path_factory.mktemp("dry"))}
         for ending in ENDINGS:

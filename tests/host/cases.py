@@ -36,7 +36,7 @@ from tests.host.steps import (
 )
 
 Batch = dict[str, Any]
-Step = Callable[..., Any]
+Call = Callable[..., Any]
 """One call of the schedule: a function of the number of microbatches and of more options."""
 EVALUATION = {"forward_only": True}  # as `Case.call`
 
@@ -68,7 +68,7 @@ class Case:
     iterator: Callable[[Iterator[Batch]], Any] = iter  # what is made of a rank's batches
     step: Callable[..., Any] | None = None  # the forward step, if not that of `gpt`
     call: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
-    run: Callable[[Any, Any, Step], None] | None = None  # in place of the call: hook, model, call
+    run: Callable[[Any, Any, Call], None] | None = None  # in place of the call: hook, model, call
     calls: tuple[int, ...] = ()  # microbatches of each call, where the step has several
     times: int = 1  # that the step is taken: the first one measures
     after: Case | None = None  # the step before this one, whose hook takes both

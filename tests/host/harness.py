@@ -130,8 +130,8 @@ def build_chunks(
 
 
 def on_ranks_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Of a test: every rank of these topologies runs it, given their name, and must pass it."""
-    import pytest  # which a GPU's machine may lack that runs `benchmarks.gpu`
+    """Run a test on every rank of each of these topologies; it gets the topology's name."""
+    import pytest  # here, since a machine that runs `benchmarks.gpu` may lack it
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @pytest.mark.parametrize("name", names)

@@ -29,7 +29,7 @@ two_rows = functools.partial(Case, layout="bshd", places=SHORT)
 
 @dataclass(frozen=True)
 class Refusal:
-    """What becomes of a step.
+    """A step, and the error that ranks raise; without an error it must pass.
 
     Args:
         says: the error that every rank raises, its class and parts of its text, as in "HostError:
@@ -81,9 +81,9 @@ def _errors(module: str, topology: str) -> dict[str, str | None]:
 
 def _run(row: Refusal, models: Callable[[Case], list[Any]]) -> None:
     """``row`` on this rank."""
-    *before, last = row.unlike.get(dist.get_rank(), row.case).steps
-    hook, topology = (before or [last])[0].new_hook(), TOPOLOGIES[row.topology]
-    for case in before:
+    steps, topology = row.unlike.get(dist.get_rank(), row.case).steps, TOPOLOGIES[row.topology]
+    hook = steps[0].new_hook()
+    for case in steps[:-1]:
         told = error_of(take, case, topology, models(case), hook)
         assert told is None, told
-    take(last, topology, models(last), hook)
+    take(steps[-1], topology, models(steps[-1]), hook)

@@ -49,7 +49,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("sample_mean", {"sample_weights": "count"}),
     ("prompt_mean", {"sample_weights": "skip"}),
     ("microbatch_mean", {"sample_weights": "count"}),
-    *product(("prompt_mean", "sample_mean"), ({"rejected": "count"}, {"rejected": "skip"})),
+    ("prompt_mean", {"rejected": "count"}),
+    ("sample_mean", {"rejected": "count"}),
+    ("prompt_mean", {"rejected": "skip"}),
+    ("sample_mean", {"rejected": "skip"}),
 ]
 REJECTED = [i % 3 == 0 for i in range(len(V))]
 

@@ -211,7 +211,7 @@ def refused(
     return Refusal(says, two_rows(mode, hook=hook, step=step, **options), topology)
 
 
-OTHER_VALUES = "MaskError: the model's mask of microbatch 0 has ... as the number of values"
+OTHER_VALUES = "MaskError: the model's mask of microbatch 0 has ... values"
 NO_TOTAL = "ModeError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
 REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
     "an extension that needs 'masks' with": {"extensions": [Needing("masks")]},

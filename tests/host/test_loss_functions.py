@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore import Loop, TokenLoss
 from tests.host import gpt
-from tests.host.cases import EVALUATION, Case, Expected, Step, assert_exact, by_the_oracle
+from tests.host.cases import EVALUATION, Call, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES, error_of
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import Form, returning, stock, with_mask
@@ -168,12 +168,12 @@ def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Refusal
     return Refusal(says, case, "dp1")
 
 
-# As a step without tokens, which verifies nothing.
 DIVIDED = two_rows(step=partial(returning, bound(divided)))
+# It verifies nothing.
 EMPTY_STEP = replace(DIVIDED, places=NO_TOKENS)
 
 
-def caught_once(hook: Any, model: Any, call: Step) -> None:
+def caught_once(hook: Any, model: Any, call: Call) -> None:
     """A loop that goes on after an error."""
     assert error_of(call, 2) is not None
     call(2)

@@ -32,7 +32,7 @@ from megatron_loss_agg.mcore import (
     read_samples,
 )
 from tests.host import gpt, pipeline_parallel
-from tests.host.cases import EVALUATION, Batch, Case, Step, take
+from tests.host.cases import EVALUATION, Batch, Call, Case, take
 from tests.host.harness import TOPOLOGIES
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import NO_TOKENS, aggregation
@@ -185,7 +185,7 @@ def of_calls(*numbers: int, says: str = "") -> Refusal:
     return Refusal(says, replace(FOUR, calls=numbers), "dp1")
 
 
-def evaluating_between(hook: LossHook, model: Any, call: Step) -> None:
+def evaluating_between(hook: LossHook, model: Any, call: Call) -> None:
     read = [read_batch(batch) for batch in FOUR.data(0)]
     with hook.step(read[:2] + read[3:]):
         call(2)
@@ -193,23 +193,23 @@ def evaluating_between(hook: LossHook, model: Any, call: Step) -> None:
         call(1, zero_grad=False)
 
 
-def nested(hook: LossHook, model: Any, call: Step) -> None:
+def nested(hook: LossHook, model: Any, call: Call) -> None:
     with hook.step([]), hook.step([]):
         pass
 
 
-def failing_loop(hook: LossHook, model: Any, call: Step) -> None:
+def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
     with hook.step([]):
         raise RuntimeError("of the loop")
 
 
-def after_another_hook(hook: LossHook, model: Any, call: Step) -> None:
+def after_another_hook(hook: LossHook, model: Any, call: Call) -> None:
     """A call on the gradients that another hook's call left."""
     take(two_rows("sum"), TOPOLOGIES["dp2"], [model])
     call(N_MB, zero_grad=False)
 
 
-def without_zero_grad(hook: LossHook, model: Any, call: Step, zeroed: bool = False) -> None:
+def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = False) -> None:
     """A loop that zeroes Megatron's buffer, and its optimizer's gradients only if ``zeroed``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     try:
@@ -270,7 +270,7 @@ def past_the_model(iterator: Any, model: Any) -> Any:
     return weight.sum() + torch.zeros_like(mask), partial(gpt.stock_loss_func, mask)
 
 
-def without_a_number(hook: LossHook, model: Any, call: Step, **bound: int) -> None:
+def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> None:
     """A call without ``num_microbatches``, which a schedule may have already."""
 
     def schedule(num_microbatches: int, **arguments: Any) -> Any:
@@ -280,13 +280,13 @@ def without_a_number(hook: LossHook, model: Any, call: Step, **bound: int) -> No
     gpt.run_step(None, model, two_rows().data(gpt.data_rank()), N_MB, schedule=schedule)
 
 
-def with_config(hook: LossHook, model: Any, call: Step, **config: Any) -> None:
+def with_config(hook: LossHook, model: Any, call: Call, **config: Any) -> None:
     """A call of a model whose configuration has changed."""
     with mock.patch.dict(vars(model.config), config):
         call(N_MB)
 
 
-def with_instances(hook: LossHook, model: Any, call: Step) -> None:
+def with_instances(hook: LossHook, model: Any, call: Call) -> None:
     with mock.patch.object(model.ddp_config, "num_distributed_optimizer_instances", 2):
         call(N_MB)
 
@@ -352,7 +352,7 @@ def unlike(said: str, last: Case, others: Case, topology: str = "dp2") -> Refusa
     return Refusal(says, others, topology, unlike={rank: last})
 
 
-def nothing(hook: LossHook, model: Any, call: Step) -> None: ...
+def nothing(hook: LossHook, model: Any, call: Call) -> None: ...
 
 
 MEAN = two_rows("token_mean")

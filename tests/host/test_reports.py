@@ -171,7 +171,8 @@ def by_dataset(mode: str, has_factors: bool = False, **more: Any) -> Case:
 OF_DATASETS = [(mode, False) for mode in MODES if mode != "microbatch_mean"]
 OF_DATASETS += [(mode, True) for mode in ("sample_mean", "token_mean", "custom")]
 # Besides those of packs: a mean and a sum.
-ROWS_AND_CALLS = product(("sample_mean", "sample_sum"), ({"layout": "bshd"}, {"calls": (1, 1)}))
+WAYS: list[dict[str, Any]] = [{"layout": "bshd"}, {"calls": (1, 1)}]
+ROWS_AND_CALLS = [*product(("sample_mean", "sample_sum"), WAYS)]
 WHOLE: Places = (((1, 2, 3), (5, 0)), ((4, 7), (6, 8, 9)))  # 12 in both microbatches
 WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in (12, 0))
 

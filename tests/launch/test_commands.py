@@ -25,6 +25,9 @@ BAD_STARTS = {
     "SCRIPT @ sum @-factors key @-batch json:dumps": (
         "ModeError: @-factors key and a function of its own ... token_factors=...)"
     ),
+    "SCRIPT @ sum @-factors key @-mask model": (
+        "ModeError: @-factors key and a function of its own ... token_factors=...)"
+    ),
     "SCRIPT @": "InputError: argument @: expected one argument",
     "SCRIPT @-emtpy skip": "ModeError: unknown flag @-emtpy; expected @-empty, ",
     "SCRIPT --loss-agregation sum": (

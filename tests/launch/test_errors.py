@@ -34,7 +34,7 @@ class End(NamedTuple):
 WITHOUT_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 ENDS = {
     "of two ranks, and later another of the third": End(("b", "a", "b"), 2, (0, 1, 0.3)),
-    "of two ranks, for which the second comes too late": End((None, "a", "a"), 1, (0, 0, 2.5)),
+    "of two ranks, of which the second comes too late": End((None, "a", "a"), 1, (0, 0, 2.5)),
     # Nobody listens; or there is no store of torchrun's, and that of the process group, or none.
     "of ranks without a store": End(("a", "a"), 2, environment={"MASTER_PORT": "1"}),
     "of a process group": End(("a", "a"), 1, environment=WITHOUT_TORCHRUN, connected=True),

@@ -86,8 +86,7 @@ class DatasetReports(Extension):
             aggregation = call.terms[name].aggregation
             over = denominator(aggregation, x.plan.terms[name])
             if aggregation.within is not None:  # an evaluation weighs its calls by denominators
-                weights = w.double() * over
-                counted = weights if x.unfactored[name] is w else x.unfactored[name].double() * over
+                weights, counted = (y.double() * over for y in (w, x.unfactored[name]))
                 report_mean(f"{name} loss", name, weights, counted)
                 continue
             for d, (part,) in _sums(x, name, names, (w.double(), x.losses[name])).items():

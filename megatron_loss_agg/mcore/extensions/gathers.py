@@ -38,7 +38,8 @@ class GatherCheck(Extension):
     ) -> tuple[Callable[..., Any], Sequence[str]]:
         trains = call.trains and torch.is_grad_enabled()
         whole = loss_func.whole if isinstance(loss_func, TokenLoss) else None
-        unknown = [name for name in names if name not in self._known]
+        # What a coefficient of 0 multiplies cannot be wrong by a factor.
+        unknown = [x for x in names if x not in self._known and call.terms[x].coefficient]
         if not unknown or whole is None or call.groups.cp_size == 1 or not trains:
             return loss_func, names
         given: Any = loss_func

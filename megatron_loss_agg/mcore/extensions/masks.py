@@ -30,7 +30,7 @@ from megatron_loss_agg.mcore.step import PlannedStep
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
 _Numbers = tuple[str, Tensor, Sequence[float]]
-"""What they are, of a mask on this rank, and what they add up to over ranks."""
+"""Their name, this rank's values, and what these should add up to over ranks."""
 _INPUTS = 4  # of the model's integer inputs: a fixed number, since ranks gather them
 
 
@@ -101,9 +101,9 @@ class MaskCheck(Extension):
 def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iterator[_Numbers]:
     term, local, mask, w_T = x.plan.terms[name], x.local[name], x.masks[name], x.unfactored[name]
     if x.plan.is_late:  # nothing was counted, and only its values can be checked
-        legal, what = mask.isfinite() & (mask >= 0), "number of values that are not from 0 to inf"
+        legal, what = mask.isfinite() & (mask >= 0), "values that are negative, infinite or NaN"
         if x.plan.divided_by_host:
-            legal, what = (mask == 0) | (mask == 1), "number of values other than 0 and 1"
+            legal, what = (mask == 0) | (mask == 1), "values other than 0 and 1"
         yield what, (~legal).sum(), [0.0]
         return
     mask_sum, weight_sum = term.sums[x.i]
@@ -116,7 +116,7 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
         yield "sum of weights", w_T.sum(), [weight_sum]
     else:
         outside = (w_T != 0) & (mask.reshape(-1) == 0)
-        yield "number of weights where it is 0", outside.sum(), [0.0]
+        yield "number of nonzero weights on masked tokens", outside.sum(), [0.0]
 
 
 def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
@@ -145,8 +145,8 @@ def _check_masks(
             continue
         if plan.is_late:
             raise MaskError(
-                f"the model's mask of microbatch {i} has {x:g} as the {what}; expected 0: mend the "
-                "mask, or for token_mean of other values choose another mode"
+                f"the model's mask of microbatch {i} has {x:g} {what}; expected none: mend "
+                "the mask, or for fractions choose a mode other than token_mean"
             )
         raise MaskError(
             "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "

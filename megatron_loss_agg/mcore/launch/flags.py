@@ -66,11 +66,12 @@ _OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
     ),
     "mtp": (
         ("host", "same"),
-        "who weighs losses of multi-token prediction: Megatron, or as the loss (default: host)",
+        "losses of multi-token prediction: as Megatron averages them, or as the loss "
+        "(default: host)",
     ),
     "moe": (
         ("host", "step"),
-        "who weighs routers' auxiliary losses: Megatron, or tokens of the step (default: host)",
+        "auxiliary losses of routers: as Megatron weighs them, or over the step (default: host)",
     ),
 }
 """Value and help of each further flag. None: it takes no value; a tuple: one of these words."""

@@ -67,7 +67,7 @@ class LookAhead:
         read: batch -> microbatch; called once for each batch, before the batch is returned.
         lazily: the batches may never be asked for, so methods of ``source`` stay available; and
             the script may have changed them by then, so copies of what was read are kept.
-        keep_copies: in any case, by which a ``source`` that fills the same memory is found.
+        keep_copies: even if not ``lazily``: they show a ``source`` that fills the same memory.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LookAhead:
         self._number = number
         self._read = read
         self._lazily = lazily
-        self._copies = keep_copies or lazily
+        self._keeps_copies = keep_copies or lazily
         self._drawn: list[Future[Any]] = []  # the microbatches, or what reading them raised
         self._waiting: deque[Any] = deque()  # batches that were drawn before they were asked for
         self._taken = 0
@@ -128,7 +128,7 @@ class LookAhead:
 
     def _microbatch(self, batch: Any) -> Any:
         read = for_each_term(lambda x: identified(x, batch), self._read(batch))
-        return for_each_term(copied, read) if self._copies else read
+        return for_each_term(copied, read) if self._keeps_copies else read
 
 
 def copied(microbatch: Any) -> Any:

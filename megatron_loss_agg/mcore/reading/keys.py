@@ -135,6 +135,12 @@ def with_factors(read: ReadBatch, key: str) -> ReadBatch:
     return functools.partial(read_batch, factors=key)
 
 
+def factors_of(read: ReadBatch) -> str | None:
+    """The ``factors`` of `read_batch`; None for a reader of the user's own."""
+    given: Any = read
+    return given.keywords.get("factors") if getattr(read, "func", None) is read_batch else None
+
+
 def _like_mask(batch: Mapping[str, Any], key: str) -> Tensor:
     """The tensor under ``key``; MaskError unless it has the shape of the loss mask."""
     x, shape = batch.get(key), batch["loss_mask"].shape
