@@ -68,8 +68,7 @@ class Hook:
         self._empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
         own = {"mask": mask, "factors": factors_of(read_batch), "empty_step": empty_step}
-        own |= {"total": total, **loop._asdict()}
-        self._settings = settings_of(own, self._extensions)
+        self._settings = settings_of(own | {"total": total} | loop._asdict(), self._extensions)
         self.step_is_empty = False
         self._splits = Splits()
         self._open: Step | None = None
