@@ -65,7 +65,7 @@ class Hook:
             )
         self._extensions = self._complete(extensions)
         self._source = Source(reading(read_batch, self.terms, "dataset" in self._needs), read_step)
-        self._empty_step, self._loop = empty_step, loop
+        self.empty_step, self._loop = empty_step, loop
         mask = "model" if read_batch is read_samples else "batch"
         own = {"mask": mask, "factors": factors_of(read_batch), "empty_step": empty_step}
         self._settings = settings_of(own | {"total": total} | loop._asdict(), self._extensions)
@@ -165,7 +165,7 @@ class Hook:
                 result = losses.run(schedule, iterator)
                 if isinstance(iterator, LookAhead):
                     iterator.check_taken()
-        if call.trains and self._empty_step == "skip":
+        if call.trains and self.empty_step == "skip":
             self.step_is_empty = any_rank(plan is not None and plan.is_empty, call.groups.pp)
         return result
 
@@ -174,7 +174,7 @@ class Hook:
         if not call.begins_step:
             return step.plan
         groups, to_stages = call.groups, call.trains and "stages" in self._needs
-        refuses_empty = call.trains and self._empty_step == "error"
+        refuses_empty = call.trains and self.empty_step == "error"
         # Exchanging failures makes ranks wait: only where one is likely.
         likely = call.trains not in self._kinds_planned or refuses_empty or to_stages
         with failing_together([groups.cp, groups.pp] if likely else [], _FAILED):

@@ -138,8 +138,15 @@ def token_losses(
         losses, report = _checked(loss_func.compute(*given), "(losses, report)", 2)
         returned = None
     else:
+        version = getattr(output, "_version", None)
         with torch.set_grad_enabled(False):  # `no_grad` does it in twice the calls
             results = loss_func(output)
+        if getattr(output, "_version", None) != version:
+            raise HostError(
+                f"the loss function {name_of(loss_func)} writes into the model's losses, whose "
+                "gradients the hook takes as they were; expected it to make new tensors: "
+                "losses = losses * x, or return a TokenLoss"
+            )
         wanted = "(loss, report) or (loss, number of tokens, report)"
         returned = _checked(results, wanted, 2, 3)
         losses, report = output, returned[-1]

@@ -65,6 +65,10 @@ def divided(loss_mask: Tensor, output: Tensor) -> Any:
     return (loss / 7, *others)
 
 
+def in_place(loss_mask: Tensor, output: Tensor) -> Any:
+    return plain(loss_mask, output.mul_(2))
+
+
 def of_first(loss_mask: Tensor, output: tuple[Tensor, Tensor]) -> Any:
     return plain(loss_mask, output[0])
 
@@ -169,8 +173,11 @@ def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Refusal
 
 
 DIVIDED = two_rows(step=partial(returning, bound(divided)))
-# It verifies nothing.
+# They verify nothing.
 EMPTY_STEP = replace(DIVIDED, places=NO_TOKENS)
+LOSSES_OF_0 = two_rows(
+    step=partial(returning, lambda losses, mask: bound(divided)(0 * losses, mask))
+)
 
 
 def caught_once(hook: Any, model: Any, call: Call) -> None:
@@ -195,6 +202,10 @@ FUNCTIONS_REFUSED = {
         for x in (plain, mean, counted)
     },
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
+    "factors of its own after losses of 0": Refusal(NO_SUM, replace(DIVIDED, after=LOSSES_OF_0)),
+    "losses changed in place": refused(
+        "HostError: in_place ... writes into the model's losses", bound(in_place)
+    ),
     "factors of its own, refused before": Refusal(
         NO_SUM, replace(DIVIDED, iterator=itertools.cycle, run=caught_once)
     ),

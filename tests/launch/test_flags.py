@@ -78,6 +78,9 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     found = hook_from_args(file)
     assert found is not None
     assert found.terms["constant"].aggregation.divisor == 7
+    for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
+        with pytest.raises(ModeError, match=f"unknown setting {name}; expected one of "):
+            hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
 
 
 IN_LOOP = {"of_megatron": True}
@@ -127,6 +130,7 @@ def test_a_teacher_of_the_host_is_a_second_term() -> None:
         ("prompt_mean @-empty-step skip", {}, "'prompt_mean' and empty_step='skip'"),
         ("sum @-report-datasets", {}, "an extension that needs 'dataset'"),
         ("sum", {"sft": True}, "--sft"),
+        ("sum @-sample-weights count", {}, "sample_weights"),
         # As soon as the teacher is known.
         ("token_mean", {"logits_load_dir": "x", "logits_load_kd_loss_alpha": 0.2}, "'token_mean'"),
     ],

@@ -170,11 +170,13 @@ def train_several_models() -> None:
     assert sys.argv[1:] == ["--loss-aggregation", "sum"]
 
     # Flags that Megatron has read from a YAML file.
-    from_yaml = argparse.Namespace(loss_aggregation="sum")
+    from_yaml = argparse.Namespace(loss_aggregation="sum", loss_aggregation_empty_step="skip")
     sys.argv = ["script"]
     uninstall = install(watch_exit=False)
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", from_yaml):
         assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
+        call(first)
+        says("HostError: skip, and several models train in this process", second)
     uninstall()
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")

@@ -81,7 +81,7 @@ class Distillation(Extension):
                 _check_mixture(losses, mask, call.terms, returned[0])
                 # A small loss, as of a student that is still its teacher, fits any coefficient.
                 sums = [weighted_sum(mask, x.detach().view_as(mask)) for x in losses.values()]
-                self._verified = bool(min(sums) > 0.01 * max(sums))
+                self._verified = bool(min(sums) > 0.1 * max(sums))
             return losses, returned[-1]
 
         return TokenLoss(compute, mask), names

@@ -26,7 +26,7 @@ _ROUNDING = 16
 
 
 class MaskedSum(Extension):
-    """Checks each kind of stock loss function in the first step in which it is used.
+    """Checks each kind of stock loss function, until its losses have told a factor.
 
     Training and evaluation are checked apart, since a function may do more in one of them.
     """
@@ -36,14 +36,12 @@ class MaskedSum(Extension):
 
     @contextmanager
     def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
-        seen, found = set[Any](), list[Tensor]()
+        kinds, found = list[Any](), list[Tensor]()
 
         def on_loss(x: MicrobatchLoss) -> None:
             kind = call.trains, _kind(x.loss_func)
             if x.returned is None or kind in self._checked:
                 return
-            if call.ends_step and not x.plan.is_empty:
-                seen.add(kind)
             returned, is_sum = x.returned[0], len(x.returned) == 3
             if not is_plain(returned) or returned.numel() != 1:
                 raise HostError(
@@ -54,10 +52,16 @@ class MaskedSum(Extension):
             if is_sum or call.groups.cp_size == 1:  # or else a mean over a part of the tokens
                 losses, mask = x.losses[x.first], x.masks[x.first]
                 fits = fits_masked_sum(loss, losses, mask, may_be_mean=not is_sum)
-                found.append(torch.stack([fits.double(), loss.double()]))
+                # What cancels, or is 0, fits with any factor.
+                of_tokens = losses.detach().double() * mask.flatten()
+                tells = of_tokens.nansum().abs() > _TOLERANCE * of_tokens.abs().nansum()
+                numbers = fits, loss, tells & loss.isfinite()
+                found.append(torch.stack([x.double() for x in numbers]))
+                kinds.append(kind)
 
         yield on_loss
-        for fits, loss in torch.stack(found).tolist() if found else []:
+        numbers = torch.stack(found).tolist() if found else []
+        for fits, loss, _ in numbers:
             if not fits:
                 raise HostError(
                     f"the loss function returned {loss:.6g}, neither the masked sum of the model's "
@@ -65,7 +69,8 @@ class MaskedSum(Extension):
                     "replaced: drop its own factors and divisions, return a TokenLoss, or for "
                     "Megatron's distillation give a term 'kd' and extensions=[Distillation()]"
                 )
-        self._checked |= seen  # not earlier: a loop that catches the error must fail again
+        # Not earlier: a loop that catches the error must fail again.
+        self._checked |= {kind for kind, x in zip(kinds, numbers, strict=True) if x[-1]}
 
 
 def _kind(loss_func: Callable[..., Any]) -> object:

@@ -68,8 +68,7 @@ class GivenFlags:
         return noted
 
     def _note_training(self, hook: Hook) -> None:
-        skips = self.values.get("loss_aggregation_empty_step") == "skip"
-        if skips and self._trains not in (None, hook):
+        if hook.empty_step == "skip" and self._trains not in (None, hook):
             raise HostError(
                 "--loss-aggregation-empty-step skip, and several models train in this process; "
                 "expected one, since whose optimizer steps is unknown: choose error or step"

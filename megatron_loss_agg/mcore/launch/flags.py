@@ -137,6 +137,10 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     Raises:
         AggregationError: a flag's value is bad, or conflicts with another flag.
     """
+    known = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)}
+    for name in vars(args):  # a YAML file may say anything
+        if name.replace("-", "_").startswith("loss_aggregation") and name not in known:
+            raise ModeError(f"unknown setting {name}; expected one of {', '.join(sorted(known))}")
     mode, further = getattr(args, "loss_aggregation", None), given(args)
     if mode is None:
         if further:

@@ -95,6 +95,8 @@ def check_possible(
     refused = [repr(x.label) for x in aggregations if x.function or not x.units <= known]
     if any(x.empty == "skip" and x.across is not None for x in aggregations):
         refused.append("empty='skip'")
+    if any(x.sample_weights is not None for x in aggregations):
+        refused.append("sample_weights")
     if empty_step != "step":
         refused.append(f"empty_step={empty_step!r}")
     if averages_quotients:
