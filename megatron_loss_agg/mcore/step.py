@@ -67,6 +67,7 @@ class PlannedTerm(StepCoefficients):
     ids: Mapping[Unit, Sequence[Tensor]]  # int64 [samples], of the units that are needed
     custom: Sequence[Tensor] | None  # weights of all tokens, by a custom function
     factors: Sequence[Tensor | None]  # of all tokens; a custom function's weights include them
+    factored_sums: Sequence[float | None]  # with them, the sum of all weights without their signs
     masks: Sequence[Tensor] | None  # of all tokens, if they are needed
     fingerprints: Sequence[Fingerprints] | None  # of the tokens, while these are compared
 
@@ -180,6 +181,10 @@ def _planned_term(
         ids={unit: [getattr(m, f"{unit}_ids").cpu() for m in microbatches] for unit in units},
         custom=[plan.weights(i, dtype) for i in range(len(shapes))] if is_custom else None,
         factors=factors,
+        factored_sums=[
+            None if x is None else float(plan.weights(i, torch.float64).abs().sum())
+            for i, x in enumerate(factors)
+        ],
         masks=[m.loss_mask for m in microbatches] if "masks" in needs else None,
         fingerprints=fingerprints,
     )

@@ -149,7 +149,16 @@ def test_weights_have_factors_and_counts_have_not(name: str) -> None:
     assert_exact(topology, placed, expected_of_factors)
 
 
+def shifted_mask(iterator: Any, model: Any) -> Any:
+    """As `predicting_mask` does: each position has the mask of the next one."""
+    return scripts.returning(scripts.with_mask(lambda mask: mask.roll(-1, -1)), iterator, model)
+
+
 ROWS = {
+    "a shifted mask": Refusal(
+        "MaskError: its sum of weights with factors is ... read_batch",
+        two_rows("token_mean", step=shifted_mask, **FACTORS),
+    ),
     "no key": Refusal(
         "MaskError: batch key 'factors' is a NoneType beside a loss_mask of shape (2, 72) ... "
         "read_batch(factors=)",

@@ -6,6 +6,8 @@ sums are those that were counted, over the ranks that split its tokens:
     sum_t m_t = M_s                                         of each sample, in the first step
     sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   of each microbatch, after it
 
+and with factors of tokens, whose places matter, ``sum_t |w_t f_t|`` of each microbatch.
+
 In the first step the tokens are compared, too, by fingerprints (see `reading.fingerprints`): ranks
 may hold some twice and lack others, and forward steps may use those of another microbatch.
 """
@@ -112,6 +114,9 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
     if verifies and known:
         yield "mask sum of a sample", local.sums(mask), term.mask_sums(x.i).tolist()
     yield "mask sum", x.mask_sums[name], [mask_sum]
+    factored_sum = term.factored_sums[x.i]
+    if factored_sum is not None:
+        yield "sum of weights with factors", x.weights[name].abs().sum(), [factored_sum]
     if term.custom is None:
         yield "sum of weights", w_T.sum(), [weight_sum]
     else:
