@@ -8,6 +8,7 @@ the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -131,6 +132,8 @@ def columns(chosen: list[dict[str, Any]]) -> dict[str, Any]:
 def use(package: str) -> None:
     use_framework(STANDINS, package)
     logging.Logger.warning_once = logging.Logger.debug  # type: ignore[attr-defined]  # transformers'
+    ray: Any = importlib.import_module("ray._private.runtime_env.constants")
+    ray.RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def train(log_probs: list[LogProbs], key: Any, **changed: Any) -> list[Step]:
