@@ -72,6 +72,7 @@ ELSEWHERE = {
     "git -C path/to/": "ci/frameworks.sh, which needs the frameworks' repositories",
     "pip install": "changes the environment",
     "pip download": "as above",
+    "uv ": "as above, those of NeMo-RL",
     "python -m build": "needs build and twine: tests/test_packaging.py builds without them",
     "bash benchmarks/gpu.sh": "tests/gpu/test_gpu.py",
     "WHEELS=": "as above",
