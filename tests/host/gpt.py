@@ -47,7 +47,7 @@ from tests.host.steps import VOCAB, Sequence
 Model = DistributedDataParallel | list[DistributedDataParallel]  # its chunks under interleaving
 
 SETTINGS: dict[str, Any] = {
-    "num_layers": 1,
+    "num_layers": 2,
     "hidden_size": 16,
     "num_attention_heads": 2,
     "use_cpu_initialization": True,
