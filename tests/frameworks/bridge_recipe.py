@@ -87,7 +87,7 @@ PACKS = ((0, 1), (EMPTY,), (2, 3, 10, 11), (4, 6, 7, 8, 9))
 PACK = 64  # length of every pack
 FUSIONS = ("masked_softmax", "bias_dropout", "bias_activation", "gradient_accumulation")
 TINY = (
-    # The model of `tests.host.gpt.build(num_layers=2)`, in fp32.
+    # The model of `tests.host.gpt.build`, in fp32.
     *(f"model.{fusion}_fusion=false" for fusion in (*FUSIONS, "cross_entropy_loss")),
     *("model.num_layers=2", "model.hidden_size=16", "model.num_attention_heads=2"),
     *(f"model.vocab_size={VOCAB}", f"tokenizer.vocab_size={VOCAB}"),

@@ -83,7 +83,7 @@ def compute_reference() -> tuple[Reference, dict[str, Weights]]:
     from tests.host import gpt
 
     gpt.initialize()
-    model, step = gpt.build(num_layers=2), [[[sequence.sample for sequence in sequences()]]]
+    model, step = gpt.build(), [[[sequence.sample for sequence in sequences()]]]
     losses = ({"loss": gpt.plain_losses(model, sequence)} for sequence in sequences())
     weights = {m: list(enumerate(oracle.step_weights(m, step)[0][0])) for m in MODES}
     return of_samples(model, losses)["loss"], weights

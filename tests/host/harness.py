@@ -20,8 +20,7 @@ run_host_ranks = functools.partial(run_ranks, preload="tests.host.preload")
 EXACT = 1e-14
 """Bound of a gradient's error in fp64, norm-wise and relative to the fp64 reference."""
 
-# One layer on each of two pipeline stages; or two, each a chunk of its own. All else needs but one.
-STAGES, CHUNKS = {"num_layers": 2}, {"num_layers": 4}
+CHUNKS = {"num_layers": 4}  # two chunks on each of two pipeline stages
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -32,10 +31,8 @@ MOE = {
 # What decides the parameters of each model.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "dense-stages": STAGES,
     "dense-chunks": CHUNKS,
     "moe": MOE,
-    "moe-stages": {**MOE, **STAGES},
     "moe-chunks": {**MOE, **CHUNKS},
 }
 
@@ -89,13 +86,11 @@ TOPOLOGIES = {
     "tp2": Topology(2, TP2),
     "tp2-sp": Topology(2, TP2, SP),
     "tp2-sp-cp2": Topology(4, {**TP2, **CP2}, SP),
-    "pp2": Topology(2, PP2, model="dense-stages"),
-    "pp2-cp2": Topology(4, {**PP2, **CP2}, model="dense-stages"),
-    "pp2-tp2-sp": Topology(4, {**PP2, **TP2}, SP, model="dense-stages"),
+    "pp2": Topology(2, PP2),
+    "pp2-cp2": Topology(4, {**PP2, **CP2}),
+    "pp2-tp2-sp": Topology(4, {**PP2, **TP2}, SP),
     "dp2-distributed-overlap": Topology(2, ddp={**DISTRIBUTED, **OVERLAP}),
-    "pp2-dp2-distributed-overlap": Topology(
-        4, PP2, ddp={**DISTRIBUTED, **OVERLAP}, model="dense-stages"
-    ),
+    "pp2-dp2-distributed-overlap": Topology(4, PP2, ddp={**DISTRIBUTED, **OVERLAP}),
     "vpp2": Topology(2, VPP2, APART, model="dense-chunks"),
     "vpp2-dp2-distributed-overlap": Topology(
         4, VPP2, APART, {**DISTRIBUTED, **OVERLAP}, model="dense-chunks"

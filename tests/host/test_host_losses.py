@@ -116,7 +116,7 @@ KEPT: dict[tuple[str, str], list[tuple[str, Case]]] = {
     ("cp2", "moe"): EXPERTS,
     ("tp2-sp", "moe"): EXPERTS[:2],
     ("cp2", "dense"): [("mtp", case) for case in WAYS],
-    ("pp2", "dense-stages"): [("mtp", case) for case in WAYS],
+    ("pp2", "dense"): [("mtp", case) for case in WAYS],
     ("dp2", "dense"): [("indexer", case) for case in OF_INDEXER],
 }
 

@@ -18,7 +18,7 @@ from megatron_loss_agg import CPLayout, Term
 from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
-from tests.host.harness import STAGES, TOPOLOGIES
+from tests.host.harness import TOPOLOGIES
 from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Refusal, assert_told
 from tests.host.scripts import of_terms, with_labels
@@ -37,7 +37,7 @@ RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
 TAKES_PACKS = RELEASE >= (0, 16)  # moves labels inside the sequences of a pack
 MAKES_LABELS = RELEASE >= (0, 19)  # of tokens, where a call has no labels
 DEPTHS, FACTOR = 2, 0.5
-CONFIG = {**STAGES, "mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
+CONFIG = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": FACTOR}
 METHOD = "compute_language_model_loss"
 
 

@@ -177,7 +177,7 @@ def expected(case: Case, model: str) -> Expected:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_that_of_the_formula(name: str) -> None:
-    model = {"pp2": "moe-stages", "vpp2": "moe-chunks"}.get(name, "moe")
+    model = "moe-chunks" if name == "vpp2" else "moe"
     topology = dataclasses.replace(TOPOLOGIES[name], model=model)
     assert_exact(topology, CASES[name], partial(expected, model=model))
 
