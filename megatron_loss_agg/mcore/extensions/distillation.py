@@ -118,7 +118,8 @@ def _check_mixture(
 ) -> None:
     """Raise HostError unless the host's loss is the sum of both, each times its coefficient."""
     flat = [x.detach().reshape(-1).float() * terms[name].coefficient for name, x in losses.items()]
-    if not fits_masked_sum(returned, torch.stack(flat).sum(dim=0), mask, may_be_mean=False):
+    fits, _ = fits_masked_sum(returned, torch.stack(flat).sum(dim=0), mask, may_be_mean=False)
+    if not fits:
         said = " + ".join(f"{term.coefficient:g} * {name}" for name, term in terms.items())
         raise HostError(
             f"the distillation loss function returned {returned.item():.6g}, which is not the "

@@ -51,12 +51,8 @@ class MaskedSum(Extension):
             loss = returned.detach().reshape(())
             if is_sum or call.groups.cp_size == 1:  # or else a mean over a part of the tokens
                 losses, mask = x.losses[x.first], x.masks[x.first]
-                fits = fits_masked_sum(loss, losses, mask, may_be_mean=not is_sum)
-                # What cancels, or is 0, fits with any factor.
-                of_tokens = losses.detach().double() * mask.flatten()
-                tells = of_tokens.nansum().abs() > _TOLERANCE * of_tokens.abs().nansum()
-                numbers = fits, loss, tells & loss.isfinite()
-                found.append(torch.stack([x.double() for x in numbers]))
+                fits, tells = fits_masked_sum(loss, losses, mask, may_be_mean=not is_sum)
+                found.append(torch.stack([x.double() for x in (fits, loss, tells)]))
                 kinds.append(kind)
 
         yield on_loss
@@ -80,11 +76,14 @@ def _kind(loss_func: Callable[..., Any]) -> object:
     return getattr(loss_func, "__code__", type(loss_func))
 
 
-def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool) -> Tensor:
-    """Whether ``loss`` is ``sum(mask * losses)``; bool, a scalar on the device of ``loss``.
+def fits_masked_sum(
+    loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool
+) -> tuple[Tensor, Tensor]:
+    """Whether ``loss`` is ``sum(mask * losses)``, and whether a factor of it would show.
 
-    True, too, of a loss that is not finite; if it ``may_be_mean``, also of that sum over
-    ``sum(mask)``, or over 1 if that is more.
+    Bool, scalars on the device of ``loss``. The first is True, too, of a loss that is not finite;
+    if it ``may_be_mean``, also of that sum over ``sum(mask)``, or over 1 if that is more. The
+    second is False of what cancels, or is 0: it fits with any factor.
     """
     epsilon = torch.finfo(loss.dtype).eps
     loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))
@@ -96,4 +95,5 @@ def fits_masked_sum(loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: 
     # Where losses cancel, the rounding error of their sum dominates.
     allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * size
     fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
-    return ~loss.isfinite().all() | fits.any()
+    is_finite = loss.isfinite().all()
+    return ~is_finite | fits.any(), is_finite & (total.abs() > _TOLERANCE * size)
