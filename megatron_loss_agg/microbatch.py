@@ -49,7 +49,8 @@ class Microbatch:
             whether they count in the denominators.
         sample_weights: floating-point [samples], finite and >= 0; multiply the weights of each
             sample's tokens. `LossAggregation.sample_weights` says whether they count in the
-            denominators. A function of mode ``custom`` applies them itself.
+            denominators; if it does, every sample of the step has one. A function of mode
+            ``custom`` applies them itself.
         token_factors: real numbers in the shape of ``loss_mask``, finite, also negative or 0; they
             multiply the weights of tokens, those of a function of mode ``custom`` too, and are in
             no denominator: ``w_t = m_t * f_t * c_s``.

@@ -166,11 +166,6 @@ class StepPlan(StepCoefficients):
             local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":
                 raise FunctionError("mode 'custom' needs masks; expected a call of StepPlan.build")
-            if agg.sample_weights and sample_weights is None:
-                raise GroupError(
-                    f"an aggregation with sample_weights={agg.sample_weights!r}, and no weights; "
-                    "give sample_weights=, or leave that option out"
-                )
         (counted,) = count_step({"": local}, group)
         known = vars(counted.coefficients)
         return cls(**known, aggregation=agg, microbatches=(), active_tokens=(), counted=counted)

@@ -51,8 +51,8 @@ class LocalTerm:
         units: told by ids, whose groups are needed, or may be by a custom function.
 
     Raises:
-        GroupError: missing ids; or rejected samples or sample weights, about which the aggregation
-            does not say whether they count.
+        GroupError: missing ids or sample weights; or rejected samples or weights, about which the
+            aggregation does not say whether they count.
     """
 
     def __init__(
@@ -68,6 +68,13 @@ class LocalTerm:
                     f"a microbatch has {name}, and the aggregation does not say whether they "
                     f"count; expected LossAggregation({name}='count') or {name}='skip'"
                 )
+        if agg.sample_weights is not None and not samples.all_have_weights:
+            raise GroupError(
+                f"sample_weights={agg.sample_weights!r} and a microbatch has no sample_weights; "
+                "expected one for each sample: give sample_weights= (the batch key "
+                "'sample_weights', floats [samples]), or leave out that option of the aggregation "
+                "(--loss-aggregation-sample-weights)"
+            )
         self.agg, self.samples, self.group_by = agg, samples, group_by
         self.owner, self._rank = -1, dist.get_rank() if dist.is_initialized() else 0
         if sharded_over is not None:
@@ -79,9 +86,10 @@ class LocalTerm:
                 what = "a report" if unit in group_by else f"mode {agg.mode!r}"
                 where = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
                 raise GroupError(
-                    f"{what} groups by {unit} and a microbatch has no {unit}_ids; "
-                    f"give {where}, one for each sample, or "
-                    f"group by another unit: there are ids of {sorted(samples.ids)}"
+                    f"{what} groups by {unit} and a microbatch has no {unit}_ids; expected one id "
+                    f"for each sample: give {where} (the batch key '{unit}_ids', int64 [samples]), "
+                    "or group by another unit (--loss-aggregation): there are ids of "
+                    f"{sorted(samples.ids)}"
                 )
 
     def packed(self) -> Tensor:

@@ -34,6 +34,7 @@ class Samples(NamedTuple):
     rejected_S: Tensor  # bool
     weights_S: Tensor  # fp64
     given: Set[str]  # which of `rejected` and `sample_weights` any microbatch has
+    all_have_weights: bool  # every microbatch with samples has `sample_weights`
     active_tokens: list[int]  # of each microbatch
     positions: list[int] | None  # of each, routed tokens or elements; None where masks are unknown
     routed_microbatches: int  # that say their routed tokens
@@ -63,6 +64,9 @@ class Samples(NamedTuple):
             rejected_S=_column(microbatches, "rejected", False),
             weights_S=weights_S,
             given=given,
+            all_have_weights=all(
+                m.sample_weights is not None for m in microbatches if m.num_samples
+            ),
             # Of floats `count_nonzero` alone is slow.
             active_tokens=[int(m.loss_mask.bool().count_nonzero()) for m in microbatches],
             positions=[

@@ -67,11 +67,13 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @st.composite
 def microbatches(
-    draw: st.DrawFn, layouts: Sequence[str] = LAYOUTS, multiple: int = 1
+    draw: st.DrawFn, layouts: Sequence[str] = LAYOUTS, multiple: int = 1, weighted: bool = False
 ) -> dict[str, Any]:
     """Keyword arguments of a `Microbatch`."""
-    drawn = draw(samples(max_size=4, weighted=draw(st.booleans())))
+    drawn = draw(samples(max_size=4, weighted=weighted))
     given = lay(drawn, draw(st.sampled_from(layouts)), multiple)
+    if weighted:  # also where all weights are 1
+        given["sample_weights"] = torch.tensor([s.weight for s in drawn], dtype=F64)
     mask = given["loss_mask"].clamp(max=100).to(draw(st.sampled_from(FLOATS + INTEGERS)))
     given["loss_mask"] = FORMS[draw(st.sampled_from([*FORMS]))](mask)
     if draw(st.booleans()):
@@ -88,10 +90,10 @@ def microbatches(
 
 
 @st.composite
-def aggregations(draw: st.DrawFn) -> dict[str, Any]:
+def aggregations(draw: st.DrawFn, weighted: bool) -> dict[str, Any]:
     """Keyword arguments of a `LossAggregation` of any mode but `custom`."""
     mode = draw(st.sampled_from([*MODES, *4 * ["nested_mean"]]))  # of which there are many
-    choices = ("empty", "rejected", "sample_weights")
+    choices = ["empty", "rejected", *(["sample_weights"] if weighted else [])]
     chosen = {name: draw(st.sampled_from(["count", "skip"])) for name in choices}
     if mode == "constant" or (mode == "sum" and draw(st.booleans())):
         chosen["divisor"] = draw(st.sampled_from([1, 4, 0.5, 1e-30, 3e30, Fraction(1, 3)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -244,20 +245,30 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         ("cu_seqlens_padded without cu_seqlens", partial(a_pack, None, [0, 6])),
         ("over without group", partial(StepPlan.build, MEAN, [], sharded_over=object())),
         ("beyond the mask", partial(predicting_mask, torch.ones(4), tensor([0, 6]))),
-        ("by prompt and a microbatch has no prompt_ids; give", weighing(agg=PROMPT_MEAN)),
+        (
+            "by prompt and a microbatch has no prompt_ids; .* give prompt_ids= ",
+            weighing(agg=PROMPT_MEAN),
+        ),
         (r"prompt_ids .*expected torch.int64 \[2\], one", rows(prompt_ids=tensor([1]))),
         ("dataset_ids is a torch.float32 tensor.*expected", rows(dataset_ids=ONES[:2])),
         ("rejected .*torch.bool", rows(rejected=ONES[:2])),
         ("ids=.*'prompt'.*prompt_ids=", rows(ids={"prompt": ["a", "b"]})),
         (f"turn_ids is a .*{A_STRING}", rows(ids={"turn": [0, 1]})),
-        (r"no turn_ids; give ids=\{'turn': ...\}, one for each", weighing(agg=TURNS)),
+        (
+            r"no turn_ids; expected one id for each sample: give ids=\{'turn': ...\} ",
+            weighing(agg=TURNS),
+        ),
         (
             r"session 5 is in the prompts [79] and [79]; expected each session in one prompt",
             of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **TWO_PARENTS),
         ),
         (r"LossAggregation\(sample_weights='count'\)", weighing(sample_weights=ONES[:2])),
         (r"expected floating-point \[2\]", rows(sample_weights=tensor([1, 2]))),
-        ("'count', and no weights; give sample_weights=", of_sums([1.0], COUNTED)),
+        ("'count' and a microbatch has no sample_weights; .* give", of_sums([1.0], COUNTED)),
+        (
+            "'count' and a microbatch has no sample_weights",
+            partial(StepPlan.build, COUNTED, [replace(GOOD[0], sample_weights=ONES[:2]), GOOD[0]]),
+        ),
         ("expected a mapping by names", of_sums([1.0] * 2, TURNS, ids=tensor([0, 1]))),
         ("for 1 microbatches", of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2])),
         ("by 'x'.*or that group_by names", partial(PLAN["a"].groups, "x")),

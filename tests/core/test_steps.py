@@ -6,7 +6,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fractions import Fraction
 from typing import Any
@@ -92,20 +92,20 @@ class Drawn:
 
 
 coefficients = st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2])
-some_terms = st.lists(st.tuples(aggregations(), coefficients), min_size=1, max_size=3).map(
-    lambda drawn: dict(zip("abc", drawn, strict=False))
-)
 
 
 @st.composite
 def drawn_steps(draw: st.DrawFn, dp: int, cp: int) -> Drawn:
     layouts = LAYOUTS if cp == 1 else ("thd", "thd_row", "bshd")
-    of_rank = st.lists(microbatches(layouts, multiple=2 * cp if cp > 1 else 1), max_size=3)
+    weighted = draw(st.booleans())
+    of_rank = st.lists(microbatches(layouts, 2 * cp if cp > 1 else 1, weighted), max_size=3)
     given = [draw(of_rank) for _ in range(dp)]
     if draw(st.booleans()):
         for x in (x for of in given for x in of):
             x["routed_tokens"] = draw(st.integers(0, 9))
-    terms, where = draw(some_terms), draw(st.integers(0, dp - 1))
+    of_terms = st.lists(st.tuples(aggregations(weighted), coefficients), min_size=1, max_size=3)
+    terms = dict(zip("abc", draw(of_terms), strict=False))
+    where = draw(st.integers(0, dp - 1))
     if cp > 1:
         return Drawn(terms, given, where)
     return Drawn(terms, given, where, draw(changes([*INPUTS, "routed_tokens"], [*OPTIONS, "step"])))
@@ -138,16 +138,14 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
     flags = [
         x.get("rejected", torch.zeros(s.shape).bool()) for x, s in zip(given, sums, strict=True)
     ]
-    weights = [
-        x.get("sample_weights", torch.ones(s.shape)) for x, s in zip(given, sums, strict=True)
-    ]
+    weighted = plan.aggregation.sample_weights is not None
     found = StepPlan.from_mask_sums(
         plan.aggregation,
         sums,
         **{f"{unit}_ids": [x[f"{unit}_ids"] for x in given] for unit in UNITS},
         ids={unit: [names_of(x)[unit] for x in given] for unit in names_of({})},
         rejected=flags,
-        sample_weights=weights,
+        sample_weights=[x["sample_weights"] for x in given] if weighted else None,
         group=group,
     )
     for i in range(len(sums)):
@@ -214,15 +212,14 @@ def judged(step: Drawn, found: list[Any], cp: int = 1) -> str:
     return "exact"
 
 
-CHOICES = {"rejected": "skip", "sample_weights": "count"}
-MEAN = {"a": ({"mode": "sample_mean", **CHOICES}, 1.0)}
-OF_MICROBATCHES = {"a": ({"mode": "microbatch_mean", **CHOICES}, 1.0)}
+MEAN = {"a": ({"mode": "sample_mean", "rejected": "skip", "sample_weights": "count"}, 1.0)}
+OF_MICROBATCHES = {"a": ({"mode": "microbatch_mean", "rejected": "skip"}, 1.0)}
 PACK = lay([Sample((1.0, 0.5)), Sample((1.0,))], "thd")
 WEIGHTED = {**PACK, "sample_weights": torch.tensor([0.5, 1.0])}
 
 
 @given(drawn_steps(1, 1))
-@example(Drawn(MEAN, [[PACK, WEIGHTED]]))
+@example(Drawn(MEAN, [[WEIGHTED, WEIGHTED]]))
 @example(Drawn(MEAN, [[WEIGHTED]], changes={"sample_weights": "sparse"}))
 @example(Drawn(OF_MICROBATCHES, [[PACK, lay([], "thd")]]))
 @settings(max_examples=300, deadline=None)
@@ -285,6 +282,11 @@ def build(terms: Any = TERMS, *step: Any, **options: Any) -> Call:
     return lambda world, alone: StepPlan.build_terms(terms, step or [GOOD], world, **options)
 
 
+def counting_weights(choice: str) -> Call:
+    terms = {"": aggregation("prompt_mean", sample_weights=choice)}
+    return build(terms, replace(GOOD, sample_weights=torch.ones(2)))
+
+
 def of_sums(sum_of_one: float) -> Call:
     return lambda world, alone: StepPlan.from_mask_sums(SUM, [sum_of_one], group=world)
 
@@ -326,7 +328,7 @@ def loading(world: Any, alone: Any) -> None:
 
 
 OTHERS = "^ModeError: ranks have different aggregations, or other terms or groups, or the same"
-OTHER_CHOICES = {"count": "sample", "empty": "skip", "rejected": "skip", "sample_weights": "skip"}
+OTHER_CHOICES = {"count": "sample", "empty": "skip", "rejected": "skip"}
 OTHER_TERMS = {
     "fewer": {"a": PROMPT_MEAN, "b": SUM},
     "in another order": {"b": SUM, "a": PROMPT_MEAN, "c": NESTED},
@@ -350,6 +352,7 @@ OTHER_REPORTS = {
 DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "nothing": (build(), build(), "nothing"),
     **{f"terms {name}": (build(terms), build(), OTHERS) for name, terms in OTHER_TERMS.items()},
+    "the weights of samples": (counting_weights("skip"), counting_weights("count"), OTHERS),
     "groups": (build(group_by=("prompt",)), build(), OTHERS),
     "sums": (of_sums(1.0), build({"": SUM}), OTHERS),
     "sharded masks": (sharded_alone(1.0), build({"": aggregation("sample_mean")}), OTHERS),

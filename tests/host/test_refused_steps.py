@@ -81,11 +81,11 @@ def a_column(batch: dict[str, Tensor]) -> Microbatch:
 NO_OFFSETS = "GroupError: has no 'cu_seqlens' ... add it"
 BATCHES = {
     "no prompts": Refusal(
-        "GroupError: have no 'prompt_ids' ... add that key",
+        "GroupError: groups by prompt ... the batch key 'prompt_ids'",
         two_rows(batch=partial(without, key="prompt_ids")),
     ),
     "no weights of samples": Refusal(
-        "GroupError: sample_weights='count' ... have no 'sample_weights' ... add that key",
+        "GroupError: sample_weights='count' ... the batch key 'sample_weights'",
         two_rows("token_mean", {"sample_weights": "count"}),
     ),
     "no mask": Refusal(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, units_by_id
+from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
 from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
@@ -194,29 +194,11 @@ def listed_in_full(microbatches: Any, number: int) -> list[Any]:
 
 
 def checked_microbatches(found: list[Any], terms: Mapping[str, Term]) -> list[MicrobatchOfTerms]:
-    """``found``, without what is of no term; raises unless it has what ``terms`` need."""
-    for name, term in terms.items():
-        for microbatch in found:
-            _check_readable(of_term(name, microbatch), term.aggregation)
-    return [m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found]
-
-
-def _check_readable(microbatch: object, aggregation: LossAggregation) -> None:
-    if not isinstance(microbatch, Microbatch):
-        raise FunctionError(
-            f"the function that reads batches returned a {type(microbatch).__name__}; expected "
-            "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
-        )
-    for unit in aggregation.by_id:
-        if microbatch.ids_of(unit) is None:
-            raise GroupError(
-                f"mode {aggregation.mode!r} groups by {unit} and the batches have no "
-                f"'{unit}_ids'; expected one id for each sample: add that key (int64 [samples]) to "
-                f"the batch, {HOW_TO_READ}, or choose another --loss-aggregation"
+    """``found``, without what is of no term; FunctionError unless they are microbatches."""
+    for microbatch in (of_term(name, m) for name in terms for m in found):
+        if not isinstance(microbatch, Microbatch):
+            raise FunctionError(
+                f"the function that reads batches returned a {type(microbatch).__name__}; expected "
+                "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
             )
-    if aggregation.sample_weights is not None and microbatch.sample_weights is None:
-        raise GroupError(
-            f"sample_weights={aggregation.sample_weights!r} and the batches have no "
-            f"'sample_weights'; expected one for each sample: add that key (floats [samples]) to "
-            f"the batch, {HOW_TO_READ}, or drop --loss-aggregation-sample-weights"
-        )
+    return [m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found]
