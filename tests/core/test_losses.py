@@ -24,9 +24,14 @@ from tests.distributed import run_ranks
 # The formulas as they were published, see the docstrings of `policy`.
 
 
+def clipped(x: Tensor, low: float, high: float) -> Tensor:
+    """With a gradient of 1 at the bounds, too, where that of `Tensor.clamp` is 0 since torch 2.14."""
+    return torch.where((x < low) | (x > high), x.clamp(low, high).detach(), x)
+
+
 def ppo(lp: Tensor, old: Tensor, a: Tensor, low: float, high: float, dual: Any = None) -> Tensor:
     r = (lp - old).exp()
-    loss = torch.maximum(-a * r, -a * r.clamp(1 - low, 1 + high))
+    loss = torch.maximum(-a * r, -a * clipped(r, 1 - low, 1 + high))
     if dual is None:
         return loss
     return torch.where(a < 0, torch.minimum(loss, -dual * a), loss)
@@ -42,7 +47,7 @@ def kl(lp: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def value(v: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
-    near = old + (v - old).clamp(-clip, clip)
+    near = old + clipped(v - old, -clip, clip)
     return torch.maximum((v - returns) ** 2, (near - returns) ** 2) / 2
 
 
