@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tests.frameworks.report import (
     MODES,
     ROLLOUTS,
     STEPS,
+    Answer,
     LogProbs,
     Report,
     Run,
@@ -32,6 +33,7 @@ from tests.frameworks.report import (
     stock,
     with_entropy,
 )
+from tests.host.steps import Places
 
 STANDINS = (
     "ray sglang sglang_router transformers wandb torch_memory_saver mbridge httpx requests urllib3"
@@ -61,6 +63,7 @@ MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 TRAINS_MTP = {**MTP, "enable_mtp_training": True}
 EVERY_THIRD = 3
 REJECTING = {"use_tis": True}
+IN_PAIRS = {"use_dynamic_batch_size": False, "micro_batch_size": 2}
 PER_TOKEN = {"calculate_per_token_loss": True}
 
 
@@ -188,6 +191,12 @@ def samples(sample: type, log_probs: list[LogProbs]) -> list[Any]:
     ]
 
 
+def _in_pairs(step: Sequence[Answer]) -> Places:
+    """Microbatches of two samples: the controller takes the rollouts in order, each whole."""
+    order = sorted(range(len(step)), key=lambda i: step[i].rollout)
+    return (tuple(zip(order[::2], order[1::2], strict=True)),)
+
+
 def _rejecting(run: Run) -> Run:
     """Without the tokens that `reject` masks."""
     return reweighed(run, lambda t: t % EVERY_THIRD > 0)
@@ -207,6 +216,7 @@ RUNS: Runs = {
     "prompt_mean, tokens rejected in the loss": _rejecting(
         exact(with_entropy, "prompt_mean", **REJECTING)
     ),
+    "microbatch_mean": exact(with_entropy, "microbatch_mean", places=_in_pairs, **IN_PAIRS),
     "token_mean with a reducer": refused(
         "token_mean", custom_pg_loss_reducer_function_path="some.reducer"
     ),
