@@ -271,7 +271,7 @@ def test_what_cannot_be_done_exactly_is_refused_on_every_rank(name: str) -> None
 
 def test_a_normalized_main_loss_leaves_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with patches/megatron-lm averages them as one without."""
-    monkeypatch.setattr(routers.dist, "get_world_size", lambda _: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
     counts = SimpleNamespace(positions=8, unequal=True)
     plan: Any = SimpleNamespace(first=SimpleNamespace(counts=counts), routed=[4, 2], total_tokens=5)
     scale = HostScale(2, 3, 1, per_token=False, normalized=True)
