@@ -13,6 +13,7 @@ multiplier ``m``, which undoes the former, the function returns ``m * T_k / T``,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -111,9 +112,11 @@ def _factors(call: Call, plan: PlannedStep) -> list[float]:
     """
     positions = plan.first.counts.positions
     assert positions is not None  # masks are known
-    unit = call.scale.multiplier(plan.total_tokens) / max(positions, 1)
-    if call.scale.per_token:
-        return [unit] * call.scale.num_microbatches
+    # The host averages these losses even where it takes the main loss for normalized.
+    scale = dataclasses.replace(call.scale, normalized=False)
+    unit = scale.multiplier(plan.total_tokens) / max(positions, 1)
+    if scale.per_token:
+        return [unit] * scale.num_microbatches
     # Backward passes may run after the forward pass of a later microbatch.
     in_flight = dist.get_world_size(call.groups.pp) > 1 or len(call.chunks) > 1
     if in_flight and plan.first.counts.unequal:
