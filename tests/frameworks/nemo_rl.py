@@ -81,18 +81,14 @@ def use(root: str) -> None:
     )
 
 
-def train(
-    log_probs: list[LogProbs], key: Any, batching: str, begin: bool = False, **options: Any
-) -> list[Step]:
+def train(log_probs: list[LogProbs], key: Any, batching: str, **options: Any) -> list[Step]:
     from megatron.core import mpu
 
-    loss, config = _loss(**options, **({"loss_aggregation": key} if key else {}))
+    loss = _loss(**options, **({"loss_aggregation": key} if key else {}))
     data = _batch(log_probs)
     if key or os.environ[VARIABLE]:
-        _set_up(loss, config, data)
+        _set_up(loss, data)
     worker = _worker(batching)
-    if begin:
-        worker.begin_train_step(loss)
     ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
     shards = data.shard_by_batch_size(ranks, batch_size=ROWS, **BATCHING[batching])
     shards = shards if batching == "rows" else shards[0]
@@ -102,29 +98,26 @@ def train(
     return list(map(Step, worker.optimizer.gradients, losses))
 
 
-def _loss(name: str = "ClippedPGLossFn", **options: Any) -> tuple[Any, Any]:
-    """The loss and its configuration."""
+def _loss(name: str = "ClippedPGLossFn", **options: Any) -> Any:
     from nemo_rl.algorithms import loss as losses
 
     if name == "DPOLossFn":
-        config = losses.DPOLossConfig(**options)
-        return losses.DPOLossFn(config), config
+        return losses.DPOLossFn(losses.DPOLossConfig(**options))
     if name == NLL and not hasattr(losses, "NLLLossConfig"):  # without the patch
-        return losses.NLLLossFn(), None
+        return losses.NLLLossFn()
     if name == NLL:
         config = losses.NLLLossConfig(**options)
-        return losses.NLLLossFn(loss_aggregation=config.loss_aggregation), config
+        return losses.NLLLossFn(loss_aggregation=config.loss_aggregation)
     clip = {"ratio_clip_min": CLIP, "ratio_clip_max": CLIP}
     config = losses.ClippedPGLossConfig(reference_policy_kl_penalty=KL, **clip, **options)
-    return losses.ClippedPGLossFn(config), config
+    return losses.ClippedPGLossFn(config)
 
 
-def _set_up(loss: Any, config: Any, data: Any) -> None:
+def _set_up(loss: Any, data: Any) -> None:
     """As the driver: checks what was asked for, and ships prompt ids."""
     from nemo_rl.algorithms.loss.aggregation import add_prompt_ids, validate_loss_aggregation
 
-    megatron = {"megatron_cfg": {"enabled": True}}
-    validate_loss_aggregation(loss, megatron, config, has_prompt_ids=True)
+    validate_loss_aggregation(loss, {"megatron_cfg": {"enabled": True}}, has_prompt_ids=True)
     prompts = [answer.tokens()[: answer.prompt_length] for answer in ANSWERS]
     add_prompt_ids(data, pad_sequence(prompts, batch_first=True), loss)
 
@@ -238,7 +231,6 @@ RUNS: Runs = {
     "token_mean, positive examples": exact(with_positives, "token_mean", "skip", **PAID),
     "rollout_mean": refused("rollout_mean"),
     "microbatch_mean": refused("microbatch_mean", "skip"),
-    "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
     "token_mean with DPO": refused("token_mean", "skip", name="DPOLossFn"),
 }
 
