@@ -7,7 +7,7 @@ servers, and the optimizer, which keeps the gradient that it is given.
 from __future__ import annotations
 
 import math
-import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, use_framework
 from tests.frameworks.report import (
     MODES,
@@ -86,7 +85,7 @@ def train(log_probs: list[LogProbs], key: Any, batching: str, **options: Any) ->
 
     loss = _loss(**options, **({"loss_aggregation": key} if key else {}))
     data = _batch(log_probs)
-    if key or os.environ[VARIABLE]:
+    if key:
         _set_up(loss, data)
     worker = _worker(batching)
     ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
@@ -101,8 +100,8 @@ def train(log_probs: list[LogProbs], key: Any, batching: str, **options: Any) ->
 def _loss(name: str = "ClippedPGLossFn", **options: Any) -> Any:
     from nemo_rl.algorithms import loss as losses
 
-    if name == "DPOLossFn":
-        return losses.DPOLossFn(losses.DPOLossConfig(**options))
+    if name == "DistillationLossFn":
+        return losses.DistillationLossFn(losses.DistillationLossConfig(**options))
     if name == NLL and not hasattr(losses, "NLLLossConfig"):  # without the patch
         return losses.NLLLossFn()
     if name == NLL:
@@ -231,7 +230,7 @@ RUNS: Runs = {
     "token_mean, positive examples": exact(with_positives, "token_mean", "skip", **PAID),
     "rollout_mean": refused("rollout_mean"),
     "microbatch_mean": refused("microbatch_mean", "skip"),
-    "token_mean with DPO": refused("token_mean", "skip", name="DPOLossFn"),
+    "token_mean with distillation": refused("token_mean", "skip", name="DistillationLossFn"),
 }
 
 
@@ -241,9 +240,10 @@ def report(*checkouts: str) -> Any:
         source = Path(checkouts[1], "nemo_rl", "algorithms", f"{module}.py").read_text()
         calls = source.count("add_prompt_ids(train_data, prompt_ids_for_adv, loss_fn)")
         found.check(calls == 2, f"{calls} of 2 loops of {module} send prompt ids")
-    found.compare("DP 2", 1, batching="rows", configured=True)
-    found.compare("DP 2, dynamic batches", 1, batching="dynamic")
-    found.compare("DP 2, packed", 1, batching="packed", configured=True)
-    found.compare("CP 2, packed", 2, batching="packed", configured=True)
-    found.compare("CP 2, packed, fused loss", 2, batching="fused", configured=True)
+    compare = partial(found.compare, configured=True)
+    compare("DP 2", 1, batching="rows")
+    compare("DP 2, dynamic batches", 1, batching="dynamic")
+    compare("DP 2, packed", 1, batching="packed")
+    compare("CP 2, packed", 2, batching="packed")
+    compare("CP 2, packed, fused loss", 2, batching="fused")
     return found.rows, found.failures
