@@ -101,7 +101,7 @@ section() {
     commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     unpack "$name" "$clone" "$commit"
     flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "docs/frameworks/$name.md")
-    # AReaL has its configuration alone, and Megatron-Bridge its command line.
+    # NeMo-RL and AReaL have their configuration alone, and Megatron-Bridge its command line.
     if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
     compare "$name"
     printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" \

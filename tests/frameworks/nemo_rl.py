@@ -7,7 +7,7 @@ servers, and the optimizer, which keeps the gradient that it is given.
 from __future__ import annotations
 
 import math
-import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_loss_agg.mcore.flags import VARIABLE
 from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, use_framework
 from tests.frameworks.report import (
     MODES,
@@ -81,18 +80,14 @@ def use(root: str) -> None:
     )
 
 
-def train(
-    log_probs: list[LogProbs], key: Any, batching: str, begin: bool = False, **options: Any
-) -> list[Step]:
+def train(log_probs: list[LogProbs], key: Any, batching: str, **options: Any) -> list[Step]:
     from megatron.core import mpu
 
-    loss, config = _loss(**options, **({"loss_aggregation": key} if key else {}))
+    loss = _loss(**options, **({"loss_aggregation": key} if key else {}))
     data = _batch(log_probs)
-    if key or os.environ[VARIABLE]:
-        _set_up(loss, config, data)
+    if key:
+        _set_up(loss, data)
     worker = _worker(batching)
-    if begin:
-        worker.begin_train_step(loss)
     ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
     shards = data.shard_by_batch_size(ranks, batch_size=ROWS, **BATCHING[batching])
     shards = shards if batching == "rows" else shards[0]
@@ -102,29 +97,26 @@ def train(
     return list(map(Step, worker.optimizer.gradients, losses))
 
 
-def _loss(name: str = "ClippedPGLossFn", **options: Any) -> tuple[Any, Any]:
-    """The loss and its configuration."""
+def _loss(name: str = "ClippedPGLossFn", **options: Any) -> Any:
     from nemo_rl.algorithms import loss as losses
 
-    if name == "DPOLossFn":
-        config = losses.DPOLossConfig(**options)
-        return losses.DPOLossFn(config), config
+    if name == "DistillationLossFn":
+        return losses.DistillationLossFn(losses.DistillationLossConfig(**options))
     if name == NLL and not hasattr(losses, "NLLLossConfig"):  # without the patch
-        return losses.NLLLossFn(), None
+        return losses.NLLLossFn()
     if name == NLL:
         config = losses.NLLLossConfig(**options)
-        return losses.NLLLossFn(loss_aggregation=config.loss_aggregation), config
+        return losses.NLLLossFn(loss_aggregation=config.loss_aggregation)
     clip = {"ratio_clip_min": CLIP, "ratio_clip_max": CLIP}
     config = losses.ClippedPGLossConfig(reference_policy_kl_penalty=KL, **clip, **options)
-    return losses.ClippedPGLossFn(config), config
+    return losses.ClippedPGLossFn(config)
 
 
-def _set_up(loss: Any, config: Any, data: Any) -> None:
+def _set_up(loss: Any, data: Any) -> None:
     """As the driver: checks what was asked for, and ships prompt ids."""
     from nemo_rl.algorithms.loss.aggregation import add_prompt_ids, validate_loss_aggregation
 
-    megatron = {"megatron_cfg": {"enabled": True}}
-    validate_loss_aggregation(loss, megatron, config, has_prompt_ids=True)
+    validate_loss_aggregation(loss, {"megatron_cfg": {"enabled": True}}, has_prompt_ids=True)
     prompts = [answer.tokens()[: answer.prompt_length] for answer in ANSWERS]
     add_prompt_ids(data, pad_sequence(prompts, batch_first=True), loss)
 
@@ -238,8 +230,7 @@ RUNS: Runs = {
     "token_mean, positive examples": exact(with_positives, "token_mean", "skip", **PAID),
     "rollout_mean": refused("rollout_mean"),
     "microbatch_mean": refused("microbatch_mean", "skip"),
-    "token_mean with begin_train_step": refused("token_mean", "skip", begin=True),
-    "token_mean with DPO": refused("token_mean", "skip", name="DPOLossFn"),
+    "token_mean with distillation": refused("token_mean", "skip", name="DistillationLossFn"),
 }
 
 
@@ -249,9 +240,10 @@ def report(*checkouts: str) -> Any:
         source = Path(checkouts[1], "nemo_rl", "algorithms", f"{module}.py").read_text()
         calls = source.count("add_prompt_ids(train_data, prompt_ids_for_adv, loss_fn)")
         found.check(calls == 2, f"{calls} of 2 loops of {module} send prompt ids")
-    found.compare("DP 2", 1, batching="rows", configured=True)
-    found.compare("DP 2, dynamic batches", 1, batching="dynamic")
-    found.compare("DP 2, packed", 1, batching="packed", configured=True)
-    found.compare("CP 2, packed", 2, batching="packed", configured=True)
-    found.compare("CP 2, packed, fused loss", 2, batching="fused", configured=True)
+    compare = partial(found.compare, configured=True)
+    compare("DP 2", 1, batching="rows")
+    compare("DP 2, dynamic batches", 1, batching="dynamic")
+    compare("DP 2, packed", 1, batching="packed")
+    compare("CP 2, packed", 2, batching="packed")
+    compare("CP 2, packed, fused loss", 2, batching="fused")
     return found.rows, found.failures
