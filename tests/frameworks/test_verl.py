@@ -396,9 +396,11 @@ def test_the_configuration_has_a_key(patched: str) -> None:
     assert f'MEGATRON_LOSS_AGG_FLAGS="{flags("prompt_mean")}"' in page("verl")
     found = re.findall(r"^(\S*loss_aggregation\.\w+=\w+)", page("verl"), re.MULTILINE)
     assert len(found) == 2
-    wanted = {"mode": "constant", "divisor": 4096}
-    (seen,) = run_host_ranks(configured, 1, patched, found, [])
-    assert seen == [[wanted, wanted, {}], [{}, {}, {}]]
+    wanted, preset = {"mode": "constant", "divisor": 4096}, {"mode": "verl/seq-mean-token-mean"}
+    assert f"`{preset['mode']}`" in page("verl")
+    key = found[0].partition("=")[0]
+    (seen,) = run_host_ranks(configured, 1, patched, found, [], [f"{key}={preset['mode']}"])
+    assert seen == [[wanted, wanted, {}], [{}, {}, {}], [preset, preset, {}]]
 
 
 def test_verls_unit_tests_pass(patched: str) -> None:
