@@ -98,7 +98,7 @@ class MicrobatchLoss:
         """The pair of the microbatch's masked sum and mask sum, whose quotient is the mean."""
         losses, mask = self.losses[self.first].detach(), self.masks[self.first].flatten()
         total = in_dtype(weighted_sum_of_fitting(mask, losses), self.total.dtype)
-        if self.call.running_means is None:
+        if not self.call.loop.averages_quotients:
             return _pair(total, self.mask_sums[self.first], self.copies)
         tokens = self.plan.first.counts.all_tokens
         return self.sum_pair(key, total / (tokens or 1.0), tokens)

@@ -156,8 +156,8 @@ class Loop(NamedTuple):
             this one computes (`Prefetch`), and evaluation is aggregated as training is. In another
             loop, a forward-only call is left alone if its loss functions carry no mask.
         averages_quotients: its evaluation divides every microbatch's report before it averages
-            (Megatron's under ``--sft``). Reports stay exact: in Megatron's loop those of the whole
-            evaluation, in another one those of each call.
+            (Megatron's under ``--sft``; up to 0.15 its training, too). Reports stay exact: of
+            Megatron's loop those of the whole evaluation, of another one those of each call.
     """
 
     of_megatron: bool = False

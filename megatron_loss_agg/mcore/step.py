@@ -122,7 +122,7 @@ def _plan_of(step: Step, call: Call, needs: Set[str]) -> PlannedStep:
             needs = frozenset[str]()
         else:
             # All at once: each transfer from a device waits for it.
-            given = brought_to_cpu(checked_microbatches(given, terms))
+            given = brought_to_cpu(checked_microbatches(given, terms, call.trains))
         units = [unit for unit in BY_ID if unit in needs]
         if not call.trains:  # validation sets are often read one by one, and then lack ids
             all_terms = [of_term(name, m) for m in given for name in terms]

@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 
 
 def clipped(x: Tensor, low: float, high: float) -> Tensor:
-    """With a gradient of 1 at the bounds, too, where that of `Tensor.clamp` is 0 since torch 2.14."""
+    """With a gradient of 1 at the bounds, where that of `Tensor.clamp` is 0 since torch 2.14."""
     return torch.where((x < low) | (x > high), x.clamp(low, high).detach(), x)
 
 

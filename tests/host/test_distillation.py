@@ -10,10 +10,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_loss_agg import Term
@@ -218,6 +220,7 @@ REFUSED = {
     "ignored errors": "HostError: --logits-load-ignore-errors, with which ... change it, or drop "
     "the hook",
     "fp32": "HostError: fp32 logits, which Megatron's cross entropy has overwritten ... add --bf16",
+    "overwritten logits": "HostError: --cross-entropy-fusion-impl te, which overwrites ... native",
     "no term of the teacher": f"ModeError: Distillation() with a loss of the terms ['{MODE}'];",
 }
 
@@ -238,6 +241,12 @@ def refusals(folder: str, numbers: dict[str, float]) -> None:
         "ignored errors": error_of(one_step, *flags, "--logits-load-ignore-errors"),
         "no term of the teacher": error_of(gpt.run_step, hook, chunks, iter([]), 1),
     }
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    with (
+        mock.patch.multiple(chunks[0].config, **fused),
+        mock.patch("megatron.core.utils._te_version", Version("2.17")),
+    ):
+        errors["overwritten logits"] = error_of(one_step, *half)
     terms = {MODE: Term(aggregation(MODE), 0.6), "kd": Term(aggregation(MODE), 0.5)}
     of_a_loop = LossHook(terms, extensions=[Distillation()])
 

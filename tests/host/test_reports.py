@@ -53,7 +53,7 @@ from tests.host.steps import (
 )
 from tests.host.test_gradients import LOSSES
 
-BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # how it evaluates under --sft
+BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # under --sft
 BY_TOKENS = Loop(of_megatron=True)
 
 
@@ -69,6 +69,7 @@ def with_another_key(losses: Tensor, mask: Tensor) -> Any:
 
 LOOPS = {
     "training": {"hook": {"loop": Loop()}},
+    "training of --sft, up to 0.15": {"hook": {"loop": BY_CALL}},
     "evaluation": {"hook": {"loop": Loop()}, "call": {"forward_only": True}},
     "evaluation of --sft": {"hook": {"loop": BY_CALL}, "call": {"forward_only": True}},
 }
@@ -87,6 +88,16 @@ def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone() -> Non
         for loss, flag, loop in STEPS
     ]
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, with_the_scripts_own)
+
+
+def of_one_data_set(case: Case) -> Expected:
+    gradient, reports = by_the_oracle(dataclasses.replace(case, mode="token_mean"))
+    return gradient, {"dataset_mean loss": reports["token_mean loss"]}
+
+
+def test_a_validation_set_without_ids_is_one_data_set() -> None:
+    case = Case("dataset_mean", call={"forward_only": True})
+    assert_exact(TOPOLOGIES["dp2"], [case], of_one_data_set)
 
 
 # Of each sample; a prompt's samples with tokens are of one. That of `EMPTY` is never reported.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import functools
 import sys
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.install import hook_from_args
@@ -74,6 +76,7 @@ def test_what_is_wrapped_is_restored_and_a_host_with_other_seams_is_refused() ->
 Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"])
 GRAPHS = "--cuda-graph-scope full_iteration"
 LOCAL = {"cuda_graph_impl": "local"}
+FUSED = {"cross_entropy_loss_fusion": True}
 # Megatron's parsed flags, and what is said of them.
 FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
@@ -86,6 +89,9 @@ FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
     ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, "--cuda-graph-modules full_iteration"),
     ({**LOCAL, "cuda_graph_scope_deprecated": ["full_iteration"]}, GRAPHS),
     ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, None),
+    ({**FUSED, "cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
+    ({**FUSED, "cross_entropy_fusion_impl": "native"}, None),
+    ({"cross_entropy_fusion_impl": "te"}, None),
     ({**LOCAL, "cuda_graph_scope": [Scope.full_iteration_inference]}, None),
 ]
 
@@ -100,6 +106,18 @@ def test_flags_of_the_host_that_cannot_be_exact_are_refused(
         return
     with pytest.raises(HostError, match=f"^{refused}.*(drop|change|choose)"):
         hook_from_args(args)
+
+
+@pytest.mark.parametrize("engine, refused", [("2.10.9", True), ("2.11.0", False)])
+def test_a_fused_cross_entropy_is_taken_from_the_release_on_that_weighs_each_token(
+    engine: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.utils._te_version", Version(engine))
+    fused = FUSED | {"cross_entropy_fusion_impl": "te"}
+    args = argparse.Namespace(loss_aggregation="token_mean", **fused)
+    told = pytest.raises(HostError, match=f"Transformer Engine {engine}, as all before 2.11")
+    with told if refused else contextlib.nullcontext():
+        assert hook_from_args(args) is not None
 
 
 # A process with several models, losses or loops: what was checked for one is not taken for all.

@@ -155,6 +155,25 @@ def test_a_job_that_finds_its_last_iteration_done_is_not_refused(tmp_path: Path)
     assert (codes, refusals(said)) == ([0], []), said[-3000:]
 
 
+# What Megatron does after a fault with --inprocess-restart.
+RESTARTS = f"""
+import runpy
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.training import training
+
+for _ in range(2):
+    runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+    training.destroy_global_state()
+    destroy_rerun_state_machine()
+"""
+
+
+def test_a_restart_in_the_same_process_trains_another_model(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, RESTARTS, *SHORT, *MODE, "--eval-iters", "0")
+    assert (codes, refusals(said)) == ([0], []), said[-3000:]
+    assert said.count("sample_mean loss:") == 2 * ITERATIONS
+
+
 # What Megatron's `pretrain` does first, and fails at where there is no more of the script.
 BEGINS = """
 from megatron.training import arguments, training

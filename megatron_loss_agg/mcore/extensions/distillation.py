@@ -62,6 +62,12 @@ class Distillation(Extension):
                 f"Distillation() with a loss of the terms {[*call.terms]}; expected two, the "
                 f"second the teacher's: LossHook({{'language': Term(...), {KD!r}: Term(...)}})"
             )
+        config = call.config
+        if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
+            raise HostError(
+                "distillation with --cross-entropy-fusion-impl te, which overwrites the student's "
+                "logits before they are compared with the teacher's; expected native"
+            )
 
     def adapt(
         self, call: Call, loss_func: Callable[..., Any], names: Sequence[str]

@@ -50,6 +50,16 @@ def check_exact(settings: Any, of_wrapper: Any) -> None:
             "pipeline stages"
         )
         raise _inexact("num_distributed_optimizer_instances", " > 1", reason)
+    fused = getattr(settings, "cross_entropy_loss_fusion", False)
+    if fused and getattr(settings, "cross_entropy_fusion_impl", "") == "te":
+        from megatron.core.utils import get_te_version, is_te_min_version
+
+        if not is_te_min_version("2.11.0"):
+            reason = (
+                f"Transformer Engine {get_te_version()}, as all before 2.11, multiplies gradients "
+                "of tokens by the weights of others"
+            )
+            raise _inexact("cross_entropy_fusion_impl", " te", reason)
     # A graph of the whole iteration is a value of cuda_graph_impl from 0.18 on. Before, it was a
     # scope, which later releases still take until they validate their flags.
     graphs = (getattr(settings, "cuda_graph_impl", None) or "none") != "none"

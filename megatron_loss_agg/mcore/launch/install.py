@@ -205,6 +205,9 @@ class _Ours:
         return schedule if hook is None else self.given.noting(hook, schedule)
 
     def setup(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
-        """Refuses bad flags before the model is built, which takes long."""
-        _ = self._of_training
+        """Makes the model's hook first, since the model takes long, and bad flags are refused.
+
+        Megatron makes another model in the same process after a fault (--inprocess-restart).
+        """
+        self._of_training = self._hook(in_training_loop=True)
         return stock(*args, **kwargs)

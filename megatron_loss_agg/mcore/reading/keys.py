@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
@@ -17,6 +18,7 @@ from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Microbatch,
     MicrobatchOfTerms,
+    for_each_term,
     holds_integers,
     listed,
     of_term,
@@ -193,12 +195,28 @@ def listed_in_full(microbatches: Any, number: int) -> list[Any]:
     return found
 
 
-def checked_microbatches(found: list[Any], terms: Mapping[str, Term]) -> list[MicrobatchOfTerms]:
-    """``found``, without what is of no term; FunctionError unless they are microbatches."""
+def checked_microbatches(
+    found: list[Any], terms: Mapping[str, Term], trains: bool
+) -> list[MicrobatchOfTerms]:
+    """``found``, without what is of no term; FunctionError unless they are microbatches.
+
+    A validation set that Megatron reads alone has no ids of data sets: it is one.
+    """
     for microbatch in (of_term(name, m) for name in terms for m in found):
         if not isinstance(microbatch, Microbatch):
             raise FunctionError(
                 f"the function that reads batches returned a {type(microbatch).__name__}; expected "
                 "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
             )
-    return [m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found]
+    ours: list[MicrobatchOfTerms] = [
+        m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found
+    ]
+    alone = not trains and "dataset" in units_by_id(terms)
+    return [for_each_term(_of_a_dataset, m) for m in ours] if alone else ours
+
+
+def _of_a_dataset(microbatch: Microbatch) -> Microbatch:
+    if microbatch.dataset_ids is not None:
+        return microbatch
+    ids = torch.full((microbatch.num_samples,), -1)
+    return dataclasses.replace(microbatch, dataset_ids=ids)
