@@ -157,10 +157,11 @@ def test_a_job_that_finds_its_last_iteration_done_is_not_refused(tmp_path: Path)
 
 # What Megatron does after a fault with --inprocess-restart.
 RESTARTS = f"""
-import runpy
+import runpy, sys
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training import training
 
+sys.path.insert(0, {str(SCRIPT.parent)!r})
 for _ in range(2):
     runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     training.destroy_global_state()
