@@ -5,8 +5,9 @@ other leading axes), labels and results [...]. Computed in fp32, by Megatron's o
 
 **The functions that take labels overwrite fp32 logits**, like Megatron's cross entropy, to avoid a
 second buffer of that size; half-precision logits are copied to fp32. If you need both results, pass
-a clone or use `vocab_parallel_log_probs_and_entropy`. Temporaries of vocabulary size are limited to
-1 / `_CHUNKS` of the tokens at a time.
+a clone or use `vocab_parallel_log_probs_and_entropy`; if the loss function is recomputed in the
+backward pass, pass a clone. Temporaries of vocabulary size are limited to 1 / `_CHUNKS` of the
+tokens at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 
 _CHUNKS = 32
 _MIN_LOGIT = -1e4  # stands in for -inf: its exp is 0 too, but 0 times it is not NaN
-_overwritten = WeakIdKeyDictionary()  # logits -> their version when they were overwritten
+_overwritten = WeakIdKeyDictionary()  # storage of logits -> its version, and the parts overwritten
 
 
 def vocab_parallel_log_probs(
@@ -94,11 +95,13 @@ def _log_probs(
             f"labels are {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, one per token"
         )
     group = group or parallel_state.get_tensor_model_parallel_group()
+    before = _overwritten_parts(logits)
     results = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits, labels, temperature, with_entropy, group
+        logits, labels.contiguous(), temperature, with_entropy, group
     )
     if logits.dtype == torch.float32 and not logits.is_inference():
-        _overwritten[logits] = logits._version
+        parts = [*before, _part(logits)]
+        _overwritten[logits.untyped_storage()] = logits._version, parts
     return results
 
 
@@ -147,7 +150,7 @@ class _LogProbs(torch.autograd.Function):
             for rows, g_lp, g_h, h in _chunks(softmax, g_log_prob, g_entropy, entropy):
                 factor = rows.log().clamp_(min=_MIN_LOGIT).add_(h.unsqueeze(-1))
                 rows.mul_(factor.mul_(g_h.unsqueeze(-1)).add_(g_lp.unsqueeze(-1)).neg_())
-            grad_2d[token, target] += own * g_log_prob.view(-1)
+            grad_2d[token, target] += own * g_log_prob.reshape(-1)
         else:
             steps.calculate_gradients(grad_2d, token, target, own, softmax, -g_log_prob)
         softmax.masked_fill_(unused.unsqueeze(-1), 0)
@@ -218,8 +221,29 @@ def _check(logits: Tensor, temperature: float) -> None:
         )
     if not temperature > 0:
         raise PolicyError(f"temperature={temperature!r}; expected a number > 0")
-    if not logits.is_inference() and _overwritten.get(logits) == logits._version:
+    if any(_overlap(x, _part(logits)) for x in _overwritten_parts(logits)):
         raise PolicyError(
             "an earlier call has overwritten these fp32 logits with their softmax; expected "
-            "logits: call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
+            "logits: call vocab_parallel_log_probs_and_entropy once, pass each call a clone, or "
+            "recompute from a clone"
         )
+
+
+def _overwritten_parts(logits: Tensor) -> list[range]:
+    """What earlier calls have overwritten in the logits' storage, if nothing was written since.
+
+    A recomputed function gets other tensors, of the same storage.
+    """
+    if logits.is_inference():
+        return []
+    version, parts = _overwritten.get(logits.untyped_storage(), (None, []))
+    return parts if version == logits._version else []
+
+
+def _part(logits: Tensor) -> range:
+    """Where the elements are in their storage."""
+    return range(logits.storage_offset(), logits.storage_offset() + logits.numel())
+
+
+def _overlap(x: range, y: range) -> bool:
+    return max(x.start, y.start) < min(x.stop, y.stop)

@@ -110,11 +110,51 @@ def test_overwritten_logits_are_refused(name: str) -> None:
     assert not torch.equal(logits, kept)
     text = (
         "PolicyError: an earlier call has overwritten these fp32 logits with their softmax; "
-        "expected logits: call vocab_parallel_log_probs_and_entropy once, or pass each call a clone"
+        "expected logits: call vocab_parallel_log_probs_and_entropy once, pass each call a clone, "
+        "or recompute from a clone"
     )
     assert error_of(ENTROPY, logits) == error_of(BOTH, logits, labels) == text
+    assert error_of(ENTROPY, logits[1:]) == error_of(ENTROPY, logits.view(-1, 5)) == text
     logits.copy_(kept)  # a buffer that is filled anew is logits again
     assert torch.equal(ENTROPY(logits), expected)
+    for i in range(2):  # tokens that no call had before
+        LOG_PROBS(logits[i], labels[i])
+    assert error_of(ENTROPY, logits[0]) == error_of(ENTROPY, logits) == text
+
+
+@on_ranks_of("dp1")
+def test_a_recomputed_function_takes_clones(name: str) -> None:
+    from megatron.core.tensor_parallel import checkpoint
+
+    logits, labels, _ = data()
+
+    def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = logits.float().requires_grad_()
+        checkpoint(function, False, leaf * 1).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def by_halves(x: Tensor) -> Tensor:
+        parts = zip(x.split(SEQ // 2), labels.split(SEQ // 2), strict=True)
+        return torch.cat([LOG_PROBS(*part) for part in parts])
+
+    expected = gradient(lambda x: plain(x, labels, 1.0)[0])
+    ours = gradient(lambda x: LOG_PROBS(x.clone(), labels))
+    torch.testing.assert_close(ours, expected)
+    for function in (lambda x: LOG_PROBS(x, labels), by_halves):
+        assert "or recompute from a clone" in str(error_of(gradient, function))
+
+
+@on_ranks_of("dp1")
+def test_labels_and_results_may_be_transposed(name: str) -> None:
+    logits, labels, (pulls, _) = data()
+    whole = logits.requires_grad_()
+    wanted = torch.autograd.grad(plain(whole, labels, 1.0)[0], whole, pulls)[0].float()
+    for function in (LOG_PROBS, lambda *x: BOTH(*x)[0]):
+        leaf = logits.detach().float().requires_grad_()
+        result = function(leaf * 1, labels.t().contiguous().t()).t()
+        (gradient,) = torch.autograd.grad(result, leaf, pulls.float().t().contiguous())
+        torch.testing.assert_close(gradient, wanted)
 
 
 @on_ranks_of("dp1")

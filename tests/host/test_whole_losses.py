@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import exp, log1p
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from megatron_loss_agg.report import Sum
 from tests import oracle
 from tests.host import gpt, parallel_state, scripts
 from tests.host.cases import EVALUATION, Case, Expected, assert_exact, covering
-from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology
+from tests.host.harness import CP2, TOPOLOGIES, TP2, Topology, on_ranks_of
 from tests.host.reference import reference
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import PLACES, PROMPTS, Places, sequences, weights_with
@@ -195,6 +196,37 @@ def test_losses_by_pair_are_exact(name: str) -> None:
     rows = covering(2, [*OF_PAIRS.items()], LAYOUTS, FLAGS)
     cases = [Case(*mode, layout=layout, per_token=flag, **way) for mode, layout, flag in rows]
     assert_exact(topology, cases, partial(expected_of_pairs, model=topology.model))
+
+
+def after_a_layer(iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, TokenLoss]:
+    """The loss function goes through the output layer once more."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    batch = gpt.received(iterator)
+    output, *_ = gpt.outputs(batch, model)
+    layer = get_attr_wrapped_model(model, "output_layer")
+
+    def compute(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        again, _ = layer(x[..., : gpt.SETTINGS["hidden_size"]])
+        return gathered(again.logsumexp(-1), batch, "local_grad"), {}
+
+    return output, TokenLoss(compute, batch["loss_mask"], "local_grad")
+
+
+@on_ranks_of("cp2")
+def test_measuring_adds_nothing_to_fused_gradients(name: str) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    # In place of APEX's kernel, by which a layer's backward adds to the gradient of the step.
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, g, total: total.add_(g.t() @ x))
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = kernel, True
+    model = gpt.data_parallel(gpt.build(torch.float32, gradient_accumulation_fusion=True))
+    hook, gradients = ONE_PACK.new_hook(), []
+    for _ in range(2):  # the first step measures
+        gpt.run_step(hook, model, ONE_PACK.data(0), 1, forward_step_func=after_a_layer)
+        gradients.append(torch.cat([p.main_grad.flatten() for p in model.parameters()]))
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
 
 
 def all_but_the_last(iterator: Any, model: Any) -> Any:

@@ -7,7 +7,8 @@ token, the first and the last rank take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ class GatherCheck(Extension):
     """Raises, on all context-parallel ranks, if losses were gathered otherwise than declared.
 
     Or if the ranks have different losses. For a term's first losses with a gradient ``compute`` is
-    called twice more, with copies of what the model returned. Not seen are a gather in the forward
-    step, before ``compute``, and a factor by which a gather multiplies gradients.
+    called twice more, with copies of what the model returned and parameters without gradients. Not
+    seen are a gather in the forward step, before ``compute``, and a factor by which a gather
+    multiplies gradients.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,8 @@ class GatherCheck(Extension):
 
         def measured(output: Any, *weights: Any) -> Any:
             for name in unknown:
-                found = _measured(name, given, (output, *weights), call.groups)
+                with _frozen(call.chunks):
+                    found = _measured(name, given, (output, *weights), call.groups)
                 if found not in (None, whole):
                     raise LayoutError(
                         f"TokenLoss(whole={whole!r}) for the losses of {name!r}, whose gather is "
@@ -59,6 +62,19 @@ class GatherCheck(Extension):
 
         mask, takes = given.loss_mask, given.takes_weights
         return TokenLoss(measured, mask, whole, takes_weights=takes), names
+
+
+@contextlib.contextmanager
+def _frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Parameters without gradients: a layer may add them to those of the step in its backward."""
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+    for p in parameters:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_()
 
 
 def _measured(
