@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import RouterLosses, read_batch
-from megatron_loss_agg.mcore.extensions import routers
-from megatron_loss_agg.mcore.host import HostScale
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES, run_host_ranks
@@ -267,14 +264,3 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_what_cannot_be_done_exactly_is_refused_on_every_rank(name: str) -> None:
     assert_told(__name__, name)
-
-
-def test_a_normalized_main_loss_leaves_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with patches/megatron-lm averages them as one without."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
-    counts = SimpleNamespace(positions=8, unequal=True)
-    plan: Any = SimpleNamespace(first=SimpleNamespace(counts=counts), routed=[4, 2], total_tokens=5)
-    scale = HostScale(2, 3, 1, per_token=False, normalized=True)
-    groups = SimpleNamespace(pp=None)
-    call: Any = SimpleNamespace(scale=scale, groups=groups, chunks=[None], first_index=0)
-    assert routers._factors(call, plan) == [2 * 3 * 4 / 8, 2 * 3 * 2 / 8]
