@@ -157,8 +157,8 @@ def _configured(settings: dict[str, Any]) -> Any:
         setattr(functools.reduce(getattr, parents, cfg.trainer), name, value)
     cfg.generator.n_samples_per_prompt = 2
     validate_cfg(cfg)
-    # Lets prompts differ in their number of samples. Not validated: SkyRL's token_mean_legacy and our
-    # microbatch_mean are refused with it, but its padding leaves these steps' microbatches as they are.
+    # Lets prompts differ in their number of samples. Set after the validation, which would refuse
+    # it for means over microbatches: padding, at the end, leaves the microbatches of these steps.
     cfg.generator.step_wise_trajectories = True
     return cfg
 
