@@ -157,7 +157,9 @@ def _configured(settings: dict[str, Any]) -> Any:
         setattr(functools.reduce(getattr, parents, cfg.trainer), name, value)
     cfg.generator.n_samples_per_prompt = 2
     validate_cfg(cfg)
-    cfg.generator.step_wise_trajectories = True  # lets prompts differ in their number of samples
+    # Lets prompts differ in their number of samples. Set after the validation, which would refuse
+    # it for means over microbatches: padding, at the end, leaves the microbatches of these steps.
+    cfg.generator.step_wise_trajectories = True
     return cfg
 
 
