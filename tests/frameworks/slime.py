@@ -40,8 +40,9 @@ STANDINS = (
 )
 OFF = """
     balance_data balance_by_flops allgather_cp calculate_per_token_loss
-    custom_pg_loss_reducer_function_path loss_aggregation loss_aggregation_divisor
-    loss_aggregation_empty loss_aggregation_rejected loss_aggregation_mtp
+    custom_pg_loss_reducer_function_path rollout_data_postprocess_path
+    loss_aggregation loss_aggregation_divisor
+    loss_aggregation_empty loss_aggregation_rejected
     rewards_normalization reward_key
     custom_advantage_function_path use_opd normalize_advantages use_rollout_logprobs
     use_unbiased_kl eps_clip_c use_opsm get_mismatch_metrics use_tis recompute_loss_function
@@ -56,7 +57,7 @@ ARGS: dict[str, Any] = {
     **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "log_probs_chunk_size": -1},
     **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "kl_coef": 0.0},
     **{"use_kl_loss": True, "kl_loss_coef": KL, "kl_loss_type": "k3", "entropy_coef": ENTROPY},
-    **{"eps_clip": CLIP, "eps_clip_high": CLIP},
+    **{"eps_clip": CLIP, "eps_clip_high": CLIP, "loss_aggregation_mtp": "host"},
     "custom_tis_function_path": "tests.frameworks.slime.reject",
 }
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
