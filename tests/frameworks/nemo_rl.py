@@ -86,7 +86,7 @@ def train(log_probs: list[LogProbs], key: Any, batching: str, **options: Any) ->
     loss = _loss(**options, **({"loss_aggregation": key} if key else {}))
     data = _batch(log_probs)
     if key:
-        _set_up(loss, data)
+        _set_up(loss, key, data)
     worker = _worker(batching)
     ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
     shards = data.shard_by_batch_size(ranks, batch_size=ROWS, **BATCHING[batching])
@@ -112,13 +112,15 @@ def _loss(name: str = "ClippedPGLossFn", **options: Any) -> Any:
     return losses.ClippedPGLossFn(config)
 
 
-def _set_up(loss: Any, data: Any) -> None:
+def _set_up(loss: Any, key: Any, data: Any) -> None:
     """As the driver: checks what was asked for, and ships prompt ids."""
-    from nemo_rl.algorithms.loss.aggregation import add_prompt_ids, validate_loss_aggregation
+    from nemo_rl.algorithms.loss import aggregation
 
-    validate_loss_aggregation(loss, {"megatron_cfg": {"enabled": True}}, has_prompt_ids=True)
+    config = aggregation.LossAggregationConfig(**key)
+    policy = {"megatron_cfg": {"enabled": True}}
+    aggregation.validate_loss_aggregation(config, policy, has_prompt_ids=True)
     prompts = [answer.tokens()[: answer.prompt_length] for answer in ANSWERS]
-    add_prompt_ids(data, pad_sequence(prompts, batch_first=True), loss)
+    aggregation.add_prompt_ids(data, pad_sequence(prompts, batch_first=True), loss)
 
 
 def _worker(batching: str) -> Any:
