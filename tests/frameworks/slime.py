@@ -105,7 +105,7 @@ def set_up(framework: str, options: dict[str, Any]) -> tuple[Namespace, Any]:
         ours = importlib.import_module(f"{framework}.utils.loss_aggregation")
         ours.validate_loss_aggregation_args(args)
     global_vars.set_args(args)
-    mtp = {name: getattr(args, name) for name in MTP}
+    mtp = {name: vars(args).pop(name) for name in MTP}  # a model's may differ from the arguments
     ddp = gpt.data_parallel(gpt.build(torch.float32, args.calculate_per_token_loss, **mtp))
     if args.allgather_cp:
         _split_contiguously(ddp)
