@@ -33,8 +33,13 @@ def aggregation(mode: str, **options: Any) -> LossAggregation:
     return LossAggregation(**{"mode": mode, "divisor": divisor, **options})
 
 
-def lay(samples: Sequence[Sample], layout: str, multiple: int = 1) -> dict[str, Any]:
-    """Arguments of a `Microbatch`; every sequence is padded to a multiple of ``multiple``."""
+def lay(
+    samples: Sequence[Sample], layout: str, multiple: int = 1, weighted: bool = False
+) -> dict[str, Any]:
+    """Arguments of a `Microbatch`; every sequence is padded to a multiple of ``multiple``.
+
+    With weights if one is not 1, or ``weighted``.
+    """
     lengths = [len(s.mask) for s in samples]
     padded = [-(-n // multiple) * multiple for n in lengths]
     gap = multiple if layout == "thd_padded" else 0
@@ -57,7 +62,7 @@ def lay(samples: Sequence[Sample], layout: str, multiple: int = 1) -> dict[str, 
     for unit in UNITS:
         ids = [getattr(s, unit) for s in samples]
         given[f"{unit}_ids"] = torch.tensor(ids, dtype=torch.int64)
-    if any(s.weight != 1 for s in samples):
+    if weighted or any(s.weight != 1 for s in samples):
         given["sample_weights"] = torch.tensor([s.weight for s in samples], dtype=F64)
     return given
 

@@ -71,9 +71,7 @@ def microbatches(
 ) -> dict[str, Any]:
     """Keyword arguments of a `Microbatch`."""
     drawn = draw(samples(max_size=4, weighted=weighted))
-    given = lay(drawn, draw(st.sampled_from(layouts)), multiple)
-    if weighted:  # also where all weights are 1
-        given["sample_weights"] = torch.tensor([s.weight for s in drawn], dtype=F64)
+    given = lay(drawn, draw(st.sampled_from(layouts)), multiple, weighted)
     mask = given["loss_mask"].clamp(max=100).to(draw(st.sampled_from(FLOATS + INTEGERS)))
     given["loss_mask"] = FORMS[draw(st.sampled_from([*FORMS]))](mask)
     if draw(st.booleans()):
