@@ -95,7 +95,7 @@ def _log_probs(
             f"labels are {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, one per token"
         )
     group = group or parallel_state.get_tensor_model_parallel_group()
-    before = _overwritten_parts(logits)
+    before = _overwritten_parts(logits)  # overwriting changes the version
     results = _LogProbs.apply(  # type: ignore[no-untyped-call]
         logits, labels.contiguous(), temperature, with_entropy, group
     )

@@ -48,13 +48,13 @@ class TokenLoss:
             the microbatch: how they were gathered. ``local_grad``: in the backward pass, a rank's
             part gets the gradient of this rank's losses, without communication; ``reduced_grad``:
             the sum of all ranks'. The hook tells a wrong one in the first step, though not a factor
-            by which a gather multiplies gradients besides. Each rank adds to a
-            `megatron_loss_agg.report.Sum` what it has: sum its own tokens, or take weights.
+            by which a gather multiplies gradients besides. A `megatron_loss_agg.report.Sum` of all
+            these tokens counts them once a rank: sum this rank's alone, or use the weights below.
         takes_weights: call ``compute(output, weights)``, with the weights of the loss: in the shape
             of ``loss_mask``, fp32 or the mask's wider dtype; by name for several terms.
             ``sum(weights * losses)`` over tokens, microbatches and ranks is the aggregated loss of
             the step, so metrics can be weighed as the loss is, by `megatron_loss_agg.report.Sum`.
-            Under ``token_mean`` of a mask that the model makes, the host divides both later.
+            Under ``token_mean`` of a mask that the model makes, they are not yet divided.
 
     Raises:
         ModeError: an unknown ``whole``.

@@ -200,7 +200,7 @@ def checked_microbatches(
 ) -> list[MicrobatchOfTerms]:
     """``found``, without what is of no term; FunctionError unless they are microbatches.
 
-    A validation set that Megatron reads alone has no ids of data sets: it is one.
+    In an evaluation, samples without ids of data sets are one data set.
     """
     for microbatch in (of_term(name, m) for name in terms for m in found):
         if not isinstance(microbatch, Microbatch):
@@ -211,11 +211,13 @@ def checked_microbatches(
     ours: list[MicrobatchOfTerms] = [
         m if isinstance(m, Microbatch) else {name: m[name] for name in terms} for m in found
     ]
-    alone = not trains and "dataset" in units_by_id(terms)
-    return [for_each_term(_of_a_dataset, m) for m in ours] if alone else ours
+    if trains or "dataset" not in units_by_id(terms):
+        return ours
+    return [for_each_term(_of_one_dataset, m) for m in ours]
 
 
-def _of_a_dataset(microbatch: Microbatch) -> Microbatch:
+def _of_one_dataset(microbatch: Microbatch) -> Microbatch:
+    """With ids of data sets: its own, or -1, which no blend gives."""
     if microbatch.dataset_ids is not None:
         return microbatch
     ids = torch.full((microbatch.num_samples,), -1)
