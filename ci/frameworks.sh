@@ -43,7 +43,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
-READS_FLAGS="from megatron_loss_agg.mcore.flags import aggregation_from_environment as read
+READS_FLAGS="from megatron_loss_agg.launch.flags import aggregation_from_environment as read
 assert read() is not None"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -16,9 +16,9 @@ from torch.utils.data import get_worker_info
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.launch.flags import VARIABLE
+from megatron_loss_agg.launch.install import hook_from_args, install
 from megatron_loss_agg.mcore import TokenLoss
-from megatron_loss_agg.mcore.flags import VARIABLE
-from megatron_loss_agg.mcore.install import hook_from_args, install
 
 stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model

@@ -1,13 +1,13 @@
 """Exact loss aggregation over the whole optimizer step, for Megatron-Core."""
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import AggregationError
-from megatron_loss_agg.layout import CPLayout
-from megatron_loss_agg.losses.sequences import SequenceMean, SequenceSum
 from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, StepTerms
-from megatron_loss_agg.weights import weighted_sum
+from megatron_loss_agg.sequences import SequenceMean, SequenceSum
+from megatron_loss_agg.weighted_sum import weighted_sum
 from megatron_loss_agg.whole_step import token_weights
 
 __all__ = [

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         outcome = _run(args)
     except AggregationError as error:
-        from megatron_loss_agg.mcore.launch.once import refuse
+        from megatron_loss_agg.launch.once import refuse
 
         return refuse(error)
     if isinstance(outcome, int):
@@ -37,12 +37,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: list[str]) -> int | Callable[[], int]:
     """The exit code, or a function that runs the script."""
     if args[:1] == ["doctor"]:
-        from megatron_loss_agg.mcore.launch import doctor
+        from megatron_loss_agg.launch import doctor
 
         return doctor.main(args[1:])
     if args[:1] == ["explain"]:
         from megatron_loss_agg import explain
-        from megatron_loss_agg.mcore.launch import data
+        from megatron_loss_agg.launch import data
 
         return explain.main(args[1:], data.read)
     if args == ["--version"]:
@@ -55,13 +55,13 @@ def _run(args: list[str]) -> int | Callable[[], int]:
     if not command or command[0] in ("-h", "--help"):
         print(_help(), end="")
         return 0 if command else 2
-    from megatron_loss_agg.mcore.launch import script
+    from megatron_loss_agg.launch import script
 
     return script.prepare(command[0], command[1:], cpu)
 
 
 def _help() -> str:
-    from megatron_loss_agg.mcore.launch import flags
+    from megatron_loss_agg.launch import flags
 
     parser = argparse.ArgumentParser(
         prog="torchrun ... -m megatron_loss_agg [--cpu] SCRIPT [script flags]",

@@ -30,7 +30,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from megatron_loss_agg.errors import DivisorError, FunctionError, ModeError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.presets import PRESETS, SYSTEMS, presets_of
 
 Unit = str
@@ -74,11 +74,11 @@ class LossAggregation:
     contributes 0.
 
     Raises:
-        ModeError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or ``levels`` or
+        OptionError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or ``levels`` or
             a ``count`` that the mode does not support.
-        DivisorError: ``divisor`` is missing, not supported by the mode, or not a finite positive
+        OptionError: ``divisor`` is missing, not supported by the mode, or not a finite positive
             number.
-        FunctionError: ``function`` is missing for ``custom``, or given for another mode.
+        OptionError: ``function`` is missing for ``custom``, or given for another mode.
     """
 
     _: KW_ONLY
@@ -111,21 +111,23 @@ class LossAggregation:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             hint = _did_you_mean(self.mode, MODES)
-            raise ModeError(f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}")
+            raise OptionError(
+                f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}"
+            )
         for name in ("empty", "rejected", "sample_weights"):
             given = getattr(self, name)
             if given not in ("count", "skip") and (given is not None or name == "empty"):
-                raise ModeError(f"{name}={given!r}; expected 'count' or 'skip'")
+                raise OptionError(f"{name}={given!r}; expected 'count' or 'skip'")
         countable = {*MODES[self.mode].path} & {*_COUNTABLE}
         if self.count is not None and not (countable and self.count in _COUNTABLE):
             expected = f"one of {', '.join(_COUNTABLE)}" if countable else "none"
-            raise ModeError(f"count={self.count!r} with mode {self.mode!r}; expected {expected}")
+            raise OptionError(f"count={self.count!r} with mode {self.mode!r}; expected {expected}")
         self._check_levels()
         self._check_divisor()
         is_custom = self.mode == "custom"
         if not (callable(self.function) if is_custom else self.function is None):
             expected = "a function (plan, i) -> weights of microbatch i" if is_custom else "none"
-            raise FunctionError(
+            raise OptionError(
                 f"function={self.function!r} with mode {self.mode!r}; expected {expected}"
             )
 
@@ -147,11 +149,11 @@ class LossAggregation:
             system, _, own = name.partition("/")
             known = presets_of(system) or [f"{x}/..." for x in SYSTEMS]
             hint = _did_you_mean(name, presets_of(system) or PRESETS) if own else ""
-            raise ModeError(f"unknown preset {name!r}; {hint}expected one of {', '.join(known)}")
+            raise OptionError(f"unknown preset {name!r}; {hint}expected one of {', '.join(known)}")
         preset = PRESETS[name]
         if preset.needs_divisor != (divisor is not None):
             expected = "a number > 0" if preset.needs_divisor else "none"
-            raise DivisorError(f"divisor={divisor!r} with preset {name!r}; expected {expected}")
+            raise OptionError(f"divisor={divisor!r} with preset {name!r}; expected {expected}")
         return cls(
             mode=preset.mode,
             divisor=divisor,
@@ -213,7 +215,7 @@ class LossAggregation:
             levels = [unit.strip() for unit in levels.split(",")]
         if self.mode != "nested_mean":
             if levels is not None:
-                raise ModeError(f"levels={levels!r} with mode {self.mode!r}; expected none")
+                raise OptionError(f"levels={levels!r} with mode {self.mode!r}; expected none")
             return
         are_names = isinstance(levels, (list, tuple)) and {*map(type, levels)} == {str}
         if not (
@@ -223,7 +225,7 @@ class LossAggregation:
             and {"step", "microbatch"}.isdisjoint(levels)
             and "sample" not in levels[:-1]
         ):
-            raise ModeError(
+            raise OptionError(
                 f"levels={levels!r} with mode 'nested_mean'; expected units from outside to "
                 f"inside, each once, of {', '.join(_COUNTABLE)} or ids of another name, with "
                 "sample last: such as ('prompt', 'rollout', 'sample')"
@@ -235,15 +237,15 @@ class LossAggregation:
         rule = MODES[self.mode].divisor
         if divisor is None:
             if rule == "required":
-                raise DivisorError(f"mode {self.mode!r} needs a divisor and got none; give one > 0")
+                raise OptionError(f"mode {self.mode!r} needs a divisor and got none; give one > 0")
             return
         if rule == "refused":
-            raise DivisorError(
+            raise OptionError(
                 f"divisor={divisor!r} with mode {self.mode!r}, which takes none; "
                 "drop it, or choose mode 'constant' or 'sum'"
             )
         if not isinstance(divisor, Real) or not 0 < float(divisor) < math.inf:
-            raise DivisorError(f"divisor={divisor!r}; expected a finite number > 0")
+            raise OptionError(f"divisor={divisor!r}; expected a finite number > 0")
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class Term:
     """One term of a loss.
 
     Raises:
-        ModeError: no `LossAggregation`, or a coefficient that is not a finite number.
+        OptionError: no `LossAggregation`, or a coefficient that is not a finite number.
     """
 
     aggregation: LossAggregation
@@ -263,17 +265,19 @@ class Term:
         aggregation: Any = self.aggregation
         if not isinstance(aggregation, LossAggregation):
             got = type(aggregation).__name__
-            raise ModeError(f"a {got} for the aggregation of a term; expected a LossAggregation")
+            raise OptionError(f"a {got} for the aggregation of a term; expected a LossAggregation")
         number: Any = self.coefficient
         if not isinstance(number, Real) or not math.isfinite(number):
-            raise ModeError(f"coefficient={number!r}; expected a finite number")
+            raise OptionError(f"coefficient={number!r}; expected a finite number")
         object.__setattr__(self, "coefficient", float(number))
 
 
 def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
-    """``terms`` with a coefficient each; ModeError for none at all."""
+    """``terms`` with a coefficient each; OptionError for none at all."""
     if not isinstance(terms, Mapping) or not terms:
-        raise ModeError(f"terms={terms!r}; expected a mapping of names to Term or LossAggregation")
+        raise OptionError(
+            f"terms={terms!r}; expected a mapping of names to Term or LossAggregation"
+        )
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}
 
 

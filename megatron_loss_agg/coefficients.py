@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.counting.table import StepCounts
-from megatron_loss_agg.errors import GroupError, StepError
+from megatron_loss_agg.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,10 @@ class StepCoefficients:
         whose samples are rejected, if ``rejected`` is ``skip``.
 
         Raises:
-            GroupError: ``unit`` has no ids, or neither the mode nor ``group_by`` names it.
+            DataError: ``unit`` has no ids, or neither the mode nor ``group_by`` names it.
         """
         if unit not in self.groups_by_unit:
-            raise GroupError(
+            raise DataError(
                 f"no groups by {unit!r} in this plan; expected one of {', '.join(BY_ID)}, that the "
                 "mode uses or that group_by names"
             )
@@ -79,7 +79,7 @@ class StepCoefficients:
         try:
             return range(len(self.sizes))[operator.index(i)]
         except (TypeError, IndexError):
-            raise StepError(
+            raise DataError(
                 f"microbatch {i!r} of a plan of {len(self.sizes)} microbatches; expected an int "
                 "from 0 to one less"
             ) from None

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.microbatch import Microbatch, for_each_term, rise_from_0
-from megatron_loss_agg.weights import LARGEST_FP32, detached
+from megatron_loss_agg.tensors import LARGEST_FP32, detached
 
 
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
     """The mask sums of all samples of microbatches on the CPU: fp64 [samples].
 
-    Raises MaskError or GroupError for values and offsets that are not as `Microbatch` says.
+    Raises DataError for values and offsets that are not as `Microbatch` says.
     """
     sums = [_sums(microbatch, place) for place, microbatch in enumerate(microbatches)]
     return torch.cat([torch.empty(0, dtype=torch.float64), *sums])
@@ -37,7 +37,7 @@ def predicting_mask(
         cu_seqlens, cu_seqlens_padded: as in `Microbatch`.
 
     Raises:
-        MaskError, GroupError: as `StepPlan.build` does.
+        DataError: as `StepPlan.build` does.
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     sums_by_sample(brought_to_cpu([microbatch]))
@@ -84,13 +84,13 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
     # As Python numbers, since half precision would round the limit to infinity.
     least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):
-        raise MaskError(
+        raise DataError(
             f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
             "fp32; expected finite numbers >= 0, in mask_sums too"
         )
     factors = microbatch.token_factors
     if factors is not None and not bool((factors.double().abs() <= LARGEST_FP32).all()):
-        raise MaskError(
+        raise DataError(
             f"microbatch {place}: token_factors has infinite or NaN values, or some beyond fp32; "
             "expected finite numbers, where the mask is 0 too"
         )
@@ -101,7 +101,7 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
     parts = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
     sums, outside = parts[:-2:2], parts[1::2]
     if bool(outside.any()):
-        raise MaskError(
+        raise DataError(
             f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; expected "
             "0 on padding, see cu_seqlens and cu_seqlens_padded"
         )
@@ -111,7 +111,7 @@ def _sums(microbatch: Microbatch, place: int) -> Tensor:
 def _bounds(microbatch: Microbatch, place: int) -> Tensor:
     """Where a pack is cut into sample, padding, sample, padding, ..., an empty sample and the rest.
 
-    int64 [2 * samples + 3]. Raises GroupError, see `sums_by_sample`.
+    int64 [2 * samples + 3]. Raises DataError, see `sums_by_sample`.
     """
     assert microbatch.cu_seqlens is not None
     real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
@@ -119,7 +119,7 @@ def _bounds(microbatch: Microbatch, place: int) -> Tensor:
     bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
     if not (rise_from_0(real) and rise_from_0(bounds)):
-        raise GroupError(
+        raise DataError(
             f"microbatch {place} of {microbatch.loss_mask.numel()} tokens has cu_seqlens="
             f"{real.tolist()} and cu_seqlens_padded={None if padded is None else padded.tolist()}; "
             "expected offsets that start at 0 and do not decrease, samples no longer than their "

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, WITHOUT_IDS, Unit
-from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.weights import check_tensors, described, detached, is_plain
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.tensors import check_tensors, described, detached, is_plain
 
 Ids = Tensor | Sequence[str]
 """One id per sample: int64 [samples], or strings."""
@@ -63,7 +63,7 @@ class Microbatch:
             aggregated loss. All microbatches of a step have it, or none.
 
     Raises:
-        MaskError, GroupError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
+        DataError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
     """
 
     loss_mask: Tensor
@@ -83,15 +83,15 @@ class Microbatch:
     def __post_init__(self) -> None:
         mask = self.loss_mask
         if not is_plain(mask):
-            raise MaskError(f"loss_mask is {described(mask)}; expected a real, dense tensor")
+            raise DataError(f"loss_mask is {described(mask)}; expected a real, dense tensor")
         self._check_layout()
         if (factors := self.token_factors) is not None:
-            check_tensors(MaskError, "real", loss_mask=mask, token_factors=factors)
+            check_tensors(DataError, "real", loss_mask=mask, token_factors=factors)
         for name in BY_SAMPLE:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_by_sample(name, given, self.num_samples))
         if not isinstance(self.ids, Mapping) or self.ids.keys() & {*WITHOUT_IDS, *BY_ID}:
-            raise GroupError(
+            raise DataError(
                 f"ids={self.ids!r}; expected a mapping by names of your own, and for others "
                 "prompt_ids=, rollout_ids= or dataset_ids="
             )
@@ -103,14 +103,14 @@ class Microbatch:
         given = (self.token_ids,) if isinstance(self.token_ids, Tensor) else (*self.token_ids,)
         for ids in given:
             if not holds_integers(ids) or ids.numel() != mask.numel():
-                raise MaskError(
+                raise DataError(
                     f"token_ids is {described(ids)} beside a loss_mask of {mask.numel()} elements; "
                     "expected an integer for each token"
                 )
         object.__setattr__(self, "token_ids", tuple(ids.reshape(mask.shape) for ids in given))
         routed = self.routed_tokens
         if routed is not None and (not isinstance(routed, int) or routed < 0):
-            raise MaskError(f"routed_tokens={routed!r}; expected an int >= 0, such as x.numel()")
+            raise DataError(f"routed_tokens={routed!r}; expected an int >= 0, such as x.numel()")
 
     @property
     def num_samples(self) -> int:
@@ -166,16 +166,16 @@ class Microbatch:
         shape, tokens = tuple(self.loss_mask.shape), self.loss_mask.numel()
         offsets: Any = self.cu_seqlens
         if offsets is None and self.cu_seqlens_padded is not None:
-            raise GroupError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
+            raise DataError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
         if len(shape) != 2 if offsets is None else shape not in ((tokens,), (1, tokens)):
-            raise MaskError(
+            raise DataError(
                 f"loss_mask has shape {shape} {'without' if offsets is None else 'beside'} "
                 "cu_seqlens; expected [samples, seq] without, or [tokens] or [1, tokens] beside it"
             )
         for name in ("cu_seqlens", "cu_seqlens_padded"):
             x = getattr(self, name)
             if x is not None and not (are_offsets(x) and x.shape == offsets.shape):
-                raise GroupError(
+                raise DataError(
                     f"{name} is {described(x)}; expected int32 or int64 [samples + 1], as many as "
                     "in cu_seqlens"
                 )
@@ -190,7 +190,7 @@ def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
     if not isinstance(microbatch, Mapping):
         return microbatch
     if name not in microbatch:
-        raise MaskError(
+        raise DataError(
             f"a microbatch with masks for {sorted(microbatch)} has none for the term {name!r}; "
             "expected one Microbatch for each term"
         )
@@ -208,7 +208,7 @@ def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
     if not isinstance(microbatches, Iterable):
-        raise MaskError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
+        raise DataError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
     return list(microbatches)
 
 
@@ -227,14 +227,14 @@ def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
     """The field ``name`` of `BY_SAMPLE`, or else ids, as a tensor [samples]; strings are hashed.
 
     Raises:
-        GroupError: another dtype (weights have any floating one), or not ``number`` values.
+        DataError: another dtype (weights have any floating one), or not ``number`` values.
     """
     dtype = BY_SAMPLE.get(name, torch.int64)
     x = hashed(name, given) if dtype == torch.int64 and not isinstance(given, Tensor) else given
     fits = is_plain(x) and x.shape == (number,)
     if not fits or (x.dtype != dtype and not (x.is_floating_point() and dtype.is_floating_point)):
         kind = "floating-point" if dtype.is_floating_point else dtype
-        raise GroupError(
+        raise DataError(
             f"{name} is {described(x)}; expected {kind} [{number}], one for each sample"
         )
     return x
@@ -244,7 +244,7 @@ def hashed(name: str, strings: Iterable[str]) -> Tensor:
     """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
     values = list(strings) if isinstance(strings, Iterable) else [strings]
     if isinstance(strings, str) or not all(isinstance(x, str) for x in values):
-        raise GroupError(
+        raise DataError(
             f"{name} is {described(strings)}; expected an int64 tensor [samples], or a sequence of "
             "strings"
         )

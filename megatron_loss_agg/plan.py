@@ -16,13 +16,11 @@ from megatron_loss_agg.coefficients import StepCoefficients
 from megatron_loss_agg.collectives import abandon, abandoning_on_error
 from megatron_loss_agg.counting.exchange import Counted, LocalTerm, count_step
 from megatron_loss_agg.counting.samples import Samples, read_terms
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError
+from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.microbatch import BY_SAMPLE, Ids, Microbatch, MicrobatchOfTerms, listed
-from megatron_loss_agg.weights import (
-    at_least_fp32,
-    check_tensors,
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors, in_dtype
+from megatron_loss_agg.weighted_sum import (
     custom_weights,
-    in_dtype,
     times_coefficient,
     times_factors,
     token_weights_of,
@@ -72,8 +70,8 @@ class StepPlan(StepCoefficients):
             group: the ranks that share the step; None for one process.
 
         Raises:
-            MaskError, GroupError: bad values or missing ids on this rank.
-            ModeError: ``agg`` is not a `LossAggregation`, or differs between ranks.
+            DataError: bad values or missing ids on this rank.
+            OptionError: ``agg`` is not a `LossAggregation`, or differs between ranks.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
         return cls.build_terms({"": agg}, microbatches, group, sharded_over=sharded_over)[""]
@@ -97,18 +95,18 @@ class StepPlan(StepCoefficients):
                 modes use; the same on every rank.
 
         Raises:
-            AggregationError: as `build`; ModeError also for bad ``terms``, GroupError for
+            AggregationError: as `build`; OptionError also for bad ``terms``, DataError for
                 ``group_by``.
         """
         with abandoning_on_error(group):
             if sharded_over is not None and group is None:
-                raise GroupError(
+                raise DataError(
                     "sharded_over without group; expected the combined data-and-context-parallel "
                     "group"
                 )
             named = named_terms(terms)
             if unknown := [unit for unit in group_by if unit not in BY_ID]:
-                raise GroupError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
+                raise DataError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
             read = read_terms(named, listed(microbatches))
             local = {
                 name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
@@ -154,9 +152,9 @@ class StepPlan(StepCoefficients):
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
-            MaskError: sums that are not vectors of finite numbers >= 0.
-            FunctionError: mode ``custom``, whose function needs masks.
-            GroupError, ModeError, PeerError: as `build`.
+            DataError: sums that are not vectors of finite numbers >= 0.
+            OptionError: mode ``custom``, whose function needs masks.
+            DataError, OptionError, PeerError: as `build`.
         """
         with abandoning_on_error(group):
             given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
@@ -165,7 +163,7 @@ class StepPlan(StepCoefficients):
             (term,) = named_terms({"": agg}).values()
             local = LocalTerm(term.aggregation, samples, None)
             if agg.mode == "custom":
-                raise FunctionError("mode 'custom' needs masks; expected a call of StepPlan.build")
+                raise OptionError("mode 'custom' needs masks; expected a call of StepPlan.build")
         (counted,) = count_step({"": local}, group)
         known = vars(counted.coefficients)
         return cls(**known, aggregation=agg, microbatches=(), active_tokens=(), counted=counted)
@@ -185,11 +183,11 @@ class StepPlan(StepCoefficients):
         aggregated loss of the step.
 
         Raises:
-            MaskError: a plan from mask sums; or a ``dtype`` in which weights would underflow.
-            FunctionError: a custom function returned something that cannot be weights.
+            DataError: a plan from mask sums; or a ``dtype`` in which weights would underflow.
+            OptionError: a custom function returned something that cannot be weights.
         """
         if dtype not in _WEIGHT_DTYPES:
-            raise MaskError(
+            raise DataError(
                 f"weights in dtype {dtype!r}; expected a floating dtype with the range of fp32: "
                 "torch.float32, torch.float64 or torch.bfloat16"
             )
@@ -208,12 +206,12 @@ class StepPlan(StepCoefficients):
         """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
 
         Raises:
-            GroupError: the mode does not use ``unit``, or a microbatch has no ids for it.
+            DataError: the mode does not use ``unit``, or a microbatch has no ids for it.
         """
         known = {"step", "microbatch", "sample", *self.groups_by_unit}
         if unit not in known:
             expected = ", ".join(sorted(known))
-            raise GroupError(f"no sums by {unit!r} in this plan; expected one of {expected}")
+            raise DataError(f"no sums by {unit!r} in this plan; expected one of {expected}")
         return self._of_microbatch(self.counted.table.group_sums(unit)[self.counted.own], i)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
@@ -231,17 +229,17 @@ class StepPlan(StepCoefficients):
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
-            MaskError: the shapes differ, or factors make weights negative; or as `weights`.
-            FunctionError: a custom aggregation has negative weights; or as `weights`.
+            DataError: the shapes differ, or factors make weights negative; or as `weights`.
+            OptionError: a custom aggregation has negative weights; or as `weights`.
         """
         mask = self._microbatch(i).loss_mask
-        check_tensors(MaskError, "real", loss_mask=mask, advantages=advantages)
+        check_tensors(DataError, "real", loss_mask=mask, advantages=advantages)
         dtype = at_least_fp32(advantages.dtype)
         w, has_factors = self.weights(i, dtype), self.microbatches[i].token_factors is not None
         if has_factors and bool((w < 0).any()):
-            raise MaskError("negative token_factors flip advantages; expected factors >= 0")
+            raise DataError("negative token_factors flip advantages; expected factors >= 0")
         if self.aggregation.function is not None and bool((w < 0).any()):
-            raise FunctionError(
+            raise OptionError(
                 "the aggregation function returned negative weights, which flip the sign of an "
                 "advantage; expected non-negative ones to scale advantages with"
             )
@@ -249,7 +247,7 @@ class StepPlan(StepCoefficients):
 
     def _microbatch(self, i: int) -> Microbatch:
         if not self.microbatches and self.sizes:
-            raise MaskError(
+            raise DataError(
                 "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
                 "multiply your mask by coefficients(i)"
             )
@@ -279,11 +277,11 @@ class StepTerms(dict[str, StepPlan]):
             losses: token losses of every term, in the shape of the microbatch's mask.
 
         Raises:
-            MaskError: not exactly the terms' names, or losses of another shape.
-            FunctionError: as `StepPlan.weights`.
+            DataError: not exactly the terms' names, or losses of another shape.
+            OptionError: as `StepPlan.weights`.
         """
         if losses.keys() != self.keys():
-            raise MaskError(
+            raise DataError(
                 f"losses {sorted(losses)} for the terms {sorted(self)}; expected one for each term"
             )
         parts = []

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import abandoning_on_error, gathered, tag_of
-from megatron_loss_agg.errors import ReportError
-from megatron_loss_agg.weights import check_tensors, is_plain, weighted_sum
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.tensors import check_tensors, is_plain
+from megatron_loss_agg.weighted_sum import weighted_sum
 
 __all__ = ["Max", "Mean", "Metric", "Min", "Sum", "reduce_reports"]
 
@@ -42,9 +43,9 @@ class Mean:
             weights: of the same shape, real and non-negative.
 
         Raises:
-            ReportError: not two real tensors of the same shape.
+            DataError: not two real tensors of the same shape.
         """
-        check_tensors(ReportError, "real", values=values, weights=weights)
+        check_tensors(DataError, "real", values=values, weights=weights)
         dtype = _sum_dtype(values.dtype, weights.dtype)
         weights = weights.to(dtype)
         total = weighted_sum(weights, values.detach().to(dtype))
@@ -92,7 +93,7 @@ class Max:
         """Maximum over the positions where ``mask`` is not 0, in fp64.
 
         Raises:
-            ReportError: not two real tensors of the same shape.
+            DataError: not two real tensors of the same shape.
         """
         return cls(_masked(values, mask, -torch.inf).amax())
 
@@ -148,7 +149,7 @@ def reduce_reports(
         values by name, sorted, the same on all ranks; empty if there are no metrics.
 
     Raises:
-        ReportError: microbatches or ranks differ in their metrics, or a value is not a metric. If
+        DataError: microbatches or ranks differ in their metrics, or a value is not a metric. If
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
@@ -162,7 +163,7 @@ def reduce_reports(
         group,
         tag=tag_of(names),
         failure="bad metrics on rank(s) {} of the group",
-        difference=ReportError(
+        difference=DataError(
             f"this rank reports {', '.join(names) or 'nothing'}, and another rank of the group "
             "other metrics; expected the same names and kinds on every rank"
         ),
@@ -189,7 +190,7 @@ def _over_microbatches(
         kind, *others = {kind for kind, _ in metrics}
         if others or len(metrics) != len(given):
             got = " or ".join(sorted({kind.__name__ for kind, _ in metrics}))
-            raise ReportError(
+            raise DataError(
                 f"metric {name!r} is a {got} in {len(metrics)} of {len(given)} microbatches; "
                 "expected the same kind in each"
             )
@@ -206,7 +207,7 @@ def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], T
     elif is_plain(value) and value.numel() == 2:
         parts = [*value.reshape(-1)]
     if not parts or not all(is_plain(part) and part.numel() == 1 for part in parts):
-        raise ReportError(
+        raise DataError(
             f"metric {name!r} is {value!r}; expected a Mean, Sum, Max or Min of scalars, or a "
             "tensor [sum, count]"
         )
@@ -215,7 +216,7 @@ def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], T
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """fp64 [values + 1]: ``fill`` where the mask is 0, and at the end so that it is never empty."""
-    check_tensors(ReportError, "real", values=values, mask=mask)
+    check_tensors(DataError, "real", values=values, mask=mask)
     kept = values.detach().double().masked_fill(mask == 0, fill).reshape(-1)
     return torch.nn.functional.pad(kept, (0, 1), value=fill)
 

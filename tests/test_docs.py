@@ -49,7 +49,7 @@ CLAIMS = {
     " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
     " and 'kl of the policy' in reports[0]",
     "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
-    "patches/README.md": "install.__module__ == 'megatron_loss_agg.mcore.launch.install'",
+    "patches/README.md": "install.__module__ == 'megatron_loss_agg.launch.install'",
 }
 # Commands that no test here can run, by how they begin: who runs them, or why nobody does.
 ELSEWHERE = {
@@ -200,7 +200,7 @@ def _parse_run(words: list[str]) -> None:
     from megatron.training.arguments import add_megatron_arguments
     from torch.distributed.run import get_args_parser
 
-    from megatron_loss_agg.mcore.launch.flags import Parser
+    from megatron_loss_agg.launch.flags import Parser
 
     launched = get_args_parser().parse_args(words)
     script, flags = launched.training_script, launched.training_script_args
@@ -216,7 +216,7 @@ def _parse_run(words: list[str]) -> None:
 
 def _parse_ours(words: list[str]) -> list[str]:
     """Check our flags among ``words``; return the others."""
-    from megatron_loss_agg.mcore.launch.flags import aggregation_from, taken_from
+    from megatron_loss_agg.launch.flags import aggregation_from, taken_from
 
     ours, others = taken_from(words)
     if ours.get("loss_aggregation") != "MODE":

@@ -16,7 +16,7 @@ from megatron_loss_agg.coefficients import StepCoefficients
 from megatron_loss_agg.collectives import gathered, tag_of
 from megatron_loss_agg.counting.samples import Samples
 from megatron_loss_agg.counting.table import StepCounts, Table
-from megatron_loss_agg.errors import GroupError, ModeError, StepError
+from megatron_loss_agg.errors import DataError, OptionError
 
 
 class Record(NamedTuple):
@@ -51,7 +51,7 @@ class LocalTerm:
         units: told by ids, whose groups are needed, or may be by a custom function.
 
     Raises:
-        GroupError: missing ids or sample weights; or rejected samples or weights, about which the
+        DataError: missing ids or sample weights; or rejected samples or weights, about which the
             aggregation does not say whether they count.
     """
 
@@ -64,12 +64,12 @@ class LocalTerm:
     ) -> None:
         for name in ("rejected", "sample_weights"):
             if getattr(agg, name) is None and name in samples.given:
-                raise GroupError(
+                raise DataError(
                     f"a microbatch has {name}, and the aggregation does not say whether they "
                     f"count; expected LossAggregation({name}='count') or {name}='skip'"
                 )
         if agg.sample_weights is not None and not samples.all_have_weights:
-            raise GroupError(
+            raise DataError(
                 f"sample_weights={agg.sample_weights!r} and a microbatch has no sample_weights; "
                 "expected one for each sample: give sample_weights= (the batch key "
                 "'sample_weights', floats [samples]), or leave out that option of the aggregation "
@@ -85,7 +85,7 @@ class LocalTerm:
             if unit not in samples.ids:
                 what = "a report" if unit in group_by else f"mode {agg.mode!r}"
                 where = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
-                raise GroupError(
+                raise DataError(
                     f"{what} groups by {unit} and a microbatch has no {unit}_ids; expected one id "
                     f"for each sample: give {where} (the batch key '{unit}_ids', int64 [samples]), "
                     "or group by another unit (--loss-aggregation): there are ids of "
@@ -141,7 +141,7 @@ def count_step(terms: Mapping[str, LocalTerm], group: dist.ProcessGroup | None) 
         group,
         tag=tag_of((name, *_defining(term)) for name, term in terms.items()),
         failure="bad microbatches on rank(s) {} of the data-parallel group",
-        difference=ModeError(
+        difference=OptionError(
             "ranks have different aggregations, or other terms or groups, or the same in another "
             "order, or sharded masks or mask sums on some of them alone; expected the same on "
             "every rank"
@@ -203,23 +203,23 @@ def _defining(term: LocalTerm) -> tuple[object, ...]:
 
 
 def _check_sharded_samples(of_ranks: Sequence[Record]) -> None:
-    """Raise GroupError on every rank if ranks with the same owner differ in number of samples."""
+    """Raise DataError on every rank if ranks with the same owner differ in number of samples."""
     held: dict[int, int] = {}
     for record in of_ranks:
         owner, number = record.owner, record.rows
         if owner >= 0 and held.setdefault(owner, number) != number:
-            raise GroupError(
+            raise DataError(
                 f"ranks that share samples have {held[owner]} and {number} of them; "
                 "expected parts of the same samples on every rank of sharded_over"
             )
 
 
 def _routed_tokens(total: Record) -> int | None:
-    """Of the step; raises StepError, on every rank alike, if only some microbatches say it."""
+    """Of the step; raises DataError, on every rank alike, if only some microbatches say it."""
     if not total.routed_microbatches:
         return None
     if total.routed_microbatches != total.microbatches:
-        raise StepError(
+        raise DataError(
             f"{total.routed_microbatches} of a step's {total.microbatches} microbatches "
             "have routed_tokens; expected all of them, or none: give each Microbatch its own"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
-from megatron_loss_agg.errors import GroupError, MaskError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
@@ -22,7 +22,7 @@ from megatron_loss_agg.microbatch import (
     checked_by_sample,
     of_term,
 )
-from megatron_loss_agg.weights import described
+from megatron_loss_agg.tensors import described
 
 
 class Samples(NamedTuple):
@@ -88,7 +88,7 @@ class Samples(NamedTuple):
         ]
         for x in sums:
             if x.dim() != 1:
-                raise MaskError(
+                raise DataError(
                     f"mask_sums is {described(x)}; expected a vector of numbers, one for each "
                     "sample, or a list of such vectors"
                 )
@@ -109,13 +109,13 @@ def read_terms(
     """Copies of each term's microbatches, and their samples; terms with the same ones share them.
 
     Raises:
-        MaskError, GroupError: something else than microbatches; or values or offsets of masks, or
+        DataError: something else than microbatches; or values or offsets of masks, or
             sample weights, that cannot be.
     """
     given = [tuple(of_term(name, m) for m in microbatches) for name in terms]
     for x in chain(*given):
         if not isinstance(x, Microbatch):
-            raise MaskError(
+            raise DataError(
                 f"a {type(x).__name__} among the microbatches; expected a list of Microbatch"
             )
     copies = {m: m.copied() for m in dict.fromkeys(chain(*given))}
@@ -131,7 +131,7 @@ def read_terms(
 def _check_weights(weights_S: Tensor) -> None:
     bad_S = ~(weights_S.isfinite() & (weights_S >= 0))
     if bool(bad_S.any()):
-        raise MaskError(
+        raise DataError(
             f"sample_weights has the value {weights_S[bad_S][0].item():g}; expected finite numbers "
             ">= 0"
         )
@@ -161,7 +161,7 @@ def _of_all(name: str, given: Any, sizes: Sequence[int]) -> Any:
     if not nested or (not given and sizes):
         return given
     if len(given) != len(sizes):
-        raise GroupError(
+        raise DataError(
             f"{name} for {len(given)} microbatches and mask_sums for {len(sizes)}; expected one "
             "entry for each microbatch, or one vector for all samples"
         )

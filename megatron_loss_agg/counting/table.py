@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
-from megatron_loss_agg.errors import GroupError, MaskError
-from megatron_loss_agg.weights import LARGEST_FP32, sample_coefficients
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.tensors import LARGEST_FP32
+from megatron_loss_agg.weighted_sum import sample_coefficients
 
 _SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
 
@@ -95,7 +96,7 @@ class Table:
     def siblings(self) -> Tensor:
         """``C``: over the path, the product of the numbers of groups of one parent, fp64 [rows].
 
-        Raises GroupError, on all ranks alike, for a group with two parents.
+        Raises DataError, on all ranks alike, for a group with two parents.
         """
         siblings_S = torch.ones_like(self._mask_S)
         for outer, inner in pairwise(self._agg.path):
@@ -104,7 +105,7 @@ class Table:
             strays = (parent[children.place] != parents.place).nonzero()
             if strays.numel():
                 one, other = children.place[strays[0]], parents.place[strays[0]]
-                raise GroupError(
+                raise DataError(
                     f"the {inner} {int(children.ids[one])} is in the {outer}s "
                     f"{int(parents.ids[parent[one]])} and {int(parents.ids[other])}; expected each "
                     f"{inner} in one {outer}, for the levels {' > '.join(self._agg.path)}: ids "
@@ -151,7 +152,7 @@ class Table:
     def coefficients(self, siblings_S: Tensor, across: float) -> Tensor:
         """``c_s``, fp64 [rows]; 0 for rejected samples, and for those without a mask here.
 
-        Raises MaskError, on all ranks alike, where fp32 overflows or has less than 24 bits.
+        Raises DataError, on all ranks alike, where fp32 overflows or has less than 24 bits.
         """
         agg, zero_S = self._agg, self._rejected_S | (self._mask_S == 0)
         within_S = self.group_sums(agg.within) * siblings_S
@@ -162,7 +163,7 @@ class Table:
             return coefficient_S
         least, largest = size_S.aminmax()
         if not (least >= _SMALLEST_FP32 and largest <= LARGEST_FP32):
-            raise MaskError(
+            raise DataError(
                 "the coefficients of samples, by which the mask is multiplied, are from "
                 f"{least:.3g} to {largest:.3g}, and fp32 holds {_SMALLEST_FP32:.3g} to "
                 f"{LARGEST_FP32:.3g}; expected a loss_mask, sample_weights and divisor of moderate "

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_loss_agg.errors import InputError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain import data
 from megatron_loss_agg.explain.samples import LISTS, from_jsonl, from_lists
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
@@ -30,7 +30,7 @@ def main(argv: Sequence[str], read: data.Read) -> int:
         samples = from_lists(args.lengths, **lists)
     else:
         if given := [f"--{name}" for name, value in lists.items() if value is not None]:
-            raise InputError(f"{given[0]} with --jsonl; expected its values on the file's lines")
+            raise OptionError(f"{given[0]} with --jsonl; expected its values on the file's lines")
         samples = from_jsonl(args.jsonl)
     modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
     shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)

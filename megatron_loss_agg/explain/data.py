@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import InputError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.rows import Layout, Rows, rows_of
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import Shares, explain
@@ -38,7 +38,7 @@ def main(argv: Sequence[str], read: Read) -> int:
     against = args.against or f"--micro-batch-size {size}"
     other = _layout([*flags, *shlex.split(against)])
     if other.global_batch_size != layout.global_batch_size:
-        raise InputError("--against has another --global-batch-size; expected the same step")
+        raise OptionError("--against has another --global-batch-size; expected the same step")
     number = max(1024, layout.global_batch_size) if args.samples is None else args.samples
     given = rows_of(args.file, number) if args.file else read(flags, number)
     cp_sizes = layout.context_parallel_size, other.context_parallel_size
@@ -46,7 +46,7 @@ def main(argv: Sequence[str], read: Read) -> int:
         rows = Rows.of(_with_progress(given, number), layout.global_batch_size, cp_sizes)
     active_SC, tokens_S = rows.tokens_SC > 0, rows.tokens_SC.sum(1)
     if not bool(active_SC.any()):
-        raise InputError(
+        raise OptionError(
             "no step with loss tokens; expected at least one of --global-batch-size "
             f"{layout.global_batch_size} rows, see --samples"
         )
@@ -110,13 +110,13 @@ def _layout(flags: Sequence[str]) -> Layout:
     parser.add_argument("--rampup-batch-size", nargs="+")
     given = vars(parser.parse_known_args(flags)[0])
     if given.pop("rampup_batch_size"):
-        raise InputError(
+        raise OptionError(
             "--rampup-batch-size, by which steps differ in size; expected one step's size: drop it "
             "after --, and give --global-batch-size"
         )
     layout = Layout(**given)
     if min(layout[:3]) < 1 or layout.global_batch_size % layout.micro_batch_size:
-        raise InputError(
+        raise OptionError(
             f"--micro-batch-size {layout.micro_batch_size}, --global-batch-size "
             f"{layout.global_batch_size} after --; expected the run's own, the first a divisor"
         )

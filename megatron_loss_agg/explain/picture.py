@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_loss_agg.errors import DependencyError, InputError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import Shares
 
@@ -33,18 +33,18 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
     """Save the two panels to ``path``, in the format of its suffix.
 
     Raises:
-        DependencyError: matplotlib is not installed.
-        InputError: no sample has tokens, or ``path`` cannot be written.
+        OptionError: matplotlib is not installed.
+        OptionError: no sample has tokens, or ``path`` cannot be written.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DependencyError(
+        raise OptionError(
             f"--plot needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
         ) from error
     lengths = [sample.tokens for sample in samples if sample.tokens > 0]
     if not lengths:
-        raise InputError("--plot: no sample has loss tokens; expected a length > 0")
+        raise OptionError("--plot: no sample has loss tokens; expected a length > 0")
     figure = Figure(figsize=(13.0, 5.0), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2, subplot_kw={"xscale": "log", "yscale": "log"})
     _draw_panel(left, shown, {name: s.relative_to_token_mean for name, s in shown.items()})
@@ -61,7 +61,7 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise InputError(
+        raise OptionError(
             f"--plot {path}: {error}; expected a writable .png, .svg or .pdf"
         ) from error
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import AggregationError, InputError
+from megatron_loss_agg.cp_layout import CPLayout
+from megatron_loss_agg.errors import AggregationError, OptionError
 from megatron_loss_agg.explain.samples import lines_of, parsed
-from megatron_loss_agg.layout import CPLayout
 from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -117,7 +117,7 @@ def rows_of(path: str, number: int) -> Iterator[Microbatch]:
     Beside "loss_mask", "cu_seqlens" says where the samples of a pack begin.
 
     Raises:
-        InputError: the file or a line cannot be read.
+        OptionError: the file or a line cannot be read.
     """
     for where, line in lines_of("--data", path, max(number, 0)):
         row: Any = {"length": line} if isinstance(line, int | float) else line
@@ -128,5 +128,5 @@ def rows_of(path: str, number: int) -> Iterator[Microbatch]:
             starts = torch.tensor(row["cu_seqlens"]) if "cu_seqlens" in row else None
             sums_by_sample([microbatch := Microbatch(mask, starts)])
         except (AggregationError, ValueError, TypeError) as error:
-            raise InputError(f"{where}: {error}") from error
+            raise OptionError(f"{where}: {error}") from error
         yield microbatch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_loss_agg.aggregation import BY_ID
-from megatron_loss_agg.errors import GroupError, InputError
+from megatron_loss_agg.errors import DataError, OptionError
 
 COLUMNS = (*BY_ID, "microbatch", "rank")
 LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
@@ -40,18 +40,18 @@ def from_lists(lengths: str, **lists: str | None) -> list[Sample]:
         lists: by the names in `LISTS`; None: not given.
 
     Raises:
-        InputError: a list cannot be parsed, or differs in length from ``lengths``.
+        OptionError: a list cannot be parsed, or differs in length from ``lengths``.
     """
     try:
         columns: dict[str, list[Any]] = {"length": [float(item) for item in lengths.split(",")]}
     except ValueError as error:
-        raise InputError(f"--lengths: {error}; expected numbers with commas between") from None
+        raise OptionError(f"--lengths: {error}; expected numbers with commas between") from None
     given = {flag: text for flag, text in lists.items() if text is not None}
     for flag, text in given.items():
         columns[LISTS[flag]] = [item.strip() for item in text.split(",")]
     if len({len(column) for column in columns.values()}) > 1:
         numbers = ", ".join(f"{len(column)} ({name})" for name, column in columns.items())
-        raise InputError(f"lists of {numbers} values; expected one value for each sample in each")
+        raise OptionError(f"lists of {numbers} values; expected one value for each sample in each")
     rows = zip(*columns.values(), strict=True)
     return [
         parsed(f"sample {s}", dict(zip(columns, row, strict=True))) for s, row in enumerate(rows)
@@ -65,16 +65,16 @@ def from_jsonl(path: str) -> list[Sample]:
     ``"dataset"``, ``"microbatch"`` and ``"rank"`` (any value); other keys are ignored.
 
     Raises:
-        InputError: the file or a line cannot be read.
-        GroupError: only some lines have a prompt, rollout, data set, microbatch or rank.
+        OptionError: the file or a line cannot be read.
+        DataError: only some lines have a prompt, rollout, data set, microbatch or rank.
     """
     samples = [parsed(where, row) for where, row in lines_of("--jsonl", path)]
     if not samples:
-        raise InputError(f"--jsonl {path}: no line; expected one JSON object for each sample")
+        raise OptionError(f"--jsonl {path}: no line; expected one JSON object for each sample")
     for name in COLUMNS:
         without = sum(getattr(sample, name) is None for sample in samples)
         if 0 < without < len(samples):
-            raise GroupError(
+            raise DataError(
                 f"--jsonl {path}: {without} of {len(samples)} lines have no {name!r}; expected it "
                 "on every line or on none"
             )
@@ -85,7 +85,7 @@ def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[
     """Where each of the first ``number`` lines is, and its JSON value; empty ones are skipped.
 
     Raises:
-        InputError: the file or a line cannot be read.
+        OptionError: the file or a line cannot be read.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -93,19 +93,19 @@ def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[
             for n, line in itertools.islice(lines, number):
                 yield f"{path}:{n}", json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{n}: {error}; expected one JSON object a line") from None
+        raise OptionError(f"{path}:{n}: {error}; expected one JSON object a line") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{flag} {path}: {error}; expected a readable text file") from error
+        raise OptionError(f"{flag} {path}: {error}; expected a readable text file") from error
 
 
 def parsed(where: str, row: Any) -> Sample:
-    """The sample of a line, or of values of the lists; InputError names ``where`` it is bad."""
+    """The sample of a line, or of values of the lists; OptionError names ``where`` it is bad."""
     if not isinstance(row, dict) or ("length" in row) == ("loss_mask" in row):
-        raise InputError(f"{where}: expected an object with either 'length' or 'loss_mask'")
+        raise OptionError(f"{where}: expected an object with either 'length' or 'loss_mask'")
     mask = row.get("loss_mask", [row.get("length")])
     numbers = isinstance(mask, list) and all(isinstance(m, int | float) for m in mask)
     if not numbers or not all(0 <= m < math.inf for m in mask):
-        raise InputError(
+        raise OptionError(
             f"{where}: a bad length or loss_mask; expected a finite number >= 0, or a list of them"
         )
     return Sample(math.fsum(mask), **{name: row.get(name) for name in COLUMNS})

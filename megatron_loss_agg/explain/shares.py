@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, MODES, LossAggregation
-from megatron_loss_agg.errors import DivisorError, InputError
+from megatron_loss_agg.describe import formula
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.samples import LISTS, Sample
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.presets import PRESETS
-from megatron_loss_agg.weights import formula
 
 ALL_MODES = tuple(mode for mode in MODES if mode != "custom")
 
@@ -71,7 +71,7 @@ def explain(
             continue
         try:
             agg = _aggregation(name, divisor, empty, levels)
-        except DivisorError:
+        except OptionError:
             if divisor is not None:
                 raise
             left_out[name] = "needs --divisor"
@@ -87,7 +87,7 @@ def explain(
             shown[name] = _shares(agg, samples)
     if not shown:
         reasons = ", ".join(f"{name} {why}" for name, why in left_out.items())
-        raise InputError(f"no mode to show: {reasons}")
+        raise OptionError(f"no mode to show: {reasons}")
     return shown, left_out
 
 

@@ -73,7 +73,7 @@ class LossHook(Hook):
         extensions: what a call does besides: `MultiTokenPrediction`, `RouterLosses`,
             `Distillation`, `DatasetReports`, or an `Extension` of your own. A check that every hook
             has, such as ``Audit(trust=True)`` or ``Agreement(patience=600)``, takes its place.
-        empty_step: in a step without an active token, raise MaskError (``error``); set
+        empty_step: in a step without an active token, raise DataError (``error``); set
             `step_is_empty`, so that the caller can skip the optimizer (``skip``); or do nothing, so
             that momentum and weight decay still move the model (``step``).
         total: the name under which a loss of several terms reports their sum.
@@ -85,7 +85,7 @@ class LossHook(Hook):
             False unless ``empty_step`` is ``skip``.
 
     Raises:
-        ModeError: an unknown ``empty_step``, bad terms or extensions, or a ``total`` that names
+        OptionError: an unknown ``empty_step``, bad terms or extensions, or a ``total`` that names
             another report.
     """
 

@@ -17,7 +17,8 @@ from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.mcore.token_loss import TokenLoss, carries_mask, token_losses, token_masks
 from megatron_loss_agg.mcore.weigh import LocalWeights, Weigher
 from megatron_loss_agg.microbatch import tensors_in
-from megatron_loss_agg.weights import at_least_fp32, times_coefficient, weighted_sum_of_fitting
+from megatron_loss_agg.tensors import at_least_fp32
+from megatron_loss_agg.weighted_sum import times_coefficient, weighted_sum_of_fitting
 
 
 class CallLosses:

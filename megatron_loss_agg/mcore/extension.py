@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import ModeError, ReportError
+from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
 from megatron_loss_agg.mcore.weigh import LocalWeights
-from megatron_loss_agg.weights import detached, in_dtype, weighted_sum_of_fitting
+from megatron_loss_agg.tensors import detached, in_dtype
+from megatron_loss_agg.weighted_sum import weighted_sum_of_fitting
 
 _LEAST = torch.finfo(torch.float32).tiny
 """The weight of an empty call: lost beside any other, but no division by 0 without others."""
@@ -107,10 +108,10 @@ class MicrobatchLoss:
         """Add a report: a pair, see `sum_pair`.
 
         Raises:
-            ReportError: there is one of this name.
+            DataError: there is one of this name.
         """
         if key in self.reports:
-            raise ReportError(
+            raise DataError(
                 f"two reports named {key!r}, of the script's loss function, an aggregated loss or "
                 "an extension; expected different names: rename yours, or the sum of several terms "
                 "by LossHook(total=...)"
@@ -183,11 +184,11 @@ class Extension:
 
 
 def settings_of(hook: Mapping[str, object], extensions: Iterable[Extension]) -> dict[str, object]:
-    """Of a hook and its extensions; raises ModeError if two of them have one name."""
+    """Of a hook and its extensions; raises OptionError if two of them have one name."""
     found = dict(hook)
     for extension in extensions:
         if taken := found.keys() & extension.settings().keys():
-            raise ModeError(
+            raise OptionError(
                 f"the settings {sorted(taken)} of {type(extension).__name__} are taken by the hook "
                 "or another extension; expected names of its own: rename them, or drop it"
             )

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
 from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
-from megatron_loss_agg.errors import MaskError, ModeError, StepError
+from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.call_losses import CallLosses
 from megatron_loss_agg.mcore.extension import Extension, settings_of
 from megatron_loss_agg.mcore.host import Call, Loop, defaults_of, stock
@@ -52,14 +52,14 @@ class Hook:
         loop: Loop = Loop(),  # noqa: B008  (immutable)
     ) -> None:
         if empty_step not in ("step", "error", "skip"):
-            raise ModeError(f"empty_step={empty_step!r}; expected one of step, error, skip")
+            raise OptionError(f"empty_step={empty_step!r}; expected one of step, error, skip")
         self._total: str | None = total  # None: no total is reported
         if isinstance(aggregation, LossAggregation):
             aggregation, self._total = {aggregation.label: aggregation}, None
         self.terms = named_terms(aggregation)
         names = ["lm loss", *(f"{name} loss" for name in self.terms), total]
         if not isinstance(total, str) or len({*names}) < len(names):
-            raise ModeError(
+            raise OptionError(
                 f"reports named {names}; expected different names of the terms and total=, and no "
                 "term 'lm', since 'lm loss' is the mean over tokens"
             )
@@ -138,10 +138,10 @@ class Hook:
             microbatches: this data-parallel rank's whole step, in the order of the calls.
 
         Raises:
-            StepError: the block ends with microbatches left, or a step is open already.
+            DataError: the block ends with microbatches left, or a step is open already.
         """
         if self._open is not None:
-            raise StepError("hook.step inside another hook.step; expected one step at a time")
+            raise DataError("hook.step inside another hook.step; expected one step at a time")
         given = listed(microbatches)
         self._open = step = Step(len(given), lambda: given)
         try:
@@ -179,7 +179,7 @@ class Hook:
         likely = call.trains not in self._kinds_planned or refuses_empty or to_stages
         with failing_together([groups.cp, groups.pp] if likely else [], _FAILED):
             if groups.last_stage and self._planned(call, step).is_empty and refuses_empty:
-                raise MaskError(
+                raise DataError(
                     "every token of the step is masked or rejected; expected an active token: "
                     "fix the data, or choose --loss-aggregation-empty-step skip or step "
                     "(LossHook(empty_step=))"

@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_loss_agg.errors import PolicyError
-from megatron_loss_agg.weights import check_tensors
+from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.tensors import check_tensors
 
 __all__ = [
     "vocab_parallel_entropy",
@@ -54,7 +54,7 @@ def vocab_parallel_log_probs(
         group: tensor-parallel group; default: Megatron's own.
 
     Raises:
-        PolicyError: mismatched shapes or dtypes, a temperature that is not > 0, or logits that an
+        OptionError: mismatched shapes or dtypes, a temperature that is not > 0, or logits that an
             earlier call has overwritten.
     """
     return _log_probs(logits, labels, temperature, False, group)[0]
@@ -91,7 +91,7 @@ def _log_probs(
 ) -> tuple[Tensor, Tensor]:
     _check(logits, temperature)
     if labels.shape != logits.shape[:-1]:
-        raise PolicyError(
+        raise OptionError(
             f"labels are {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, one per token"
         )
     group = group or parallel_state.get_tensor_model_parallel_group()
@@ -213,16 +213,16 @@ def _all_reduced(values: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[
 
 
 def _check(logits: Tensor, temperature: float) -> None:
-    check_tensors(PolicyError, "floating-point", logits=logits)
+    check_tensors(OptionError, "floating-point", logits=logits)
     if not logits.is_contiguous():
-        raise PolicyError(
+        raise OptionError(
             f"logits of shape {tuple(logits.shape)} are not contiguous; pass them untransposed, "
             "and labels as they are"
         )
     if not temperature > 0:
-        raise PolicyError(f"temperature={temperature!r}; expected a number > 0")
+        raise OptionError(f"temperature={temperature!r}; expected a number > 0")
     if any(_overlap(x, _part(logits)) for x in _overwritten_parts(logits)):
-        raise PolicyError(
+        raise OptionError(
             "an earlier call has overwritten these fp32 logits with their softmax; expected "
             "logits: call vocab_parallel_log_probs_and_entropy once, pass each call a clone, or "
             "recompute from a clone"

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather
-from megatron_loss_agg.errors import LayoutError
-from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.cp_layout import CPLayout
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.reading.fingerprints import (
     Fingerprints,
     IdFingerprints,
@@ -77,7 +77,7 @@ class Splits:
         return size > 1 and matters and self.recognised(packed) is None
 
     def layouts(self, shape: MicrobatchShape, size: int, rank: int) -> dict[str, CPLayout]:
-        """Where this rank's tokens are, under each split that is left and fits; LayoutError."""
+        """Where this rank's tokens are, under each split that is left and fits; DataError."""
         packed, found, errors = shape.starts is not None, {}, []
         length = shape.mask[-1]
         for name in self._left[packed]:
@@ -87,7 +87,7 @@ class Splits:
                 whole = torch.cat([shape.starts, shape.starts.new_tensor([length])])
             try:
                 found[name] = _SPLITS[packed][name](whole, size, rank)
-            except LayoutError as error:
+            except DataError as error:
                 errors.append(error)
         if not found:
             raise errors[0]
@@ -99,7 +99,7 @@ class Splits:
         """Fingerprints of a microbatch's tokens and mask; waits for a device that holds them."""
         layouts: dict[str, CPLayout] = {}
         if self.is_open(shape, size, by_token):
-            with contextlib.suppress(LayoutError):  # raised where the split is needed
+            with contextlib.suppress(DataError):  # raised where the split is needed
                 layouts = self.layouts(shape, size, rank)
 
         def by_split(x: Tensor) -> dict[str, float]:
@@ -125,7 +125,7 @@ class Splits:
         """Keep the splits under which the script passes on each rank's part of a microbatch.
 
         Waits for the device, until one split is left. All ranks of ``cp`` must call, and all of
-        them raise LayoutError if none is left. ``inputs``: the integer tensors that the model was
+        them raise DataError if none is left. ``inputs``: the integer tensors that the model was
         called with; ``mask``: the loss function's.
         """
         packed = shape.starts is not None
@@ -138,7 +138,7 @@ class Splits:
         )
         fits = all_gather(torch.tensor([float(name in left) for name in possible]), cp).all(dim=0)
         if not fits.any():
-            raise LayoutError(
+            raise DataError(
                 "none of the integer tensors that the model is called with is this rank's part of "
                 f"the batch's under any of the splits {possible}, which fit so far, on every "
                 "context-parallel rank; expected one of these splits, or "
@@ -166,11 +166,11 @@ class Splits:
 
 
 def only(by_split: Mapping[str, Tensor]) -> Tensor:
-    """What all splits that fit agree on; LayoutError if they do not."""
+    """What all splits that fit agree on; DataError if they do not."""
     first, *others = by_split.values()
     if all(torch.equal(first, other) for other in others):
         return first
-    raise LayoutError(
+    raise DataError(
         f"this rank's mask and tokens fit the splits {[*by_split]} alike, which give different "
         "weights; expected tensors that tell tokens apart: give Microbatch(token_ids=...), the "
         "whole labels or tokens that the model is called with"

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import BY_ID, Unit
 from megatron_loss_agg.coefficients import StepCoefficients
 from megatron_loss_agg.collectives import abandoning_on_error, failing_together, handed_on
-from megatron_loss_agg.errors import StepError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.masks import brought_to_cpu
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.fingerprints import Fingerprints
@@ -22,7 +22,7 @@ from megatron_loss_agg.mcore.reading.late import LateMicrobatch, check_possible
 from megatron_loss_agg.mcore.splits import MicrobatchShape
 from megatron_loss_agg.microbatch import Microbatch, of_term
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.weights import at_least_fp32
+from megatron_loss_agg.tensors import at_least_fp32
 
 
 class Step:
@@ -38,7 +38,7 @@ class Step:
     def take(self, number: int) -> int:
         """Take the next ``number`` microbatches; return the index of the first."""
         if number > self.left:
-            raise StepError(
+            raise DataError(
                 f"a call with num_microbatches={number} in a hook.step with {self.left} of "
                 f"{self.number} microbatches left; expected at most as many (a call that failed "
                 "has taken its own)"
@@ -47,9 +47,9 @@ class Step:
         return self.number - self.left - number
 
     def check_all_taken(self) -> None:
-        """Raise StepError if some microbatches are left."""
+        """Raise DataError if some microbatches are left."""
         if self.left:
-            raise StepError(
+            raise DataError(
                 f"hook.step ends with {self.left} of {self.number} microbatches left; expected "
                 "calls that take all of them: see their num_microbatches"
             )

@@ -8,19 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError, MaskError, ModeError
+from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.host import GATHERS
 from megatron_loss_agg.mcore.reading.loss_function import bound_mask, name_of
 from megatron_loss_agg.mcore.weigh import same_order
 from megatron_loss_agg.microbatch import for_each_term
-from megatron_loss_agg.weights import (
-    at_least_fp32,
-    described,
-    detached,
-    in_dtype,
-    is_plain,
-    weighted_sum,
-)
+from megatron_loss_agg.tensors import at_least_fp32, described, detached, in_dtype, is_plain
+from megatron_loss_agg.weighted_sum import weighted_sum
 
 
 class TokenLoss:
@@ -57,10 +51,10 @@ class TokenLoss:
             Under ``token_mean`` of a mask that the model makes, they are not yet divided.
 
     Raises:
-        ModeError: an unknown ``whole``.
+        OptionError: an unknown ``whole``.
         HostError: in a step: called without a hook, though it needs one, or a report that is not a
             mapping.
-        MaskError: in a step: not one loss per element of the mask, or terms that differ from the
+        DataError: in a step: not one loss per element of the mask, or terms that differ from the
             hook's.
     """
 
@@ -73,7 +67,7 @@ class TokenLoss:
         takes_weights: bool = False,
     ) -> None:
         if whole not in (None, *GATHERS):
-            raise ModeError(f"whole={whole!r}; expected None, {' or '.join(map(repr, GATHERS))}")
+            raise OptionError(f"whole={whole!r}; expected None, {' or '.join(map(repr, GATHERS))}")
         self.compute = compute
         self.loss_mask = loss_mask
         self.whole = whole
@@ -119,7 +113,7 @@ def token_masks(loss_func: Callable[..., Any], names: Sequence[str]) -> dict[str
 
 def _constant(mask: Any) -> Tensor:
     if not isinstance(mask, Tensor):
-        raise MaskError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
+        raise DataError(f"the loss mask is a {type(mask).__name__}; expected a tensor")
     return in_dtype(detached(mask), at_least_fp32(mask.dtype))
 
 
@@ -178,12 +172,12 @@ def _by_term(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
         return {names[0]: given}
     if not isinstance(given, Mapping) or given.keys() != {*names}:
         got = f"for {sorted(given)}" if isinstance(given, Mapping) else f"are {described(given)}"
-        raise MaskError(f"{what} {got}; expected one for each of {sorted(names)}")
+        raise DataError(f"{what} {got}; expected one for each of {sorted(names)}")
     return {name: given[name] for name in names}
 
 
 def _check_one_loss_per_token(losses: Any, mask: Tensor, custom: bool) -> None:
-    """Raise MaskError unless both have one order of tokens; ``custom``: of a `TokenLoss`."""
+    """Raise DataError unless both have one order of tokens; ``custom``: of a `TokenLoss`."""
     if is_plain(losses) and same_order(losses.shape, mask.shape):
         return
     whose, mend = "", "the model called with labels: otherwise return a TokenLoss"
@@ -193,7 +187,7 @@ def _check_one_loss_per_token(losses: Any, mask: Tensor, custom: bool) -> None:
             "without a sum or mean over tokens, and the mask of the same tokens as the losses: "
             "under context parallelism this rank's part, see CPLayout.shard"
         )
-    raise MaskError(
+    raise DataError(
         f"losses{whose} are {described(losses)} for a loss mask of shape {tuple(mask.shape)}; "
         f"expected one loss per token ({mend})"
     )

@@ -18,21 +18,16 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.collectives import for_backend
-from megatron_loss_agg.errors import GroupError, HostError, LayoutError, MaskError
-from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.cp_layout import CPLayout
+from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.keys import HOW_TO_READ
 from megatron_loss_agg.mcore.reading.late import check_mask
 from megatron_loss_agg.mcore.reading.model_calls import ModelCall
 from megatron_loss_agg.mcore.splits import MicrobatchShape, only
 from megatron_loss_agg.mcore.step import PlannedStep, PlannedTerm
-from megatron_loss_agg.weights import (
-    at_least_fp32,
-    moved,
-    sample_coefficients,
-    times_factors,
-    token_weights_of,
-)
+from megatron_loss_agg.tensors import at_least_fp32, moved
+from megatron_loss_agg.weighted_sum import sample_coefficients, times_factors, token_weights_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class LocalWeights:
         return torch.segment_reduce(x_T, "sum", lengths=lengths, unsafe=True)[:-1]
 
     def part_of_rank(self, whole: Tensor) -> Tensor:
-        """This rank's part of what is known of all tokens, in the mask's shape; LayoutError."""
+        """This rank's part of what is known of all tokens, in the mask's shape; DataError."""
         if not self.layouts:
             return whole
         return only({split: layout.shard(whole) for split, layout in self.layouts.items()})
@@ -173,7 +168,7 @@ def _local_starts(
     In every split, they are in the order of the pack.
 
     Raises:
-        LayoutError: several splits are left, which differ in ``telling_S`` of active tokens.
+        DataError: several splits are left, which differ in ``telling_S`` of active tokens.
     """
     found = {name: torch.searchsorted(x.index, starts) for name, x in layouts.items()}
     local, *others = found.values()
@@ -185,14 +180,14 @@ def _local_starts(
 
 
 def _check_unpacked(mask: Tensor, shape: MicrobatchShape, model_call: ModelCall) -> None:
-    """Raise GroupError for a pack without offsets, unless it is one sequence.
+    """Raise DataError for a pack without offsets, unless it is one sequence.
 
     A microbatch of one number for each sample, and not for each token, needs none.
     """
     sequences = model_call.packed_sequences
     by_token = shape.mask[-1] > 1 or any(x.numel() == mask.numel() for x in model_call.inputs)
     if sequences is not None and by_token and not sequences == shape.samples == 1:
-        raise GroupError(
+        raise DataError(
             "the model is called with packed sequences and the batch has no 'cu_seqlens'; "
             f"expected that key: add it, or {HOW_TO_READ}"
         )
@@ -206,13 +201,13 @@ def _check_shape(mask: Tensor, planned: tuple[int, ...], cp: int, copies: int) -
         return
     size = math.prod(planned)
     if cp > 1 and mask.numel() == (size // cp if whole else size):
-        raise LayoutError(
+        raise DataError(
             f"a loss mask of {'a part' if whole else 'all'} of the {size} tokens of the batch on a "
             f"context-parallel rank of {cp}, {'with' if whole else 'without'} whole=; expected the "
             "losses and the mask sharded as the model's inputs are (CPLayout.shard); or all of "
             "them on every rank, and how: TokenLoss(whole='local_grad') or 'reduced_grad'"
         )
-    raise MaskError(
+    raise DataError(
         f"a loss mask of shape {tuple(mask.shape)}, where this rank's part of the batch's is "
         f"{expected}; expected a batch that is whole, and losses and a mask [samples, seq], not "
         "transposed, of this rank's part of every sequence; where the model makes its own mask, "

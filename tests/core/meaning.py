@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, StepTerms
-from megatron_loss_agg.errors import MaskError
+from megatron_loss_agg.errors import DataError
 from tests import oracle
 from tests.oracle import Sample
 
@@ -236,7 +236,7 @@ def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[
     scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
     advantages = advantages.masked_fill(torch.tensor(wanted) == 0, math.nan).view(shape)
     if any(x < 0 for x in wanted):
-        with pytest.raises(MaskError, match="negative token_factors flip"):
+        with pytest.raises(DataError, match="negative token_factors flip"):
             plan.scaled_advantages(i, advantages)
     else:
         assert_same(plan.scaled_advantages(i, advantages), scaled, 2e-14)

@@ -105,58 +105,58 @@ def test_modes_without_their_input_are_left_out(capsys):
 
 
 ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
-NO_LENGTH = "InputError: PATH:1: expected an object with either 'length' or 'loss_mask'"
-NO_NUMBERS = "InputError: PATH:1: a bad length or loss_mask; expected a finite number >= 0, or a l"
-NO_STEP = "InputError: no step with loss tokens; expected at least one of --global-batch"
+NO_LENGTH = "OptionError: PATH:1: expected an object with either 'length' or 'loss_mask'"
+NO_NUMBERS = "OptionError: PATH:1: a bad length or loss_mask; expected a finite number >= 0, or a l"
+NO_STEP = "OptionError: no step with loss tokens; expected at least one of --global-batch"
 OWN = "after --; expected the run's own"
 # Arguments, and how what is said begins.
 BAD_ARGUMENTS = {
-    "--lengths 1,x": "InputError: --lengths: could not convert string to float: 'x'; expected",
-    "--lengths 1,-1": "InputError: sample 1: a bad length or loss_mask; expected a finite number",
-    "--lengths 1,2 --prompts 0": "InputError: lists of 2 (length), 1 (prompt) values; expected one",
-    "--lengths 1 --modes mean": "ModeError: unknown mode 'mean'; ",
-    "--lengths 1 --modes trl/mean": "ModeError: unknown preset 'trl/mean'",
-    "--lengths 1 --modes custom": "FunctionError: function=None with mode 'custom'; expected a fun",
-    "--lengths 1 --modes prompt_mean": "InputError: no mode to show: prompt_mean needs --prompts, ",
-    "--lengths 1 --modes nested_mean --levels session": "InputError: no mode to show: nested_mean "
+    "--lengths 1,x": "OptionError: --lengths: could not convert string to float: 'x'; expected",
+    "--lengths 1,-1": "OptionError: sample 1: a bad length or loss_mask; expected a finite number",
+    "--lengths 1,2 --prompts 0": "OptionError: lists of 2 (length), 1 (prompt) values; expected one",
+    "--lengths 1 --modes mean": "OptionError: unknown mode 'mean'; ",
+    "--lengths 1 --modes trl/mean": "OptionError: unknown preset 'trl/mean'",
+    "--lengths 1 --modes custom": "OptionError: function=None with mode 'custom'; expected a fun",
+    "--lengths 1 --modes prompt_mean": "OptionError: no mode to show: prompt_mean needs --prompts, ",
+    "--lengths 1 --modes nested_mean --levels session": "OptionError: no mode to show: nested_mean "
     "needs ids of ['session'], and explain has those of prompt, rollout, dataset",
-    "--lengths 1 --divisor -1": "DivisorError: divisor=-1.0; expected a finite number > 0",
-    "--jsonl no/such/file": "InputError: --jsonl no/such/file: ",
-    "--jsonl no/such/file --prompts 1": "InputError: --prompts with --jsonl; expected its values",
-    f"--data no/such/file {ONE_ROW}": "InputError: --data no/such/file: ",
+    "--lengths 1 --divisor -1": "OptionError: divisor=-1.0; expected a finite number > 0",
+    "--jsonl no/such/file": "OptionError: --jsonl no/such/file: ",
+    "--jsonl no/such/file --prompts 1": "OptionError: --prompts with --jsonl; expected its values",
+    f"--data no/such/file {ONE_ROW}": "OptionError: --data no/such/file: ",
     "--data x -- pretrain_gpt.py --micro-batch-size 2": (
-        f"InputError: --micro-batch-size 2, --global-batch-size 0 {OWN}"
+        f"OptionError: --micro-batch-size 2, --global-batch-size 0 {OWN}"
     ),
     "--data x -- --micro-batch-size 2 --global-batch-size 3": (
-        f"InputError: --micro-batch-size 2, --global-batch-size 3 {OWN}"
+        f"OptionError: --micro-batch-size 2, --global-batch-size 3 {OWN}"
     ),
     f"--data x --against=--global-batch-size=4 {ONE_ROW}": (
-        "InputError: --against has another --global-batch-size; expected the same step"
+        "OptionError: --against has another --global-batch-size; expected the same step"
     ),
     f"--data x {ONE_ROW} --rampup-batch-size 1 1 9": (
-        "InputError: --rampup-batch-size, by which steps differ in size"
+        "OptionError: --rampup-batch-size, by which steps differ in size"
     ),
 }
 # The file at PATH of --jsonl, and of --data; and how what is said of it begins.
 BAD_STEPS = {
-    "{": "InputError: PATH:1: Expecting property name",
-    "\n": "InputError: --jsonl PATH: no line",
+    "{": "OptionError: PATH:1: Expecting property name",
+    "\n": "OptionError: --jsonl PATH: no line",
     "[1]": NO_LENGTH,
     '{"length": 1, "loss_mask": [1]}': NO_LENGTH,
     '{"length": "1"}': NO_NUMBERS,
     '{"loss_mask": 1}': NO_NUMBERS,
     '{"loss_mask": [1, -1]}': NO_NUMBERS,
     '{"length": 3}\n{"length": 1, "prompt": 0}': (
-        "GroupError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect"
+        "DataError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect"
     ),
 }
 BAD_RUNS = {
     '"x"': NO_LENGTH,
-    '{"loss_mask": [1], "cu_seqlens": [0, 2]}': "InputError: PATH:1: microbatch 0 of 1 t",
-    '{"loss_mask": [1], "cu_seqlens": "x"}': "InputError: PATH:1: ",
+    '{"loss_mask": [1], "cu_seqlens": [0, 2]}': "OptionError: PATH:1: microbatch 0 of 1 t",
+    '{"loss_mask": [1], "cu_seqlens": "x"}': "OptionError: PATH:1: ",
     "0": NO_STEP,
     "": NO_STEP,
-    "\xff": "InputError: --data PATH",
+    "\xff": "OptionError: --data PATH",
 }
 BAD = [
     *((arguments, "", said) for arguments, said in BAD_ARGUMENTS.items()),
@@ -165,7 +165,7 @@ BAD = [
     (
         f"--data PATH {ONE_ROW} --context-parallel-size 2",
         "4",
-        "LayoutError: sequence 0 has (padded) length 1; expected a multiple",
+        "DataError: sequence 0 has (padded) length 1; expected a multiple",
     ),
 ]
 
@@ -187,15 +187,15 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch)
         assert f"drawn: {path}\n" == capsys.readouterr().err
     for name in ("out.docx", "no/such/folder/out.png"):
         path = tmp_path / name
-        assert f"InputError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
+        assert f"OptionError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
     data = ["--data", write(tmp_path / "lengths.txt", *FOUR), "--plot", str(tmp_path / "a.png")]
     assert main(["explain", *data, *RUN]) == 0
     assert capsys.readouterr().err == f"drawn: {data[-1]}, of step 1\n"
     nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
-    assert "InputError: --plot: no sample has loss tokens" in nothing
+    assert "OptionError: --plot: no sample has loss tokens" in nothing
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     error = refusal(capsys, *STEP, "--plot", str(tmp_path / "out.png"))
-    assert error.startswith("DependencyError: --plot needs matplotlib")
+    assert error.startswith("OptionError: --plot needs matplotlib")
     assert "pip install matplotlib" in error
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, StepPlan, Term
-from megatron_loss_agg.errors import GroupError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore import LateMicrobatch, Prefetch, read_batch, read_samples
 from megatron_loss_agg.mcore.reading.ahead import copied
 from megatron_loss_agg.mcore.reading.keys import reading  # for terms that use some keys alone
@@ -166,7 +166,7 @@ def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch: Any, ids: lis
     other = reading(read_batch, {"loss": Term(aggregation("sample_mean", count="prompt"))})
     assert other({**batch, "dataset_id": "wikipedia"}).dataset_ids is None
     for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
-        with pytest.raises(GroupError, match=r"'dataset_id' is .*expected an integer for each"):
+        with pytest.raises(DataError, match=r"'dataset_id' is .*expected an integer for each"):
             of_batch({**batch, "dataset_id": bad})
 
 

@@ -25,18 +25,7 @@ from megatron_loss_agg import (
     token_weights,
     weighted_sum,
 )
-from megatron_loss_agg.errors import (
-    DivisorError,
-    FunctionError,
-    GroupError,
-    HostError,
-    LayoutError,
-    MaskError,
-    ModeError,
-    PolicyError,
-    ReportError,
-    StepError,
-)
+from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore import Audit, LossHook, TokenLoss
 from megatron_loss_agg.report import Max, Mean, reduce_reports
 from tests.core.meaning import F64, aggregation
@@ -75,16 +64,16 @@ OUTSIDE = "not 0 on tokens outside of every sample"
 # Microbatches with values that cannot be, which the plan finds. Samples own 0..1 and 4..6 of a
 # pack; were the offsets beyond it read, the process would die.
 BAD: list[tuple[Microbatch, type[AggregationError], str]] = [
-    (Microbatch(tensor([[-1e-30, 2.0]])), MaskError, VALUES),
-    (Microbatch(tensor([[math.inf, 2.0]]).half()), MaskError, VALUES),
-    (Microbatch(tensor([[1e39, 2.0]], dtype=F64)), MaskError, VALUES),
-    (Microbatch(ROWS * 0, token_factors=ROWS * math.nan), MaskError, FACTORS),
-    (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 1, 0, 1, 1, 1, 0])), MaskError, OUTSIDE),
-    (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 0, 0, 1, 1, 1, 1])), MaskError, OUTSIDE),
-    (a_pack([1, 3, 5], None, torch.zeros(6)), GroupError, RISING),
-    (a_pack([0, 2**63 - 1, -2, 6], None, torch.zeros(6)), GroupError, RISING),
-    (a_pack([0, 1, 2], [0, 2**63 - 1, -2], torch.zeros(6)), GroupError, RISING),
-    (a_pack([0, 2, 4], [0, 1, 2], torch.zeros(6)), GroupError, RISING),
+    (Microbatch(tensor([[-1e-30, 2.0]])), DataError, VALUES),
+    (Microbatch(tensor([[math.inf, 2.0]]).half()), DataError, VALUES),
+    (Microbatch(tensor([[1e39, 2.0]], dtype=F64)), DataError, VALUES),
+    (Microbatch(ROWS * 0, token_factors=ROWS * math.nan), DataError, FACTORS),
+    (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 1, 0, 1, 1, 1, 0])), DataError, OUTSIDE),
+    (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 0, 0, 1, 1, 1, 1])), DataError, OUTSIDE),
+    (a_pack([1, 3, 5], None, torch.zeros(6)), DataError, RISING),
+    (a_pack([0, 2**63 - 1, -2, 6], None, torch.zeros(6)), DataError, RISING),
+    (a_pack([0, 1, 2], [0, 2**63 - 1, -2], torch.zeros(6)), DataError, RISING),
+    (a_pack([0, 2, 4], [0, 1, 2], torch.zeros(6)), DataError, RISING),
 ]
 GOOD = [
     *(Microbatch(torch.ones(shape)) for shape in ((2, 3), (0, 3), (2, 0))),
@@ -167,7 +156,7 @@ ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), tor
 AUDITS = [Audit(), type("OwnAudit", (Audit,), {})()]
 # What is raised by which call, and what it says.
 CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
-    ModeError: [
+    OptionError: [
         (f"unknown mode 'dapo'; {MODES}", aggregating("dapo")),
         (f"unknown mode None; {MODES}", aggregating(None)),
         (r"'token-mean'; did you mean 'token_mean'\? expected", aggregating("token-mean")),
@@ -195,7 +184,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         ("^the settings .* of OwnAudit are taken", partial(LossHook, SUM, extensions=AUDITS)),
         ("^whole='yes'; .* or 'reduced_grad'$", loss_of_rows(ROWS, whole="yes")),
     ],
-    DivisorError: [
+    OptionError: [
         ("needs a divisor and got none; give", aggregating("constant")),
         ("divisor=2 with mode 'token.*drop it", aggregating("token_mean", divisor=2)),
         *(
@@ -203,7 +192,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
             for x in (0, math.nan, math.inf, "4")
         ),
     ],
-    FunctionError: [
+    OptionError: [
         ("'custom'; expected a function", aggregating("custom", function="module:name")),
         ("function=.*; expected none", aggregating("sum", function=print)),
         (r"of shape \(6,\); .*mask's shape \(2, 3", lambda: by_function(ONES).weights(0)),
@@ -215,7 +204,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         ("negative weights", lambda: by_function(-ROWS).scaled_advantages(0, ROWS)),
         ("StepPlan.build", of_sums([1.0], LossAggregation(mode="custom", function=max))),
     ],
-    MaskError: [
+    DataError: [
         (r"\(6,\) without cu_seqlens; expected \[samples, seq\] without", weighing(ONES)),
         (r"\(2, 3\) beside cu_seqlens; .*, or \[tokens\] or", partial(a_pack, [0, 6], mask=ROWS)),
         (f"a list; {DENSE}", weighing([1.0, 1.0])),
@@ -239,7 +228,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         (VALUES, mean_of(-ROWS)),
         ("expected one loss per token", loss_of_rows(ROWS.T)),
     ],
-    GroupError: [
+    DataError: [
         ("cu_seqlens .*expected int32 or int64", partial(a_pack, [0.0, 6.0])),
         (r"cu_seqlens_padded is .*\(2,\); .*as many", partial(a_pack, [0, 2, 3], [0, 6])),
         ("cu_seqlens_padded without cu_seqlens", partial(a_pack, None, [0, 6])),
@@ -275,7 +264,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         ("=.'sample'.; expected some of prompt,", of_terms(TERMS, group_by=["sample"])),
         ("groups by dataset and .* no dataset_ids", of_terms(TERMS, group_by=["dataset"])),
     ],
-    PolicyError: [
+    OptionError: [
         (r"^old_log_probs has shape \(3,\) and log_probs \(2, 3\); exp", partial(ppo, X, X[0], X)),
         ("^ref_log_probs is a torch.int64 tensor of", partial(kl, X, X.long(), "k1")),
         (r"^estimator=\['k1'\]; expected 'k1', 'k2' or", partial(kl, X, X, ["k1"])),
@@ -284,7 +273,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         (f"^clip=None; {A_NUMBER}", partial(policy.clipped_value_loss, X, X, X, clip=None)),
         ("^dual_clip=1.0; expected a number > 1 that fp32", partial(ppo, X, X, X, dual_clip=1.0)),
     ],
-    LayoutError: [
+    DataError: [
         ("cp_rank=2 of cp_size=2; expected 0", partial(CPLayout.contiguous, 8, 2, 2)),
         ("cp_size", partial(CPLayout.bshd, 8, -1, 0)),
         ("length 7 .* = 2: pad", partial(CPLayout.contiguous, 7, 2, 0)),
@@ -300,7 +289,7 @@ CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
         (r"layout of 2 .* a group of 1; .* both, or neither", mean_of(WIDE, HALF)),
         ("length 8; expected the layout's 16", mean_of(WIDE, CPLayout.bshd(16, 1, 0))),
     ],
-    ReportError: [
+    DataError: [
         ("'a' is a Mean in 1 of 2 microbatches", reduced({"a": ONE}, {"b": ONE})),
         ("'a' is a Max or Mean in 2 of 2", reduced({"a": ONE}, {"a": GREATEST})),
         (f"{NO_METRIC} of scalars", reduced({"a": Mean(ROWS, ROWS)})),
@@ -333,7 +322,7 @@ OUT_OF_FP32 = [  # arguments of an aggregation, mask, sample weights, and what c
 def test_coefficients_that_fp32_does_not_hold_are_refused(options, mask, weights, size):
     agg = aggregation(**options, sample_weights="skip")
     call = weighing(tensor(mask, dtype=F64), agg, sample_weights=tensor(weights, dtype=F64))
-    refusal(call, MaskError, f"{size}, and fp32 holds 1.18e-38 to 3.4e\\+38; expected a loss_mask")
+    refusal(call, DataError, f"{size}, and fp32 holds 1.18e-38 to 3.4e\\+38; expected a loss_mask")
 
 
 def test_coefficients_of_samples_that_weigh_nothing_do_not_matter():
@@ -350,4 +339,4 @@ def test_a_plan_has_no_more_microbatches_than_it_was_given(i):
     assert torch.equal(plan.weights(-1), plan.weights(1))
     for call in (plan.weights, plan.coefficients, lambda i: plan.group_sums("step", i)):
         text = "microbatch .* of a plan of 2 microbatches; expected"
-        refusal(lambda call=call: call(i), StepError, text)
+        refusal(lambda call=call: call(i), DataError, text)

@@ -327,7 +327,7 @@ def loading(world: Any, alone: Any) -> None:
     reduce_reports(reports(), world)
 
 
-OTHERS = "^ModeError: ranks have different aggregations, or other terms or groups, or the same"
+OTHERS = "^OptionError: ranks have different aggregations, or other terms or groups, or the same"
 OTHER_CHOICES = {"count": "sample", "empty": "skip", "rejected": "skip"}
 OTHER_TERMS = {
     "fewer": {"a": PROMPT_MEAN, "b": SUM},
@@ -341,7 +341,7 @@ OTHER_TERMS = {
         for name, choice in OTHER_CHOICES.items()
     },
 }
-OTHER_METRICS = "^ReportError: this rank reports .*, and another rank of the group other metrics;"
+OTHER_METRICS = "^DataError: this rank reports .*, and another rank of the group other metrics;"
 OTHER_REPORTS = {
     "nothing": {},
     "of another name": two("b"),
@@ -356,13 +356,13 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "groups": (build(group_by=("prompt",)), build(), OTHERS),
     "sums": (of_sums(1.0), build({"": SUM}), OTHERS),
     "sharded masks": (sharded_alone(1.0), build({"": aggregation("sample_mean")}), OTHERS),
-    "samples": (sharing(GOOD, GOOD), sharing(GOOD), "GroupError: ranks that share samples have 2"),
+    "samples": (sharing(GOOD, GOOD), sharing(GOOD), "DataError: ranks that share samples have 2"),
     "ids": (
         by_prompt(GOOD),
         by_prompt(Microbatch(torch.ones(2, 3))),
-        "GroupError: no sums by 'prompt' in thi",
+        "DataError: no sums by 'prompt' in thi",
     ),
-    "extremes": (sharded_alone(1e-40), sharded_alone(1.0), "MaskError: the coefficients of samp"),
+    "extremes": (sharded_alone(1e-40), sharded_alone(1.0), "DataError: the coefficients of samp"),
     **{
         f"reports {name}": (reporting(reports), reporting(), OTHER_METRICS)
         for name, reports in OTHER_REPORTS.items()
@@ -370,11 +370,11 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
 }
 OF_RANK_1 = r"PeerError: .*rank\(s\) \[1\]"
 DEFECTS: dict[str, tuple[Call, Call, str]] = {
-    "bad sums": (of_sums(-1.0), build(), "MaskError"),
-    "no mask of a term": (build(TERMS, {"a": GOOD}), build(), "MaskError"),
+    "bad sums": (of_sums(-1.0), build(), "DataError"),
+    "no mask of a term": (build(TERMS, {"a": GOOD}), build(), "DataError"),
     "abandoned": (lambda world, alone: StepPlan.abandon(world), build(), "nothing"),
-    "other reports": (reporting(two(), {}), reporting(), "^ReportError: .*in 1 of 2 microbatches"),
-    "no metric": (reporting({"a": 1.0}), reporting(), "^ReportError: .*expected a Mean, Sum, Max"),
+    "other reports": (reporting(two(), {}), reporting(), "^DataError: .*in 1 of 2 microbatches"),
+    "no metric": (reporting({"a": 1.0}), reporting(), "^DataError: .*expected a Mean, Sum, Max"),
     "no batch": (loading, reporting(), "^SystemExit: of the loader"),
 }
 

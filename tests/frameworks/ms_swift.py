@@ -41,7 +41,7 @@ for _name in dir(_layers):
 for _name in ("pipelines.train.rlhf", "trainers.trainer", "trainers.dpo_trainer"):
     importlib.import_module(f"swift.megatron.{_name}")
 # What runs import, too.
-for _name in ("swift.loss_scale", "megatron.core.models.mimo", "megatron_loss_agg.mcore.install"):
+for _name in ("swift.loss_scale", "megatron.core.models.mimo", "megatron_loss_agg.launch.install"):
     importlib.import_module(_name)
 # After the training it draws its logs.
 importlib.import_module("swift.megatron.pipelines.train.sft").plot_images = lambda *args: None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests.frameworks.harness import (
     DIVISOR,
     ENTROPY,

@@ -58,8 +58,8 @@ run = functools.partial(run_ranks, preload="tests.frameworks.bridge_recipe")
 
 def on_ranks(arguments: list[str], modes: tuple[str, ...] = (STOCK, *MODES)) -> dict[str, Any]:
     """What this rank sees in each mode."""
-    from megatron_loss_agg.mcore.flags import VARIABLE
-    from megatron_loss_agg.mcore.install import install
+    from megatron_loss_agg.launch.flags import VARIABLE
+    from megatron_loss_agg.launch.install import install
     from tests.frameworks import bridge_recipe
 
     seen = {}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests import oracle
 from tests.distributed import run_ranks
 from tests.frameworks.harness import FP32, ROOT, page, run_in_bash

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.presets import PRESETS, presets_of
 from tests.frameworks.harness import (
     CLIP,
@@ -349,7 +349,7 @@ def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, Any]) -> None:
 
 ENGINES = {
     ("fsdp", flags("prompt_mean")): "NotImplementedError: FSDPEngineWithLMHead (backend 'fsdp') ",
-    ("megatron", "--loss-aggregation mean"): "ModeError: unknown mode 'mean'",
+    ("megatron", "--loss-aggregation mean"): "OptionError: unknown mode 'mean'",
 }
 
 

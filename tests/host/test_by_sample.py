@@ -156,16 +156,16 @@ def shifted_mask(iterator: Any, model: Any) -> Any:
 
 ROWS = {
     "a shifted mask": Refusal(
-        "MaskError: its sum of weights with factors is ... read_batch",
+        "DataError: its sum of weights with factors is ... read_batch",
         two_rows("token_mean", step=shifted_mask, **FACTORS),
     ),
     "no key": Refusal(
-        "MaskError: batch key 'factors' is a NoneType beside a loss_mask of shape (2, 72) ... "
+        "DataError: batch key 'factors' is a NoneType beside a loss_mask of shape (2, 72) ... "
         "read_batch(factors=)",
         two_rows("sum", hook={"read_batch": READ}),
     ),
     "another shape": Refusal(
-        "MaskError: batch key 'prompt_ids' is a torch.int64 tensor of shape (2,) beside a",
+        "DataError: batch key 'prompt_ids' is a torch.int64 tensor of shape (2,) beside a",
         two_rows("sum", hook={"read_batch": partial(read_batch, factors="prompt_ids")}),
     ),
 }

@@ -145,7 +145,7 @@ def test_attention_that_is_not_causal_or_masked_by_the_data_is_megatrons(
 
 
 UNCOVERED = (
-    "LayoutError: got 16 tokens on context-parallel rank 0 of 1; expected 12: sequence offsets "
+    "DataError: got 16 tokens on context-parallel rank 0 of 1; expected 12: sequence offsets "
     "must cover every token, and padding"
 )
 WINDOW = "HostError: --window-size with context parallelism or packed"

@@ -118,7 +118,7 @@ def step(
     """One step of Megatron's own training loop under ``flags``; returns its reports."""
     from megatron.training import training
 
-    from megatron_loss_agg.mcore.install import install
+    from megatron_loss_agg.launch.install import install
 
     uninstall = install(watch_exit=False)
     try:
@@ -221,7 +221,7 @@ REFUSED = {
     "the hook",
     "fp32": "HostError: fp32 logits, which Megatron's cross entropy has overwritten ... add --bf16",
     "overwritten logits": "HostError: --cross-entropy-fusion-impl te, which overwrites ... native",
-    "no term of the teacher": f"ModeError: Distillation() with a loss of the terms ['{MODE}'];",
+    "no term of the teacher": f"OptionError: Distillation() with a loss of the terms ['{MODE}'];",
 }
 
 

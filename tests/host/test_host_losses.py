@@ -180,9 +180,9 @@ ROWS = {
     ),
     "too many without the flag": counted(partial(routed, number=2**28), per_token=False),
     "none": counted(partial(routed, number=0)),
-    "some": counted(some, "StepError: 2 of a step's 8 microbatches have routed_tokens ... or none"),
+    "some": counted(some, "DataError: 2 of a step's 8 microbatches have routed_tokens ... or none"),
     "negative": counted(
-        partial(routed, number=-1), "MaskError: routed_tokens=-1; expected an int >= 0"
+        partial(routed, number=-1), "DataError: routed_tokens=-1; expected an int >= 0"
     ),
 }
 

@@ -211,8 +211,8 @@ def refused(
     return Refusal(says, two_rows(mode, hook=hook, step=step, **options), topology)
 
 
-OTHER_VALUES = "MaskError: the model's mask of microbatch 0 has ... values"
-NO_TOTAL = "ModeError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
+OTHER_VALUES = "DataError: the model's mask of microbatch 0 has ... values"
+NO_TOTAL = "OptionError: calculate_per_token_loss=False and 'token_mean' with a mask that the model"
 REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
     "an extension that needs 'masks' with": {"extensions": [Needing("masks")]},
     "an extension that needs 'stages' with": {"extensions": [Needing("stages")]},
@@ -222,7 +222,7 @@ REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
 }
 ROWS = {
     "a mean of the step": refused("token_mean", NO_TOTAL),
-    "a mean of prompts": refused("prompt_mean", "ModeError: 'prompt_mean' with a mask"),
+    "a mean of prompts": refused("prompt_mean", "OptionError: 'prompt_mean' with a mask"),
     "fractions that the host divides by": refused(
         "token_mean", OTHER_VALUES, per_token=True, form=mask_of(0.5)
     ),
@@ -235,27 +235,27 @@ ROWS = {
     ),
     "a mask that is flat": refused(
         "sum",
-        "MaskError: shape (144,) with None rows, for 2 samples",
+        "DataError: shape (144,) with None rows, for 2 samples",
         form=scripts.with_mask(Tensor.flatten),
     ),
     "a mask of other samples": refused(
-        "sample_sum", "MaskError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more
+        "sample_sum", "DataError: shape (2, 72) with 2 rows, for 3 samples", reads=one_more
     ),
     "a mask of packs by sample": refused(
         "sample_mean",
-        "MaskError: shape (1, 28) with 2 packed seq",
+        "DataError: shape (1, 28) with 2 packed seq",
         reads=scripts.samples_alone,
         layout="thd",
     ),
-    "some batches": refused("sum", "FunctionError: LateMicrobatch ... expected", reads=by_turns),
+    "some batches": refused("sum", "OptionError: LateMicrobatch ... expected", reads=by_turns),
     "masks with experts": refused(
         "sum",
-        "ModeError: calculate_per_token_loss and the model's num_moe_experts with",
+        "OptionError: calculate_per_token_loss and the model's num_moe_experts with",
         per_token=True,
         config=MOE,
     ),
     **{
-        f"masks with {text}": refused("sum", f"ModeError: {text}", hook=options)
+        f"masks with {text}": refused("sum", f"OptionError: {text}", hook=options)
         for text, options in REFUSED_OPTIONS.items()
     },
     "a good step": Refusal(),

@@ -109,7 +109,7 @@ def test_overwritten_logits_are_refused(name: str) -> None:
     LOG_PROBS(logits, labels)
     assert not torch.equal(logits, kept)
     text = (
-        "PolicyError: an earlier call has overwritten these fp32 logits with their softmax; "
+        "OptionError: an earlier call has overwritten these fp32 logits with their softmax; "
         "expected logits: call vocab_parallel_log_probs_and_entropy once, pass each call a clone, "
         "or recompute from a clone"
     )
@@ -193,7 +193,7 @@ REFUSED = [
 @on_ranks_of("dp1")
 def test_refusals_say_what_to_change(name: str) -> None:
     for given, text in REFUSED:
-        assert error_of(LOG_PROBS, *given) == f"PolicyError: {text}"
+        assert error_of(LOG_PROBS, *given) == f"OptionError: {text}"
 
 
 @on_ranks_of("tp2")

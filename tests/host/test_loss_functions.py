@@ -160,7 +160,7 @@ def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -
     assert_exact(TOPOLOGIES["dp1"], [*cases], expected)
 
 
-CHANGED = "MaskError: the loss function's mask is not this rank's part ... read_batch"
+CHANGED = "DataError: the loss function's mask is not this rank's part ... read_batch"
 NO_SUM = "HostError: the loss function returned ... expected a masked sum"
 NO_MASK = "HostError: the loss function ... has no mask"
 ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
@@ -229,17 +229,17 @@ FUNCTIONS_REFUSED = {
     ),
     # As of a model with a second output for another loss.
     "two outputs": refused(
-        "MaskError: losses are a tuple for a loss mask of ... return a TokenLoss",
+        "DataError: losses are a tuple for a loss mask of ... return a TokenLoss",
         lambda losses, mask: ((losses, losses), partial(of_first, mask)),
     ),
     "losses [seq, samples]": refused(
-        "MaskError: a mask [samples, seq] ... not transposed", transposed
+        "DataError: a mask [samples, seq] ... not transposed", transposed
     ),
     "a part of the losses": refused(
-        "MaskError: expected one loss per token", with_losses(lambda x: x[:, 1:])
+        "DataError: expected one loss per token", with_losses(lambda x: x[:, 1:])
     ),
     "a part of the mask": refused(
-        "MaskError: where this rank's part of the batch's is ... a batch that is whole",
+        "DataError: where this rank's part of the batch's is ... a batch that is whole",
         with_mask(lambda x: x[..., 1:]),
     ),
     "detached losses": refused(

@@ -214,18 +214,18 @@ ROWS = {
     "of contiguous parts": refused(contiguous, NOT_MOVED, cp=True),
     "of unknown parts": refused(
         with_labels,
-        "LayoutError: this rank's mask and tokens fit the splits",
+        "DataError: this rank's mask and tokens fit the splits",
         cp=True,
         batch=telling_nothing,
     ),
     "of a term that weighs nothing": refused(
         partial(of_terms, names="ab", step=with_labels),
-        "ModeError: with the coefficient 0 of 'a', by which it multiplies MTP's",
+        "OptionError: with the coefficient 0 of 'a', by which it multiplies MTP's",
         terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
     ),
     "of a term named as a depth": refused(
         partial(of_terms, names=("a", "mtp_1 a"), step=with_labels),
-        "ReportError: two reports named 'mtp_1 a loss'",
+        "DataError: two reports named 'mtp_1 a loss'",
         terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
     ),
 }

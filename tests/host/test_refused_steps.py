@@ -78,26 +78,26 @@ def a_column(batch: dict[str, Tensor]) -> Microbatch:
     return Microbatch(batch["loss_mask"].reshape(-1, 1))
 
 
-NO_OFFSETS = "GroupError: has no 'cu_seqlens' ... add it"
+NO_OFFSETS = "DataError: has no 'cu_seqlens' ... add it"
 BATCHES = {
     "no prompts": Refusal(
-        "GroupError: groups by prompt ... the batch key 'prompt_ids'",
+        "DataError: groups by prompt ... the batch key 'prompt_ids'",
         two_rows(batch=partial(without, key="prompt_ids")),
     ),
     "no weights of samples": Refusal(
-        "GroupError: sample_weights='count' ... the batch key 'sample_weights'",
+        "DataError: sample_weights='count' ... the batch key 'sample_weights'",
         two_rows("token_mean", {"sample_weights": "count"}),
     ),
     "no mask": Refusal(
-        "MaskError: expected a mapping with the tensor 'loss_mask'",
+        "DataError: expected a mapping with the tensor 'loss_mask'",
         two_rows(batch=partial(without, key="loss_mask")),
     ),
     "two batches a microbatch": Refusal(
-        "StepError: drew 4 batches for 2 microbatches ... once each",
+        "DataError: drew 4 batches for 2 microbatches ... once each",
         two_rows("sum", step=draws_twice, iterator=itertools.cycle),
     ),
     "another number of microbatches": Refusal(
-        "FunctionError: 3 microbatches for a call of the schedule with num_microbatches=2",
+        "OptionError: 3 microbatches for a call of the schedule with num_microbatches=2",
         two_rows("sum", hook={"read_step": read_too_many}),
     ),
     # The batch says nothing of the packs that the model is called with.
@@ -112,7 +112,7 @@ BATCHES = {
     ),
     "packs without offsets, of no sample": Refusal(case=two_rows("sum", step=packed_call)),
     "no mapping": Refusal(
-        "MaskError: the data iterator gave Tensor",
+        "DataError: the data iterator gave Tensor",
         two_rows(iterator=lambda _: itertools.repeat(torch.ones(3))),
     ),
 }
@@ -156,10 +156,10 @@ FAILED = {
     "a function that fails on a rank": Refusal(
         "PeerError: see ",
         two_rows("custom", {"function": mean_or_nan}),
-        on_rank={1: "FunctionError: the aggregation function returned weights that"},
+        on_rank={1: "OptionError: the aggregation function returned weights that"},
     ),
     "data that ends in a step": on_rank(
-        "StepError: the data iterator ended after 1 of the 2 batches",
+        "DataError: the data iterator ended after 1 of the 2 batches",
         lambda good: iter([next(good)]),
     ),
     "data that ended": on_rank("StopIteration", lambda good: iter([])),
@@ -172,7 +172,7 @@ FAILED = {
         "PeerError: a rank of the last pipeline stage",
         replace(EMPTY_STEP, after=two_rows(hook={"empty_step": "error"})),
         "pp2",
-        {1: "MaskError: every token of the step is masked or rejected"},
+        {1: "DataError: every token of the step is masked or rejected"},
     ),
 }
 
@@ -224,25 +224,25 @@ def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = Fal
         optimizer.zero_grad()
 
 
-LEFT = "StepError: a forward-backward call on the gradients that the last"
+LEFT = "DataError: a forward-backward call on the gradients that the last"
 ON_LEFT = {"zero_grad": False}
 EVALUATED = two_rows(call={**ON_LEFT, **EVALUATION}, after=two_rows())
 CALLS = {
     "calls that leave microbatches": of_calls(
-        *(1, 2), says="StepError: ends with 1 of 4 microbatches left ... calls that take all of"
+        *(1, 2), says="DataError: ends with 1 of 4 microbatches left ... calls that take all of"
     ),
     "calls that take too many": of_calls(
-        *(3, 2), says="StepError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
+        *(3, 2), says="DataError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
     ),
     "calls that take all": of_calls(1, 2, 1),
     "an evaluation between the calls": Refusal(
         case=replace(FOUR, run=evaluating_between), topology="dp1"
     ),
-    "a step in a step": Refusal("StepError: expected one step at a time", two_rows(run=nested)),
+    "a step in a step": Refusal("DataError: expected one step at a time", two_rows(run=nested)),
     "an error of the loop's own": Refusal("RuntimeError: of the loop", two_rows(run=failing_loop)),
     "a call on the gradients of another hook": Refusal(LEFT, two_rows(run=after_another_hook)),
     "a call without the optimizer's zero_grad": Refusal(
-        "StepError: first microbatch twice ... optimizer.zero_grad()",
+        "DataError: first microbatch twice ... optimizer.zero_grad()",
         two_rows(run=without_zero_grad, iterator=itertools.cycle),
     ),
     "a call with it": Refusal(
@@ -348,7 +348,7 @@ SETTINGS = {
 def unlike(said: str, last: Case, others: Case, topology: str = "dp2") -> Refusal:
     """The last rank takes another step than all others."""
     rank = TOPOLOGIES[topology].world_size - 1
-    says = f"ModeError: ranks have different settings ... {said} ... rank(s) [{rank}]"
+    says = f"OptionError: ranks have different settings ... {said} ... rank(s) [{rank}]"
     return Refusal(says, others, topology, unlike={rank: last})
 
 

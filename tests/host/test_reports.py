@@ -289,7 +289,7 @@ UNKNOWN = (
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 ROWS = {
     "no data sets": Refusal(
-        "GroupError: a report groups by dataset and a microbatch has",
+        "DataError: a report groups by dataset and a microbatch has",
         two_rows("sum", hook={"extensions": [DatasetReports()]}),
     ),
     "routers": Refusal(

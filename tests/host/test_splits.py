@@ -221,7 +221,7 @@ def test_the_split_of_the_script_is_recognised(name: str) -> None:
 
 
 def of_pack(split: str, says: str, mode: str = "sample_mean", **hook: Any) -> Refusal:
-    return Refusal(f"LayoutError: {says}", steps(split, PACK, mode=mode, **hook), "cp2")
+    return Refusal(f"DataError: {says}", steps(split, PACK, mode=mode, **hook), "cp2")
 
 
 def windows(rows: int) -> list[Batch]:
@@ -282,16 +282,16 @@ OF_PARTS = {
     ),
     "parts of every rank": on_two_ranks(),
     "the same part on two ranks": on_two_ranks(
-        "LayoutError: the model is called with the same tokens", part=lambda rank: 0
+        "DataError: the model is called with the same tokens", part=lambda rank: 0
     ),
     "tokens that the script changes": on_two_ranks(tokens=lambda x: 31 - x),
     # As where the model gets embeddings: they tell nothing.
     "positions alone": on_two_ranks(tokens=lambda x: gpt.positions_like(x)),
     "a token less on one rank": on_two_ranks(
-        "MaskError: the loss function's mask is not this rank's part", mask=without_a_token
+        "DataError: the loss function's mask is not this rank's part", mask=without_a_token
     ),
     "other samples on each rank": on_two_ranks(
-        "LayoutError: the context-parallel ranks have read different numbers",
+        "DataError: the context-parallel ranks have read different numbers",
         rows=1,
         reads=pack_of_rank,
     ),
@@ -327,7 +327,7 @@ def in_one_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield kept
 
 
-ORDER = "StepError: the model is called with the tokens of microbatch"
+ORDER = "DataError: the model is called with the tokens of microbatch"
 OF_MICROBATCHES = {
     "by labels, in calls": ordered(by_labels, (0, 1, 2, 3), (2, 2)),
     "calls swapped": ordered(read_batch, (2, 3, 0, 1), (2, 2), ORDER),

@@ -111,7 +111,7 @@ def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
 
 
 NO_TOKENS = (
-    "MaskError: every token of the step is masked or rejected ... "
+    "DataError: every token of the step is masked or rejected ... "
     "--loss-aggregation-empty-step skip or step"
 )
 
@@ -154,18 +154,18 @@ ROWS = {
         "expected a TokenLoss, whose losses are",
         None,
     ),
-    "unnamed": misfit("MaskError: losses are a torch.float64 tensor of shape ", KL),
+    "unnamed": misfit("DataError: losses are a torch.float64 tensor of shape ", KL),
     "one alone": misfit(
-        "MaskError: losses for ['kl']; expected one for each of", lambda x: {"kl": x["kl"]}
+        "DataError: losses for ['kl']; expected one for each of", lambda x: {"kl": x["kl"]}
     ),
     "too many": misfit(
-        "MaskError: losses for ['entropy', 'kl', 'policy', 'value']",
+        "DataError: losses for ['entropy', 'kl', 'policy', 'value']",
         dict,
         aggregation("token_mean"),
     ),
     "one of one": misfit("", KL, aggregation("token_mean")),
     "taken name": misfit(
-        "ReportError: two reports named 'loss' ... rename yours, or the sum of several terms by "
+        "DataError: two reports named 'loss' ... rename yours, or the sum of several terms by "
         "LossHook(total=...)",
         dict,
         report={"loss": 1},
@@ -262,7 +262,7 @@ def edited(modes: Modes, later: bool) -> Refusal:
     case = dataclasses.replace(masked_case(modes), times=1)
     step = partial(masked_step, edits=True)
     return Refusal(
-        "MaskError: the loss function's mask is not this rank's part",
+        "DataError: the loss function's mask is not this rank's part",
         dataclasses.replace(case, step=step, after=case if later else None),
     )
 

@@ -262,7 +262,7 @@ def refused(step: Any, says: str = "", reads: Any = read_batch, **options: Any) 
     return Refusal(says, replace(ONE_PACK, **way), "cp2")
 
 
-MEASURED = "LayoutError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
+MEASURED = "DataError: TokenLoss(whole= ... for the losses of 'sample_mean', whose gather"
 REDUCED_SAID_LOCAL = whole("reduced_grad", said="local_grad")
 ROWS = {
     "reduced gradients, said local": refused(
@@ -283,21 +283,21 @@ ROWS = {
     ),
     "losses that say nothing": refused(
         whole("local_grad", said=None),
-        "LayoutError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
+        "DataError: a loss mask of all ... TokenLoss(whole='local_grad') or 'reduced_grad'",
     ),
     "parts said to be whole": refused(
         partial(scripts.returning, partial(of_parts, said="local_grad")),
-        "LayoutError: a loss mask of a part ... sharded as the model's inputs are",
+        "DataError: a loss mask of a part ... sharded as the model's inputs are",
     ),
     "losses by sample of each rank's own tokens": refused(
         partial(scripts.returning, summed_parts),
-        "LayoutError: the losses of 'sample_mean' differ between ... SequenceSum(",
+        "DataError: the losses of 'sample_mean' differ between ... SequenceSum(",
         by_sample,
     ),
     "losses of an odd length": refused(all_but_the_last, reads=scripts.without_the_last, **ONE_ROW),
     "parts of an odd length": refused(
         partial(scripts.returning, of_parts),
-        "MaskError: a loss mask of shape (1, 12), where",
+        "DataError: a loss mask of shape (1, 12), where",
         scripts.without_the_last,
         **ONE_ROW,
     ),

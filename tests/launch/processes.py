@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_loss_agg.__main__ import main
-from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests.distributed import run_ranks
 from tests.host.harness import run_host_ranks
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_loss_agg.mcore.flags import VARIABLE
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests.launch.processes import LAUNCHER, MODE, refusals, run, run_afresh
 
 # A loop of its own on Megatron-Core: a model, and a step by SCHEDULE, with a parser and an
@@ -70,7 +70,7 @@ from megatron_loss_agg.mcore import cpu
 
 cpu.enable()
 if __name__ == "__main__":
-    from megatron_loss_agg.mcore.install import install
+    from megatron_loss_agg.launch.install import install
 
     install()
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_loss_agg.mcore.flags import VARIABLE
-from megatron_loss_agg.mcore.launch.doctor import check_release  # of any release
+from megatron_loss_agg.launch.doctor import check_release  # of any release
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests.distributed import run_ranks
 from tests.host.refusals import assert_says
 from tests.launch.processes import answer, answers
@@ -15,44 +15,44 @@ FLAG = "--loss-aggregation"
 # The launcher's arguments, as `answer` takes them, and what is said of them, as `assert_says` does.
 # SCRIPT is a script; what its flags say is refused before it starts.
 BAD_STARTS = {
-    "--gpu script.py": "InputError: '--gpu' is not a file; expected [--cpu] SCRIPT",
-    "missing.py": "InputError: 'missing.py' is not a file",
-    "SCRIPT @ bogus": "ModeError: unknown mode 'bogus' ... expected one of token_mean, ",
-    "SCRIPT @=": "ModeError: unknown mode ''",
-    "SCRIPT @ verl": "ModeError: unknown preset 'verl'; expected one of verl/t",
-    "SCRIPT @-audit": "ModeError: @-audit without @; give a mode, or drop it",
-    "SCRIPT @ sum @-empty-step=": "ModeError: expected one of step, error, skip",
+    "--gpu script.py": "OptionError: '--gpu' is not a file; expected [--cpu] SCRIPT",
+    "missing.py": "OptionError: 'missing.py' is not a file",
+    "SCRIPT @ bogus": "OptionError: unknown mode 'bogus' ... expected one of token_mean, ",
+    "SCRIPT @=": "OptionError: unknown mode ''",
+    "SCRIPT @ verl": "OptionError: unknown preset 'verl'; expected one of verl/t",
+    "SCRIPT @-audit": "OptionError: @-audit without @; give a mode, or drop it",
+    "SCRIPT @ sum @-empty-step=": "OptionError: expected one of step, error, skip",
     "SCRIPT @ sum @-factors key @-batch json:dumps": (
-        "ModeError: @-factors key and a function of its own ... token_factors=...)"
+        "OptionError: @-factors key and a function of its own ... token_factors=...)"
     ),
     "SCRIPT @ sum @-factors key @-mask model": (
-        "ModeError: @-factors key and a function of its own ... token_factors=...)"
+        "OptionError: @-factors key and a function of its own ... token_factors=...)"
     ),
-    "SCRIPT @": "InputError: argument @: expected one argument",
-    "SCRIPT @-emtpy skip": "ModeError: unknown flag @-emtpy; expected @-empty, ",
+    "SCRIPT @": "OptionError: argument @: expected one argument",
+    "SCRIPT @-emtpy skip": "OptionError: unknown flag @-emtpy; expected @-empty, ",
     "SCRIPT --loss-agregation sum": (
-        "ModeError: unknown flag --loss-agregation; expected @, or another of"
+        "OptionError: unknown flag --loss-agregation; expected @, or another of"
     ),
     "SCRIPT --loss_aggregation=sum": (
-        "ModeError: unknown flag --loss_aggregation; expected @, or another of"
+        "OptionError: unknown flag --loss_aggregation; expected @, or another of"
     ),
     "@ sum | SCRIPT @ sum": (
-        f"ModeError: {VARIABLE} is set, and @ is on the command line ... one of the two"
+        f"OptionError: {VARIABLE} is set, and @ is on the command line ... one of the two"
     ),
-    "@ sum token_mean | SCRIPT": f"ModeError: {VARIABLE} holds token_mean; expected",
-    "SCRIPT @ custom @-function json": "FunctionError: 'json' ... module:name",
+    "@ sum token_mean | SCRIPT": f"OptionError: {VARIABLE} holds token_mean; expected",
+    "SCRIPT @ custom @-function json": "OptionError: 'json' ... module:name",
     "SCRIPT @ custom @-function no_module:f": (
-        "FunctionError: cannot be loaded ... No module named 'no_module' ... PYTHONPATH"
+        "OptionError: cannot be loaded ... No module named 'no_module' ... PYTHONPATH"
     ),
-    "SCRIPT @ trl/dapo @-function json:dumps": "FunctionError: @-function with the preset",
-    "SCRIPT @ trl/dapo @-levels prompt": "ModeError: @-levels with the preset 'trl/dapo'",
+    "SCRIPT @ trl/dapo @-function json:dumps": "OptionError: @-function with the preset",
+    "SCRIPT @ trl/dapo @-levels prompt": "OptionError: @-levels with the preset 'trl/dapo'",
     "SCRIPT @ nested_mean @-levels prompt,sample,turn": (
-        "ModeError: 'turn' ... ids of another name ... sample last"
+        "OptionError: 'turn' ... ids of another name ... sample last"
     ),
     "SCRIPT @ nested_mean @-levels position,sample": (
-        "ModeError: ['position'] ... of tokens ... @-batch"
+        "OptionError: ['position'] ... of tokens ... @-batch"
     ),
-    "SCRIPT @ sum @-batch no_module:f": "FunctionError: @-batch 'no_module:f' cannot be loaded",
+    "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch 'no_module:f' cannot be loaded",
 }
 USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
 
@@ -86,13 +86,13 @@ DOCTOR = {
     f"--my-own-flag {MODE}": (
         "WARN: prompt_mean; w_t = m_t / (M_prompt * N_prompt); Megatron has no --my-own-flag"
     ),
-    f"--num-layers two {MODE}": "FAIL: InputError: argument --num-layers: invalid int",
-    "@ constant": "FAIL: DivisorError: mode 'constant' needs a div",
+    f"--num-layers two {MODE}": "FAIL: OptionError: argument --num-layers: invalid int",
+    "@ constant": "FAIL: OptionError: mode 'constant' needs a div",
     # A module that lies beside the script.
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
-    f"@-mod x {MODE}": "FAIL: ModeError: unknown flag @-mod",
+    f"@-mod x {MODE}": "FAIL: OptionError: unknown flag @-mod",
     LATE: "OK: token_mean; w_t = m_t / M_step; no other",
-    f"{LATE} --sft": "FAIL: ModeError: Loop(averages_quotients=True) (Meg",
+    f"{LATE} --sft": "FAIL: OptionError: Loop(averages_quotients=True) (Meg",
 }
 
 

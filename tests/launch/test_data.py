@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_loss_agg.mcore.launch.data import read
+from megatron_loss_agg.launch.data import read
 from tests.host.harness import run_host_ranks
 from tests.host.refusals import assert_says
 from tests.launch.processes import answer, answers
@@ -193,22 +193,22 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
     assert "steps: 1, of 4 rows; samples: 6; loss tokens: 21" in printed
 
 
-UNREADABLE = "InputError: Megatron cannot read the data "
+UNREADABLE = "OptionError: Megatron cannot read the data "
 OF_SCRIPT = (
-    "InputError: expected --seq-length and --data-path or --mock-data after --, without --fim"
+    "OptionError: expected --seq-length and --data-path or --mock-data after --, without --fim"
 )
 SAID = {
     "--mock-data": "",
-    "--data-path FOLDER/x --split 0,1,1": "InputError: --split 0,1,1 has no training data; exp",
+    "--data-path FOLDER/x --split 0,1,1": "OptionError: --split 0,1,1 has no training data; exp",
     "--data-path nowhere": f"{UNREADABLE}(AssertionError: One or both of the .idx and .bi",
     "--sft --data-path nowhere": f"{UNREADABLE}(ImportError: SFTDataset currently requires data",
     "": OF_SCRIPT,
     "--data-path FOLDER/x --fim-data": OF_SCRIPT,
-    "--data-path FOLDER/x --dataloader-type cyclic": "InputError: --dataloader-type cyclic reads",
+    "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: --dataloader-type cyclic reads",
     "--data-path FOLDER/x --dataloader-inter-document-masking --context-parallel-size 2": (
-        "InputError: --dataloader-inter-document-masking with --context-parallel-size 2, under"
+        "OptionError: --dataloader-inter-document-masking with --context-parallel-size 2, under"
     ),
-    "--data-path FOLDER/x --seq-length x": "InputError: argument --seq-length: invalid int value",
+    "--data-path FOLDER/x --seq-length x": "OptionError: argument --seq-length: invalid int value",
     "--data-path FOLDER/short": f"{UNREADABLE}(ValueError: ",  # its tokens are cut off
 }
 

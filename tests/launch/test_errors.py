@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_loss_agg.errors import MaskError
-from megatron_loss_agg.mcore.launch.once import refuse  # how a launcher ends
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.launch.once import refuse  # how a launcher ends
 from tests.distributed import run_ranks
 from tests.launch.processes import MODE, run_afresh
 
@@ -51,7 +51,7 @@ def refusal(end: End) -> str:
     time.sleep(end.delays[rank])
     error = end.errors[rank]
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert error is None or refuse(MaskError(error)) == 2
+        assert error is None or refuse(DataError(error)) == 2
     return said.getvalue()
 
 
@@ -63,7 +63,7 @@ def test_an_error_is_printed_once_if_the_ranks_can_reach_each_other(name: str) -
     assert len(printed) == end.lines
     assert {end.errors[rank] for rank in printed} == {*end.errors} - {None}
     for rank, text in printed.items():
-        line = rf"megatron_loss_agg: MaskError: {end.errors[rank]}( \(.+ rank.*\))?\n"
+        line = rf"megatron_loss_agg: DataError: {end.errors[rank]}( \(.+ rank.*\))?\n"
         assert re.fullmatch(line, text)
 
 
@@ -71,14 +71,14 @@ def test_an_error_is_printed_once_if_the_ranks_can_reach_each_other(name: str) -
 FAILS = """
 import sys, torch
 import torch.distributed as dist
-from megatron_loss_agg.errors import MaskError, PeerError
+from megatron_loss_agg.errors import DataError, PeerError
 
 stood_in = [m for m in sys.modules if m.startswith('megatron_loss_agg.mcore.cpu')]
 print(stood_in, torch.cuda.current_stream.__module__, sys.argv[1:], flush=True)
 dist.init_process_group("gloo")
 dist.barrier()
 def train():
-    raise MaskError("bad mask") if dist.get_rank() else PeerError("see the others")
+    raise DataError("bad mask") if dist.get_rank() else PeerError("see the others")
 train()
 """
 
@@ -92,7 +92,7 @@ def test_each_error_in_a_job_of_torchrun_is_printed_once_with_its_traceback(
     done = run_afresh(*torchrun, "-m", "megatron_loss_agg", str(script), "--flag", *MODE)
     said = done.stdout + done.stderr.partition("torch/distributed/elastic")[0]
     for text, number in {
-        "MaskError: bad mask$": 1,
+        "DataError: bad mask$": 1,
         "PeerError: see the others$": 1,
         "Traceback": 2,
         r'script\.py", line \d+, in train$': 2,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.errors import ModeError
+from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.launch.flags import VARIABLE, add_arguments, aggregation_from_environment
+from megatron_loss_agg.launch.install import hook_from_args
 from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.flags import VARIABLE, add_arguments, aggregation_from_environment
-from megatron_loss_agg.mcore.install import hook_from_args
 
 FLAG = "--loss-aggregation"
 
@@ -79,7 +79,7 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     assert found is not None
     assert found.terms["constant"].aggregation.divisor == 7
     for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
-        with pytest.raises(ModeError, match=f"unknown setting {name}; expected one of "):
+        with pytest.raises(OptionError, match=f"unknown setting {name}; expected one of "):
             hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
 
 
@@ -138,7 +138,7 @@ def test_a_teacher_of_the_host_is_a_second_term() -> None:
 def test_masks_of_a_model_are_refused_where_they_come_too_late(
     flags: str, of_host: dict[str, Any], got: str
 ) -> None:
-    with pytest.raises(ModeError, match=f"{got}.*with a mask that the model makes"):
+    with pytest.raises(OptionError, match=f"{got}.*with a mask that the model makes"):
         hook(f"@ {flags} @-mask model", in_training_loop=True, **of_host)
 
 
@@ -151,5 +151,5 @@ def test_a_loop_without_a_hook_reads_the_aggregation_from_the_environment(
     assert aggregation_from_environment() == LossAggregation(mode="sum", divisor=4)
     for useless in (f"{FLAG}-audit", "token_mean", "--lr 1"):
         monkeypatch.setenv(VARIABLE, f"{FLAG} token_mean {useless}")
-        with pytest.raises(ModeError, match=f"{VARIABLE} holds {useless}.*expected {FLAG}"):
+        with pytest.raises(OptionError, match=f"{VARIABLE} holds {useless}.*expected {FLAG}"):
             aggregation_from_environment()

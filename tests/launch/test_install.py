@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.install import hook_from_args
+from megatron_loss_agg.launch.install import hook_from_args
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.refusals import assert_says
 
@@ -33,7 +33,7 @@ def _functions() -> dict[tuple[str, str], Any]:
 def install_on_rank() -> None:
     from megatron.training import arguments, training
 
-    from megatron_loss_agg.mcore.install import install
+    from megatron_loss_agg.launch.install import install
 
     def changed() -> list[tuple[str, str]]:
         """What is not as it was ``before``."""
@@ -137,8 +137,8 @@ def train_several_models() -> None:
     from megatron.training import global_vars
 
     from megatron_loss_agg import LossAggregation
+    from megatron_loss_agg.launch.install import install
     from megatron_loss_agg.mcore import LossHook
-    from megatron_loss_agg.mcore.install import install
     from tests.host import gpt
     from tests.host.scripts import returning
     from tests.host.steps import NO_TOKENS, SHORT, batches

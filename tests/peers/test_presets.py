@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
-from megatron_loss_agg.errors import DivisorError, ModeError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.presets import PRESETS, Preset, presets_of
 from tests.distributed import run_ranks
 from tests.peers import systems
@@ -130,7 +130,7 @@ def test_presets_name_the_release_that_they_were_compared_with():
 def test_a_preset_takes_a_divisor_if_its_formula_has_one(name):
     needs = PRESETS[name].needs_divisor
     expected = "a number > 0" if needs else "none"
-    with pytest.raises(DivisorError, match=f"with preset '{name}'; expected {expected}"):
+    with pytest.raises(OptionError, match=f"with preset '{name}'; expected {expected}"):
         LossAggregation.preset(name, divisor=None if needs else DIVISOR)
 
 
@@ -145,7 +145,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_preset_is_named_beside_the_nearest_and_those_of_its_system(name):
     with pytest.raises(
-        ModeError, match=f"^{re.escape(f'unknown preset {name!r}; {UNKNOWN[name]}')}"
+        OptionError, match=f"^{re.escape(f'unknown preset {name!r}; {UNKNOWN[name]}')}"
     ):
         LossAggregation.preset(name)
 

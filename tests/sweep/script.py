@@ -238,8 +238,8 @@ def begin(argv: list[str]) -> None:
 
 def rank_main(argv: list[str], with_plugin: bool = True) -> Result:
     """Run `pretrain` with the flags ``argv`` on this rank of an initialised world."""
-    from megatron_loss_agg.mcore import flags
-    from megatron_loss_agg.mcore.install import hook_from_args, install
+    from megatron_loss_agg.launch import flags
+    from megatron_loss_agg.launch.install import hook_from_args, install
 
     begin(argv)
     models: list[GPTModel] = []

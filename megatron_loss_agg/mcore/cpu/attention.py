@@ -18,8 +18,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError, LayoutError
-from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.cp_layout import CPLayout
+from megatron_loss_agg.errors import DataError, HostError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -83,7 +83,7 @@ class GatheredAttention(DotProductAttention):
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
         if query.size(0) != layout.index.numel():
-            raise LayoutError(
+            raise DataError(
                 f"got {query.size(0)} tokens on context-parallel rank {rank} of {size}; expected "
                 f"{layout.index.numel()}: sequence offsets must cover every token, and padding"
             )

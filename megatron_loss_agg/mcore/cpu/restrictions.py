@@ -18,7 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
-from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.mcore.cpu import device
 
 

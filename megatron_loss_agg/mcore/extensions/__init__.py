@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_loss_agg.errors import ModeError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.agreement import Agreement
 from megatron_loss_agg.mcore.extensions.audit import Audit
@@ -28,12 +28,12 @@ def with_checks(given: Iterable[Extension]) -> list[Extension]:
     An extension of the class of a check takes its place.
 
     Raises:
-        ModeError: something that is no `Extension`.
+        OptionError: something that is no `Extension`.
     """
     parts = list(given)
     for x in parts:
         if not isinstance(x, Extension):
-            raise ModeError(
+            raise OptionError(
                 f"{x!r} among extensions; expected objects of extensions, such as Audit(trust=True)"
             )
 

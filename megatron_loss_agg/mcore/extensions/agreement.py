@@ -15,10 +15,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_loss_agg.errors import ModeError, PeerError
+from megatron_loss_agg.describe import terms_in_words
+from megatron_loss_agg.errors import OptionError, PeerError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.words import terms_in_words
 
 _MARGIN = timedelta(seconds=5)
 """For ranks that wait for an answer: the rank that gives it has waited for the others."""
@@ -44,7 +44,7 @@ class Agreement(Extension):
         """All ranks of the model must call.
 
         Raises:
-            ModeError: some setting differs.
+            OptionError: some setting differs.
             PeerError: a rank has not called in time.
         """
         if self._agreed:
@@ -66,7 +66,7 @@ class Agreement(Extension):
                 "--loss-aggregation flags, on every rank: for later ones Agreement(patience=...)"
             )
         if len(known) > 1:
-            raise ModeError(
+            raise OptionError(
                 f"ranks have different settings: {_difference(known)}; expected the same LossHook, "
                 "or the same --loss-aggregation flags, on every rank"
             )

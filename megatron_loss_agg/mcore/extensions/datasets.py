@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch, denominator
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.weights import at_least_fp32, moved, where_weighted
+from megatron_loss_agg.tensors import at_least_fp32, moved
+from megatron_loss_agg.weighted_sum import where_weighted
 
 
 class DatasetReports(Extension):

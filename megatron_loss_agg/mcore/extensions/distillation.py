@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
-from megatron_loss_agg.errors import HostError, ModeError
+from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.masked_sum import fits_masked_sum
 from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.token_loss import TokenLoss, token_masks
-from megatron_loss_agg.weights import weighted_sum
+from megatron_loss_agg.weighted_sum import weighted_sum
 
 KD = "kd"
 """The name of the term of the teacher; the language loss has any other name, and comes first."""
@@ -58,7 +58,7 @@ class Distillation(Extension):
 
     def start(self, call: Call) -> None:
         if [*call.terms][1:] != [KD]:
-            raise ModeError(
+            raise OptionError(
                 f"Distillation() with a loss of the terms {[*call.terms]}; expected two, the "
                 f"second the teacher's: LossHook({{'language': Term(...), {KD!r}: Term(...)}})"
             )

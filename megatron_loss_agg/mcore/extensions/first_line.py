@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from megatron_loss_agg.describe import formula, terms_in_words
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.weights import formula
-from megatron_loss_agg.words import terms_in_words
 
 
 class FirstLine(Extension):

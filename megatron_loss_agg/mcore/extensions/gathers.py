@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_loss_agg.collectives import all_gather, any_rank
-from megatron_loss_agg.errors import LayoutError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.host import Call, ParallelGroups
 from megatron_loss_agg.mcore.token_loss import TokenLoss
@@ -51,7 +51,7 @@ class GatherCheck(Extension):
                 with _frozen(call.chunks):
                     found = _measured(name, given, (output, *weights), call.groups)
                 if found not in (None, whole):
-                    raise LayoutError(
+                    raise DataError(
                         f"TokenLoss(whole={whole!r}) for the losses of {name!r}, whose gather is "
                         f"{found!r}: the gradient would be wrong by a factor of the number of "
                         f"context-parallel ranks; expected whole={found!r}"
@@ -110,11 +110,11 @@ def _measured(
 
 
 def _check_same(name: str, loss_func: TokenLoss, losses: Tensor, cp: dist.ProcessGroup) -> None:
-    """Raise LayoutError, on all ranks of ``cp``, unless they have the same losses."""
+    """Raise DataError, on all ranks of ``cp``, unless they have the same losses."""
     sizes = losses.double().nan_to_num().abs()
     of_ranks = all_gather(torch.stack([sizes.sum(), sizes.square().sum()]).cpu(), cp)
     if not torch.allclose(of_ranks, of_ranks[:1], rtol=1e-3, atol=0):
-        raise LayoutError(
+        raise DataError(
             f"the losses of {name!r} differ between context-parallel ranks, and TokenLoss(whole="
             f"{loss_func.whole!r}) says that every rank has all of them; expected the same on all: "
             "of log-probabilities that were gathered, or summed by SequenceSum(microbatch, layout, "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_loss_agg.errors import HostError, StepError
+from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.extension import Extension, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
@@ -33,13 +33,13 @@ class LeftGradients(Extension):
                 "the first step of its model"
             )
         if _held_by_optimizer(model):
-            raise StepError(
+            raise DataError(
                 "a parameter's grad is its main_grad, which counts the first "
                 "microbatch twice; expected optimizer.zero_grad() before"
             )
         # Of a step without tokens they are zero: a loop may skip the rest of it.
         if _left.get(model) == _state(model) and any(bool(x.any()) for x in _gradients(model)):
-            raise StepError(
+            raise DataError(
                 "a forward-backward call on the gradients that the last one left, which Megatron "
                 "would reduce and scale again; expected model.zero_grad_buffer() before: for a "
                 "step of several calls use LossHook.step, for several losses one hook with terms"

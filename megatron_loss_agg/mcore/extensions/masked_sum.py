@@ -17,7 +17,8 @@ from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.weights import described, is_plain, weighted_sum
+from megatron_loss_agg.tensors import described, is_plain
+from megatron_loss_agg.weighted_sum import weighted_sum
 
 _TOLERANCE = 1e-3
 """Relative tolerance of a loss function's result."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather, for_backend
-from megatron_loss_agg.errors import LayoutError, MaskError, StepError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call
 from megatron_loss_agg.mcore.reading.fingerprints import Fingerprints, counts_up, fingerprint
@@ -80,7 +80,7 @@ class MaskCheck(Extension):
     def _check_tokens(
         self, call: Call, fingerprints: Sequence[Fingerprints], by_rank: Mapping[int, Tensor]
     ) -> None:
-        """Raise StepError if forward steps have used the tokens of other microbatches.
+        """Raise DataError if forward steps have used the tokens of other microbatches.
 
         Only if all of them are in the step: a script may change its tokens, and in one stream of
         text the labels of a microbatch are the tokens of the next.
@@ -92,7 +92,7 @@ class MaskCheck(Extension):
         moved = [(i, j) for i, j in places.items() if i != j]
         if call.ends_step and moved and None not in places.values():
             i, j = moved[0]
-            raise StepError(
+            raise DataError(
                 f"the model is called with the tokens of microbatch {j} of the step in place of "
                 f"{i}; expected microbatches in the order of the forward steps (see read_step, "
                 "hook.step), and new tensors in each, since all are drawn before the first forward "
@@ -127,12 +127,12 @@ def _numbers(x: MicrobatchLoss, name: str, cp_size: int, verifies: bool) -> Iter
 def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -> dict[int, Tensor]:
     """By microbatch, the ``tokens`` of all context-parallel ranks: [ranks, `_INPUTS`].
 
-    Raises LayoutError, on every rank, unless all have the same ``number`` of what is added up.
+    Raises DataError, on every rank, unless all have the same ``number`` of what is added up.
     """
     of_all = torch.stack([*tokens.values()]).cpu()
     rows = all_gather(torch.cat([of_all.new_tensor([number]), of_all.flatten()]), cp)
     if bool((rows[:, 0] != number).any()):
-        raise LayoutError(
+        raise DataError(
             "the context-parallel ranks have read different numbers of samples, or losses with "
             "other masks; expected the same batches on all of them, split by sequence"
         )
@@ -143,17 +143,17 @@ def _by_rank(number: int, tokens: Mapping[int, Tensor], cp: dist.ProcessGroup) -
 def _check_masks(
     plan: PlannedStep, found: Sequence[float], numbers: Mapping[int, Sequence[_Numbers]]
 ) -> None:
-    """Raise MaskError if some mask does not have the planned sums."""
+    """Raise DataError if some mask does not have the planned sums."""
     planned = [(what, i, y) for i, of in numbers.items() for what, _, ys in of for y in ys]
     for x, (what, i, y) in zip(found, planned, strict=True):
         if abs(x - y) <= _TOLERANCE * abs(y):  # NaN is not
             continue
         if plan.is_late:
-            raise MaskError(
+            raise DataError(
                 f"the model's mask of microbatch {i} has {x:g} {what}; expected none: mend "
                 "the mask, or for fractions choose a mode other than token_mean"
             )
-        raise MaskError(
+        raise DataError(
             "the loss function's mask is not this rank's part of the batch's 'loss_mask': in "
             f"microbatch {i} its {what} is {x:g}, and was planned as {y:g}; expected the script to "
             "leave it undivided (and fractions in fp32), and to split it as CPLayout can: "
@@ -178,7 +178,7 @@ def _tokens(x: MicrobatchLoss) -> Tensor:
 def _place(i: int, fingerprints: Sequence[Fingerprints], by_rank: Tensor) -> int | None:
     """The microbatch of the step with whose tokens the model was called for ``i``.
 
-    ``i`` where these tell nothing; None where a script has changed its tokens, or LayoutError if
+    ``i`` where these tell nothing; None where a script has changed its tokens, or DataError if
     two ranks hold the same ones.
     """
     telling = by_rank.T[~by_rank.isnan().any(dim=0)]
@@ -189,7 +189,7 @@ def _place(i: int, fingerprints: Sequence[Fingerprints], by_rank: Tensor) -> int
         if any(ids.tells and ids.whole in whole for ids in fingerprints[j].ids):
             return j
     if any(len({*parts}) < len(parts) for parts in telling.tolist()):
-        raise LayoutError(
+        raise DataError(
             f"the model is called with the same tokens on several context-parallel ranks, for "
             f"microbatch {i}; expected each on one rank: split every sequence as CPLayout can"
         )

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import HostError, MaskError, ModeError
+from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
 from megatron_loss_agg.mcore.host import Call, replaced
 from megatron_loss_agg.mcore.step import PlannedStep
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import at_least_fp32, moved, times_factors, weighted_sum
+from megatron_loss_agg.tensors import at_least_fp32, moved
+from megatron_loss_agg.weighted_sum import times_factors, weighted_sum
 
 _METHOD = "compute_language_model_loss"
 _FLAG = "--loss-aggregation-mtp same (MultiTokenPrediction())"
@@ -54,7 +55,7 @@ class MultiTokenPrediction(Extension):
         number_of_depths(call.config)
         name, term = next(iter(call.terms.items()))
         if term.coefficient == 0:
-            raise ModeError(
+            raise OptionError(
                 f"{_FLAG} with the coefficient 0 of {name!r}, by which it multiplies MTP's losses; "
                 "expected another one (--logits-load-kd-loss-alpha below 1): or drop the flag"
             )
@@ -134,11 +135,11 @@ class MTPLosses:
 
         Raises:
             HostError: the model has not computed a loss of each depth and token.
-            MaskError: not as many masks as depths and one more, of as many tokens each.
+            DataError: not as many masks as depths and one more, of as many tokens each.
         """
         tokens = [mask.numel() for mask in masks]
         if len(tokens) != self._depths + 1 or len({*tokens}) > 1:
-            raise MaskError(
+            raise DataError(
                 f"masks of {tokens} tokens for {self._depths} depths of MTP; expected one for each "
                 "depth from 0 on, of as many tokens"
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from megatron_loss_agg.errors import HostError, StepError
+from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, ReadStep, identified
 from megatron_loss_agg.mcore.reading.prefetch import attempt, prefetch_of
 from megatron_loss_agg.microbatch import Microbatch, for_each_term, listed
@@ -89,9 +89,9 @@ class LookAhead:
         return [microbatch.result() for microbatch in self._drawn]
 
     def check_taken(self) -> None:
-        """Raise StepError if the forward steps have not drawn one batch for each microbatch."""
+        """Raise DataError if the forward steps have not drawn one batch for each microbatch."""
         if self._drawn and self._taken != self._number:
-            raise StepError(
+            raise DataError(
                 f"the forward steps drew {self._taken} batches for {self._number} microbatches; "
                 "expected next(data_iterator) once each: otherwise give LossHook(read_step=...)"
             )
@@ -119,7 +119,7 @@ class LookAhead:
         except StopIteration:
             if not self._drawn:
                 raise  # the end of the data, which a loop may wait for
-            raise StepError(
+            raise DataError(
                 f"the data iterator ended after {len(self._drawn)} of the {self._number} batches "
                 "of a call; expected all: leave out the last step, or lower its num_microbatches"
             ) from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
-from megatron_loss_agg.errors import FunctionError, GroupError, MaskError, ModeError
+from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.reading.late import LateMicrobatch
 from megatron_loss_agg.mcore.reading.offsets import pack_offsets
 from megatron_loss_agg.microbatch import (
@@ -23,7 +23,7 @@ from megatron_loss_agg.microbatch import (
     listed,
     of_term,
 )
-from megatron_loss_agg.weights import described
+from megatron_loss_agg.tensors import described
 
 ReadBatch = Callable[[Any], MicrobatchOfTerms | LateMicrobatch]
 """One batch -> its microbatch."""
@@ -69,11 +69,11 @@ def read_batch(
         units: whose keys ``<unit>_ids`` are read for ``ids``.
 
     Raises:
-        MaskError, GroupError: a key is missing, or has a wrong type or shape.
+        DataError: a key is missing, or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise MaskError(
+        raise DataError(
             f"the data iterator gave {keys}; expected a mapping with the tensor 'loss_mask': add "
             f"that key to the batch, or {HOW_TO_READ}"
         )
@@ -83,7 +83,7 @@ def read_batch(
             by_sample[name] = x.reshape(-1) if isinstance(x, Tensor) else x
     if missing := sorted(own.keys() - by_sample.keys()):
         present = sorted(x for x in {*map(str, batch)} - {*_TOKEN_IDS} if x.endswith("_ids"))
-        raise GroupError(
+        raise DataError(
             f"the batch has no {missing}; expected one id for each sample under each, since "
             "--loss-aggregation-levels names them: add them to the batch, or choose levels of "
             f"those that it has: {present}"
@@ -110,13 +110,13 @@ def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False
     """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
 
     Where a term groups by data set, or with ``dataset_id``, Megatron's own key is read, too. Raises
-    ModeError for a unit whose key has ids of tokens.
+    OptionError for a unit whose key has ids of tokens.
     """
     units = units_by_id(terms)
     if getattr(read, "func", read) is not read_batch:
         return read
     if of_tokens := sorted(unit for unit in units if f"{unit}_ids" in _TOKEN_IDS):
-        raise ModeError(
+        raise OptionError(
             f"levels {of_tokens}, whose batch keys are of tokens; expected other names, or a "
             "reader of your own (--loss-aggregation-batch)"
         )
@@ -127,9 +127,9 @@ def reading(read: ReadBatch, terms: Mapping[str, Term], dataset_id: bool = False
 
 
 def with_factors(read: ReadBatch, key: str) -> ReadBatch:
-    """`read_batch` with ``factors=key``; raises ModeError if ``read`` is another function."""
+    """`read_batch` with ``factors=key``; raises OptionError if ``read`` is another function."""
     if read is not read_batch:
-        raise ModeError(
+        raise OptionError(
             f"--loss-aggregation-factors {key} and a function of its own that reads batches "
             "(--loss-aggregation-batch, or -mask model, where factors have no place); expected one "
             "of them: that function can give Microbatch(token_factors=...)"
@@ -144,10 +144,10 @@ def factors_of(read: ReadBatch) -> str | None:
 
 
 def _like_mask(batch: Mapping[str, Any], key: str) -> Tensor:
-    """The tensor under ``key``; MaskError unless it has the shape of the loss mask."""
+    """The tensor under ``key``; DataError unless it has the shape of the loss mask."""
     x, shape = batch.get(key), batch["loss_mask"].shape
     if not isinstance(x, Tensor) or x.shape != shape:
-        raise MaskError(
+        raise DataError(
             f"batch key {key!r} is {described(x)} beside a loss_mask of shape {tuple(shape)}; "
             "expected a factor for each token, since --loss-aggregation-factors (in a loop of "
             "your own read_batch(factors=)) names that key"
@@ -159,7 +159,7 @@ def _of_rows(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Te
     """int64 [samples]: the data set of each sample's row, or of each sample's pack."""
     rows, length = mask.shape if mask.dim() == 2 else (1, mask.numel())
     if not holds_integers(dataset_id) or dataset_id.numel() != rows:
-        raise GroupError(
+        raise DataError(
             f"batch key 'dataset_id' is {described(dataset_id)} beside a loss_mask of {rows} rows; "
             "expected an integer for each row"
         )
@@ -185,10 +185,10 @@ def _token_ids(batch: Any, mask: Tensor) -> list[Tensor]:
 
 
 def listed_in_full(microbatches: Any, number: int) -> list[Any]:
-    """``microbatches`` as a list; raises FunctionError unless there are ``number``."""
+    """``microbatches`` as a list; raises OptionError unless there are ``number``."""
     found = listed(microbatches)
     if len(found) != number:
-        raise FunctionError(
+        raise OptionError(
             f"{len(found)} microbatches for a call of the schedule with num_microbatches={number}; "
             "expected as many: see the function that reads the step"
         )
@@ -198,13 +198,13 @@ def listed_in_full(microbatches: Any, number: int) -> list[Any]:
 def checked_microbatches(
     found: list[Any], terms: Mapping[str, Term], trains: bool
 ) -> list[MicrobatchOfTerms]:
-    """``found``, without what is of no term; FunctionError unless they are microbatches.
+    """``found``, without what is of no term; OptionError unless they are microbatches.
 
     In an evaluation, samples without ids of data sets are one data set.
     """
     for microbatch in (of_term(name, m) for name in terms for m in found):
         if not isinstance(microbatch, Microbatch):
-            raise FunctionError(
+            raise OptionError(
                 f"the function that reads batches returned a {type(microbatch).__name__}; expected "
                 "a megatron_loss_agg.Microbatch, or for every batch a LateMicrobatch"
             )

@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
-from megatron_loss_agg.errors import GroupError, MaskError, ModeError
+from megatron_loss_agg.errors import DataError, OptionError
 
 _ROWS = ("tokens", "input_ids", "text", "labels")  # keys, of which the first that is present counts
 _READER = (
@@ -59,20 +59,20 @@ def read_samples(batch: Any) -> LateMicrobatch:
     Counts the rows of the first of the keys ``tokens``, ``input_ids``, ``text`` and ``labels``.
 
     Raises:
-        MaskError: there is none, or it is no tensor [samples, seq].
-        GroupError: the batch has rejected samples or sample weights.
+        DataError: there is none, or it is no tensor [samples, seq].
+        DataError: the batch has rejected samples or sample weights.
     """
     given = batch if isinstance(batch, Mapping) else {}
     rows = next((given[key] for key in _ROWS if key in given), None)
     if not isinstance(rows, Tensor) or rows.dim() != 2:
-        raise MaskError(
+        raise DataError(
             f"the data iterator gave {sorted(given) or type(batch).__name__}; expected a mapping "
             f"with one of the tensors {', '.join(_ROWS)}, [samples, seq], to count its rows: "
             f"otherwise {_READER}"
         )
     for key in ("rejected", "sample_weights"):
         if given.get(key) is not None:
-            raise GroupError(
+            raise DataError(
                 f"the batch has the key {key!r} beside a mask that the model makes, of whose "
                 "samples only the number is read; expected none: drop it"
             )
@@ -88,7 +88,7 @@ def check_possible(
     per_token: bool | None = None,  # calculate_per_token_loss; None: not known yet
     config: Any = None,  # of the model
 ) -> None:
-    """Raise ModeError for what needs the tokens of the whole step before the first forward pass."""
+    """Raise OptionError for what needs the tokens of the whole step before the first forward pass."""
     aggregations = [term.aggregation for term in terms.values()]
     # `token_mean` is divided by the host, which has one divisor.
     known = {"sample", "microbatch", *(["step"] if len(terms) == 1 else [])}
@@ -109,7 +109,7 @@ def check_possible(
         scaled = [x for x in _SCALED_BY_TOKENS if getattr(config, x, None) is not None]
         refused += [f"calculate_per_token_loss and the model's {x}" for x in scaled]
     if refused:
-        raise ModeError(
+        raise OptionError(
             f"{' and '.join(refused)} with a mask that the model makes (--loss-aggregation-mask "
             "model), whose tokens are not known before the step; expected mode sum, constant, "
             "sample_sum, sample_mean or microbatch_mean, and --calculate-per-token-loss only for "
@@ -121,7 +121,7 @@ def check_possible(
 def check_mask(
     mask: Tensor, samples: int, packed: int | None, aggregation: LossAggregation
 ) -> None:
-    """Raise MaskError unless a model's mask has ``samples`` samples that the mode can tell apart.
+    """Raise DataError unless a model's mask has ``samples`` samples that the mode can tell apart.
 
     ``packed``: the number of sequences that the model was called with; None: rows.
     """
@@ -129,7 +129,7 @@ def check_mask(
     found, what = (rows, "rows") if packed is None else (packed, "packed sequences")
     cannot_tell = packed is not None and samples > 1 and aggregation.within == "sample"
     if found != samples or cannot_tell:
-        raise MaskError(
+        raise DataError(
             f"{aggregation.label!r} of a model's mask of shape {tuple(mask.shape)} with {found} "
             f"{what}, for {samples} samples of the batch; expected [samples, seq], or in modes "
             "other than sample_mean as many packed sequences: see LateMicrobatch(samples=...)"

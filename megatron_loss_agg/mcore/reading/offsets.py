@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import GroupError
-from megatron_loss_agg.weights import described
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.tensors import described
 
 _FORMS = (
     {"cu_seqlens"},
@@ -37,7 +37,7 @@ def pack_offsets(
         return {}
     if set(given) not in _FORMS:
         forms = " or ".join(" with ".join(sorted(form)) for form in _FORMS)
-        raise GroupError(
+        raise DataError(
             f"the batch has the offsets {' and '.join(given)}, and which are real and which padded "
             f"is unknown; expected exactly one of these: {forms}"
         )
@@ -66,7 +66,7 @@ def _rows(key: str, offsets: Any, mask: Tensor) -> Tensor:
         return offsets.unsqueeze(0)
     if isinstance(offsets, Tensor) and offsets.dim() == 2 and offsets.shape[0] == packs:
         return offsets
-    raise GroupError(
+    raise DataError(
         f"batch key {key!r} is {described(offsets)} beside a loss_mask of shape "
         f"{tuple(mask.shape)}; expected [samples + 1], or one such row for each row of the mask"
     )
@@ -85,7 +85,7 @@ def _joined(key: str, rows: Tensor, surplus: Sequence[int], mask: Tensor) -> Ten
         return packs[0]
     length = mask.shape[1]
     if any(int(pack[-1]) != length for pack in packs):
-        raise GroupError(
+        raise DataError(
             f"batch key {key!r} does not end at the length {length} of every pack, and several "
             "packs are joined to one; expected the last sample to reach to the pack's end"
         )

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_loss_agg.errors import HostError, ModeError
+from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch.once import refuse
 from megatron_loss_agg.mcore.hook import Hook
-from megatron_loss_agg.mcore.launch import flags
-from megatron_loss_agg.mcore.launch.once import refuse
 
 
 class GivenFlags:
@@ -34,7 +34,7 @@ class GivenFlags:
         self.values, self.others = flags.taken_from(argv)
         held = flags.in_environment()
         if self.values and held:
-            raise ModeError(
+            raise OptionError(
                 f"{flags.VARIABLE} is set, and {flags.flag_of(next(iter(self.values)))} is on the "
                 "command line; expected flags in one of the two places"
             )

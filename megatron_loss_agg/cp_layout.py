@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from megatron_loss_agg.errors import LayoutError
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.microbatch import are_offsets, rise_from_0
 
 
@@ -31,7 +31,7 @@ class CPLayout:
 
     def __init__(self, holder_T: Tensor, cp_size: int, cp_rank: int) -> None:
         if not 0 <= cp_rank < cp_size:
-            raise LayoutError(f"cp_rank={cp_rank} of cp_size={cp_size}; expected 0 <= rank < size")
+            raise DataError(f"cp_rank={cp_rank} of cp_size={cp_size}; expected 0 <= rank < size")
         self.total_len = holder_T.numel()
         self.cp_size = cp_size
         self.cp_rank = cp_rank
@@ -43,7 +43,7 @@ class CPLayout:
         """Zigzag over the whole sequence.
 
         Raises:
-            LayoutError: as `thd` does.
+            DataError: as `thd` does.
         """
         return cls.thd(torch.tensor([0, seq_len]), cp_size, cp_rank)
 
@@ -56,11 +56,11 @@ class CPLayout:
                 ``2 * cp_size``, unless one rank holds it all.
 
         Raises:
-            LayoutError: the offsets do not start at 0 or decrease, a length is not such a
+            DataError: the offsets do not start at 0 or decrease, a length is not such a
                 multiple, or ``cp_rank`` is out of range.
         """
         if not are_offsets(cu_seqlens_padded) or not rise_from_0(cu_seqlens_padded):
-            raise LayoutError(
+            raise DataError(
                 f"cu_seqlens_padded={cu_seqlens_padded}; expected int32 or int64 [sequences + 1], "
                 "offsets that start at 0 and do not decrease"
             )
@@ -69,7 +69,7 @@ class CPLayout:
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
         if cp_size > 1 and uneven.numel():
             which = int(uneven[0])
-            raise LayoutError(
+            raise DataError(
                 f"sequence {which} has (padded) length {int(lengths[which])}; expected a multiple "
                 f"of 2 * cp_size = {2 * cp_size}: pad it"
             )
@@ -83,10 +83,10 @@ class CPLayout:
         """Rank ``r`` holds the ``r``-th of ``cp_size`` equal parts.
 
         Raises:
-            LayoutError: the parts would not be equal, or ``cp_rank`` is out of range.
+            DataError: the parts would not be equal, or ``cp_rank`` is out of range.
         """
         if total_len % cp_size:
-            raise LayoutError(
+            raise DataError(
                 f"length {total_len} cannot be split into {cp_size} equal parts; "
                 f"expected a multiple of cp_size = {cp_size}: pad it"
             )
@@ -97,7 +97,7 @@ class CPLayout:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
 
         Raises:
-            LayoutError: the length of ``x`` there is not ``total_len``.
+            DataError: the length of ``x`` there is not ``total_len``.
         """
         _check_length(x, dim, self.total_len)
         return x.index_select(dim, self.index.to(x.device))
@@ -116,11 +116,11 @@ class CPLayout:
                 over all ranks' results.
 
         Raises:
-            LayoutError: the parts are not as long as the whole axis; a list with ``group``, or a
+            DataError: the parts are not as long as the whole axis; a list with ``group``, or a
                 tensor without it.
         """
         if isinstance(local, Tensor) != (group is not None):
-            raise LayoutError(
+            raise DataError(
                 f"unshard got a {type(local).__name__} {'without' if group is None else 'with'} a "
                 "group; expected this rank's part and a group, or the list of all parts"
             )
@@ -135,4 +135,4 @@ class CPLayout:
 
 def _check_length(x: Tensor, dim: int, expected: int) -> None:
     if x.shape[dim] != expected:
-        raise LayoutError(f"axis {dim} has length {x.shape[dim]}; expected the layout's {expected}")
+        raise DataError(f"axis {dim} has length {x.shape[dim]}; expected the layout's {expected}")

@@ -13,89 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import AggregationError, FunctionError, MaskError
-
-LARGEST_FP32 = torch.finfo(torch.float32).max
-
-
-def formula(agg: LossAggregation, tokens: float | None = None, across: float | None = None) -> str:
-    """The weight of a token in words, such as ``w_t = m_t / (M_sample * 10)``.
-
-    Args:
-        tokens, across: the step's ``M_step`` and ``N_across`` (or ``V_across``), if known.
-    """
-    if agg.mode == "custom":
-        return "w_t = function(plan, i)"
-    factors = [] if agg.divisor is None else [f"{agg.divisor:.10g}"]
-    if agg.within is not None:
-        is_known = agg.within == "step" and tokens is not None
-        factors.append(f"{tokens:.10g}" if is_known else f"M_{agg.within}")
-    if len(agg.path) > 1:
-        factors.append("C")
-    if agg.weighted or agg.across:
-        name = "V_across" if agg.weighted else f"N_{agg.across}"
-        factors.append(name if across is None else f"{across:.10g}")
-    product = " * ".join(factors)
-    divided = f" / ({product})" if len(factors) > 1 else f" / {product}" if factors else ""
-    return "w_t = " + ("m_t" if agg.sample_weights is None else "v_s * m_t") + divided
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or fp32 where that is wider: half precision cannot hold sums or counts."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``; skips no-op casts, whose call overhead dominates small microbatches."""
-    return x if x.dtype == dtype else x.to(dtype=dtype)
-
-
-def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` on ``device`` without a wait for it; in ``dtype``, if given."""
-    if x.device != device:
-        if x.is_cpu and torch.accelerator.is_available():
-            x = x.pin_memory()
-        x = x.to(device, non_blocking=True)
-    return x if dtype is None else in_dtype(x, dtype)
-
-
-def detached(x: Tensor) -> Tensor:
-    """``x.detach()``; skipped where it changes nothing, as in `in_dtype`."""
-    return x.detach() if x.requires_grad else x
-
-
-def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a dense tensor of real numbers."""
-    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_complex()
-
-
-def described(x: object) -> str:
-    """What ``x`` is, for an error."""
-    if not isinstance(x, Tensor):
-        return f"a {type(x).__name__}"
-    return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
-
-
-def check_tensors(
-    error: type[AggregationError], kind: Literal["real", "floating-point"], /, **inputs: Tensor
-) -> None:
-    """Raise ``error`` unless all inputs are dense tensors of this kind and of one shape."""
-    (first_name, first), *_ = inputs.items()
-    for name, x in inputs.items():
-        if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
-            raise error(f"{name} is {described(x)}; expected a {kind}, dense tensor")
-        if x.shape != first.shape:
-            raise error(
-                f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
-                "expected the same shape (nothing is broadcast)"
-            )
+from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.tensors import (
+    at_least_fp32,
+    check_tensors,
+    described,
+    detached,
+    in_dtype,
+    is_plain,
+    moved,
+)
 
 
 def sample_coefficients(within_S: Tensor, across: float, scale: float) -> Tensor:
@@ -152,14 +84,14 @@ def custom_weights(
     unedited = mask.clone()
     weights = function()
     if not is_plain(weights) or weights.shape != mask.shape:
-        raise FunctionError(
+        raise OptionError(
             f"the aggregation function returned {described(weights)}; expected real weights of the "
             f"mask's shape {tuple(mask.shape)}"
         )
     weights = weights.detach().to(dtype, copy=True)  # it may be the mask
     mask.copy_(unedited)
     if not bool((weights.isfinite() & ((weights == 0) | (kept != 0))).all()):
-        raise FunctionError(
+        raise OptionError(
             "the aggregation function returned weights that are not finite, or not 0 where the "
             "mask is 0 or the sample rejected; expected finite weights, and 0 on those tokens"
         )
@@ -181,9 +113,9 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
         scalar, in the wider of the two dtypes; fp32 if neither is floating-point.
 
     Raises:
-        MaskError: not two real tensors of the same shape; nothing is broadcast.
+        DataError: not two real tensors of the same shape; nothing is broadcast.
     """
-    check_tensors(MaskError, "real", w=w, token_loss=token_loss)
+    check_tensors(DataError, "real", w=w, token_loss=token_loss)
     return weighted_sum_of_fitting(detached(w), token_loss)
 
 

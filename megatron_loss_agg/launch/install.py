@@ -15,6 +15,10 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_loss_agg.errors import AggregationError
+from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch.effect import GivenFlags, host_args
+from megatron_loss_agg.launch.once import print_uncaught_once, refuse
+from megatron_loss_agg.launch.seams import seams
 from megatron_loss_agg.mcore import LossHook
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.extensions.audit import Audit
@@ -24,10 +28,6 @@ from megatron_loss_agg.mcore.extensions.inexact import check_exact
 from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
 from megatron_loss_agg.mcore.extensions.routers import RouterLosses
 from megatron_loss_agg.mcore.host import STOCK, Loop, chunks_of
-from megatron_loss_agg.mcore.launch import flags
-from megatron_loss_agg.mcore.launch.effect import GivenFlags, host_args
-from megatron_loss_agg.mcore.launch.once import print_uncaught_once, refuse
-from megatron_loss_agg.mcore.launch.seams import seams
 from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch, with_factors
 from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
 

@@ -21,13 +21,12 @@ import torch
 
 from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import units_by_id
+from megatron_loss_agg.describe import formula, terms_in_words
 from megatron_loss_agg.errors import AggregationError
-from megatron_loss_agg.mcore.launch import flags
-from megatron_loss_agg.mcore.launch.effect import GivenFlags
-from megatron_loss_agg.mcore.launch.install import hook_from_args
-from megatron_loss_agg.mcore.launch.seams import seams
-from megatron_loss_agg.weights import formula
-from megatron_loss_agg.words import terms_in_words
+from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch.effect import GivenFlags
+from megatron_loss_agg.launch.install import hook_from_args
+from megatron_loss_agg.launch.seams import seams
 
 
 class Finding(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from megatron_loss_agg.errors import DependencyError, InputError
-from megatron_loss_agg.mcore.launch import flags
-from megatron_loss_agg.mcore.launch.seams import seams
+from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch.seams import seams
 from megatron_loss_agg.mcore.reading.keys import read_batch
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -26,8 +26,8 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
     indices are built in a temporary folder.
 
     Raises:
-        DependencyError: there is no `megatron.training`.
-        InputError: a flag or a file is missing, or Megatron cannot read the data.
+        OptionError: there is no `megatron.training`.
+        OptionError: a flag or a file is missing, or Megatron cannot read the data.
     """
     # What Megatron says when it is imported and builds indices.
     warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
     try:
         holder, name = seams()["add_arguments"][0]
     except (ImportError, KeyError) as error:
-        raise DependencyError(
+        raise OptionError(
             "no megatron.training to read its data with; expected a checkout of Megatron-LM on "
             "PYTHONPATH, or --data FILE with lengths or loss masks"
         ) from error
@@ -46,10 +46,10 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
             dataset = _training_set(args, number, folder)
             for place in range(min(number, len(dataset))):
                 yield read_batch(default_collate([dataset[place]]))
-        except InputError:
+        except OptionError:
             raise
         except Exception as error:  # whatever Megatron raises
-            raise InputError(
+            raise OptionError(
                 f"Megatron cannot read the data ({type(error).__name__}: {error}); expected whole "
                 "files, and the data and tokenizer flags of the run after --"
             ) from error
@@ -67,18 +67,18 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     blend, per_split = get_blend_and_blend_per_split(args)
     training = per_split[0] if per_split else blend
     if args.fim_data or args.seq_length is None or not (training or args.mock_data):
-        raise InputError(
+        raise OptionError(
             "expected --seq-length and --data-path or --mock-data after --, without --fim-data; "
             "of a script with other data sets, give --data a file of lengths or loss masks"
         )
     if args.dataloader_type not in (None, "single"):
-        raise InputError(
+        raise OptionError(
             f"--dataloader-type {args.dataloader_type} reads rows in another order than they are "
             "stored in; expected single, or --data FILE with the rows in the order of the run"
         )
     documents = getattr(args, "dataloader_inter_document_masking", False)
     if documents and not args.sft and args.context_parallel_size > 1:
-        raise InputError(
+        raise OptionError(
             "--dataloader-inter-document-masking with --context-parallel-size "
             f"{args.context_parallel_size}, under which Megatron splits the rows of a microbatch "
             "as one; expected the one or the other"
@@ -106,5 +106,5 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     sizes = [of_run or number, 0, 0]
     dataset, _, _ = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     if dataset is None:
-        raise InputError(f"--split {args.split} has no training data; expected a number above 0")
+        raise OptionError(f"--split {args.split} has no training data; expected a number above 0")
     return dataset

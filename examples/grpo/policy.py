@@ -2,7 +2,7 @@
 
 All inputs of a function have the same shape (any shape; nothing is broadcast). Half precision is
 computed in and returned as fp32, fp64 as fp64. Only the first input gets a gradient. Every function
-raises PolicyError for mismatched shapes, and for dtypes that are not floating-point.
+raises OptionError for mismatched shapes, and for dtypes that are not floating-point.
 
 **Masked positions may hold anything**: where an input is unusable (NaN, or inf if the formula has
 no value for it), the loss is computed from 0 and then set to NaN, which `weighted_sum` ignores at
@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import PolicyError
-from megatron_loss_agg.weights import LARGEST_FP32, check_tensors
+from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.tensors import LARGEST_FP32, check_tensors
 
 __all__ = [
     "PolicyLoss",
@@ -68,7 +68,7 @@ def clipped_policy_loss(
     al. 2020 (arXiv:1912.09729). ``clip_low >= 1`` or an infinite ``clip_high`` disables that side.
 
     Raises:
-        PolicyError: also for a clip that is not a number >= 0, or a dual clip that is not > 1.
+        OptionError: also for a clip that is not a number >= 0, or a dual clip that is not > 1.
     """
     log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
@@ -100,7 +100,7 @@ def sequence_policy_loss(
             context-parallel group. The other inputs have the shape that it takes.
 
     Raises:
-        PolicyError, MaskError: as `clipped_policy_loss` and `SequenceMean`.
+        OptionError, DataError: as `clipped_policy_loss` and `SequenceMean`.
     """
     log_probs, old, advantages = _prepared(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
@@ -154,14 +154,14 @@ def truncated_importance_weight(
             NaN factor would make the gradient ``0 * NaN``.
 
     Raises:
-        PolicyError: also for a cap that is not > 0.
+        OptionError: also for a cap that is not > 0.
     """
     log_probs, rollout = _prepared(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     cap = _number("cap", cap, above=0)
     weights = _clamped(log_probs.detach() - rollout).exp().clamp(max=cap)
     if mask is None:
         return weights
-    check_tensors(PolicyError, "real", log_probs=weights, mask=mask)
+    check_tensors(OptionError, "real", log_probs=weights, mask=mask)
     return weights.masked_fill(mask == 0, 0)
 
 
@@ -182,7 +182,7 @@ def kl_penalty(
       to `LOG_RATIO_BOUND`.
 
     Raises:
-        PolicyError: also for an unknown estimator.
+        OptionError: also for an unknown estimator.
     """
     log_probs, ref = _prepared(log_probs=log_probs, ref_log_probs=ref_log_probs)
     x = log_probs - ref
@@ -195,7 +195,7 @@ def kl_penalty(
         usable = ~x.isnan()
         x = _clamped(x.masked_fill(~usable, 0))
         return _nan_unless(usable, torch.expm1(-x) + x)
-    raise PolicyError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
+    raise OptionError(f"estimator={estimator!r}; expected 'k1', 'k2' or 'k3'")
 
 
 def token_entropy(logits: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def clipped_value_loss(
     error.
 
     Raises:
-        PolicyError: also for a clip that is not a number >= 0.
+        OptionError: also for a clip that is not a number >= 0.
     """
     values, old, returns = _prepared(values=values, old_values=old_values, returns=returns)
     clip = _number("clip", clip)
@@ -272,13 +272,13 @@ def _number(name: str, given: Any, above: float | None = None) -> float:
     fits = is_number and (given >= 0 if above is None else given > above)
     if not fits or LARGEST_FP32 < given < math.inf:
         least = ">= 0" if above is None else f"> {above}"
-        raise PolicyError(f"{name}={given!r}; expected a number {least} that fp32 holds, or inf")
+        raise OptionError(f"{name}={given!r}; expected a number {least} that fp32 holds, or inf")
     return float(given)
 
 
 def _prepared(**inputs: Tensor) -> list[Tensor]:
     """In their widest dtype, at least fp32; all but the first detached. See `check_tensors`."""
-    check_tensors(PolicyError, "floating-point", **inputs)
+    check_tensors(OptionError, "floating-point", **inputs)
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in inputs.values()), torch.float32)
     first, *data = inputs.values()
     return [first.to(dtype), *(x.detach().to(dtype) for x in data)]

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.collectives import ranks_of
-from megatron_loss_agg.errors import LayoutError, MaskError
-from megatron_loss_agg.layout import CPLayout
+from megatron_loss_agg.cp_layout import CPLayout
+from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.weights import at_least_fp32, check_tensors, sample_coefficients
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors
+from megatron_loss_agg.weighted_sum import sample_coefficients
 
 
 class SequenceSum:
@@ -35,8 +36,8 @@ class SequenceSum:
     Waits for the device once, to check the values of the mask; a call does not wait.
 
     Raises:
-        MaskError, GroupError: no `Microbatch`, or bad values, as in `StepPlan.build`.
-        LayoutError: the layout does not match the mask or ``group``.
+        DataError: no `Microbatch`, or bad values, as in `StepPlan.build`.
+        DataError: the layout does not match the mask or ``group``.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class SequenceSum:
         group: dist.ProcessGroup | None = None,
     ):
         if not isinstance(microbatch, Microbatch):
-            raise MaskError(f"a {type(microbatch).__name__}; expected a Microbatch")
+            raise DataError(f"a {type(microbatch).__name__}; expected a Microbatch")
         parts, ranks = 1 if layout is None else layout.cp_size, ranks_of(group)
         if parts != ranks:
-            raise LayoutError(
+            raise DataError(
                 f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
                 "layout of the group: give both, or neither"
             )
@@ -72,13 +73,13 @@ class SequenceSum:
             values: floating-point, in the shape of this rank's shard of the mask. Summed in fp64.
 
         Raises:
-            MaskError: wrong shape, or not a floating-point tensor.
+            DataError: wrong shape, or not a floating-point tensor.
         """
         return self.in_fp64(values).to(at_least_fp32(values.dtype))
 
     def in_fp64(self, values: Tensor) -> Tensor:
         """The sums, not rounded."""
-        check_tensors(MaskError, "floating-point", local_loss_mask=self._mask, values=values)
+        check_tensors(DataError, "floating-point", local_loss_mask=self._mask, values=values)
         kept = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
         # The extra entry is for tokens outside all sequences; their mask is 0.
         zero_S = kept.new_zeros(len(self.mask_sum_S) + 1)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
-from megatron_loss_agg.errors import FunctionError, InputError, ModeError
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.presets import SYSTEMS
 
 FLAG = "--loss-aggregation"
@@ -80,10 +80,10 @@ _OF_AGGREGATION = ("divisor", "levels", "empty", "rejected", "sample_weights", "
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises InputError instead of exiting."""
+    """Raises OptionError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(message)
+        raise OptionError(message)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -122,12 +122,12 @@ def word(args: argparse.Namespace, name: str) -> str:
     """The value of the further flag ``name``, one of its words; by default the first.
 
     Raises:
-        ModeError: it is none of them. A YAML file may say anything.
+        OptionError: it is none of them. A YAML file may say anything.
     """
     words = _OPTIONS[name][0] or ()
     value: str = given(args).get(name, words[0])
     if value not in words:
-        raise ModeError(f"{_flag(name)} {value}; expected one of {', '.join(words)}")
+        raise OptionError(f"{_flag(name)} {value}; expected one of {', '.join(words)}")
     return value
 
 
@@ -140,21 +140,21 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     known = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)}
     for name in vars(args):  # a YAML file may say anything
         if name.replace("-", "_").startswith("loss_aggregation") and name not in known:
-            raise ModeError(f"unknown setting {name}; expected one of {', '.join(sorted(known))}")
+            raise OptionError(f"unknown setting {name}; expected one of {', '.join(sorted(known))}")
     mode, further = getattr(args, "loss_aggregation", None), given(args)
     if mode is None:
         if further:
             flag = _flag(next(iter(further)))
-            raise ModeError(f"{flag} without {FLAG}; give a mode, or drop it")
+            raise OptionError(f"{flag} without {FLAG}; give a mode, or drop it")
         return None
     options = {name: x for name, x in further.items() if name in _OF_AGGREGATION}
     is_preset = "/" in mode or mode in SYSTEMS  # a system alone: the error lists its presets
     if "function" in options:
         if is_preset:
-            raise FunctionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
+            raise OptionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
         options["function"] = load(f"{FLAG}-function", options["function"])
     if "levels" in options and is_preset:
-        raise ModeError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
+        raise OptionError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
     if is_preset:
         return LossAggregation.preset(mode, **options)
     return LossAggregation(mode=mode, **options)
@@ -171,7 +171,7 @@ def aggregation_from_environment() -> LossAggregation | None:
     held = in_environment()
     of_hook = held.keys() - {f"loss_aggregation_{name}" for name in _OF_AGGREGATION}
     if others := sorted(of_hook - {"loss_aggregation"}):
-        raise ModeError(
+        raise OptionError(
             f"{VARIABLE} holds {' '.join(map(flag_of, others))}; expected {FLAG} MODE, and "
             "flags of the aggregation only: this loop has no hook"
         )
@@ -182,7 +182,7 @@ def in_environment() -> dict[str, Any]:
     """The flags in `VARIABLE`, as `taken_from` gives them; it may hold nothing else."""
     held, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
     if others:
-        raise ModeError(
+        raise OptionError(
             f"{VARIABLE} holds {' '.join(others)}; expected {FLAG} MODE and {FLAG}-* only"
         )
     return held
@@ -199,7 +199,7 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for flag in (x.partition("=")[0] for x in others if x.startswith("--")):
         least = 0.0 if flag.startswith(FLAG) else _ALIKE
         if nearest := get_close_matches(flag, names, 1, least):
-            raise ModeError(
+            raise OptionError(
                 f"unknown flag {flag}; expected {nearest[0]}, or another of {', '.join(names)}"
             )
     return vars(found), others
@@ -211,7 +211,7 @@ def load(flag: str, path: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
-        raise FunctionError(
+        raise OptionError(
             f"{flag} {path!r} cannot be loaded ({error}); expected module:name of a function, in a "
             "module on PYTHONPATH or beside the script"
         ) from error

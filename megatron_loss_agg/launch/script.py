@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_loss_agg.errors import InputError
-from megatron_loss_agg.mcore.launch import flags
-from megatron_loss_agg.mcore.launch.effect import GivenFlags
-from megatron_loss_agg.mcore.launch.install import install
-from megatron_loss_agg.mcore.launch.once import refuse
+from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch.effect import GivenFlags
+from megatron_loss_agg.launch.install import install
+from megatron_loss_agg.launch.once import refuse
 
 
 def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]:
@@ -23,11 +23,11 @@ def prepare(script: str, script_args: list[str], cpu: bool) -> Callable[[], int]
         a function that runs the script as ``python script ...`` would, and returns its exit code.
 
     Raises:
-        InputError: ``script`` is not a file.
+        OptionError: ``script`` is not a file.
         AggregationError: as `install`.
     """
     if not Path(script).is_file():
-        raise InputError(f"{script!r} is not a file; expected [--cpu] SCRIPT [script flags]")
+        raise OptionError(f"{script!r} is not a file; expected [--cpu] SCRIPT [script flags]")
     sys.argv = [script, *script_args]
     sys.path[0] = str(Path(script).resolve().parent)
     given = GivenFlags(script_args)

@@ -1,1 +1,0 @@
-"""Losses of tokens, without any reduction."""

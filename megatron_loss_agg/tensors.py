@@ -1,0 +1,63 @@
+"""Helpers for tensors: dtypes, devices, and checks of what a caller passes."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeGuard
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import AggregationError
+
+LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or fp32 where that is wider: half precision cannot hold sums or counts."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``; skips no-op casts, whose call overhead dominates small microbatches."""
+    return x if x.dtype == dtype else x.to(dtype=dtype)
+
+
+def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` on ``device`` without a wait for it; in ``dtype``, if given."""
+    if x.device != device:
+        if x.is_cpu and torch.accelerator.is_available():
+            x = x.pin_memory()
+        x = x.to(device, non_blocking=True)
+    return x if dtype is None else in_dtype(x, dtype)
+
+
+def detached(x: Tensor) -> Tensor:
+    """``x.detach()``; skipped where it changes nothing, as in `in_dtype`."""
+    return x.detach() if x.requires_grad else x
+
+
+def is_plain(x: object) -> TypeGuard[Tensor]:
+    """Whether ``x`` is a dense tensor of real numbers."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_complex()
+
+
+def described(x: object) -> str:
+    """What ``x`` is, for an error."""
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+
+
+def check_tensors(
+    error: type[AggregationError], kind: Literal["real", "floating-point"], /, **inputs: Tensor
+) -> None:
+    """Raise ``error`` unless all inputs are dense tensors of this kind and of one shape."""
+    (first_name, first), *_ = inputs.items()
+    for name, x in inputs.items():
+        if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
+            raise error(f"{name} is {described(x)}; expected a {kind}, dense tensor")
+        if x.shape != first.shape:
+            raise error(
+                f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
+                "expected the same shape (nothing is broadcast)"
+            )
