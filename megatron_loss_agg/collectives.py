@@ -41,10 +41,10 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
     parts = _all_gather_object(part, group)
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
-        rank, error = next(iter(failures.items()))
+        first = min(failures)
         raise PeerError(
-            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {rank} "
-            f"first: {error}"
+            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {first} "
+            f"first: {failures[first]}"
         )
     return parts
 

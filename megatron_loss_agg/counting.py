@@ -112,7 +112,7 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
         )
     ids = {}
     for unit in units:
-        of_microbatches = [m.ids_of(unit) for m in microbatches]
+        of_microbatches = [m.ids_of(unit) for m in microbatches if m.num_samples]
         if all(x is not None for x in of_microbatches):
             ids[unit] = _joined(of_microbatches, torch.int64)
     routed = [m.routed_tokens for m in microbatches]
@@ -171,7 +171,7 @@ def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> No
             "leave out that option of the aggregation (--loss-aggregation-sample-weights)."
         )
     for unit in agg.by_id:
-        if any(m.ids_of(unit) is None for m in microbatches):
+        if any(m.ids_of(unit) is None for m in microbatches if m.num_samples):
             raise DataError(_missing_ids(agg, unit))
 
 
