@@ -165,7 +165,7 @@ BAD = [
     (
         f"--data PATH {ONE_ROW} --context-parallel-size 2",
         "4",
-        "DataError: sequence 0 has (padded) length 1; expected a multiple",
+        "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 1",
     ),
 ]
 
