@@ -5,10 +5,9 @@ from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.plan import StepPlan, token_weights
 from megatron_loss_agg.sequences import SequenceMean, SequenceSum
 from megatron_loss_agg.weighted_sum import weighted_sum
-from megatron_loss_agg.plan import token_weights
 
 __all__ = [
     "AggregationError",

@@ -41,16 +41,16 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
     parts = _all_gather_object(part, group)
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
-        rank, error = next(iter(failures.items()))
+        rank, cause = next(iter(failures.items()))
         raise PeerError(
-            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {rank} "
-            f"first: {error}"
+            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank "
+            f"{rank} first: {cause}"
         )
     return parts
 
 
 def send_failure(error: BaseException, group: dist.ProcessGroup | None) -> None:
-    """Call instead of `gather_objects` on a rank that failed earlier: the others raise PeerError."""
+    """Call instead of `gather_objects` on a rank that failed: the others raise PeerError."""
     if ranks_of(group) > 1:
         _all_gather_object(Failure(f"{type(error).__name__}: {error}"), group)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import abandoning_on_error, gathered, tag_of
+from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.tensors import check_tensors, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
@@ -71,8 +71,8 @@ class Sum:
     def of(cls, values: Tensor, weights: Tensor) -> Sum:
         """``sum w * v``; values of weight 0 are ignored, even NaN.
 
-        With the weights of the loss (``TokenLoss(takes_weights=True)``), the values are aggregated
-        as the losses are. Dtypes, arguments and errors are as of `Mean.of`.
+        With the weights of the loss (``TokenLoss(report=)``), the values are aggregated as the
+        losses are. Dtypes, arguments and errors are as of `Mean.of`.
         """
         return cls(Mean.of(values, weights).sum)
 
@@ -153,23 +153,20 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    with abandoning_on_error(group):
-        kinds, of_metrics = _over_microbatches(reports)
-        # All metrics in one tensor, to copy them from the device once.
-        mine = torch.cat(of_metrics).cpu() if of_metrics else torch.empty(0)
-    names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
-    of_ranks = gathered(
-        mine,
-        group,
-        tag=tag_of(names),
-        failure="bad metrics on rank(s) {} of the group",
-        difference=DataError(
-            f"this rank reports {', '.join(names) or 'nothing'}, and another rank of the group "
-            "other metrics; expected the same names and kinds on every rank"
-        ),
-    )
+    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
+    in_words = [
+        ", ".join(f"{kind.__name__} {name!r}" for name, kind in kinds.items()) or "nothing"
+        for kinds, _ in of_ranks
+    ]
+    if len({*in_words}) > 1:
+        raise DataError(
+            f"all ranks must report the same metrics, got {' and '.join(dict.fromkeys(in_words))}. "
+            "Report the same names and kinds on every rank."
+        )
+    kinds, _ = of_ranks[0]
     sizes = [len(fields(kind)) for kind in kinds.values()]
-    columns = torch.stack(of_ranks).split(sizes, dim=1)
+    rows = torch.tensor([values for _, values in of_ranks], dtype=torch.float64)
+    columns = rows.split(sizes, dim=1)
     return {
         name: float(kind(*_OVER[kind](of_kind, 0)).value())
         for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)
@@ -178,40 +175,41 @@ def reduce_reports(
 
 def _over_microbatches(
     reports: Iterable[Mapping[str, Metric | Tensor]],
-) -> tuple[dict[str, type[Metric]], list[Tensor]]:
-    """This rank's metrics of the step, sorted: kinds by name, and fp64 [fields] of each."""
-    given = list(reports)
-    found: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
-    for report in given:
+) -> tuple[dict[str, type[Metric]], list[float]]:
+    """This rank's metrics of the step, sorted: kinds by name, and the fields of all of them."""
+    of_step = list(reports)
+    by_name: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
+    for report in of_step:
         for name, value in report.items():
-            found[name].append(_kind_and_fields(name, value))
+            by_name[name].append(_kind_and_fields(name, value))
     kinds, reduced = {}, []
-    for name, metrics in sorted(found.items()):
+    for name, metrics in sorted(by_name.items()):
         kind, *others = {kind for kind, _ in metrics}
-        if others or len(metrics) != len(given):
+        if others or len(metrics) != len(of_step):
             got = " or ".join(sorted({kind.__name__ for kind, _ in metrics}))
             raise DataError(
-                f"metric {name!r} is a {got} in {len(metrics)} of {len(given)} microbatches; "
-                "expected the same kind in each"
+                f"metric {name!r} must be of one kind and in every microbatch, got a {got} in "
+                f"{len(metrics)} of {len(of_step)} microbatches. Report it in each."
             )
         kinds[name] = kind
-        reduced.append(_OVER[kind](torch.stack([parts for _, parts in metrics]), 0))
-    return kinds, reduced
+        reduced.append(_OVER[kind](torch.stack([values for _, values in metrics]), 0))
+    # All metrics in one tensor, to copy them from the device once.
+    return kinds, torch.cat(reduced).tolist() if reduced else []
 
 
 def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], Tensor]:
     kind: type[Metric] = Mean
-    parts: list[Tensor] = []
+    scalars: list[Tensor] = []
     if isinstance(value, Metric):
-        kind, parts = type(value), [*vars(value).values()]
+        kind, scalars = type(value), [*vars(value).values()]
     elif is_plain(value) and value.numel() == 2:
-        parts = [*value.reshape(-1)]
-    if not parts or not all(is_plain(part) and part.numel() == 1 for part in parts):
+        scalars = [*value.reshape(-1)]
+    if not scalars or not all(is_plain(x) and x.numel() == 1 for x in scalars):
         raise DataError(
-            f"metric {name!r} is {value!r}; expected a Mean, Sum, Max or Min of scalars, or a "
-            "tensor [sum, count]"
+            f"metric {name!r} must be a Mean, Sum, Max or Min of scalars, or a tensor [sum, "
+            f"count], got {value!r}. Make it with Mean.of(values, weights)."
         )
-    return kind, torch.stack([part.detach().double().reshape(()) for part in parts])
+    return kind, torch.stack([x.detach().double().reshape(()) for x in scalars])
 
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
@@ -232,14 +230,14 @@ class RunningMean:
     For a loop that averages the calls' values with equal weights.
     With ``R_k`` the mean ``sum L * D / sum D`` over the first ``k`` calls, the value of call ``k``
     is ``k R_k - (k - 1) R_{k-1}``, so that the first ``k`` values add up to ``k R_k``. It is linear
-    in the parts of ``L``: every rank uses its own, and the host adds them up.
+    in the parts of ``L``: every rank uses its own, and Megatron adds them up.
     """
 
     def __init__(self) -> None:
         self._calls = 0
         self._denominators = 0.0  # of all calls
         self._sum: Tensor | float = 0.0  # fp64: of this rank's parts of L * D
-        self._told: Tensor | float = 0.0  # of the values that were returned
+        self._returned_so_far: Tensor | float = 0.0  # sum of the values
 
     def add(self, part: Tensor, denominator: float, first: bool) -> Tensor:
         """This rank's part of the call's value, for its ``part`` of ``L`` in one microbatch.
@@ -251,6 +249,7 @@ class RunningMean:
             self._calls += 1
             self._denominators += denominator
         self._sum = self._sum + part.double() * denominator
-        before = self._told
-        self._told = self._sum * (self._calls / self._denominators if self._denominators else 0.0)
-        return self._told - before
+        mean = self._sum / self._denominators if self._denominators else self._sum * 0.0
+        value = self._calls * mean - self._returned_so_far
+        self._returned_so_far = self._calls * mean
+        return value
