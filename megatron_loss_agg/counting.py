@@ -52,13 +52,24 @@ class Samples:
     microbatches_with_routed_tokens: int = 0
 
     def groups(self, unit: Unit) -> Groups:
-        """How the samples fall into groups."""
+        """How the samples fall into groups.
+
+        Raises:
+            DataError: some microbatch has no ids of that unit.
+        """
         if unit == "all":
             return Groups.of(torch.zeros_like(self.microbatch))
         if unit == "sample":
             rows = torch.arange(len(self.microbatch))
             return Groups(rows, rows)
-        return Groups.of(self.microbatch if unit == "microbatch" else self.ids[unit])
+        if unit == "microbatch":
+            return Groups.of(self.microbatch)
+        if unit not in self.ids:
+            raise DataError(
+                f"samples need ids to be grouped by {unit!r}, got those of {sorted(self.ids)}. Give "
+                f"'{unit}_ids' in every microbatch."
+            )
+        return Groups.of(self.ids[unit])
 
 
 class Groups(NamedTuple):

@@ -304,11 +304,10 @@ def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
 
 def ids_from(name: str, values: Any) -> Tensor:
     """int64 [samples] on the CPU, from ints or from strings."""
-    items: list[Any] = [values]
-    if isinstance(values, Iterable) and not isinstance(values, str):
-        items = list(values)
-        if all(isinstance(x, str) for x in items):
-            return torch.tensor([_hashed(x) for x in items], dtype=torch.int64)
+    is_sequence = isinstance(values, Iterable) and not isinstance(values, str)
+    items: list[Any] = list(values) if is_sequence else [None]
+    if all(isinstance(x, str) for x in items):
+        return torch.tensor([_hashed(x) for x in items], dtype=torch.int64)
     if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in items):
         raise DataError(
             f"{name} must be an int64 tensor [samples], or a sequence of ints or strings, got "
