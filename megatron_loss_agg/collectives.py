@@ -51,7 +51,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
 
 
 def send_failure(error: BaseException, group: dist.ProcessGroup | None) -> None:
-    """Call instead of `gather_objects` on a rank that failed earlier: the others raise PeerError."""
+    """Call instead of `gather_objects` on a rank that failed: the others raise PeerError."""
     if ranks_of(group) > 1:
         _all_gather_object(Failure(f"{type(error).__name__}: {error}"), group)
 

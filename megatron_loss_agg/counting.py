@@ -42,7 +42,7 @@ class Samples:
     microbatch: Tensor
     """int64 [samples]: the number of the sample's microbatch in the step."""
     ids: Mapping[Unit, Tensor] = field(default_factory=dict)
-    """int64 [samples] by unit, such as ``ids["prompt"]``: those that every microbatch has."""
+    """int64 [samples] by unit, such as ``ids["prompt"]``; of units that every microbatch has."""
     microbatches: int = 0
     """Number of microbatches, those without samples included."""
     active_tokens: int = 0
@@ -52,13 +52,24 @@ class Samples:
     microbatches_with_routed_tokens: int = 0
 
     def groups(self, unit: Unit) -> Groups:
-        """How the samples fall into groups."""
+        """How the samples fall into groups.
+
+        Raises:
+            DataError: some microbatch has no ids of that unit.
+        """
         if unit == "all":
             return Groups.of(torch.zeros_like(self.microbatch))
         if unit == "sample":
             rows = torch.arange(len(self.microbatch))
             return Groups(rows, rows)
-        return Groups.of(self.microbatch if unit == "microbatch" else self.ids[unit])
+        if unit == "microbatch":
+            return Groups.of(self.microbatch)
+        if unit not in self.ids:
+            raise DataError(
+                f"samples need ids to be grouped by {unit!r}, got those of {sorted(self.ids)}. Give "
+                f"'{unit}_ids' in every microbatch."
+            )
+        return Groups.of(self.ids[unit])
 
 
 class Groups(NamedTuple):
@@ -97,7 +108,7 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
     """The samples of this rank's microbatches, which are on the CPU.
 
     Args:
-        units: whose ids are read, from microbatches that have them.
+        units: whose ids are read, if every microbatch with samples has them.
 
     Raises:
         DataError: bad masks, offsets or sample weights.
@@ -158,17 +169,18 @@ def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> No
     for name in ("rejected", "sample_weights"):
         if getattr(agg, name) is None and any(getattr(m, name) is not None for m in microbatches):
             raise DataError(
-                f"a microbatch has {name}, and the aggregation does not say whether they count. Set "
-                f"LossAggregation({name}='count') or 'skip' (--loss-aggregation-"
+                f"a microbatch has {name}, and the aggregation does not say whether they count. "
+                f"Set LossAggregation({name}='count') or 'skip' (--loss-aggregation-"
                 f"{name.replace('_', '-')})."
             )
     if agg.sample_weights is not None and any(
         m.sample_weights is None for m in microbatches if m.num_samples
     ):
         raise DataError(
-            f"sample_weights={agg.sample_weights!r} needs a weight for each sample, and a microbatch "
-            "has none. Give sample_weights= (the batch key 'sample_weights', floats [samples]), or "
-            "leave out that option of the aggregation (--loss-aggregation-sample-weights)."
+            f"sample_weights={agg.sample_weights!r} needs a weight for each sample, and a "
+            "microbatch has none. Give sample_weights= (the batch key 'sample_weights', floats "
+            "[samples]), or leave out that option of the aggregation "
+            "(--loss-aggregation-sample-weights)."
         )
     for unit in agg.by_id:
         if any(m.ids_of(unit) is None for m in microbatches if m.num_samples):
@@ -230,7 +242,9 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         OptionError: a custom function returned something else than coefficients.
     """
     if agg.function is not None:
-        return _custom_coefficients(agg, samples), 1.0
+        c_S = _custom_coefficients(agg, samples)
+        _check_range(c_S)
+        return c_S, 1.0
     mask_S, counts_S = counted(agg, samples)
     groups = {unit: samples.groups(unit) for unit in agg.units}
 
@@ -279,7 +293,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         return torch.zeros_like(mask_S), across
     c_S = samples.weight * (agg.inverse_divisor / across) / (within_S * siblings_S)
     c_S = c_S.masked_fill(samples.rejected | (mask_S == 0), 0.0)
-    _check_range(c_S[c_S != 0])
+    _check_range(c_S)
     return c_S, across
 
 
@@ -322,13 +336,14 @@ def _check_one_parent(
 
 def _check_range(c_S: Tensor) -> None:
     """Raise DataError where fp32 overflows or has less than 24 bits."""
-    if not c_S.numel():
+    size_S = c_S[c_S != 0].abs()
+    if not size_S.numel():
         return
-    least, largest = (float(x) for x in c_S.aminmax())
+    least, largest = (float(x) for x in size_S.aminmax())
     if not (least >= _SMALLEST_FP32 and largest <= LARGEST_FP32):
         raise DataError(
-            f"coefficients of samples must be in the range of fp32, got {least:.3g} to {largest:.3g}. "
-            "Give a loss_mask, sample_weights and divisor of moderate size."
+            f"coefficients of samples must be in the range of fp32, got {least:.3g} to "
+            f"{largest:.3g}. Give a loss_mask, sample_weights and divisor of moderate size."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class StepPlan:
     model_tokens: Sequence[int] = ()
     """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
     positions: Sequence[int] = ()
-    """Tokens of each microbatch that routers see: its routed tokens, or the elements of its mask."""
+    """Tokens of each microbatch that routers see: its routed tokens, or its mask's elements."""
     sequences: Sequence[Sequences | None] = ()
     """Of each microbatch with losses by sample, the token sequences behind them."""
     microbatches: Sequence[Microbatch] = ()
@@ -88,8 +88,8 @@ class StepPlan:
         """Count the step over all ranks, in two collectives.
 
         Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
-        data-parallel group *without* context parallelism. The plan holds copies of the microbatches,
-        which later edits of the originals do not reach.
+        data-parallel group *without* context parallelism. The plan holds copies of the
+        microbatches, which later edits of the originals do not reach.
 
         Args:
             agg: the same on every rank.
@@ -122,8 +122,7 @@ class StepPlan:
         Raises:
             AggregationError: as `build`; OptionError also for bad ``terms``.
         """
-        plans = plan_step(terms, microbatches, group)
-        return {name: replace(plan, microbatches=_copies(plan)) for name, plan in plans.items()}
+        return plan_step(terms, microbatches, group, copy=True)
 
     @classmethod
     def from_mask_sums(
@@ -155,7 +154,7 @@ class StepPlan:
             DataError: sums that are not vectors of finite numbers >= 0.
             OptionError, DataError, PeerError: as `build`.
         """
-        by_sample = {
+        by_sample: dict[str, Any] = {
             "prompt_ids": prompt_ids,
             "rollout_ids": rollout_ids,
             "dataset_ids": dataset_ids,
@@ -167,19 +166,24 @@ class StepPlan:
             """A microbatch of samples with all of their mask in one token, for each vector."""
             vectors = _vectors(mask_sums)
             sizes = [len(x) for x in vectors]
-            fields = {name: _split(name, x, sizes) for name, x in by_sample.items()}
-            by_unit = {unit: _split(f"{unit}_ids", x, sizes) for unit, x in _mapping(ids).items()}
+            by_unit = _by_name(ids)
+            fields = {
+                name: _split(name, x, sizes) for name, x in by_sample.items() if x is not None
+            }
+            units = {unit: _split(f"{unit}_ids", x, sizes) for unit, x in by_unit.items()}
             return [
                 Microbatch(
                     vector.unsqueeze(1),
-                    ids={unit: parts[i] for unit, parts in by_unit.items()},
-                    **{name: parts[i] for name, parts in fields.items() if parts is not None},
+                    ids={unit: parts[i] for unit, parts in units.items()},
+                    **{name: parts[i] for name, parts in fields.items()},
                 )
                 for i, vector in enumerate(vectors)
             ]
 
         plan = plan_step({"": agg}, rows, group)[""]
-        return replace(plan, shapes=(), model_tokens=(), positions=(), microbatches=())
+        return replace(
+            plan, shapes=(), model_tokens=(), positions=(), sequences=(), microbatches=()
+        )
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -257,8 +261,8 @@ class StepPlan:
         check_tensors(DataError, "real", loss_mask=mask, advantages=advantages)
         if bool((self.coefficients(i) < 0).any()):
             raise OptionError(
-                "coefficients that scale advantages must be >= 0, got negative ones, which would flip "
-                "signs. Change the aggregation function, or multiply token losses by weights."
+                "coefficients that scale advantages must be >= 0, got negative ones, which would "
+                "flip signs. Change the aggregation function, or multiply token losses by weights."
             )
         w = self.weights(i, at_least_fp32(advantages.dtype))
         return torch.where(w != 0, advantages.to(w), 0) * w
@@ -345,28 +349,27 @@ def plan_step(
     terms: Mapping[str, Term | LossAggregation],
     microbatches: Any,
     group: dist.ProcessGroup | None,
+    copy: bool = False,
 ) -> dict[str, StepPlan]:
-    """`StepPlan.build_terms`, whose plans hold the microbatches themselves and no copies.
+    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless ``copy``.
 
     Args:
         microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
     """
-    local: dict[str, list[Microbatch]] = {}  # by term, on the CPU
+    local: dict[str, _Local] = {}  # by term
 
     def read() -> tuple[str, dict[str, dict[str, Any]]]:
         named = named_terms(terms)
         items = listed(microbatches() if callable(microbatches) else microbatches)
         is_shared = not any(isinstance(x, Mapping) for x in items)
-        tables: dict[str, dict[str, Any]] = {}
+        tables: dict[str, dict[str, Any]] = {}  # by term; of the first alone if masks are shared
         for name, term in named.items():
-            first = next(iter(named))
             if is_shared and local:
-                local[name] = local[first]
+                local[name] = next(iter(local.values()))
             else:
-                local[name] = brought_to_cpu([of_term(name, x) for x in items])
-            check_fields(term.aggregation, local[name])
-            if not (is_shared and tables):
-                tables[name] = _as_arrays(read_samples(local[name], _units(named)))
+                local[name] = _Local.of([of_term(name, x) for x in items], copy)
+                tables[name] = _as_arrays(read_samples(local[name].on_cpu, _units(named)))
+            check_fields(term.aggregation, local[name].on_cpu)
         return terms_in_words(named), tables
 
     parts = gather_objects(read, group, "reading the step")
@@ -374,27 +377,36 @@ def plan_step(
     if len({words for words, _ in parts}) > 1:
         words = dict.fromkeys(words for words, _ in parts)
         raise OptionError(
-            f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every rank "
-            "the same terms in the same order."
-        )
-    if len({tuple(tables) for _, tables in parts}) > 1:
-        raise DataError(
-            "all ranks must give a mask for each term, or one for all terms, got both. Give the same "
-            "kind of microbatches on every rank."
+            f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every "
+            "rank the same terms in the same order."
         )
     rank = 0 if group is None else dist.get_rank(group)
     plans = {}
     for name, term in named.items():
-        tables = [tables.get(name) or next(iter(tables.values()), None) for _, tables in parts]
-        plans[name] = _plan(term.aggregation, [_from_arrays(x) for x in tables], rank, local[name])
+        of_term_or_shared = [tables.get(name, next(iter(tables.values()))) for _, tables in parts]
+        of_ranks = [_from_arrays(table) for table in of_term_or_shared]
+        plans[name] = _plan(term.aggregation, of_ranks, rank, local[name])
     return plans
 
 
-def _plan(
-    agg: LossAggregation, parts: Sequence[Samples], rank: int, microbatches: list[Microbatch]
-) -> StepPlan:
+class _Local(NamedTuple):
+    """This rank's microbatches of one term."""
+
+    microbatches: list[Microbatch]
+    on_cpu: list[Microbatch]
+    sequences: list[Sequences | None]
+
+    @classmethod
+    def of(cls, microbatches: list[Microbatch], copy: bool) -> _Local:
+        if copy:
+            microbatches = [m.copied() for m in microbatches]
+        on_cpu = brought_to_cpu(microbatches)
+        return cls(microbatches, on_cpu, [_sequences(m) for m in on_cpu])
+
+
+def _plan(agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _Local) -> StepPlan:
     """The plan of one term, from the samples of each rank, and this rank's microbatches."""
-    samples = joined(parts)
+    samples, microbatches = joined(parts), local.on_cpu
     c_S, across = coefficients(agg, samples)
     first = sum(len(x.mask_sum) for x in parts[:rank])
     rows = slice(first, first + len(parts[rank].mask_sum))
@@ -414,8 +426,8 @@ def _plan(
             m.loss_mask.numel() if r is None else r
             for m, r in zip(microbatches, routed, strict=True)
         ],
-        sequences=[_sequences(m) for m in microbatches],
-        microbatches=microbatches,
+        sequences=local.sequences,
+        microbatches=local.microbatches,
         samples=samples,
     )
 
@@ -432,10 +444,6 @@ def _units(terms: Mapping[str, Term]) -> list[Unit]:
     return sorted({*BY_ID, *(unit for term in terms.values() for unit in term.aggregation.by_id)})
 
 
-def _copies(plan: StepPlan) -> list[Microbatch]:
-    return [m.copied() for m in plan.microbatches]
-
-
 def _as_arrays(samples: Samples) -> dict[str, Any]:
     """With NumPy's arrays, which are pickled much faster than tensors."""
     fields = vars(samples)
@@ -444,11 +452,11 @@ def _as_arrays(samples: Samples) -> dict[str, Any]:
 
 
 def _from_arrays(fields: Mapping[str, Any]) -> Samples:
-    tensors = {
+    tensors: dict[str, Any] = {
         k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for k, x in fields.items()
     }
-    ids = {unit: torch.from_numpy(x) for unit, x in fields["ids"].items()}
-    return Samples(**{**tensors, "ids": ids})
+    tensors["ids"] = {unit: torch.from_numpy(x) for unit, x in fields["ids"].items()}
+    return Samples(**tensors)
 
 
 def _vectors(mask_sums: Any) -> list[Tensor]:
@@ -468,7 +476,7 @@ def _vectors(mask_sums: Any) -> list[Tensor]:
     return vectors
 
 
-def _mapping(ids: Any) -> Mapping[str, Any]:
+def _by_name(ids: Any) -> Mapping[str, Any]:
     if ids is None:
         return {}
     if not isinstance(ids, Mapping):
@@ -478,18 +486,16 @@ def _mapping(ids: Any) -> Mapping[str, Any]:
     return ids
 
 
-def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Tensor] | None:
+def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
     """``values`` of each microbatch, whether they come by microbatch or for all samples at once."""
-    if values is None:
-        return None
     is_list = isinstance(values, (list, tuple))
     is_vector = not is_list or any(isinstance(x, str) or _is_number(x) for x in values)
     if is_vector or (not values and sizes):
         return list(checked_by_sample(name, values, sum(sizes)).split(list(sizes)))
     if len(values) != len(sizes):
         raise DataError(
-            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, or "
-            f"be one vector for all samples, got {len(values)} entries. Correct its length."
+            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, "
+            f"or be one vector for all samples, got {len(values)} entries. Correct its length."
         )
     return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
 

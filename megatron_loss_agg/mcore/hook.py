@@ -24,7 +24,6 @@ from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
     ReadBatch,
     ReadStep,
-    model_inputs_of,
     read_batch,
     reader_for,
     with_dataset_ids,

@@ -13,7 +13,7 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore.batches import HOW_TO_READ
+from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import SPLITS, layout_of, sums_of_samples
@@ -115,12 +115,16 @@ class FirstTokens(NamedTuple):
     sizes: Sequence[int]  # samples
 
     @classmethod
-    def of(
-        cls, microbatches: Sequence[Microbatch], inputs: Sequence[Sequence[Tensor]]
-    ) -> FirstTokens:
-        """Args: inputs: the whole integer tensors of each microbatch."""
+    def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
+        """Of microbatches, or of the batches where these have no ``model_inputs``."""
+        of_batches = []
+        for i, microbatch in enumerate(microbatches):
+            inputs = microbatch.model_inputs
+            if not inputs and batches:
+                inputs = model_inputs_of(batches[i], microbatch.loss_mask)
+            of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
         return cls(
-            [[x.detach().cpu().clone() for x in xs if _tells_tokens_apart(x)] for xs in inputs],
+            of_batches,
             [m.shape for m in microbatches],
             [_sample_index(m) for m in microbatches],
             [m.num_samples for m in microbatches],
