@@ -362,7 +362,7 @@ class LossHook:
 
         num_tokens = _tokens_of_rank(call, first, i)
         return call.scale.returned(
-            microbatch.total, num_tokens, _total_tokens(plans), microbatch.reports
+            microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
         )
 
     def _forward_step(
@@ -534,12 +534,6 @@ def _first(plans: Plans) -> StepPlan:
 def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:
     """Whether every token of the step is masked or rejected, in all terms that count."""
     return all(plan.is_empty for name, plan in plans.items() if terms[name].multiplier)
-
-
-def _total_tokens(plans: Plans) -> int:
-    """Of the step, as Megatron is told."""
-    counts = _first(plans).counts
-    return counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
 
 
 def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:
