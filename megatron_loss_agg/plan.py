@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +121,7 @@ class StepPlan:
         Raises:
             AggregationError: as `build`; OptionError also for bad ``terms``.
         """
-        return plan_step(terms, microbatches, group, copy=True)
+        return plan_step(terms, microbatches, group, copies=True)
 
     @classmethod
     def from_mask_sums(
@@ -192,8 +193,13 @@ class StepPlan:
         send_failure(DataError("this rank could not read its step"), group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without masks and the samples of other ranks: a few numbers for each sample."""
-        return {**vars(self), "microbatches": (), "samples": None}
+        """Without masks and the samples of other ranks: a few numbers for each sample.
+
+        Nor with a custom function, which may be a lambda, and has done its work.
+        """
+        aggregation = copy.copy(self.aggregation)
+        object.__setattr__(aggregation, "function", None)
+        return {**vars(self), "aggregation": aggregation, "microbatches": (), "samples": None}
 
     @property
     def is_empty(self) -> bool:
@@ -351,9 +357,9 @@ def plan_step(
     terms: Mapping[str, Term | LossAggregation],
     microbatches: Any,
     group: dist.ProcessGroup | None,
-    copy: bool = False,
+    copies: bool = False,
 ) -> dict[str, StepPlan]:
-    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless ``copy``.
+    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless it ``copies``.
 
     Args:
         microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
@@ -361,7 +367,7 @@ def plan_step(
 
     def read() -> _RankPart:
         items = listed(microbatches() if callable(microbatches) else microbatches)
-        return _RankPart.of(named_terms(terms), items, copy)
+        return _RankPart.of(named_terms(terms), items, copies)
 
     parts = gather_objects(read, group, "reading the step")
     words = dict.fromkeys(part.words for part in parts)
@@ -397,7 +403,7 @@ class _RankPart:
     local: dict[str, _LocalMicrobatches]
 
     @classmethod
-    def of(cls, terms: Mapping[str, Term], items: Sequence[Any], copy: bool) -> _RankPart:
+    def of(cls, terms: Mapping[str, Term], items: Sequence[Any], copies: bool) -> _RankPart:
         part = cls(terms_in_words(terms), {}, {})
         shares_masks = not any(isinstance(x, Mapping) for x in items)
         first = next(iter(terms))
@@ -407,7 +413,7 @@ class _RankPart:
             if shares_masks and name != first:
                 part.samples[name], part.local[name] = part.samples[first], part.local[first]
                 continue
-            if copy:
+            if copies:
                 microbatches = [m.copied() for m in microbatches]
             on_cpu = brought_to_cpu(microbatches)
             part.samples[name] = read_samples(on_cpu, _units(terms))
