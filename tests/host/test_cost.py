@@ -115,7 +115,7 @@ SAID: dict[str, tuple[Case, str, str]] = {
         Case("", terms=PRESET),
         f"token_mean (verl/token-mean); w_t = m_t / {TOKENS:g}; a step of 8 microbatches on 2 "
         "data-parallel ranks, 10 samples (packed sequences)",
-        "; context-parallel split: zigzag inside every sequence",
+        "; context-parallel split: zigzag",
     ),
     "pp2": (
         Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),

@@ -60,7 +60,8 @@ def with_images(batch: Batch) -> Microbatch:
     rows = []
     for tokens, mask in zip(batch["tokens"], batch["loss_mask"], strict=True):
         is_image = tokens == DEFAULT_IMAGE_TOKEN_INDEX
-        mask = mask.masked_fill(is_image | is_image.roll(-1), 0)
+        is_before_image = F.pad(is_image[1:], (0, 1))
+        mask = mask.masked_fill(is_image | is_before_image, 0)
         rows.append(mask.repeat_interleave(torch.where(is_image, POSITIONS, 1)))
     return Microbatch(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
