@@ -92,6 +92,11 @@ class StepCounts(NamedTuple):
     datasets: int | None
     across: float  # N_across or V_across; 1 without an outer mean
 
+    @property
+    def model_tokens(self) -> int:
+        """As Megatron counts them: routed tokens, or active ones."""
+        return self.active_tokens if self.routed_tokens is None else self.routed_tokens
+
 
 def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> Samples:
     """The samples of this rank's microbatches, which are on the CPU.

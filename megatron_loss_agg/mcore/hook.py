@@ -134,6 +134,7 @@ class LossHook:
     Attributes:
         terms: `Term` by name.
         split: the declared split.
+        reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
         step_is_empty: whether the last training step was empty, the same on every rank; always
             False unless ``empty_step`` is ``skip``.
@@ -161,7 +162,7 @@ class LossHook:
         _check_choice("empty_step", empty_step, ("train", "error", "skip"))
         if split is not None:
             _check_choice("split", split, SPLITS)
-        self._reports_total = not isinstance(aggregation, LossAggregation)
+        self.reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
@@ -322,10 +323,11 @@ class LossHook:
 
         # 5. The weights of this rank's tokens: mask times coefficient.
         weights: dict[str, Tensor] = {}
+        starts: dict[str, Tensor | None] = {}
         for name, term in script.terms.items():
-            starts = starts_on_rank(plans[name], i, term, call, self.split)
-            weights[name] = weights_on_rank(plans[name], i, term, call, starts)
-            records.add_mask_sums(call, plans[name], i, name, term, weights[name], starts)
+            starts[name] = starts_on_rank(plans[name], i, term, call, self.split)
+            weights[name] = weights_on_rank(plans[name], i, term, call, starts[name])
+            records.add_mask_sums(call, plans[name], i, name, term, weights[name], starts[name])
 
         # 6. The weighted sums, and their reports.
         reports = script.report
@@ -336,14 +338,14 @@ class LossHook:
             pair = report_pair(call, plans[name], part, denominator_of(plans[name]))
             reports = merged_reports(reports, {f"{name} loss": pair})
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-        if self._reports_total and len(parts) == len(self.terms):
+        if self.reports_total and len(parts) == len(self.terms):
             reports = merged_reports(reports, {"loss": report_pair(call, _first(plans), total)})
         if script.returned is not None and "lm loss" in reports:
             (term,) = script.terms.values()
             reports["lm loss"] = token_mean_pair(call, _first(plans), term)
         for report, names in script.further_reports:
             reports = merged_reports(reports, _reported(report, names, script.terms, weights))
-        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, total, reports)
+        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, starts, total, reports)
         for extension in self.extensions:
             extension.on_loss(microbatch)
 
@@ -587,8 +589,7 @@ def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:
 
 def _total_tokens(plans: Plans) -> int:
     """Of the step, as Megatron is told."""
-    counts = _first(plans).counts
-    return counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
+    return _first(plans).counts.model_tokens
 
 
 def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:

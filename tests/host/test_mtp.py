@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Term
-from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
+from megatron_loss_agg.mcore import aggregate_mtp
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES
@@ -28,9 +28,7 @@ from tests.host.steps import (
     Sequence,
     aggregation,
     batch_of,
-    factored,
     sequences,
-    with_factors,
 )
 
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
@@ -42,10 +40,8 @@ METHOD = "compute_language_model_loss"
 
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
-    hook = {"extensions": [MultiTokenPrediction()]}
+    hook = {"wrappers": [aggregate_mtp]}
     given = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
-    if more.get("batch") is with_factors:
-        hook["read_batch"] = partial(read_batch, factors="factors")
     return Case(mode, **{"step": with_labels, "hook": hook, **given, **more})
 
 
@@ -72,8 +68,7 @@ def without_labels(iterator: Any, model: Any) -> Any:
 
 
 UNLABELLED = {"step": without_labels, "batch": whole_texts}
-FACTORED = {"batch": with_factors}
-QUARTER = {"token_mean": Term(aggregation("token_mean"), coefficient=0.25)}
+QUARTER = {"token_mean": Term(aggregation("token_mean"), multiplier=0.25)}
 CASES = {
     # With "single" masks most context-parallel ranks have no token of most depths.
     "cp2": [
@@ -82,9 +77,6 @@ CASES = {
         case("bshd", True, "token_mean", "fractional"),
         case("thd", False, "custom"),
         case("bshd", True, "custom", "fractional"),
-        case("thd", True, "prompt_mean", **FACTORED),
-        case("bshd", False, "prompt_mean", **FACTORED),
-        case("thd", False, "custom", **FACTORED),
         case("bshd", True, "prompt_mean", times=2),
         case("thd", False, "prompt_mean", **UNLABELLED),
         case("bshd", True, "token_mean", **UNLABELLED),
@@ -136,11 +128,11 @@ def of_depths() -> dict[str, Reference]:
 
 def expected(case: Case) -> Expected:
     """Every depth has the weights that its targets have in the main loss."""
-    weights = factored(case.weights) if case.batch is with_factors else case.weights
-    coefficient = case.terms[case.mode].coefficient if case.terms else 1.0
+    weights = case.weights
+    multiplier = case.terms[case.mode].multiplier if case.terms else 1.0
     parts, reports, total = [], {}, 0.0
     for depth, reference in of_depths().items():
-        factor = coefficient * (FACTOR / DEPTHS if depth else 1.0)
+        factor = multiplier * (FACTOR / DEPTHS if depth else 1.0)
         parts.append((factor, reference, weights))
         loss = reference.loss(weights)
         total += factor * loss
