@@ -64,14 +64,13 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     if not dtype.is_floating_point:
         dtype = torch.float32
     wide = at_least_fp32(dtype)
-    # `flatten`, unlike `reshape`, adds no node to the graph for a vector.
-    w, losses = in_dtype(detached(w), wide).flatten(), in_dtype(token_loss, wide).flatten()
-    total = torch.dot(losses, w)
+    w, losses = in_dtype(detached(w), wide), in_dtype(token_loss, wide)
+    total = (w * losses).sum()
     # The gradient is w even where losses are not finite: only the value needs a repair, since NaN * 0
     # is NaN. Losses are selected only then: on a CPU that takes longer than all the rest.
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_(torch.dot(torch.where(w != 0, losses, 0), w))
+            total.detach().copy_((w * torch.where(w != 0, losses, 0)).sum())
     return in_dtype(total, dtype)
 
 
