@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.collectives import broadcast_result
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.masks import shifted
+from megatron_loss_agg.masks import brought_to_cpu, shifted
 from megatron_loss_agg.mcore.call import Call, replaced
 from megatron_loss_agg.mcore.forward_step import merged_reports
 from megatron_loss_agg.mcore.reports import report_pair
@@ -244,12 +244,14 @@ def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[
             "(Microbatch.of_samples, SampleLoss). Use losses by token for the first term, or drop the "
             "flag."
         )
-    # Masks are at hand on tensor-parallel rank 0 alone. The forward steps may write into them.
-    whole_masks = broadcast_result(
-        lambda: [plan.microbatches[i].loss_mask for i in indices], call.groups.tp, 0
-    )
-    masks = {}
-    for i, mask in zip(indices, whole_masks, strict=True):
+
+    def of_plan() -> list[Tensor]:
+        """At hand on tensor-parallel rank 0 alone."""
+        microbatches = brought_to_cpu([plan.microbatches[i] for i in indices])
+        return [m.loss_mask for m in microbatches]
+
+    masks = {}  # copies: the forward steps may write into the batch's own
+    for i, mask in zip(indices, broadcast_result(of_plan, call.groups.tp, 0), strict=True):
         shape, groups = plan.shapes[i], call.groups
         layout = layout_of(shape, split, groups.cp_size, groups.cp_rank)
         masks[i] = [layout.shard(shifted(mask, shape.starts, d)) for d in range(depths + 1)]

@@ -31,7 +31,7 @@ from megatron_loss_agg.mcore.call import Call, replaced
 if TYPE_CHECKING:
     from megatron_loss_agg.mcore.hook import LossHook
 
-_FLAG = "--loss-aggregation-moe step (aggregate_routers)"
+_FLAG = "--loss-aggregation-moe whole (aggregate_routers)"
 _UNKNOWN = -1
 _ANOTHER_RANK_FAILED = (
     "routers of another rank saw other tokens than planned. Mend the error of that rank first."
