@@ -59,17 +59,18 @@ def install_on_rank() -> None:
     uninstall_again()
     assert changed() == [] and has_flags()
     uninstall()
-    # A host with other seams is left as it is. It adds its checkout's commit to its version.
+    # A Megatron that lacks a function is left as it is.
     before = _functions()
     get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
-    says = f"HostError: megatron-core {version('megatron-core')} ... training has no "
-    assert_says(error_of(install), says + "get_forward_backward_func; expected")
+    says = f"HostError: megatron.training.training of megatron-core {version('megatron-core')}"
+    says += " ... has no get_forward_backward_func. Install"  # after the commit of its checkout
+    assert_says(error_of(install), says)
     training.get_forward_backward_func = get_schedule
     assert changed() == [] and not has_flags()
 
 
-def test_what_is_wrapped_is_restored_and_a_host_with_other_seams_is_refused() -> None:
+def test_functions_are_restored_and_a_megatron_that_lacks_one_is_refused() -> None:
     run_host_ranks(install_on_rank, 1)
 
 
@@ -78,7 +79,7 @@ GRAPHS = "--cuda-graph-scope full_iteration"
 LOCAL = {"cuda_graph_impl": "local"}
 FUSED = {"cross_entropy_loss_fusion": True}
 # Megatron's parsed flags, and what is said of them.
-FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
+FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
     ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
     # A graph of the whole iteration, however it is spelled: today, in 0.14, and in 0.15 to 0.17,
@@ -96,8 +97,8 @@ FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("flags, refused", FLAGS_OF_HOST)
-def test_flags_of_the_host_that_cannot_be_exact_are_refused(
+@pytest.mark.parametrize("flags, refused", FLAGS_OF_MEGATRON)
+def test_flags_of_megatron_that_cannot_be_exact_are_refused(
     flags: dict[str, Any], refused: str | None
 ) -> None:
     args = argparse.Namespace(loss_aggregation="token_mean", **flags)
@@ -187,6 +188,22 @@ def train_several_models() -> None:
     assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
     assert sys.argv[1:] == ["--loss-aggregation", "sum"]
 
+    wraps = []
+
+    class Counting(LossHook):
+        def wrap(self, schedule: Any) -> Any:
+            wraps.append(schedule)
+            return super().wrap(schedule)
+
+    def counting_hook(*_: Any) -> LossHook:
+        return Counting(LossAggregation(mode="sum"))
+
+    uninstall = install(make_hook=counting_hook, watch_exit=False)
+    for model in (first, second, first, first):
+        call(model)
+    assert wraps == [schedules.forward_backward_no_pipelining.__wrapped__] * 2
+    uninstall()
+
     # Flags that Megatron has read from a YAML file.
     from_yaml = argparse.Namespace(loss_aggregation="sum", loss_aggregation_empty_step="skip")
     sys.argv = ["script"]
@@ -194,13 +211,13 @@ def train_several_models() -> None:
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", from_yaml):
         assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
         call(first)
-        says("HostError: skip, and several models train in this process", second)
+        says("HostError: skip needs a single model ... got several", second)
     uninstall()
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
     call(first, places=NO_TOKENS)
-    assert_says(error_of(sgd.step), "HostError: SGD is about to step without any token")
-    says("HostError: skip, and several models train in this process", second)
+    assert_says(error_of(sgd.step), "HostError: got SGD, which is about to step without any")
+    says("HostError: skip needs a single model ... got several", second)
     uninstall()
 
 
