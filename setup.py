@@ -48,7 +48,7 @@ setup(
     packages=find_packages(include=["megatron_loss_agg", "megatron_loss_agg.*"]),
     package_data={"megatron_loss_agg": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.6.0a0"],  # as NVIDIA's images call their build of 2.6
+    install_requires=["numpy", "torch>=2.6.0a0"],  # 2.6.0a0: as NVIDIA's images call their build
     # NVIDIA's apex has to be built from source: the `apex` of the package index is another project.
     extras_require={
         "mcore": ["megatron-core>=0.14"],

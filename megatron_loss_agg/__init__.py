@@ -5,10 +5,9 @@ from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
-from megatron_loss_agg.plan import StepPlan, StepTerms
+from megatron_loss_agg.plan import StepPlan, token_weights
 from megatron_loss_agg.sequences import SequenceMean, SequenceSum
 from megatron_loss_agg.weighted_sum import weighted_sum
-from megatron_loss_agg.whole_step import token_weights
 
 __all__ = [
     "AggregationError",
@@ -18,7 +17,6 @@ __all__ = [
     "SequenceMean",
     "SequenceSum",
     "StepPlan",
-    "StepTerms",
     "Term",
     "predicting_mask",
     "token_weights",

@@ -34,17 +34,17 @@ from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.presets import PRESETS, SYSTEMS, presets_of
 
 Unit = str
-"""A way to group the tokens of an optimizer step: one of `WITHOUT_IDS`, or told by ids."""
-WITHOUT_IDS: tuple[Unit, ...] = ("step", "microbatch", "sample")
+"""A way to group the samples of an optimizer step: one of `WITHOUT_IDS`, or by ids of that name."""
+WITHOUT_IDS: tuple[Unit, ...] = ("all", "microbatch", "sample")
 BY_ID: tuple[Unit, ...] = ("prompt", "rollout", "dataset")
-"""Units whose ids `Microbatch` has as ``<unit>_ids``; it has those of other names in ``ids``."""
+"""Units whose ids are fields of `Microbatch` (``<unit>_ids``); ids of other units are in ``ids``."""
 
 
 class Mode(NamedTuple):
     """One row of the table of modes."""
 
     path: tuple[Unit, ...]  # units from outside to inside, see above
-    pools: bool = True  # divide by the mask sum of the innermost group, without a path the step's
+    pools: bool = True  # divide by the mask sum of the innermost group; without a path, of the step
     divisor: Literal["refused", "optional", "required"] = "refused"
 
 
@@ -74,11 +74,9 @@ class LossAggregation:
     contributes 0.
 
     Raises:
-        OptionError: unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``, or ``levels`` or
-            a ``count`` that the mode does not support.
-        OptionError: ``divisor`` is missing, not supported by the mode, or not a finite positive
-            number.
-        OptionError: ``function`` is missing for ``custom``, or given for another mode.
+        OptionError: an unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``; ``levels``, a
+            ``count``, ``divisor`` or ``function`` that the mode needs and lacks, or does not take; or
+            a divisor that is not a finite number > 0.
     """
 
     _: KW_ONLY
@@ -104,7 +102,7 @@ class LossAggregation:
     N_across) or `skip`. Must be set if the step has any.
     """
     function: Callable[..., Any] | None = None
-    """For `custom`: (plan, i) -> weights of microbatch i, in the shape of its mask."""
+    """For `custom`: `Samples` of the whole step, on all ranks -> the coefficient ``c_s`` of each."""
     name: str | None = field(default=None, compare=False, repr=False)
     """What `label` shows, if not the mode; `preset` sets it to the preset's name."""
 
@@ -115,21 +113,13 @@ class LossAggregation:
                 f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}"
             )
         for name in ("empty", "rejected", "sample_weights"):
-            given = getattr(self, name)
-            if given not in ("count", "skip") and (given is not None or name == "empty"):
-                raise OptionError(f"{name}={given!r}; expected 'count' or 'skip'")
-        countable = {*MODES[self.mode].path} & {*_COUNTABLE}
-        if self.count is not None and not (countable and self.count in _COUNTABLE):
-            expected = f"one of {', '.join(_COUNTABLE)}" if countable else "none"
-            raise OptionError(f"count={self.count!r} with mode {self.mode!r}; expected {expected}")
+            value = getattr(self, name)
+            if value not in ("count", "skip") and (value is not None or name == "empty"):
+                raise OptionError(f"{name} must be 'count' or 'skip', got {value!r}. Choose one.")
+        self._check_count()
         self._check_levels()
         self._check_divisor()
-        is_custom = self.mode == "custom"
-        if not (callable(self.function) if is_custom else self.function is None):
-            expected = "a function (plan, i) -> weights of microbatch i" if is_custom else "none"
-            raise OptionError(
-                f"function={self.function!r} with mode {self.mode!r}; expected {expected}"
-            )
+        self._check_function()
 
     @classmethod
     def preset(
@@ -146,14 +136,18 @@ class LossAggregation:
         ``empty`` and ``rejected`` override the preset's own choice.
         """
         if name not in PRESETS:
-            system, _, own = name.partition("/")
-            known = presets_of(system) or [f"{x}/..." for x in SYSTEMS]
-            hint = _did_you_mean(name, presets_of(system) or PRESETS) if own else ""
-            raise OptionError(f"unknown preset {name!r}; {hint}expected one of {', '.join(known)}")
+            raise OptionError(f"unknown preset {name!r}. {_known_presets(name)}")
         preset = PRESETS[name]
-        if preset.needs_divisor != (divisor is not None):
-            expected = "a number > 0" if preset.needs_divisor else "none"
-            raise OptionError(f"divisor={divisor!r} with preset {name!r}; expected {expected}")
+        if preset.needs_divisor and divisor is None:
+            raise OptionError(
+                f"preset {name!r} needs a divisor, got none. Give a number > 0 (divisor=, or "
+                "--loss-aggregation-divisor)."
+            )
+        if divisor is not None and not preset.needs_divisor:
+            raise OptionError(
+                f"preset {name!r} takes no divisor, got {divisor!r}. Drop it (divisor=, or "
+                "--loss-aggregation-divisor)."
+            )
         return cls(
             mode=preset.mode,
             divisor=divisor,
@@ -179,7 +173,7 @@ class LossAggregation:
         """The unit whose mask sum divides a token's weight."""
         if not MODES[self.mode].pools:
             return None
-        return self.path[-1] if self.path else "step"
+        return self.path[-1] if self.path else "all"
 
     @property
     def across(self) -> Unit | None:
@@ -193,7 +187,7 @@ class LossAggregation:
 
     @property
     def by_id(self) -> list[Unit]:
-        """Those of the `units` whose groups are told by ids."""
+        """The `units` that need ids."""
         return sorted(self.units - {*WITHOUT_IDS})
 
     @property
@@ -205,47 +199,73 @@ class LossAggregation:
         return self.count or innermost
 
     @property
-    def scale(self) -> float:
+    def inverse_divisor(self) -> float:
         """``1 / D``."""
         return 1.0 if self.divisor is None else 1.0 / float(self.divisor)
 
+    def _check_count(self) -> None:
+        if self.count is None:
+            return
+        if {*MODES[self.mode].path}.isdisjoint(_COUNTABLE):
+            raise OptionError(
+                f"mode {self.mode!r} takes no count, got {self.count!r}. Drop count=."
+            )
+        if self.count not in _COUNTABLE:
+            raise OptionError(
+                f"count must be one of {', '.join(_COUNTABLE)}, got {self.count!r}. Choose one."
+            )
+
     def _check_levels(self) -> None:
-        levels: Any = self.levels
-        if isinstance(levels, str):
-            levels = [unit.strip() for unit in levels.split(",")]
+        levels: Any = self.levels  # callers may pass any type
         if self.mode != "nested_mean":
             if levels is not None:
-                raise OptionError(f"levels={levels!r} with mode {self.mode!r}; expected none")
+                raise OptionError(
+                    f"mode {self.mode!r} takes no levels, got {levels!r}. Drop them, or choose "
+                    "nested_mean (--loss-aggregation-levels)."
+                )
             return
-        are_names = isinstance(levels, (list, tuple)) and {*map(type, levels)} == {str}
-        if not (
-            are_names
-            and all(map(str.isidentifier, levels))
-            and len({*levels}) == len(levels)
-            and {"step", "microbatch"}.isdisjoint(levels)
-            and "sample" not in levels[:-1]
-        ):
+        if isinstance(levels, str):
+            levels = [unit.strip() for unit in levels.split(",")]
+        if not _are_levels(levels):
             raise OptionError(
-                f"levels={levels!r} with mode 'nested_mean'; expected units from outside to "
-                f"inside, each once, of {', '.join(_COUNTABLE)} or ids of another name, with "
-                "sample last: such as ('prompt', 'rollout', 'sample')"
+                "levels of nested_mean must be units from outside to inside, each once, with sample "
+                f"last, got {levels!r}. Give {', '.join(_COUNTABLE)} or ids of another name, such as "
+                "prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
             )
         object.__setattr__(self, "levels", (*levels,))
 
     def _check_divisor(self) -> None:
         divisor: Any = self.divisor  # callers may pass any type
         rule = MODES[self.mode].divisor
+        if divisor is None and rule == "required":
+            raise OptionError(
+                f"mode {self.mode!r} needs a divisor, got none. Give a number > 0 (divisor=, or "
+                "--loss-aggregation-divisor)."
+            )
         if divisor is None:
-            if rule == "required":
-                raise OptionError(f"mode {self.mode!r} needs a divisor and got none; give one > 0")
             return
         if rule == "refused":
             raise OptionError(
-                f"divisor={divisor!r} with mode {self.mode!r}, which takes none; "
-                "drop it, or choose mode 'constant' or 'sum'"
+                f"mode {self.mode!r} takes no divisor, got {divisor!r}. Drop it, or choose mode "
+                "constant or sum (divisor=, or --loss-aggregation-divisor)."
             )
         if not isinstance(divisor, Real) or not 0 < float(divisor) < math.inf:
-            raise OptionError(f"divisor={divisor!r}; expected a finite number > 0")
+            raise OptionError(
+                f"divisor must be a finite number > 0, got {divisor!r}. Change divisor= (or "
+                "--loss-aggregation-divisor)."
+            )
+
+    def _check_function(self) -> None:
+        if self.mode == "custom" and not callable(self.function):
+            raise OptionError(
+                "mode 'custom' needs a function (samples) -> coefficient of each sample, got "
+                f"{self.function!r}. Give function= (or --loss-aggregation-function)."
+            )
+        if self.mode != "custom" and self.function is not None:
+            raise OptionError(
+                f"mode {self.mode!r} takes no function, got {self.function!r}. Drop it, or choose "
+                "mode custom (function=, or --loss-aggregation-function)."
+            )
 
 
 @dataclass(frozen=True)
@@ -253,40 +273,72 @@ class Term:
     """One term of a loss.
 
     Raises:
-        OptionError: no `LossAggregation`, or a coefficient that is not a finite number.
+        OptionError: no `LossAggregation`, or a multiplier that is not a finite number.
     """
 
     aggregation: LossAggregation
     """How its token losses are reduced."""
-    coefficient: float = 1.0
+    multiplier: float = 1.0
     """Multiplies the term in the loss, but not in its report."""
 
     def __post_init__(self) -> None:
-        aggregation: Any = self.aggregation
+        aggregation: Any = self.aggregation  # callers may pass any type
+        multiplier: Any = self.multiplier
         if not isinstance(aggregation, LossAggregation):
-            got = type(aggregation).__name__
-            raise OptionError(f"a {got} for the aggregation of a term; expected a LossAggregation")
-        number: Any = self.coefficient
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise OptionError(f"coefficient={number!r}; expected a finite number")
-        object.__setattr__(self, "coefficient", float(number))
+            raise OptionError(
+                f"a term's aggregation must be a LossAggregation, got a {type(aggregation).__name__}. "
+                "Give Term(LossAggregation(mode=...), multiplier=...)."
+            )
+        if not isinstance(multiplier, Real) or not math.isfinite(multiplier):
+            raise OptionError(
+                f"a term's multiplier must be a finite number, got {multiplier!r}. Change multiplier=."
+            )
+        object.__setattr__(self, "multiplier", float(multiplier))
 
 
 def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
-    """``terms`` with a coefficient each; OptionError for none at all."""
+    """``terms`` with a multiplier each; OptionError unless there is at least one."""
     if not isinstance(terms, Mapping) or not terms:
         raise OptionError(
-            f"terms={terms!r}; expected a mapping of names to Term or LossAggregation"
+            f"terms must be a mapping of names to Term or LossAggregation, got {terms!r}. Give one."
         )
     return {name: term if isinstance(term, Term) else Term(term) for name, term in terms.items()}
 
 
 def units_by_id(terms: Mapping[str, Term]) -> set[Unit]:
-    """The units of all terms whose groups are told by ids."""
+    """The units of all terms that need ids."""
     return {unit for term in terms.values() for unit in term.aggregation.by_id}
 
 
+def _are_levels(levels: Any) -> bool:
+    if not isinstance(levels, (list, tuple)) or not levels:
+        return False
+    if not all(isinstance(unit, str) and unit.isidentifier() for unit in levels):
+        return False
+    is_repeated = len({*levels}) < len(levels)
+    is_misplaced = "sample" in levels[:-1]
+    is_reserved = not {"all", "microbatch"}.isdisjoint(levels)
+    return not (is_repeated or is_misplaced or is_reserved)
+
+
+def _known_modes(name: object) -> str:
+    """What to write instead of an unknown mode."""
+    if name in PRESETS:
+        return f"It is a preset: write LossAggregation.preset({name!r})."
+    return f"{_did_you_mean(name, MODES)}Choose one of {', '.join(MODES)}."
+
+
+def _known_presets(name: str) -> str:
+    """What to write instead of an unknown preset."""
+    system, _, of_system = name.partition("/")
+    presets = presets_of(system)
+    if not presets:
+        return f"Choose one of {', '.join(f'{x}/...' for x in SYSTEMS)}."
+    hint = _did_you_mean(name, presets) if of_system else ""
+    return f"{hint}Choose one of {', '.join(presets)}."
+
+
 def _did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Names the one of ``known`` that is nearest to ``name``; empty if none is near."""
+    """A sentence with the name of ``known`` that is nearest to ``name``; empty if none is near."""
     near = get_close_matches(str(name), known, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return f"Did you mean {near[0]!r}? " if near else ""

@@ -1,91 +1,58 @@
-"""Collectives that raise on every rank if one rank fails or has different data; none hangs.
-
-Inputs and results are on the CPU, whatever the backend.
-"""
+"""Collectives that turn a failure on one rank into an error on every rank, instead of a hang."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
-from zlib import crc32
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
-from megatron_loss_agg.errors import AggregationError, PeerError
+from megatron_loss_agg.errors import PeerError
 
 _T = TypeVar("_T")
 
 
-def gathered(
-    mine: Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    tag: int,
-    failure: str,
-    difference: AggregationError,
-) -> list[Tensor]:
-    """Each rank's ``mine``, a vector, whose length may differ between ranks.
+class Failure(NamedTuple):
+    """What a rank that failed sends instead of its own part."""
 
-    Two collectives: one of fixed size, since ranks that disagree on a size hang or crash, and then
-    the vectors, if all ranks have one.
+    error: str
+
+
+def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doing: str) -> list[_T]:
+    """What ``mine`` returns on each rank of ``group``, in rank order; all ranks must call.
 
     Args:
-        tag: what must be the same on every rank, see `tag_of`.
-        failure: message for ranks that failed, with ``{}`` for their list.
-        difference: what every rank raises if tags differ.
+        mine: returns an object that can be pickled.
+        doing: what the ranks are doing, for the error: "counting the step".
 
     Raises:
-        PeerError: some rank called `abandon`.
+        PeerError: ``mine`` failed on another rank. On the rank itself its own error is raised.
     """
     if ranks_of(group) == 1:
-        return [mine]
-    headers = all_gather(torch.tensor([0, tag, len(mine)]), group).tolist()
-    if failed := [rank for rank, header in enumerate(headers) if header[0]]:
-        raise PeerError(
-            f"{failure.format(failed)}; expected valid input on every rank: see the error of "
-            "those ranks"
-        )
-    if any(header[1] != tag for header in headers):
-        raise difference
-    sizes = [size for _, _, size in headers]
-    if not max(sizes):
-        return [mine] * len(sizes)
-    rows = all_gather(pad(mine, (0, max(sizes) - len(mine))), group)
-    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
-
-def abandon(group: dist.ProcessGroup | None) -> None:
-    """Call instead of `gathered` on a rank that failed: the others raise PeerError."""
-    all_gather(torch.tensor([1, 0, 0]), group)
-
-
-@contextlib.contextmanager
-def abandoning_on_error(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Call `abandon` if the body fails."""
+        return [mine()]
     try:
-        yield
-    except BaseException:  # SystemExit and KeyboardInterrupt too
-        abandon(group)
+        part = mine()
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too
+        send_failure(error, group)
         raise
+    parts = _all_gather_object(part, group)
+    failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
+    if failures:
+        first = min(failures)
+        raise PeerError(
+            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {first} "
+            f"first: {failures[first]}"
+        )
+    return parts
 
 
-def tag_of(names: Iterable[object]) -> int:
-    """A checksum of the names and their order."""
-    return crc32(repr(list(names)).encode())
-
-
-def all_gather(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[ranks, n] from each rank's [n], in rank order."""
-    if group is None or ranks_of(group) == 1:
-        return row.unsqueeze(0)
-    sent = for_backend(row, group)
-    rows = sent.new_empty(ranks_of(group) * row.numel())
-    dist.all_gather_into_tensor(rows, sent, group=group)
-    return rows.view(-1, row.numel()).cpu()
+def send_failure(error: BaseException, group: dist.ProcessGroup | None) -> None:
+    """Call instead of `gather_objects` on a rank that failed earlier: the others raise PeerError."""
+    if ranks_of(group) > 1:
+        _all_gather_object(Failure(f"{type(error).__name__}: {error}"), group)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
@@ -93,9 +60,24 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def all_gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, n] on the CPU, from each rank's [n], in rank order."""
+    if ranks_of(group) == 1:
+        return row.cpu().unsqueeze(0)
+    sent = for_backend(row, group)
+    rows = sent.new_empty(ranks_of(group) * row.numel())
+    dist.all_gather_into_tensor(rows, sent, group=group)
+    return rows.view(-1, row.numel()).cpu()
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Whether ``flag`` is set on any rank of ``group``. Waits for the device."""
+    return bool(all_gather(torch.tensor([int(flag)]), group).any())
+
+
 @contextlib.contextmanager
 def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
-    """Raise PeerError with ``message`` if the body fails on another rank of ``groups`` alone."""
+    """Raise PeerError with ``message`` if the body failed only on other ranks of ``groups``."""
     failed = True
     try:
         yield
@@ -107,33 +89,22 @@ def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Itera
         raise PeerError(message)
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Whether ``flag`` is set on any rank of ``group``. One collective; waits for the device."""
-    return bool(all_gather(torch.tensor([int(flag)]), group).any())
-
-
-def handed_on(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
+def broadcast_result(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
     """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
 
-    If it fails there, the others raise PeerError.
+    Raises:
+        PeerError: ``make`` failed. On the source its own error is raised.
     """
     if dist.get_world_size(group) == 1:
         return make()
-    box: list[Any] = [None]
+    if dist.get_rank(group) != source:
+        return _broadcast_object(None, group, source)
     try:
-        if dist.get_rank(group) == source:
-            box = [make()]
-    finally:  # the others must hear of a failure, too
-        device = for_backend(torch.empty(0), group).device
-        with torch.no_grad():
-            dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
-    if box[0] is None:
-        raise PeerError(
-            "the rank that plans the step for this one failed; expected it to succeed: see its "
-            "error"
-        )
-    found: _T = box[0]
-    return found
+        result = make()
+    except BaseException as error:
+        _broadcast_object(Failure(f"{type(error).__name__}: {error}"), group, source, check=False)
+        raise
+    return _broadcast_object(result, group, source)
 
 
 def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -142,3 +113,23 @@ def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if "gloo" not in backends.values():
         return x.to(torch.accelerator.current_accelerator() or "cpu")
     return x if backends.get(x.device.type, "gloo") != "gloo" else x.cpu()
+
+
+def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    parts: list[Any] = [None] * ranks_of(group)
+    with torch.no_grad():  # a recomputed loss function may run under another mode
+        dist.all_gather_object(parts, part, group=group)
+    return parts
+
+
+def _broadcast_object(x: Any, group: dist.ProcessGroup, source: int, check: bool = True) -> Any:
+    box = [x]
+    device = for_backend(torch.empty(0), group).device
+    with torch.no_grad():
+        dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
+    if check and isinstance(box[0], Failure):
+        raise PeerError(
+            f"rank {source} of the group failed to plan the step for this rank. Mend its error "
+            f"first: {box[0].error}"
+        )
+    return box[0]

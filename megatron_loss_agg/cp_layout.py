@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import are_offsets, rise_from_0
+from megatron_loss_agg.microbatch import are_offsets, starts_at_zero_and_never_decreases
 
 
 class CPLayout:
@@ -59,7 +59,9 @@ class CPLayout:
             DataError: the offsets do not start at 0 or decrease, a length is not such a
                 multiple, or ``cp_rank`` is out of range.
         """
-        if not are_offsets(cu_seqlens_padded) or not rise_from_0(cu_seqlens_padded):
+        if not are_offsets(cu_seqlens_padded) or not starts_at_zero_and_never_decreases(
+            cu_seqlens_padded
+        ):
             raise DataError(
                 f"cu_seqlens_padded={cu_seqlens_padded}; expected int32 or int64 [sequences + 1], "
                 "offsets that start at 0 and do not decrease"

@@ -1,25 +1,25 @@
-"""Reads the masks of a step: sums by sample, and defects."""
+"""Reads whole masks: the sum of each sample, defects, and shifts inside sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import Microbatch, for_each_term, rise_from_0
+from megatron_loss_agg.microbatch import Microbatch, starts_at_zero_and_never_decreases
 from megatron_loss_agg.tensors import LARGEST_FP32, detached
 
 
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
     """The mask sums of all samples of microbatches on the CPU: fp64 [samples].
 
-    Raises DataError for values and offsets that are not as `Microbatch` says.
+    Raises:
+        DataError: values or offsets that are not as `Microbatch` says.
     """
-    sums = [_sums(microbatch, place) for place, microbatch in enumerate(microbatches)]
+    sums = [_sums(microbatch, i) for i, microbatch in enumerate(microbatches)]
     return torch.cat([torch.empty(0, dtype=torch.float64), *sums])
 
 
@@ -41,88 +41,85 @@ def predicting_mask(
     """
     microbatch = Microbatch(loss_mask, cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     sums_by_sample(brought_to_cpu([microbatch]))
-    return shifted(loss_mask, microbatch, 1)
+    return shifted(loss_mask, microbatch.sample_starts, 1)
 
 
-def brought_to_cpu(microbatches: Sequence[Any]) -> list[Any]:
-    """Microbatches, or mappings of them by term, with tensors on the CPU, but for the `token_ids`.
+def brought_to_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """Microbatches with their tensors on the CPU, but the `model_inputs`.
 
-    Waits for the device once, if any are on it. Terms that share a microbatch still do.
+    Waits for the device once, if any are on it.
     """
-    devices = set()
-
-    def copied(x: Tensor) -> Tensor:
-        if x.is_cpu:
-            return x
-        devices.add(x.device)
-        return x.to("cpu", non_blocking=True)
-
-    found = [for_each_term(lambda m: m.changed(copied), given) for given in microbatches]
+    devices = {
+        x.device
+        for microbatch in microbatches
+        for x in vars(microbatch).values()
+        if isinstance(x, Tensor) and not x.is_cpu
+    }
+    if not devices:
+        return list(microbatches)
+    moved = [m.with_tensors(lambda x: x.to("cpu", non_blocking=True)) for m in microbatches]
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
-    return found
+    return moved
 
 
-def shifted(values: Tensor, microbatch: Microbatch, by: int) -> Tensor:
-    """``values[..., t + by]`` at ``t``; 0 where that is outside of the sequence of ``t``."""
+def shifted(values: Tensor, starts: Tensor | None, by: int) -> Tensor:
+    """``values[..., t + by]`` at ``t``; 0 where that is outside of the sequence of ``t``.
+
+    Args:
+        starts: offsets [sequences + 1] of a pack; None: each row is a sequence.
+    """
     length = values.shape[-1]
     result = torch.zeros_like(values)
     result[..., : max(length - by, 0)] = values[..., by:]
-    starts = microbatch.sample_starts
     if starts is None:
         return result
     position = torch.arange(length, device=values.device)
     ends = starts[1:].to(position).contiguous()
     sequence = torch.searchsorted(ends, position, right=True)
-    leaves = torch.searchsorted(ends, position + by, right=True) != sequence
-    return result.masked_fill(leaves, 0)
+    leaves_sequence = torch.searchsorted(ends, position + by, right=True) != sequence
+    return result.masked_fill(leaves_sequence, 0)
 
 
-def _sums(microbatch: Microbatch, place: int) -> Tensor:
-    """The mask sum of each sample, fp64 [samples], of the microbatch at ``place`` in the step."""
+def _sums(microbatch: Microbatch, i: int) -> Tensor:
+    """The mask sum of each sample of microbatch ``i`` of the step, fp64 [samples]."""
     mask = detached(microbatch.loss_mask)
     # As Python numbers, since half precision would round the limit to infinity.
     least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):
         raise DataError(
-            f"microbatch {place}: loss_mask has negative, infinite or NaN values, or some beyond "
-            "fp32; expected finite numbers >= 0, in mask_sums too"
-        )
-    factors = microbatch.token_factors
-    if factors is not None and not bool((factors.double().abs() <= LARGEST_FP32).all()):
-        raise DataError(
-            f"microbatch {place}: token_factors has infinite or NaN values, or some beyond fp32; "
-            "expected finite numbers, where the mask is 0 too"
+            f"loss_mask must be finite, >= 0 and in the range of fp32 (mask_sums too), got values "
+            f"from {least:g} to {largest:g} in microbatch {i}. Correct the mask."
         )
     if microbatch.cu_seqlens is None:
         return mask.sum(dim=1, dtype=torch.float64)
-    bounds = _bounds(microbatch, place)
+    bounds = _segment_bounds(microbatch, i)
     flat = mask.reshape(-1).double()
-    parts = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
-    sums, outside = parts[:-2:2], parts[1::2]
-    if bool(outside.any()):
+    sums = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
+    sums_of_samples, sums_of_padding = sums[:-2:2], sums[1::2]
+    if bool(sums_of_padding.any()):
         raise DataError(
-            f"microbatch {place}: loss_mask is not 0 on tokens outside of every sample; expected "
-            "0 on padding, see cu_seqlens and cu_seqlens_padded"
+            f"loss_mask must be 0 outside of all samples, got other values in microbatch {i}. Mask "
+            "the padding, or correct cu_seqlens and cu_seqlens_padded."
         )
-    return sums
+    return sums_of_samples
 
 
-def _bounds(microbatch: Microbatch, place: int) -> Tensor:
-    """Where a pack is cut into sample, padding, sample, padding, ..., an empty sample and the rest.
+def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
+    """Segment boundaries of a pack: start and end of each sample in turn, then the end of the mask.
 
-    int64 [2 * samples + 3]. Raises DataError, see `sums_by_sample`.
+    int64 [2 * samples + 3]; the last sample is an empty one. Raises DataError, see `sums_by_sample`.
     """
     assert microbatch.cu_seqlens is not None
     real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
     starts = real if padded is None else padded.long()
     bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
-    if not (rise_from_0(real) and rise_from_0(bounds)):
+    if not all(map(starts_at_zero_and_never_decreases, (real, bounds))):
         raise DataError(
-            f"microbatch {place} of {microbatch.loss_mask.numel()} tokens has cu_seqlens="
-            f"{real.tolist()} and cu_seqlens_padded={None if padded is None else padded.tolist()}; "
-            "expected offsets that start at 0 and do not decrease, samples no longer than their "
-            "padded places, and no end beyond the mask"
+            "offsets must start at 0, never decrease, and end inside the mask, with samples no longer "
+            f"than their padded places, got cu_seqlens={real.tolist()} and cu_seqlens_padded="
+            f"{None if padded is None else padded.tolist()} for the {microbatch.loss_mask.numel()} "
+            f"tokens of microbatch {i}. Correct them."
         )
     return bounds

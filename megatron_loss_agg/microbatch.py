@@ -1,15 +1,14 @@
-"""A microbatch as the loss sees it: mask, sequence bounds and groups.
+"""A microbatch as the loss sees it: mask, bounds of its samples, and their groups.
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeGuard
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,13 +16,20 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, WITHOUT_IDS, Unit
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.tensors import check_tensors, described, detached, is_plain
+from megatron_loss_agg.tensors import described, detached, is_plain
 
-Ids = Tensor | Sequence[str]
-"""One id per sample: int64 [samples], or strings."""
+Ids = Tensor | Sequence[int] | Sequence[str]
+"""One id per sample: int64 [samples], ints, or strings."""
 BY_SAMPLE = {f"{unit}_ids": torch.int64 for unit in BY_ID}
 BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
 """Fields with a value for each sample, and the dtype they are counted in."""
+
+
+class MicrobatchShape(NamedTuple):
+    """The shape of a whole mask, before context parallelism, and where its samples begin."""
+
+    mask: tuple[int, ...]
+    starts: Tensor | None  # int64 [samples + 1] in the (padded) pack, on the CPU; None: rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,15 +39,15 @@ class Microbatch:
     Rows (bshd): ``loss_mask`` is [samples, seq]. Packed (thd): it is [tokens] or [1, tokens], and
     ``cu_seqlens`` [samples + 1] splits it. If sequences are padded inside the pack, sample ``s``
     starts at ``cu_seqlens_padded[s]`` and is ``cu_seqlens[s + 1] - cu_seqlens[s]`` long; the mask
-    must be 0 outside all samples.
+    must be 0 outside all samples. Losses by sample: see `of_samples`.
 
     Args:
         loss_mask: non-negative and finite; may be fractional.
         cu_seqlens: integer offsets from 0, non-decreasing.
         cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent.
         prompt_ids: one per sample; equal ids are one prompt, over all microbatches and ranks. int64
-            [samples]; or strings, which become int64 by a hash (BLAKE2b) that is the same on every
-            machine. Two of a million distinct strings collide with probability 3e-8.
+            [samples], ints; or strings, which become int64 by a hash (BLAKE2b) that is the same on
+            every machine. Two of a million distinct strings collide with probability 3e-8.
         rollout_ids: likewise for samples cut from one rollout.
         dataset_ids: likewise for samples of one data set.
         ids: likewise for groups of any other name, as levels of ``nested_mean``.
@@ -49,18 +55,15 @@ class Microbatch:
             whether they count in the denominators.
         sample_weights: floating-point [samples], finite and >= 0; multiply the weights of each
             sample's tokens. `LossAggregation.sample_weights` says whether they count in the
-            denominators; if it does, every sample of the step has one. A function of mode
-            ``custom`` applies them itself.
-        token_factors: real numbers in the shape of ``loss_mask``, finite, also negative or 0; they
-            multiply the weights of tokens, those of a function of mode ``custom`` too, and are in
-            no denominator: ``w_t = m_t * f_t * c_s``.
-        token_ids: integers that tell tokens apart, as the model is called with: labels, tokens or
-            positions; a tensor with as many elements as the mask, or several. The hook recognises
-            by them how the script splits the microbatch over context-parallel ranks.
-        routed_tokens: Megatron's token count under ``calculate_per_token_loss``, if not the active
-            tokens: how many tokens the model routes to experts, over all context-parallel ranks.
-            It scales the losses that the host adds by itself, such as the router's, and not the
-            aggregated loss. All microbatches of a step have it, or none.
+            denominators. All samples of a step have one, or none.
+        model_inputs: integer tensors of the whole microbatch that the model is called with: labels,
+            tokens or positions, with as many elements as the mask; one tensor, or several. The hook
+            verifies by them how the script splits the microbatch over context-parallel ranks.
+        routed_tokens: Megatron's token count under ``calculate_per_token_loss``, if not the number
+            of active tokens: how many tokens the model routes to experts, over all context-parallel
+            ranks. It scales the losses that Megatron adds by itself, such as the router's, and not
+            the aggregated loss. All microbatches of a step have it, or none.
+        sequences: for losses by sample, the token sequences that they are computed from.
 
     Raises:
         DataError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -76,41 +79,62 @@ class Microbatch:
     ids: Mapping[str, Any] = field(default_factory=dict)  # values like `prompt_ids`
     rejected: Tensor | None = None
     sample_weights: Tensor | None = None
-    token_factors: Tensor | None = None
-    token_ids: Any = ()  # a tuple of tensors in the mask's shape once constructed
+    model_inputs: Any = ()  # a tuple of tensors in the mask's shape once constructed
     routed_tokens: Any = None  # int
+    sequences: Microbatch | None = None
 
     def __post_init__(self) -> None:
-        mask = self.loss_mask
-        if not is_plain(mask):
-            raise DataError(f"loss_mask is {described(mask)}; expected a real, dense tensor")
-        self._check_layout()
-        if (factors := self.token_factors) is not None:
-            check_tensors(DataError, "real", loss_mask=mask, token_factors=factors)
-        for name in BY_SAMPLE:
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checked_by_sample(name, given, self.num_samples))
-        if not isinstance(self.ids, Mapping) or self.ids.keys() & {*WITHOUT_IDS, *BY_ID}:
+        if not is_plain(self.loss_mask):
             raise DataError(
-                f"ids={self.ids!r}; expected a mapping by names of your own, and for others "
-                "prompt_ids=, rollout_ids= or dataset_ids="
+                f"loss_mask must be a real, dense tensor, got {described(self.loss_mask)}. Convert it."
             )
-        of_names = {
-            unit: checked_by_sample(f"{unit}_ids", x, self.num_samples)
-            for unit, x in self.ids.items()
-        }
-        object.__setattr__(self, "ids", of_names)
-        given = (self.token_ids,) if isinstance(self.token_ids, Tensor) else (*self.token_ids,)
-        for ids in given:
-            if not holds_integers(ids) or ids.numel() != mask.numel():
-                raise DataError(
-                    f"token_ids is {described(ids)} beside a loss_mask of {mask.numel()} elements; "
-                    "expected an integer for each token"
-                )
-        object.__setattr__(self, "token_ids", tuple(ids.reshape(mask.shape) for ids in given))
+        self._check_shape()
+        for name in BY_SAMPLE:
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, checked_by_sample(name, values, self.num_samples))
+        object.__setattr__(self, "ids", self._checked_ids())
+        object.__setattr__(self, "model_inputs", self._checked_model_inputs())
         routed = self.routed_tokens
         if routed is not None and (not isinstance(routed, int) or routed < 0):
-            raise DataError(f"routed_tokens={routed!r}; expected an int >= 0, such as x.numel()")
+            raise DataError(
+                f"routed_tokens must be an int >= 0, got {routed!r}. Give a number, such as x.numel()."
+            )
+
+    @classmethod
+    def of_samples(
+        cls,
+        number: int,
+        *,
+        sequences: Microbatch | None = None,
+        routed_tokens: int | None = None,
+        **by_sample: Any,
+    ) -> Microbatch:
+        """A microbatch whose losses are by sample, or by pair (DPO, reward models): one number each.
+
+        For the modes each is a sample of one token: ``sample_mean`` is the mean over samples,
+        ``prompt_mean`` that over prompts.
+
+        Args:
+            number: of samples, or pairs.
+            sequences: the token sequences that the losses are computed from, such as a chosen and a
+                rejected answer for each pair; needed for `SampleLoss(per_token=)`.
+            routed_tokens: by default the number of positions of ``sequences``.
+            by_sample: ``prompt_ids``, ``rejected``, ``sample_weights`` and so on, as of `Microbatch`.
+        """
+        if not isinstance(number, int) or number < 0:
+            raise DataError(
+                f"the number of samples must be an int >= 0, got {number!r}. Change it."
+            )
+        if sequences is not None and not isinstance(sequences, Microbatch):
+            raise DataError(
+                f"sequences must be a Microbatch, got a {type(sequences).__name__}. Give "
+                "Microbatch(loss_mask, cu_seqlens) of all token sequences."
+            )
+        if routed_tokens is None and sequences is not None:
+            routed_tokens = sequences.loss_mask.numel()
+        mask = torch.ones(number, 1)
+        return cls(mask, sequences=sequences, routed_tokens=routed_tokens, **by_sample)
 
     @property
     def num_samples(self) -> int:
@@ -128,6 +152,14 @@ class Microbatch:
         """Offsets of the samples in the (padded) pack, [samples + 1]; None for rows."""
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
+    @property
+    def shape(self) -> MicrobatchShape:
+        """Waits for a device that holds the offsets."""
+        starts = self.sample_starts
+        if starts is not None:
+            starts = starts.to("cpu", torch.int64)
+        return MicrobatchShape(tuple(self.loss_mask.shape), starts)
+
     def sample_index(self, position: Tensor | None = None) -> Tensor | None:
         """Index of each token's sample, ``num_samples`` outside all samples; None for rows.
 
@@ -141,114 +173,134 @@ class Microbatch:
         starts_S = self.sample_starts.to(position)
         length_S = pad(self.cu_seqlens.diff(), (0, 1)).to(position)
         sample_T = torch.searchsorted(starts_S[1:].contiguous(), position, right=True)
-        inside = position - starts_S[sample_T] < length_S[sample_T]
-        return torch.where(inside, sample_T, self.num_samples)
+        is_inside = position - starts_S[sample_T] < length_S[sample_T]
+        return torch.where(is_inside, sample_T, self.num_samples)
 
     def copied(self) -> Microbatch:
-        """With tensors of its own, but the `token_ids`."""
-        return self.changed(lambda x: detached(x).clone())
+        """With tensors of its own, but the `model_inputs`."""
+        return self.with_tensors(lambda x: detached(x).clone())
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """A copy with each tensor but the `token_ids` changed; itself if none changes."""
-        given = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        own: dict[str, Any] = {n: y for n, x in given.items() if (y := change(x)) is not x}
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
+        """A microbatch with each tensor changed, but the `model_inputs`."""
+        changed = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
         ids = {unit: change(x) for unit, x in self.ids.items()}
-        if any(ids[unit] is not x for unit, x in self.ids.items()):
-            own["ids"] = ids
-        if not own:
-            return self
-        other = copy.copy(self)  # shapes and dtypes are as they were, and were checked
-        vars(other).update(own)
-        return other
+        sequences = None if self.sequences is None else self.sequences.with_tensors(change)
+        return replace(self, ids=ids, sequences=sequences, **changed)
 
-    def _check_layout(self) -> None:
+    def _check_shape(self) -> None:
         """Raise unless the shapes of mask and offsets are those of rows, or of a pack."""
         shape, tokens = tuple(self.loss_mask.shape), self.loss_mask.numel()
         offsets: Any = self.cu_seqlens
         if offsets is None and self.cu_seqlens_padded is not None:
-            raise DataError("cu_seqlens_padded without cu_seqlens; give the real offsets too")
-        if len(shape) != 2 if offsets is None else shape not in ((tokens,), (1, tokens)):
+            raise DataError("cu_seqlens_padded needs cu_seqlens. Give the real offsets too.")
+        if offsets is None and len(shape) != 2:
             raise DataError(
-                f"loss_mask has shape {shape} {'without' if offsets is None else 'beside'} "
-                "cu_seqlens; expected [samples, seq] without, or [tokens] or [1, tokens] beside it"
+                f"loss_mask must be [samples, seq], got {shape}. Add the leading axis, or pass "
+                "cu_seqlens for a pack."
+            )
+        if offsets is not None and shape not in ((tokens,), (1, tokens)):
+            raise DataError(
+                f"loss_mask of a pack must be [tokens] or [1, tokens], got {shape}. Flatten it, or "
+                "drop cu_seqlens for rows."
             )
         for name in ("cu_seqlens", "cu_seqlens_padded"):
             x = getattr(self, name)
             if x is not None and not (are_offsets(x) and x.shape == offsets.shape):
                 raise DataError(
-                    f"{name} is {described(x)}; expected int32 or int64 [samples + 1], as many as "
-                    "in cu_seqlens"
+                    f"{name} must be int32 or int64 [samples + 1], as long as cu_seqlens, got "
+                    f"{described(x)}. Convert it."
                 )
+
+    def _checked_ids(self) -> dict[str, Tensor]:
+        if not isinstance(self.ids, Mapping) or self.ids.keys() & {*WITHOUT_IDS, *BY_ID}:
+            raise DataError(
+                f"ids must be a mapping by names of your own, got {self.ids!r}. Give prompt_ids=, "
+                "rollout_ids= or dataset_ids= for those units."
+            )
+        return {
+            unit: checked_by_sample(f"{unit}_ids", x, self.num_samples)
+            for unit, x in self.ids.items()
+        }
+
+    def _checked_model_inputs(self) -> tuple[Tensor, ...]:
+        several = not isinstance(self.model_inputs, Tensor)
+        inputs = tuple(self.model_inputs) if several else (self.model_inputs,)
+        for x in inputs:
+            if not holds_integers(x) or x.numel() != self.loss_mask.numel():
+                raise DataError(
+                    f"model_inputs must have an integer for each of the {self.loss_mask.numel()} "
+                    f"elements of loss_mask, got {described(x)}. Give the whole labels or tokens."
+                )
+        return tuple(x.reshape(self.loss_mask.shape) for x in inputs)
 
 
 MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
 """One for all terms of the loss, or one for each by name if their masks differ."""
 
 
-def of_term(name: str, microbatch: MicrobatchOfTerms) -> Microbatch:
+def of_term(name: str, microbatch: Any) -> Microbatch:
     """The microbatch of one term."""
-    if not isinstance(microbatch, Mapping):
-        return microbatch
-    if name not in microbatch:
+    if isinstance(microbatch, Mapping):
+        if name not in microbatch:
+            raise DataError(
+                f"a microbatch must have a mask for each term, got {sorted(microbatch)} without "
+                f"{name!r}. Add Microbatch of that term."
+            )
+        microbatch = microbatch[name]
+    if not isinstance(microbatch, Microbatch):
         raise DataError(
-            f"a microbatch with masks for {sorted(microbatch)} has none for the term {name!r}; "
-            "expected one Microbatch for each term"
+            f"microbatches must be of class Microbatch, got a {type(microbatch).__name__}. See what "
+            "reads the batches (read_batch=, or --loss-aggregation-batch)."
         )
-    return microbatch[name]
-
-
-def for_each_term(change: Callable[[Any], Any], microbatch: Any) -> Any:
-    """``change(microbatch)``; of a mapping by term, of each, and terms that share one still do."""
-    if not isinstance(microbatch, Mapping):
-        return change(microbatch)
-    changed = {id(x): change(x) for x in microbatch.values()}
-    return {name: changed[id(x)] for name, x in microbatch.items()}
+    return microbatch
 
 
 def listed(microbatches: Any) -> list[Any]:
     """A list, since the microbatches are iterated over once per term."""
-    if not isinstance(microbatches, Iterable):
-        raise DataError(f"a {type(microbatches).__name__}; expected a list of Microbatch")
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, Mapping):
+        raise DataError(
+            f"microbatches must be a list of Microbatch, got a {type(microbatches).__name__}. Give "
+            "one for each microbatch."
+        )
     return list(microbatches)
 
 
-def tensors_in(x: Any) -> list[Tensor]:
-    """The tensors in mappings, lists and tuples."""
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, Mapping):
-        x = x.values()
-    elif not isinstance(x, (list, tuple)):
-        return []
-    return [tensor for part in x for tensor in tensors_in(part)]
-
-
-def checked_by_sample(name: str, given: Any, number: int) -> Tensor:
-    """The field ``name`` of `BY_SAMPLE`, or else ids, as a tensor [samples]; strings are hashed.
+def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
+    """The field ``name`` of `BY_SAMPLE`, or ids of another name, as a tensor [samples].
 
     Raises:
         DataError: another dtype (weights have any floating one), or not ``number`` values.
     """
     dtype = BY_SAMPLE.get(name, torch.int64)
-    x = hashed(name, given) if dtype == torch.int64 and not isinstance(given, Tensor) else given
-    fits = is_plain(x) and x.shape == (number,)
-    if not fits or (x.dtype != dtype and not (x.is_floating_point() and dtype.is_floating_point)):
+    x = values
+    if dtype == torch.int64 and not isinstance(values, Tensor):
+        x = ids_from(name, values)
+    has_dtype = is_plain(x) and (
+        x.dtype == dtype or (x.is_floating_point() and dtype.is_floating_point)
+    )
+    if not has_dtype or x.shape != (number,):
         kind = "floating-point" if dtype.is_floating_point else dtype
         raise DataError(
-            f"{name} is {described(x)}; expected {kind} [{number}], one for each sample"
+            f"{name} must be {kind} [{number}], one for each sample, got {described(x)}. Convert it."
         )
     return x
 
 
-def hashed(name: str, strings: Iterable[str]) -> Tensor:
-    """int64 [samples] on the CPU: the first 8 bytes of each string's BLAKE2b hash."""
-    values = list(strings) if isinstance(strings, Iterable) else [strings]
-    if isinstance(strings, str) or not all(isinstance(x, str) for x in values):
+def ids_from(name: str, values: Any) -> Tensor:
+    """int64 [samples] on the CPU from ints, or from strings by the first 8 bytes of their hash."""
+    items = list(values) if isinstance(values, Iterable) else [values]
+    if all(isinstance(x, int) and not isinstance(x, bool) for x in items) and items:
+        if all(-(2**63) <= x < 2**63 for x in items):
+            return torch.tensor(items, dtype=torch.int64)
+        raise DataError(f"{name} must fit into int64, got {max(items, key=abs)}. Give strings.")
+    if isinstance(values, str) or not all(isinstance(x, str) for x in items):
         raise DataError(
-            f"{name} is {described(strings)}; expected an int64 tensor [samples], or a sequence of "
-            "strings"
+            f"{name} must be an int64 tensor [samples], or a sequence of ints or strings, got "
+            f"{described(values)}. Convert it."
         )
-    digests = [hashlib.blake2b(x.encode(), digest_size=8).digest() for x in values]
+    # Lone surrogates, as of file names that are no UTF-8, are characters like any other.
+    encoded = [x.encode("utf-8", "surrogatepass") for x in items]
+    digests = [hashlib.blake2b(x, digest_size=8).digest() for x in encoded]
     numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
     return torch.tensor(numbers, dtype=torch.int64)
 
@@ -260,8 +312,8 @@ def are_offsets(x: object) -> TypeGuard[Tensor]:
     return x.dim() == 1 and len(x) >= 1
 
 
-def rise_from_0(offsets: Tensor) -> bool:
-    """Whether they start at 0 and never decrease; `diff` would wrap for huge ones."""
+def starts_at_zero_and_never_decreases(offsets: Tensor) -> bool:
+    """Compares neighbours, since differences of huge numbers would wrap."""
     return not offsets[0] and bool((offsets[1:] >= offsets[:-1]).all())
 
 

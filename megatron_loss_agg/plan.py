@@ -1,52 +1,82 @@
-"""The plan of one optimizer step: counts over all ranks, and the weight of every token."""
+"""The plan of one optimizer step: counts over all ranks, and the coefficient of every sample."""
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
-from megatron_loss_agg.coefficients import StepCoefficients
-from megatron_loss_agg.collectives import abandon, abandoning_on_error
-from megatron_loss_agg.counting.exchange import Counted, LocalTerm, count_step
-from megatron_loss_agg.counting.samples import Samples, read_terms
-from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.microbatch import BY_SAMPLE, Ids, Microbatch, MicrobatchOfTerms, listed
-from megatron_loss_agg.tensors import at_least_fp32, check_tensors, in_dtype
-from megatron_loss_agg.weighted_sum import (
-    custom_weights,
-    times_coefficient,
-    times_factors,
-    token_weights_of,
-    weighted_sum,
-    where_weighted,
+from megatron_loss_agg.collectives import gather_objects, send_failure
+from megatron_loss_agg.counting import (
+    Samples,
+    StepCounts,
+    active_tokens,
+    check_fields,
+    coefficients,
+    counts_of,
+    joined,
+    read_samples,
 )
+from megatron_loss_agg.describe import terms_in_words
+from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
+from megatron_loss_agg.microbatch import (
+    BY_SAMPLE,
+    Ids,
+    Microbatch,
+    MicrobatchOfTerms,
+    MicrobatchShape,
+    checked_by_sample,
+    listed,
+    of_term,
+)
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors, described
+from megatron_loss_agg.weighted_sum import weights_of_tokens
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
-class StepPlan(StepCoefficients):
-    """The weight of every token of this rank's microbatches, exact for the whole step.
+class StepPlan:
+    """The coefficient of every sample of this rank's microbatches, exact for the whole step.
 
     Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
-    alone). It holds copies of the microbatches, which later edits of the originals do not reach.
+    alone). Vectors are on the CPU, with the samples of all microbatches in their order.
     """
 
     aggregation: LossAggregation
     """What it was made for."""
-    microbatches: Sequence[Microbatch]
-    """Copies of this rank's, in order; empty in a plan from mask sums."""
-    active_tokens: Sequence[int]
-    """Positions with a nonzero mask, of each microbatch; empty in a plan from mask sums."""
-    counted: Counted
-    """From which `group_sums` are read."""
+    counts: StepCounts
+    """Over all microbatches of all ranks."""
+    sizes: Sequence[int]
+    """Samples of each microbatch."""
+    coefficient_S: Tensor
+    """``c_s``, fp64; see `coefficients`."""
+    mask_sum_S: Tensor
+    """``M_s``, fp64; see `mask_sums`."""
+    ids_S: Mapping[Unit, Tensor]
+    """int64, by unit; see `ids`."""
+    shapes: Sequence[MicrobatchShape] = ()
+    """Of each microbatch's whole mask; empty in a plan from mask sums."""
+    model_tokens: Sequence[int] = ()
+    """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
+    positions: Sequence[int] = ()
+    """Tokens of each microbatch that routers see: its routed tokens, or the elements of its mask."""
+    sequences: Sequence[Sequences | None] = ()
+    """Of each microbatch with losses by sample, the token sequences behind them."""
+    microbatches: Sequence[Microbatch] = ()
+    """This rank's, in order; empty where masks are not at hand."""
+    samples: Samples | None = None
+    """Those of all ranks; None where they are not at hand."""
 
     @classmethod
     def build(
@@ -54,15 +84,12 @@ class StepPlan(StepCoefficients):
         agg: LossAggregation,
         microbatches: Sequence[Microbatch],
         group: dist.ProcessGroup | None = None,
-        *,
-        sharded_over: dist.ProcessGroup | None = None,
     ) -> StepPlan:
         """Count the step over all ranks, in two collectives.
 
-        Masks are whole (every context-parallel rank has the same full mask): ``group`` is the
-        data-parallel group *without* context parallelism. Or they are sharded, and masks and
-        offsets are this rank's local ones: ``sharded_over`` is the context-parallel group,
-        ``group`` the combined data-and-context-parallel group.
+        Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
+        data-parallel group *without* context parallelism. The plan holds copies of the microbatches,
+        which later edits of the originals do not reach.
 
         Args:
             agg: the same on every rank.
@@ -74,56 +101,29 @@ class StepPlan(StepCoefficients):
             OptionError: ``agg`` is not a `LossAggregation`, or differs between ranks.
             PeerError: bad input on another rank; every rank of ``group`` raises.
         """
-        return cls.build_terms({"": agg}, microbatches, group, sharded_over=sharded_over)[""]
+        return cls.build_terms({"": agg}, microbatches, group)[""]
 
     @staticmethod
     def build_terms(
         terms: Mapping[str, Term | LossAggregation],
         microbatches: Sequence[MicrobatchOfTerms],
         group: dist.ProcessGroup | None = None,
-        *,
-        sharded_over: dist.ProcessGroup | None = None,
-        group_by: Sequence[Unit] = (),
-    ) -> StepTerms:
-        """`build` for a loss of several terms, each with a denominator of its own.
+    ) -> dict[str, StepPlan]:
+        """`build` for a loss of several terms, each with a denominator of its own: plans by name.
+
+        The loss of the step is the sum of ``multiplier * w_t * loss_t`` over terms, tokens,
+        microbatches and ranks.
 
         Args:
             terms: by name, the same in the same order on every rank; a bare aggregation has
-                coefficient 1.
+                multiplier 1.
             microbatches: where the terms' masks differ, mappings of term name to `Microbatch`.
-            group_by: units with ids, such as ``"dataset"``, whose `groups` are needed whatever the
-                modes use; the same on every rank.
 
         Raises:
-            AggregationError: as `build`; OptionError also for bad ``terms``, DataError for
-                ``group_by``.
+            AggregationError: as `build`; OptionError also for bad ``terms``.
         """
-        with abandoning_on_error(group):
-            if sharded_over is not None and group is None:
-                raise DataError(
-                    "sharded_over without group; expected the combined data-and-context-parallel "
-                    "group"
-                )
-            named = named_terms(terms)
-            if unknown := [unit for unit in group_by if unit not in BY_ID]:
-                raise DataError(f"group_by={unknown}; expected some of {', '.join(BY_ID)}")
-            read = read_terms(named, listed(microbatches))
-            local = {
-                name: LocalTerm(term.aggregation, samples, sharded_over, tuple(group_by))
-                for (name, term), (_, samples) in zip(named.items(), read, strict=True)
-            }
-        parts = zip(local.items(), count_step(local, group), read, strict=True)
-        plans = {
-            name: StepPlan(
-                **vars(counted.coefficients),
-                aggregation=term.agg,
-                microbatches=own,
-                active_tokens=term.samples.active_tokens,
-                counted=counted,
-            )
-            for (name, term), counted, (own, _) in parts
-        }
-        return StepTerms(named, plans)
+        plans = plan_step(terms, microbatches, group)
+        return {name: replace(plan, microbatches=_copies(plan)) for name, plan in plans.items()}
 
     @classmethod
     def from_mask_sums(
@@ -153,20 +153,33 @@ class StepPlan(StepCoefficients):
 
         Raises:
             DataError: sums that are not vectors of finite numbers >= 0.
-            OptionError: mode ``custom``, whose function needs masks.
-            DataError, OptionError, PeerError: as `build`.
+            OptionError, DataError, PeerError: as `build`.
         """
-        with abandoning_on_error(group):
-            given = prompt_ids, rollout_ids, dataset_ids, rejected, sample_weights
-            of_names = {} if ids is None else ids
-            samples = Samples.of_sums(mask_sums, dict(zip(BY_SAMPLE, given, strict=True)), of_names)
-            (term,) = named_terms({"": agg}).values()
-            local = LocalTerm(term.aggregation, samples, None)
-            if agg.mode == "custom":
-                raise OptionError("mode 'custom' needs masks; expected a call of StepPlan.build")
-        (counted,) = count_step({"": local}, group)
-        known = vars(counted.coefficients)
-        return cls(**known, aggregation=agg, microbatches=(), active_tokens=(), counted=counted)
+        by_sample = {
+            "prompt_ids": prompt_ids,
+            "rollout_ids": rollout_ids,
+            "dataset_ids": dataset_ids,
+            "rejected": rejected,
+            "sample_weights": sample_weights,
+        }
+
+        def rows() -> list[Microbatch]:
+            """A microbatch of samples with all of their mask in one token, for each vector."""
+            vectors = _vectors(mask_sums)
+            sizes = [len(x) for x in vectors]
+            fields = {name: _split(name, x, sizes) for name, x in by_sample.items()}
+            by_unit = {unit: _split(f"{unit}_ids", x, sizes) for unit, x in _mapping(ids).items()}
+            return [
+                Microbatch(
+                    vector.unsqueeze(1),
+                    ids={unit: parts[i] for unit, parts in by_unit.items()},
+                    **{name: parts[i] for name, parts in fields.items() if parts is not None},
+                )
+                for i, vector in enumerate(vectors)
+            ]
+
+        plan = plan_step({"": agg}, rows, group)[""]
+        return replace(plan, shapes=(), model_tokens=(), positions=(), microbatches=())
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -174,7 +187,36 @@ class StepPlan(StepCoefficients):
 
         The other ranks then raise PeerError instead of hanging.
         """
-        abandon(group)
+        send_failure(DataError("this rank could not read its step"), group)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every token of the whole step is masked or belongs to a rejected sample."""
+        return self.counts.kept_tokens == 0
+
+    def coefficients(self, i: int) -> Tensor:
+        """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
+
+        With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
+        """
+        return self._of_microbatch(self.coefficient_S, i)
+
+    def mask_sums(self, i: int) -> Tensor:
+        """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
+        return self._of_microbatch(self.mask_sum_S, i)
+
+    def ids(self, unit: Unit, i: int) -> Tensor:
+        """Ids by ``unit`` of the samples of microbatch ``i``, int64 [samples].
+
+        Raises:
+            DataError: some microbatch of the step has no such ids.
+        """
+        if unit not in self.ids_S:
+            raise DataError(
+                f"ids must be of one of {sorted(self.ids_S)} in this plan, got {unit!r}. Give "
+                f"'{unit}_ids' in every microbatch."
+            )
+        return self._of_microbatch(self.ids_S[unit], i)
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
@@ -183,36 +225,15 @@ class StepPlan(StepCoefficients):
         aggregated loss of the step.
 
         Raises:
-            DataError: a plan from mask sums; or a ``dtype`` in which weights would underflow.
-            OptionError: a custom function returned something that cannot be weights.
+            DataError: a plan without masks, or a ``dtype`` in which weights would underflow.
         """
         if dtype not in _WEIGHT_DTYPES:
             raise DataError(
-                f"weights in dtype {dtype!r}; expected a floating dtype with the range of fp32: "
-                "torch.float32, torch.float64 or torch.bfloat16"
+                f"weights must have the range of fp32, got dtype {dtype!r}. Choose torch.float32, "
+                "torch.float64 or torch.bfloat16."
             )
-        microbatch, function = self._microbatch(i), self.aggregation.function
-        mask, starts, rejected = microbatch.loss_mask, microbatch.sample_starts, microbatch.rejected
-        computed, kept = at_least_fp32(dtype), mask
-        if function is None:
-            w = token_weights_of(self.coefficients(i), mask, starts, computed)
-        else:
-            if rejected is not None:
-                kept = token_weights_of((~rejected).double(), mask, starts, computed)
-            w = custom_weights(functools.partial(function, self, i), mask, kept, computed)
-        return in_dtype(times_factors(w, microbatch.token_factors), dtype)
-
-    def group_sums(self, unit: Unit, i: int) -> Tensor:
-        """Mask sum over the step of each sample's group, for microbatch ``i``: fp64 [samples].
-
-        Raises:
-            DataError: the mode does not use ``unit``, or a microbatch has no ids for it.
-        """
-        known = {"step", "microbatch", "sample", *self.groups_by_unit}
-        if unit not in known:
-            expected = ", ".join(sorted(known))
-            raise DataError(f"no sums by {unit!r} in this plan; expected one of {expected}")
-        return self._of_microbatch(self.counted.table.group_sums(unit)[self.counted.own], i)
+        mask, starts = self._microbatch(i).loss_mask, self._microbatch(i).sample_starts
+        return weights_of_tokens(self.coefficients(i), mask, starts, dtype)
 
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
@@ -229,64 +250,252 @@ class StepPlan(StepCoefficients):
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
-            DataError: the shapes differ, or factors make weights negative; or as `weights`.
-            OptionError: a custom aggregation has negative weights; or as `weights`.
+            DataError: the shapes differ, or as `weights`.
+            OptionError: a custom aggregation has negative coefficients.
         """
         mask = self._microbatch(i).loss_mask
         check_tensors(DataError, "real", loss_mask=mask, advantages=advantages)
-        dtype = at_least_fp32(advantages.dtype)
-        w, has_factors = self.weights(i, dtype), self.microbatches[i].token_factors is not None
-        if has_factors and bool((w < 0).any()):
-            raise DataError("negative token_factors flip advantages; expected factors >= 0")
-        if self.aggregation.function is not None and bool((w < 0).any()):
+        if bool((self.coefficients(i) < 0).any()):
             raise OptionError(
-                "the aggregation function returned negative weights, which flip the sign of an "
-                "advantage; expected non-negative ones to scale advantages with"
+                "coefficients that scale advantages must be >= 0, got negative ones, which would flip "
+                "signs. Change the aggregation function, or multiply token losses by weights."
             )
-        return where_weighted(w, advantages.to(w)) * w
+        w = self.weights(i, at_least_fp32(advantages.dtype))
+        return torch.where(w != 0, advantages.to(w), 0) * w
+
+    def _of_microbatch(self, x_S: Tensor, i: int) -> Tensor:
+        """A copy of the part of ``x_S`` that is of microbatch ``i``."""
+        i = self._index(i)
+        return x_S[self._starts[i] : self._starts[i + 1]].clone()
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [*accumulate(self.sizes, initial=0)]
+
+    def _index(self, i: Any) -> int:
+        try:
+            return range(len(self.sizes))[operator.index(i)]
+        except (TypeError, IndexError):
+            raise DataError(
+                f"a microbatch of this plan must be an int from 0 to {len(self.sizes) - 1}, got "
+                f"{i!r}. Count the microbatches of the step in order."
+            ) from None
 
     def _microbatch(self, i: int) -> Microbatch:
         if not self.microbatches and self.sizes:
             raise DataError(
-                "weights of a plan from mask sums, which has no masks; expected StepPlan.build, or "
-                "multiply your mask by coefficients(i)"
+                "weights need masks, and this plan has none. Call StepPlan.build, or multiply your "
+                "mask by coefficients(i)."
             )
         return self.microbatches[self._index(i)]
 
 
-class StepTerms(dict[str, StepPlan]):
-    """The plans of one step's terms, by name; built by `StepPlan.build_terms`.
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The token sequences of one microbatch from which losses by sample are computed."""
 
-    The loss of the step is the sum of ``coefficient * w_t * loss_t`` over terms, tokens,
-    microbatches and ranks.
+    shape: MicrobatchShape
+    mask_sum: Tensor  # fp64 [sequences]
+
+
+def token_weights(
+    agg: LossAggregation,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor | None = None,
+    prompt_ids: Ids | None = None,
+    rollout_ids: Ids | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    cu_seqlens_padded: Tensor | None = None,
+    dataset_ids: Ids | None = None,
+    ids: Mapping[str, Ids] | None = None,
+    sample_weights: Tensor | None = None,
+) -> Tensor:
+    """Weights of a step that is one microbatch on one rank.
+
+    ``(token_weights(agg, mask) * token_loss).sum()`` is the aggregated loss. Equivalent code for
+    ``sample_mean`` on rows:
+
+        sum((mask[s] * loss[s]).sum() / mask[s].sum() for s in range(batch)) / batch
+
+    Args:
+        loss_mask: [samples, seq] or, with ``cu_seqlens``, [tokens]. It and the others are as for
+            `Microbatch`.
+
+    Returns:
+        ``dtype``, as for `StepPlan.weights`, in the shape of ``loss_mask``.
+
+    Raises:
+        AggregationError: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
     """
+    microbatch = Microbatch(
+        loss_mask,
+        cu_seqlens,
+        prompt_ids,
+        rollout_ids,
+        cu_seqlens_padded=cu_seqlens_padded,
+        dataset_ids=dataset_ids,
+        ids=ids or {},
+        sample_weights=sample_weights,
+    )
+    return StepPlan.build(agg, [microbatch]).weights(0, dtype)
 
-    def __init__(self, terms: Mapping[str, Term], plans: Mapping[str, StepPlan]) -> None:
-        super().__init__(plans)
-        self.terms = dict(terms)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the plan of every term with a nonzero coefficient is empty."""
-        return all(plan.is_empty for name, plan in self.items() if self.terms[name].coefficient)
+def plan_step(
+    terms: Mapping[str, Term | LossAggregation],
+    microbatches: Any,
+    group: dist.ProcessGroup | None,
+) -> dict[str, StepPlan]:
+    """`StepPlan.build_terms`, whose plans hold the microbatches themselves and no copies.
 
-    def weighted_sum(self, i: int, losses: Mapping[str, Tensor]) -> Tensor:
-        """``sum over terms of coefficient * sum_t w_t * loss_t`` of microbatch ``i``; a scalar.
+    Args:
+        microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
+    """
+    local: dict[str, list[Microbatch]] = {}  # by term, on the CPU
 
-        Args:
-            losses: token losses of every term, in the shape of the microbatch's mask.
+    def read() -> tuple[str, dict[str, dict[str, Any]]]:
+        named = named_terms(terms)
+        items = listed(microbatches() if callable(microbatches) else microbatches)
+        is_shared = not any(isinstance(x, Mapping) for x in items)
+        tables: dict[str, dict[str, Any]] = {}
+        for name, term in named.items():
+            first = next(iter(named))
+            if is_shared and local:
+                local[name] = local[first]
+            else:
+                local[name] = brought_to_cpu([of_term(name, x) for x in items])
+            check_fields(term.aggregation, local[name])
+            if not (is_shared and tables):
+                tables[name] = _as_arrays(read_samples(local[name], _units(named)))
+        return terms_in_words(named), tables
 
-        Raises:
-            DataError: not exactly the terms' names, or losses of another shape.
-            OptionError: as `StepPlan.weights`.
-        """
-        if losses.keys() != self.keys():
+    parts = gather_objects(read, group, "reading the step")
+    named = named_terms(terms)
+    if len({words for words, _ in parts}) > 1:
+        words = dict.fromkeys(words for words, _ in parts)
+        raise OptionError(
+            f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every rank "
+            "the same terms in the same order."
+        )
+    if len({tuple(tables) for _, tables in parts}) > 1:
+        raise DataError(
+            "all ranks must give a mask for each term, or one for all terms, got both. Give the same "
+            "kind of microbatches on every rank."
+        )
+    rank = 0 if group is None else dist.get_rank(group)
+    plans = {}
+    for name, term in named.items():
+        tables = [tables.get(name) or next(iter(tables.values()), None) for _, tables in parts]
+        plans[name] = _plan(term.aggregation, [_from_arrays(x) for x in tables], rank, local[name])
+    return plans
+
+
+def _plan(
+    agg: LossAggregation, parts: Sequence[Samples], rank: int, microbatches: list[Microbatch]
+) -> StepPlan:
+    """The plan of one term, from the samples of each rank, and this rank's microbatches."""
+    samples = joined(parts)
+    c_S, across = coefficients(agg, samples)
+    first = sum(len(x.mask_sum) for x in parts[:rank])
+    rows = slice(first, first + len(parts[rank].mask_sum))
+    routed = [m.routed_tokens for m in microbatches]
+    return StepPlan(
+        aggregation=agg,
+        counts=counts_of(agg, samples, across),
+        sizes=[m.num_samples for m in microbatches],
+        coefficient_S=c_S[rows].clone(),
+        mask_sum_S=samples.mask_sum[rows].clone(),
+        ids_S={unit: x[rows].clone() for unit, x in samples.ids.items()},
+        shapes=[m.shape for m in microbatches],
+        model_tokens=[
+            active_tokens(m) if r is None else r for m, r in zip(microbatches, routed, strict=True)
+        ],
+        positions=[
+            m.loss_mask.numel() if r is None else r
+            for m, r in zip(microbatches, routed, strict=True)
+        ],
+        sequences=[_sequences(m) for m in microbatches],
+        microbatches=microbatches,
+        samples=samples,
+    )
+
+
+def _sequences(microbatch: Microbatch) -> Sequences | None:
+    of_tokens = microbatch.sequences
+    if of_tokens is None:
+        return None
+    return Sequences(of_tokens.shape, sums_by_sample([of_tokens]))
+
+
+def _units(terms: Mapping[str, Term]) -> list[Unit]:
+    """The units whose ids are exchanged: the usual ones where there are any, and the terms' own."""
+    return sorted({*BY_ID, *(unit for term in terms.values() for unit in term.aggregation.by_id)})
+
+
+def _copies(plan: StepPlan) -> list[Microbatch]:
+    return [m.copied() for m in plan.microbatches]
+
+
+def _as_arrays(samples: Samples) -> dict[str, Any]:
+    """With NumPy's arrays, which are pickled much faster than tensors."""
+    fields = vars(samples)
+    arrays = {k: x.numpy() if isinstance(x, Tensor) else x for k, x in fields.items()}
+    return {**arrays, "ids": {unit: x.numpy() for unit, x in samples.ids.items()}}
+
+
+def _from_arrays(fields: Mapping[str, Any]) -> Samples:
+    tensors = {
+        k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for k, x in fields.items()
+    }
+    ids = {unit: torch.from_numpy(x) for unit, x in fields["ids"].items()}
+    return Samples(**{**tensors, "ids": ids})
+
+
+def _vectors(mask_sums: Any) -> list[Tensor]:
+    """fp64 [samples] of each microbatch; all samples are one microbatch if there is no list."""
+    is_list = isinstance(mask_sums, (list, tuple))
+    # An empty list is a rank without microbatches.
+    is_vector = not is_list or any(_is_number(x) for x in mask_sums)
+    vectors = []
+    for x in [mask_sums] if is_vector else mask_sums:
+        vector = torch.as_tensor(x, dtype=torch.float64).detach().cpu()
+        if vector.dim() != 1:
             raise DataError(
-                f"losses {sorted(losses)} for the terms {sorted(self)}; expected one for each term"
+                "mask_sums must be a vector of numbers, one for each sample, or a list of such "
+                f"vectors, got {described(vector)}. Flatten it."
             )
-        parts = []
-        for name, plan in self.items():
-            w = plan.weights(i, at_least_fp32(losses[name].dtype))
-            term, part = self.terms[name], weighted_sum(w, losses[name])
-            parts.append(times_coefficient(term.coefficient, part, losses[name]))
-        return torch.stack(parts).sum()
+        vectors.append(vector)
+    return vectors
+
+
+def _mapping(ids: Any) -> Mapping[str, Any]:
+    if ids is None:
+        return {}
+    if not isinstance(ids, Mapping):
+        raise DataError(
+            f"ids must be a mapping by unit, got a {type(ids).__name__}. Give {{unit: ids}}."
+        )
+    return ids
+
+
+def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Tensor] | None:
+    """``values`` of each microbatch, whether they come by microbatch or for all samples at once."""
+    if values is None:
+        return None
+    is_list = isinstance(values, (list, tuple))
+    is_vector = not is_list or any(isinstance(x, str) or _is_number(x) for x in values)
+    if is_vector or (not values and sizes):
+        return list(checked_by_sample(name, values, sum(sizes)).split(list(sizes)))
+    if len(values) != len(sizes):
+        raise DataError(
+            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, or "
+            f"be one vector for all samples, got {len(values)} entries. Correct its length."
+        )
+    return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) or getattr(x, "ndim", 1) == 0
+
+
+assert {f"{unit}_ids" for unit in BY_ID} < {*BY_SAMPLE}

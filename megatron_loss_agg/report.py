@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import abandoning_on_error, gathered, tag_of
+from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.tensors import check_tensors, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
@@ -153,23 +153,26 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    with abandoning_on_error(group):
+    kinds: dict[str, type[Metric]] = {}
+
+    def mine() -> tuple[list[str], list[float]]:
+        nonlocal kinds
         kinds, of_metrics = _over_microbatches(reports)
         # All metrics in one tensor, to copy them from the device once.
-        mine = torch.cat(of_metrics).cpu() if of_metrics else torch.empty(0)
-    names = [f"{kind.__name__} {name!r}" for name, kind in kinds.items()]
-    of_ranks = gathered(
-        mine,
-        group,
-        tag=tag_of(names),
-        failure="bad metrics on rank(s) {} of the group",
-        difference=DataError(
-            f"this rank reports {', '.join(names) or 'nothing'}, and another rank of the group "
-            "other metrics; expected the same names and kinds on every rank"
-        ),
-    )
+        numbers = torch.cat(of_metrics).tolist() if of_metrics else []
+        return [f"{kind.__name__} {name!r}" for name, kind in kinds.items()], numbers
+
+    of_ranks = gather_objects(mine, group, "reading metrics")
+    names = {tuple(of_rank) for of_rank, _ in of_ranks}
+    if len(names) > 1:
+        lists = " and ".join(", ".join(of_rank) or "nothing" for of_rank in sorted(names))
+        raise DataError(
+            f"all ranks of the group must report the same names and kinds, got {lists}. Report the same "
+            "metrics on every rank."
+        )
     sizes = [len(fields(kind)) for kind in kinds.values()]
-    columns = torch.stack(of_ranks).split(sizes, dim=1)
+    table = torch.tensor([numbers for _, numbers in of_ranks], dtype=torch.float64)
+    columns = table.split(sizes, dim=1)
     return {
         name: float(kind(*_OVER[kind](of_kind, 0)).value())
         for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)
@@ -224,33 +227,3 @@ def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
 def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:
     floating = values.is_floating_point and (weights.is_floating_point or weights == torch.bool)
     return torch.float32 if floating and torch.float64 not in (values, weights) else torch.float64
-
-
-class RunningMean:
-    """Values whose mean over an evaluation's calls is the mean over all of their denominators.
-
-    For a loop that averages the calls' values with equal weights.
-    With ``R_k`` the mean ``sum L * D / sum D`` over the first ``k`` calls, the value of call ``k``
-    is ``k R_k - (k - 1) R_{k-1}``, so that the first ``k`` values add up to ``k R_k``. It is linear
-    in the parts of ``L``: every rank uses its own, and the host adds them up.
-    """
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._denominators = 0.0  # of all calls
-        self._sum: Tensor | float = 0.0  # fp64: of this rank's parts of L * D
-        self._told: Tensor | float = 0.0  # of the values that were returned
-
-    def add(self, part: Tensor, denominator: float, first: bool) -> Tensor:
-        """This rank's part of the call's value, for its ``part`` of ``L`` in one microbatch.
-
-        Args:
-            first: whether it is the call's first microbatch.
-        """
-        if first:
-            self._calls += 1
-            self._denominators += denominator
-        self._sum = self._sum + part.double() * denominator
-        before = self._told
-        self._told = self._sum * (self._calls / self._denominators if self._denominators else 0.0)
-        return self._told - before

@@ -15,7 +15,6 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.tensors import at_least_fp32, check_tensors
-from megatron_loss_agg.weighted_sum import sample_coefficients
 
 
 class SequenceSum:
@@ -105,7 +104,7 @@ class SequenceMean:
         group: dist.ProcessGroup | None = None,
     ):
         self._sum = SequenceSum(microbatch, layout, group)
-        coefficient_S = sample_coefficients(self._sum.mask_sum_S, across=1, scale=1.0)
+        coefficient_S = (1 / self._sum.mask_sum_S).masked_fill(self._sum.mask_sum_S == 0, 0.0)
         self._coefficient_S = coefficient_S.to(microbatch.loss_mask.device)
 
     def __call__(self, values: Tensor) -> Tensor:

@@ -1,0 +1,355 @@
+"""Counts a step: one table of all ranks' samples, from which every coefficient is read.
+
+    w_t = m_t * c_s        c_s = v_s / (D * M_within * C * N_across)
+
+Every rank gathers the samples of all, and computes the same coefficients from the same table.
+
+Suffixes: ``_S`` one number for each sample, ``_G`` one for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
+from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.masks import sums_by_sample
+from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch
+from megatron_loss_agg.tensors import LARGEST_FP32, described, is_plain
+
+_SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The samples of a step, one row each: of one rank, or of all ranks in their order.
+
+    A function of mode ``custom`` gets those of all ranks. Vectors are on the CPU.
+    """
+
+    mask_sum: Tensor
+    """``M_s``, fp64 [samples]."""
+    weight: Tensor
+    """``v_s``, fp64 [samples]; 1 without sample weights."""
+    rejected: Tensor
+    """bool [samples]."""
+    microbatch: Tensor
+    """int64 [samples]: the number of the sample's microbatch in the step."""
+    ids: Mapping[Unit, Tensor] = field(default_factory=dict)
+    """int64 [samples] by unit, such as ``ids["prompt"]``: those that every microbatch has."""
+    microbatches: int = 0
+    """Number of microbatches, those without samples included."""
+    active_tokens: int = 0
+    """Number of positions with a nonzero mask."""
+    positions: int = 0
+    """Routed tokens of the microbatches that say them, and elements of the other masks."""
+    microbatches_with_routed_tokens: int = 0
+
+    def groups(self, unit: Unit) -> Groups:
+        """How the samples fall into groups."""
+        if unit == "all":
+            return Groups.of(torch.zeros_like(self.microbatch))
+        if unit == "sample":
+            rows = torch.arange(len(self.microbatch))
+            return Groups(rows, rows)
+        return Groups.of(self.microbatch if unit == "microbatch" else self.ids[unit])
+
+
+class Groups(NamedTuple):
+    """How samples fall into groups."""
+
+    ids_G: Tensor  # int64, sorted and distinct
+    group_S: Tensor  # int64: index of each sample's group
+
+    @classmethod
+    def of(cls, ids_S: Tensor) -> Groups:
+        return cls(*torch.unique(ids_S, return_inverse=True))
+
+    def sums(self, x_S: Tensor) -> Tensor:
+        """The sum over each group, in the dtype of ``x_S``: [groups]."""
+        return x_S.new_zeros(len(self.ids_G)).index_add_(0, self.group_S, x_S)
+
+
+class StepCounts(NamedTuple):
+    """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
+
+    tokens: float  # sum of the masks that count
+    kept_tokens: float  # without those of rejected samples
+    all_tokens: float  # with them
+    active_tokens: int  # positions with a nonzero mask
+    routed_tokens: int | None  # None: the microbatches do not say it
+    positions: int  # routed tokens, or elements of masks
+    microbatches: int
+    samples: int  # that count, as are the groups
+    rollouts: int | None  # None: some microbatch has no ids
+    prompts: int | None
+    datasets: int | None
+    across: float  # N_across or V_across; 1 without an outer mean
+
+
+def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> Samples:
+    """The samples of this rank's microbatches, which are on the CPU.
+
+    Args:
+        units: whose ids are read, from microbatches that have them.
+
+    Raises:
+        DataError: bad masks, offsets or sample weights.
+    """
+    sizes = [m.num_samples for m in microbatches]
+    weights = _column(microbatches, "sample_weights", default=1.0)
+    is_bad_S = ~(weights.isfinite() & (weights >= 0))
+    if bool(is_bad_S.any()):
+        raise DataError(
+            f"sample_weights must be finite and >= 0, got {weights[is_bad_S][0].item():g}. Correct "
+            "them."
+        )
+    ids = {}
+    for unit in units:
+        of_microbatches = [m.ids_of(unit) for m in microbatches if m.num_samples]
+        if all(x is not None for x in of_microbatches):
+            ids[unit] = _joined(of_microbatches, torch.int64)
+    routed = [m.routed_tokens for m in microbatches]
+    elements = [m.loss_mask.numel() for m in microbatches]
+    return Samples(
+        mask_sum=sums_by_sample(microbatches),
+        weight=weights,
+        rejected=_column(microbatches, "rejected", default=False),
+        microbatch=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes).long()),
+        ids=ids,
+        microbatches=len(microbatches),
+        active_tokens=sum(active_tokens(m) for m in microbatches),
+        positions=sum(n if r is None else r for r, n in zip(routed, elements, strict=True)),
+        microbatches_with_routed_tokens=sum(r is not None for r in routed),
+    )
+
+
+def active_tokens(microbatch: Microbatch) -> int:
+    """Number of positions with a nonzero mask."""
+    return int(microbatch.loss_mask.bool().count_nonzero())  # counting nonzero floats is slow
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """The samples of all ranks, from those of each in rank order."""
+    firsts = accumulate((x.microbatches for x in parts), initial=0)
+    microbatch = [x.microbatch + first for x, first in zip(parts, firsts, strict=False)]
+    units = set.intersection(*({*x.ids} for x in parts))
+    return Samples(
+        mask_sum=torch.cat([x.mask_sum for x in parts]),
+        weight=torch.cat([x.weight for x in parts]),
+        rejected=torch.cat([x.rejected for x in parts]),
+        microbatch=torch.cat(microbatch),
+        ids={unit: torch.cat([x.ids[unit] for x in parts]) for unit in sorted(units)},
+        microbatches=sum(x.microbatches for x in parts),
+        active_tokens=sum(x.active_tokens for x in parts),
+        positions=sum(x.positions for x in parts),
+        microbatches_with_routed_tokens=sum(x.microbatches_with_routed_tokens for x in parts),
+    )
+
+
+def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> None:
+    """Raise DataError unless the microbatches have what ``agg`` needs, and nothing it ignores."""
+    for name in ("rejected", "sample_weights"):
+        if getattr(agg, name) is None and any(getattr(m, name) is not None for m in microbatches):
+            raise DataError(
+                f"a microbatch has {name}, and the aggregation does not say whether they count. Set "
+                f"LossAggregation({name}='count') or 'skip' (--loss-aggregation-"
+                f"{name.replace('_', '-')})."
+            )
+    if agg.sample_weights is not None and any(
+        m.sample_weights is None for m in microbatches if m.num_samples
+    ):
+        raise DataError(
+            f"sample_weights={agg.sample_weights!r} needs a weight for each sample, and a microbatch "
+            "has none. Give sample_weights= (the batch key 'sample_weights', floats [samples]), or "
+            "leave out that option of the aggregation (--loss-aggregation-sample-weights)."
+        )
+    for unit in agg.by_id:
+        if any(m.ids_of(unit) is None for m in microbatches if m.num_samples):
+            raise DataError(_missing_ids(agg, unit))
+
+
+def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCounts:
+    """The counts of the whole step, from the samples of all ranks.
+
+    Raises:
+        DataError: only some of the microbatches say their routed tokens.
+    """
+    mask_S, counts_S = counted(agg, samples)
+
+    def number(unit: Unit) -> int | None:
+        if unit != "sample" and unit not in samples.ids:
+            return None
+        return int((samples.groups(unit).sums(counts_S) > 0).sum())
+
+    with_routed = samples.microbatches_with_routed_tokens
+    if with_routed not in (0, samples.microbatches):
+        raise DataError(
+            f"all microbatches of a step must have routed_tokens, or none, got {with_routed} of "
+            f"{samples.microbatches}. Give each Microbatch its own."
+        )
+    return StepCounts(
+        tokens=float(mask_S.sum()),
+        kept_tokens=float(samples.mask_sum[~samples.rejected].sum()),
+        all_tokens=float(samples.mask_sum.sum()),
+        active_tokens=samples.active_tokens,
+        routed_tokens=samples.positions if with_routed else None,
+        positions=samples.positions,
+        microbatches=samples.microbatches,
+        samples=number("sample") or 0,
+        rollouts=number("rollout"),
+        prompts=number("prompt"),
+        datasets=number("dataset"),
+        across=across,
+    )
+
+
+def counted(agg: LossAggregation, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Mask sum and number of each sample in the denominators, fp64 [samples] each.
+
+    Both are 0 for rejected samples that do not count.
+    """
+    is_skipped_S = samples.rejected & (agg.rejected == "skip")
+    return samples.mask_sum.masked_fill(is_skipped_S, 0.0), (~is_skipped_S).double()
+
+
+def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]:
+    """``c_s`` of the samples of all ranks, fp64 [samples]; and ``N_across`` (or ``V_across``).
+
+    A sample that is rejected, or has no active token, has the coefficient 0.
+
+    Raises:
+        DataError: a group with two parents, or coefficients that fp32 cannot hold; on all ranks
+            alike.
+        OptionError: a custom function returned something else than coefficients.
+    """
+    if agg.function is not None:
+        return _custom_coefficients(agg, samples), 1.0
+    mask_S, counts_S = counted(agg, samples)
+    groups = {unit: samples.groups(unit) for unit in agg.units}
+
+    def in_means_G(unit: Unit) -> Tensor:
+        """Whether a mean over ``unit`` includes the group: bool [groups]."""
+        return groups[unit].sums(mask_S if agg.empty == "skip" else counts_S) > 0
+
+    # M_within: the mask sum of the innermost group.
+    within_S = torch.ones_like(mask_S)
+    if agg.within is not None:
+        within_S = groups[agg.within].sums(mask_S)[groups[agg.within].group_S]
+
+    # C: on each inner level of the path, how many groups have the same parent.
+    siblings_S = torch.ones_like(mask_S)
+    for outer, inner in pairwise(agg.path):
+        parents, children = groups[outer], groups[inner]
+        parent_G = torch.zeros_like(children.ids_G).index_copy_(
+            0, children.group_S, parents.group_S
+        )
+        _check_one_parent(agg, samples, outer, inner, parent_G)
+        number_G = torch.zeros(len(parents.ids_G), dtype=torch.float64)
+        number_G.index_add_(0, parent_G, in_means_G(inner).double())
+        siblings_S = siblings_S * number_G[parents.group_S]
+
+    # N_across: how many outermost groups there are, or V_across: what they weigh.
+    if agg.weighted == "all":
+        tokens = float(mask_S.sum())
+        across = float((samples.weight * mask_S).sum()) / tokens if tokens else 0.0
+    elif agg.weighted is not None:
+        weighted = groups[agg.weighted]
+        tokens_G, samples_G = weighted.sums(mask_S), weighted.sums(counts_S)
+        mean_by_token_G = weighted.sums(samples.weight * mask_S) / tokens_G
+        mean_by_sample_G = weighted.sums(samples.weight * counts_S) / samples_G
+        siblings_G = torch.ones_like(tokens_G).index_copy_(0, weighted.group_S, siblings_S)
+        weight_G = torch.where(tokens_G > 0, mean_by_token_G, mean_by_sample_G) / siblings_G
+        across = float(weight_G[in_means_G(agg.weighted)].sum())
+    elif agg.across is not None:
+        across = float(in_means_G(agg.across).sum())
+    else:
+        across = 1.0
+    if (agg.weighted or agg.across) == "microbatch" and agg.empty == "count":
+        microbatches_with_samples = int(in_means_G("microbatch").sum())
+        across += samples.microbatches - microbatches_with_samples
+
+    if across == 0:
+        return torch.zeros_like(mask_S), across
+    c_S = samples.weight * (agg.inverse_divisor / across) / (within_S * siblings_S)
+    c_S = c_S.masked_fill(samples.rejected | (mask_S == 0), 0.0)
+    _check_range(c_S[c_S != 0])
+    return c_S, across
+
+
+def _custom_coefficients(agg: LossAggregation, samples: Samples) -> Tensor:
+    assert agg.function is not None
+    c_S: Any = agg.function(replace(samples, mask_sum=samples.mask_sum.clone()))
+    if not is_plain(c_S) or c_S.shape != samples.mask_sum.shape:
+        raise OptionError(
+            "the aggregation function must return a real coefficient for each of the "
+            f"{len(samples.mask_sum)} samples, got {described(c_S)}. Change the function "
+            "(function=, or --loss-aggregation-function)."
+        )
+    c_S = c_S.detach().to("cpu", torch.float64, copy=True)
+    if not bool(c_S.isfinite().all()):
+        raise OptionError(
+            "the aggregation function must return finite coefficients, got infinite or NaN ones. "
+            "Return 0 for samples without tokens (function=, or --loss-aggregation-function)."
+        )
+    return c_S.masked_fill(samples.rejected | (samples.mask_sum == 0), 0.0)
+
+
+def _check_one_parent(
+    agg: LossAggregation, samples: Samples, outer: Unit, inner: Unit, parent_G: Tensor
+) -> None:
+    """Raise DataError if a group of ``inner`` lies in two groups of ``outer``."""
+    parents, children = samples.groups(outer), samples.groups(inner)
+    strays = (parent_G[children.group_S] != parents.group_S).nonzero()
+    if strays.numel():
+        row = int(strays[0])
+        child = children.group_S[row]
+        ids = [int(parents.ids_G[x]) for x in (parent_G[child], parents.group_S[row])]
+        raise DataError(
+            f"each {inner} must be in one {outer} for the levels {' > '.join(agg.path)}, got the "
+            f"{inner} {int(children.ids_G[child])} in the {outer}s {ids[0]} and {ids[1]}. Give ids "
+            "that are unique over the whole step (batch keys "
+            f"'{inner}_ids' and '{outer}_ids')."
+        )
+
+
+def _check_range(c_S: Tensor) -> None:
+    """Raise DataError where fp32 overflows or has less than 24 bits."""
+    if not c_S.numel():
+        return
+    least, largest = (float(x) for x in c_S.aminmax())
+    if not (least >= _SMALLEST_FP32 and largest <= LARGEST_FP32):
+        raise DataError(
+            f"coefficients of samples must be in the range of fp32, got {least:.3g} to {largest:.3g}. "
+            "Give a loss_mask, sample_weights and divisor of moderate size."
+        )
+
+
+def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
+    argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
+    return (
+        f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument} "
+        f"(the batch key '{unit}_ids', int64 [samples]), or choose a mode without {unit}s "
+        "(--loss-aggregation)."
+    )
+
+
+def _column(microbatches: Sequence[Microbatch], name: str, default: float) -> Tensor:
+    """The field ``name`` of all samples; ``default`` for microbatches without it."""
+    dtype = BY_SAMPLE[name]
+    values = []
+    for m in microbatches:
+        x = getattr(m, name)
+        values.append(torch.full((m.num_samples,), default, dtype=dtype) if x is None else x)
+    return _joined(values, dtype)
+
+
+def _joined(parts: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """One vector; empty if there are no parts."""
+    return torch.cat([torch.empty(0, dtype=dtype), *(x.detach().to(dtype) for x in parts)])

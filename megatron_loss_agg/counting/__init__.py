@@ -1,1 +1,0 @@
-"""Counts a step: a rank's samples, their table, and one exchange over all ranks."""
