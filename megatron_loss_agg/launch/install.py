@@ -28,6 +28,7 @@ from megatron_loss_agg.mcore import (
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.call import STOCK, model_chunks
 from megatron_loss_agg.mcore.checks.settings import check_settings
+from megatron_loss_agg.mcore.parts.distillation import KD
 
 Schedule = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
@@ -189,7 +190,10 @@ class Plugin:
         def hooked(schedule: Schedule) -> Schedule:
             if hook is None:
                 return schedule
-            return self._effect.noting(hook, distilled(hook.wrap(schedule)))
+            aggregated = hook.wrap(schedule)
+            if [*hook.terms][1:] == [KD]:
+                aggregated = distilled(hook, aggregated)
+            return self._effect.noting(hook, aggregated)
 
         return hooked
 

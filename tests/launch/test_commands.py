@@ -17,9 +17,9 @@ FLAG = "--loss-aggregation"
 BAD_STARTS = {
     "--gpu script.py": "OptionError: SCRIPT must be a file, got '--gpu'. Write [--cpu] SCRIPT",
     "missing.py": "OptionError: SCRIPT must be a file, got 'missing.py'. Write",
-    "SCRIPT @ bogus": "OptionError: unknown mode 'bogus' ... expected one of token_mean, ",
+    "SCRIPT @ bogus": "OptionError: unknown mode 'bogus' ... one of token_mean, ",
     "SCRIPT @=": "OptionError: unknown mode ''",
-    "SCRIPT @ verl": "OptionError: unknown preset 'verl'; expected one of verl/t",
+    "SCRIPT @ verl": "OptionError: unknown preset 'verl'. Choose one of verl/t",
     "SCRIPT @-audit": "OptionError: @-audit needs @, got none. Add @ MODE, or remove @-audit.",
     "SCRIPT @-split contiguous": "OptionError: @-split needs @, got none. Add @ MODE, or",
     "SCRIPT @ sum @ sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",

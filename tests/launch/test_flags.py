@@ -153,7 +153,7 @@ def test_reports_by_data_set_average_as_megatrons_log_does(
 def test_a_teacher_of_megatron_is_a_second_term() -> None:
     teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.25}
     found = hook("@ token_mean", **teacher)
-    assert [term.coefficient for term in found.terms.values()] == [0.75, 0.25]
+    assert [term.multiplier for term in found.terms.values()] == [0.75, 0.25]
 
 
 def test_a_loop_without_a_hook_reads_the_aggregation_from_the_environment(

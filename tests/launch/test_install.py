@@ -130,7 +130,7 @@ def squared(loss_mask: Any, output: Any) -> tuple[Any, Any, Any]:
     return loss, loss_mask.sum().to(int), {}
 
 
-OTHER_LOSS = "HostError: the loss function returned ... expected a masked sum"
+OTHER_LOSS = "HostError: a loss function must return the masked sum of the model's losses"
 
 
 def train_several_models() -> None:
@@ -141,12 +141,14 @@ def train_several_models() -> None:
     from megatron_loss_agg.launch.install import install
     from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
-    from tests.host.scripts import returning
     from tests.host.steps import NO_TOKENS, SHORT, batches
 
     gpt.initialize()
     first, second = gpt.ddp_model(), gpt.ddp_model()
-    squares = functools.partial(returning, lambda x, mask: (x, functools.partial(squared, mask)))
+
+    def squares(iterator: Any, model: Any) -> Any:
+        losses, loss_func = gpt.forward_step(iterator, model)
+        return losses, functools.partial(squared, *loss_func.args)
 
     def call(model: Any, schedule: Any = None, places: Any = SHORT, **options: Any) -> Any:
         data = batches(places[0], "bshd")
@@ -162,8 +164,7 @@ def train_several_models() -> None:
     hooked = LossHook(LossAggregation(mode="sample_mean")).wrap(get_forward_backward_func())
     call(first, hooked)
     says(OTHER_LOSS, first, hooked, forward_step_func=squares)
-    says("HostError: a LossHook trains a second model; expected a hook for each", second, hooked)
-    call(second, hooked, forward_only=True)
+    call(second, hooked)
 
     uninstall = installed()
     sgd = torch.optim.SGD(first.parameters(), lr=0.0)
@@ -182,7 +183,7 @@ def train_several_models() -> None:
 
     # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
     own = LossHook(LossAggregation(mode="token_mean")).wrap(counting)
-    says("HostError: has no mask; expected", first, own)
+    says("HostError: a forward step must return functools.partial(loss_func, loss_mask)", first, own)
     assert wrapped == ["called"]
     uninstall()
     assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
