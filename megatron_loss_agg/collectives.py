@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_loss_agg.errors import PeerError
 
@@ -113,6 +114,24 @@ def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if "gloo" not in backends.values():
         return x.to(torch.accelerator.current_accelerator() or "cpu")
     return x if backends.get(x.device.type, "gloo") != "gloo" else x.cpu()
+
+
+class SumOverRanks(torch.autograd.Function):
+    """All-reduce in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -57,6 +57,7 @@ from megatron_loss_agg.mcore.forward_step import (
     check_has_gradient,
     check_packing,
     merged_reports,
+    observed_calls,
     script_losses,
 )
 from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
@@ -291,10 +292,8 @@ class LossHook:
                 stack.enter_context(call.without_reduction())
             forward_step = call.arguments["forward_step_func"]
             if plans is not None:
-                calls = ModelCalls(call.chunks[-1])
-                if is_first:
-                    stack.enter_context(calls.observed())
-                forward_step = self._forward_step(call, plans, records, calls)
+                model_calls = stack.enter_context(observed_calls(call)) if is_first else None
+                forward_step = self._forward_step(call, plans, records, model_calls)
             result = schedule(**call.arguments_with(forward_step, iterator))
 
         # 7. The losses were those that were planned.
@@ -319,47 +318,55 @@ class LossHook:
         """What Megatron gets of microbatch ``i`` in place of what ``loss_function`` returns."""
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
-
-        # 5. The weights of this rank's tokens: mask times coefficient.
-        weights: dict[str, Tensor] = {}
-        for name, term in script.terms.items():
-            starts = starts_on_rank(plans[name], i, term, call, self.split)
-            weights[name] = weights_on_rank(plans[name], i, term, call, starts)
-            records.add_mask_sums(call, plans[name], i, name, term, weights[name], starts)
-
-        # 6. The weighted sums, and their reports.
         reports = script.report
-        parts = []
+
+        weights: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
+        sums: list[MaskSum] = []
         for name, term in script.terms.items():
+            # 5. The weights of this rank's tokens: mask times coefficient.
+            plan = plans[name]
+            starts = starts_on_rank(plan, i, term, call, self.split)
+            weights[name] = weights_on_rank(plan, i, term, call, starts)
+
+            # 6. The weighted sum, and its report.
             part = weighted_sum_unchecked(weights[name], term.losses)
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
-            pair = report_pair(call, plans[name], part, denominator_of(plans[name]))
+            pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
+
+            sums += mask_sums(call, plan, i, term, weights[name])
+            if records.is_first:
+                sums += mask_sums_by_sample(call, plan, i, term, starts)
+        records.mask_sums[i] = sums
+
+        first = _first(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         if self._reports_total and len(parts) == len(self.terms):
-            reports = merged_reports(reports, {"loss": report_pair(call, _first(plans), total)})
+            reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
         if script.returned is not None and "lm loss" in reports:
             (term,) = script.terms.values()
-            reports["lm loss"] = token_mean_pair(call, _first(plans), term)
+            reports["lm loss"] = token_mean_pair(call, first, term)
         for report, names in script.further_reports:
             reports = merged_reports(reports, _reported(report, names, script.terms, weights))
+
         microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, total, reports)
         for extension in self.extensions:
             extension.on_loss(microbatch)
-
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
-        if function_of(loss_function) not in self._checked_functions:
-            records.add_masked_sum(call, loss_function, script)
+        if (call.trains, function_of(loss_function)) not in self._checked_functions:
+            masked_sum = compare_with_masked_sum(call, loss_function, script)
+            if masked_sum is not None:
+                records.masked_sums[i] = masked_sum
+
+        num_tokens = _tokens_of_rank(call, first, i)
         return call.scale.returned(
-            microbatch.total,
-            _tokens_of_rank(call, _first(plans), i),
-            _total_tokens(plans),
-            microbatch.reports,
+            microbatch.total, num_tokens, _total_tokens(plans), microbatch.reports
         )
 
     def _forward_step(
-        self, call: Call, plans: Plans, records: _Records, calls: ModelCalls
+        self, call: Call, plans: Plans, records: _Records, model_calls: ModelCalls | None
     ) -> Callable[..., Any]:
         """The script's forward step, whose loss function is replaced by `_loss`.
 
@@ -374,8 +381,9 @@ class LossHook:
                 return output, loss_function  # the schedule does not ask for this one's loss
             i = call.first_index + records.forward_steps
             records.forward_steps += 1
-            if records.is_first:
-                records.add_model_call(calls, _first(plans), i)
+            if model_calls is not None:
+                records.inputs[i], packing = model_calls.take()
+                check_packing(packing, _first(plans), i)
             return output, functools.partial(self._loss, call, plans, records, i, loss_function)
 
         return forward_step
@@ -467,8 +475,10 @@ class LossHook:
             iterator.check_taken()
         if records.is_first:
             check_tokens(call, records.tokens, records.inputs, self.split, self._split_is_declared)
-        check_mask_sums(call, records.all_mask_sums(), records.is_first)
-        self._checked_functions |= check_masked_sums(records.masked_sums)
+        check_mask_sums(
+            call, [x for xs in records.mask_sums.values() for x in xs], records.is_first
+        )
+        self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
         if records.is_first and call.trains and call.ends_step and not self._has_spoken:
             self._speak(call, plans)
 
@@ -525,37 +535,10 @@ class _Records:
 
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
     forward_steps: int = 0  # that have run
-    mask_sums: dict[int, dict[str, list[MaskSum]]] = field(default_factory=dict)  # by microbatch
-    masked_sums: list[MaskedSum] = field(default_factory=list)
+    mask_sums: dict[int, list[MaskSum]] = field(default_factory=dict)  # by microbatch
+    masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
     tokens: FirstTokens | None = None
-    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)
-
-    def add_mask_sums(
-        self,
-        call: Call,
-        plan: StepPlan,
-        i: int,
-        name: str,
-        term: Any,
-        weights: Tensor,
-        starts: Tensor | None,
-    ) -> None:
-        sums = list(mask_sums(call, plan, i, term, weights))
-        if self.is_first:
-            sums += mask_sums_by_sample(call, plan, i, term, starts)
-        self.mask_sums.setdefault(i, {})[name] = sums
-
-    def all_mask_sums(self) -> list[MaskSum]:
-        return [x for by_term in self.mask_sums.values() for sums in by_term.values() for x in sums]
-
-    def add_masked_sum(self, call: Call, loss_function: Any, script: Any) -> None:
-        compared = compare_with_masked_sum(loss_function, script, call.groups.cp_size)
-        if compared is not None:
-            self.masked_sums.append(compared)
-
-    def add_model_call(self, calls: ModelCalls, plan: StepPlan, i: int) -> None:
-        self.inputs[i], packing = calls.take()
-        check_packing(packing, plan, i)
+    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
 
 
 def _shared(make: Callable[[], Plans], call: Call) -> Plans:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_loss_agg.collectives import SumOverRanks
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.call import ProcessGroups
@@ -157,20 +156,3 @@ def same_order(one: Sequence[int], other: Sequence[int]) -> bool:
     long_axes = [[n for n in shape if n != 1] for shape in (one, other)]
     in_order = long_axes[0] == long_axes[1] or min(map(len, long_axes)) <= 1
     return in_order and math.prod(one) == math.prod(other)
-
-
-class SumOverRanks(torch.autograd.Function):
-    """All-reduce in forward and backward, where every rank's loss depends on every rank's values."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

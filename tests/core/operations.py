@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 from unittest import mock
 
@@ -9,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_loss_agg import weights  # what a GPU does not know, see `Operations`
 from tests import device
 
+# The module: the package's attribute of this name is the function.
+weighted_sum = importlib.import_module("megatron_loss_agg.weighted_sum")
 WAITS = {f"aten::{name}" for name in device.WAITS}
 VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 
@@ -26,7 +28,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.dtypes: set[torch.dtype] = set()
-        self._as_on_gpu = mock.patch.object(weights, "_is_known_finite", return_value=False)
+        self._as_on_gpu = mock.patch.object(weighted_sum, "_is_known_finite", return_value=False)
 
     def __enter__(self) -> Operations:
         self._as_on_gpu.start()
