@@ -183,7 +183,9 @@ def train_several_models() -> None:
 
     # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
     own = LossHook(LossAggregation(mode="token_mean")).wrap(counting)
-    says("HostError: a forward step must return functools.partial(loss_func, loss_mask)", first, own)
+    says(
+        "HostError: a forward step must return functools.partial(loss_func, loss_mask)", first, own
+    )
     assert wrapped == ["called"]
     uninstall()
     assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
@@ -213,6 +215,15 @@ def train_several_models() -> None:
         assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
         call(first)
         says("HostError: skip needs a single model ... got several", second)
+    uninstall()
+
+    # Flags for a teacher make Megatron's loss function one of two terms.
+    teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.5}
+    sys.argv = ["script"]
+    uninstall = install(watch_exit=False)
+    with_teacher = argparse.Namespace(loss_aggregation="sum", **teacher)
+    with mock.patch.object(global_vars, "_GLOBAL_ARGS", with_teacher):
+        says("HostError: one distillation loss", first)
     uninstall()
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
