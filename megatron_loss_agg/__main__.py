@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_loss_agg.errors import AggregationError, OptionError
+from megatron_loss_agg.microbatch import Microbatch
 
 if TYPE_CHECKING:
     from megatron_loss_agg.launch.effect import Effect
@@ -35,9 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             return doctor.main(args[1:])
         if args[:1] == ["explain"]:
             from megatron_loss_agg import explain
-            from megatron_loss_agg.launch import data
 
-            return explain.main(args[1:], data.read)
+            return explain.main(args[1:], _read_data)
         if args == ["--version"]:
             from megatron_loss_agg import __version__
 
@@ -102,6 +103,13 @@ def _run_script(script: str, effect: Effect) -> int:
             raise
     error = effect.error_at_exit()
     return 0 if error is None else refuse(error)
+
+
+def _read_data(flags: Sequence[str], number: int) -> Iterator[Microbatch]:
+    """The first rows of a run's training data; imports Megatron, which `explain` alone does not."""
+    from megatron_loss_agg.launch import data
+
+    return data.read(flags, number)
 
 
 def _help() -> str:

@@ -45,9 +45,9 @@ def check_tensors(
     (first_name, first), *_ = inputs.items()
     for name, x in inputs.items():
         if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
-            raise error(f"{name} is {described(x)}; expected a {kind}, dense tensor")
+            raise error(f"{name} must be a {kind}, dense tensor, got {described(x)}. Convert it.")
         if x.shape != first.shape:
             raise error(
-                f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
-                "expected the same shape (nothing is broadcast)"
+                f"{name} must have the shape {tuple(first.shape)} of {first_name}, got "
+                f"{tuple(x.shape)}. Reshape it: nothing is broadcast."
             )
