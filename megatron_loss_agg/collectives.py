@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_loss_agg.errors import PeerError
 
@@ -41,10 +42,10 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
     parts = _all_gather_object(part, group)
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
-        rank, cause = next(iter(failures.items()))
+        first = min(failures)
         raise PeerError(
             f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank "
-            f"{rank} first: {cause}"
+            f"{first} first: {failures[first]}"
         )
     return parts
 
@@ -113,6 +114,24 @@ def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if "gloo" not in backends.values():
         return x.to(torch.accelerator.current_accelerator() or "cpu")
     return x if backends.get(x.device.type, "gloo") != "gloo" else x.cpu()
+
+
+class SumOverRanks(torch.autograd.Function):
+    """All-reduce in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -306,13 +306,14 @@ def _custom_coefficients(agg: LossAggregation, samples: Samples) -> Tensor:
             f"{len(samples.mask_sum)} samples, got {described(c_S)}. Change the function "
             "(function=, or --loss-aggregation-function)."
         )
-    c_S = c_S.detach().to("cpu", torch.float64, copy=True)
+    c_S = c_S.detach().to("cpu", torch.float64)
+    c_S = c_S.masked_fill(samples.rejected | (samples.mask_sum == 0), 0.0)
     if not bool(c_S.isfinite().all()):
         raise OptionError(
-            "the aggregation function must return finite coefficients, got infinite or NaN ones. "
-            "Return 0 for samples without tokens (function=, or --loss-aggregation-function)."
+            "the aggregation function must return finite coefficients, got infinite or NaN ones of "
+            "samples with tokens. Change the function (function=, or --loss-aggregation-function)."
         )
-    return c_S.masked_fill(samples.rejected | (samples.mask_sum == 0), 0.0)
+    return c_S
 
 
 def _check_one_parent(

@@ -8,11 +8,12 @@ bshd layout, of every packed sequence in Transformer Engine's thd layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
+from torch.autograd.function import once_differentiable
 
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.microbatch import are_offsets, starts_at_zero_and_never_decreases
@@ -25,18 +26,22 @@ class CPLayout:
 
     Attributes:
         index: int64 [local tokens], positions in the order in which this rank holds them.
+        rank_of_position: int64 [total_len], the context-parallel rank that holds each position.
         total_len: length of the whole axis.
         cp_size, cp_rank: size of the context-parallel group, and this rank in it.
     """
 
-    def __init__(self, holder_T: Tensor, cp_size: int, cp_rank: int) -> None:
+    def __init__(self, rank_of_position: Tensor, cp_size: int, cp_rank: int) -> None:
         if not 0 <= cp_rank < cp_size:
-            raise DataError(f"cp_rank={cp_rank} of cp_size={cp_size}; expected 0 <= rank < size")
-        self.total_len = holder_T.numel()
+            raise DataError(
+                f"cp_rank must be from 0 to cp_size - 1 = {cp_size - 1}, got {cp_rank}. Pass this "
+                "process's rank in its context-parallel group."
+            )
+        self.rank_of_position = rank_of_position
+        self.index = (rank_of_position == cp_rank).nonzero().view(-1)
+        self.total_len = rank_of_position.numel()
         self.cp_size = cp_size
         self.cp_rank = cp_rank
-        self.index = (holder_T == cp_rank).nonzero().view(-1)
-        self._holder_T = holder_T  # the rank of each position
 
     @classmethod
     def bshd(cls, seq_len: int, cp_size: int, cp_rank: int) -> CPLayout:
@@ -63,22 +68,22 @@ class CPLayout:
             cu_seqlens_padded
         ):
             raise DataError(
-                f"cu_seqlens_padded={cu_seqlens_padded}; expected int32 or int64 [sequences + 1], "
-                "offsets that start at 0 and do not decrease"
+                "cu_seqlens_padded must be int32 or int64 [sequences + 1] that starts at 0 and "
+                f"does not decrease, got {cu_seqlens_padded}. Pass the offsets of the padded pack."
             )
         starts = cu_seqlens_padded.long()
         lengths = starts.diff()
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
         if cp_size > 1 and uneven.numel():
-            which = int(uneven[0])
+            first = int(uneven[0])
             raise DataError(
-                f"sequence {which} has (padded) length {int(lengths[which])}; expected a multiple "
-                f"of 2 * cp_size = {2 * cp_size}: pad it"
+                f"the length of a sequence must be a multiple of 2 * cp_size = {2 * cp_size}, got "
+                f"{int(lengths[first])} for sequence {first}. Pad it, and pass the padded offsets."
             )
-        length_T, start_T = torch.stack([lengths, starts[:-1]]).repeat_interleave(lengths, dim=1)
-        place_T = torch.arange(len(start_T), device=starts.device) - start_T
-        chunk_T = place_T * (2 * cp_size) // length_T
-        return cls(torch.minimum(chunk_T, 2 * cp_size - 1 - chunk_T), cp_size, cp_rank)
+        start, length = torch.stack([starts[:-1], lengths]).repeat_interleave(lengths, dim=1)
+        position_in_sequence = torch.arange(len(start), device=starts.device) - start
+        chunk = position_in_sequence * (2 * cp_size) // length
+        return cls(torch.minimum(chunk, 2 * cp_size - 1 - chunk), cp_size, cp_rank)
 
     @classmethod
     def contiguous(cls, total_len: int, cp_size: int, cp_rank: int) -> CPLayout:
@@ -89,11 +94,10 @@ class CPLayout:
         """
         if total_len % cp_size:
             raise DataError(
-                f"length {total_len} cannot be split into {cp_size} equal parts; "
-                f"expected a multiple of cp_size = {cp_size}: pad it"
+                f"the length must be a multiple of cp_size = {cp_size}, got {total_len}. Pad it."
             )
-        holder_T = torch.arange(total_len) * cp_size // max(total_len, 1)
-        return cls(holder_T, cp_size, cp_rank)
+        rank_of_position = torch.arange(total_len) * cp_size // max(total_len, 1)
+        return cls(rank_of_position, cp_size, cp_rank)
 
     def shard(self, x: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
@@ -114,8 +118,9 @@ class CPLayout:
 
         Args:
             local: this rank's part; without ``group``, the list of all parts in rank order.
-            group: the context-parallel group; every rank must call. A part's gradient is summed
-                over all ranks' results.
+            group: the context-parallel group, any process group of ``cp_size`` ranks; every rank
+                must call. In the backward pass, which every rank must run, too, a part gets the sum
+                of its gradients over all ranks' results.
 
         Raises:
             DataError: the parts are not as long as the whole axis; a list with ``group``, or a
@@ -123,18 +128,42 @@ class CPLayout:
         """
         if isinstance(local, Tensor) != (group is not None):
             raise DataError(
-                f"unshard got a {type(local).__name__} {'without' if group is None else 'with'} a "
-                "group; expected this rank's part and a group, or the list of all parts"
+                "unshard needs this rank's part and a group, or the list of all parts, got a "
+                f"{type(local).__name__} {'without' if group is None else 'with'} a group. "
+                f"{'Give' if group is None else 'Drop'} group=."
             )
         if isinstance(local, Tensor):
             _check_length(local, dim, self.index.numel())
-            local = all_gather(local.contiguous(), group=group)
-        whole = torch.cat([*local], dim=dim)
-        _check_length(whole, dim, self.total_len)
-        order = self._holder_T.argsort(stable=True).argsort()
-        return whole.index_select(dim, order.to(whole.device))
+            local = _AllGather.apply(local, group)  # type: ignore[no-untyped-call]
+        in_rank_order = torch.cat([*local], dim=dim)
+        _check_length(in_rank_order, dim, self.total_len)
+        # Stable: a rank holds its positions in ascending order.
+        place_in_rank_order = self.rank_of_position.argsort(stable=True).argsort()
+        return in_rank_order.index_select(dim, place_in_rank_order.to(in_rank_order.device))
+
+
+class _AllGather(torch.autograd.Function):
+    """[ranks, ...] from each rank's part [...]; backward: its part of all ranks' gradients' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        local = local.contiguous()
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 def _check_length(x: Tensor, dim: int, expected: int) -> None:
     if x.shape[dim] != expected:
-        raise DataError(f"axis {dim} has length {x.shape[dim]}; expected the layout's {expected}")
+        raise DataError(
+            f"axis {dim} must have the layout's length {expected}, got {x.shape[dim]}. Build the "
+            "layout for this tensor, or pass another dim=."
+        )

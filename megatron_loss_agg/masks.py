@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.microbatch import Microbatch, starts_at_zero_and_never_decreases
-from megatron_loss_agg.tensors import LARGEST_FP32, detached
+from megatron_loss_agg.tensors import LARGEST_FP32
 
 
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
@@ -78,7 +78,7 @@ def shifted(values: Tensor, starts: Tensor | None, by: int) -> Tensor:
 
 def _sums(microbatch: Microbatch, i: int) -> Tensor:
     """The mask sum of each sample of microbatch ``i`` of the step, fp64 [samples]."""
-    mask = detached(microbatch.loss_mask)
+    mask = microbatch.loss_mask.detach()
     # As Python numbers, since half precision would round the limit to infinity.
     least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):

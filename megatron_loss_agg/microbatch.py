@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, WITHOUT_IDS, Unit
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.tensors import described, detached, is_plain
+from megatron_loss_agg.tensors import described, is_plain
 
 Ids = Tensor | Sequence[int] | Sequence[str]
 """One id per sample: int64 [samples], ints, or strings."""
@@ -185,7 +185,7 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """With tensors of its own, but the `model_inputs`."""
-        return self.with_tensors(lambda x: detached(x).clone())
+        return self.with_tensors(lambda x: x.detach().clone())
 
     def tensors(self) -> list[Tensor]:
         """All of its tensors but the `model_inputs`."""

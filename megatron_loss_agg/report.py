@@ -153,20 +153,20 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
-    in_words = [
+    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading metrics")
+    lists = [
         ", ".join(f"{kind.__name__} {name!r}" for name, kind in kinds.items()) or "nothing"
         for kinds, _ in of_ranks
     ]
-    if len({*in_words}) > 1:
+    if len({*lists}) > 1:
         raise DataError(
-            f"all ranks must report the same metrics, got {' and '.join(dict.fromkeys(in_words))}. "
-            "Report the same names and kinds on every rank."
+            "all ranks of the group must report the same names and kinds, got "
+            f"{' and '.join(dict.fromkeys(lists))}. Report the same metrics on every rank."
         )
     kinds, _ = of_ranks[0]
     sizes = [len(fields(kind)) for kind in kinds.values()]
-    rows = torch.tensor([values for _, values in of_ranks], dtype=torch.float64)
-    columns = rows.split(sizes, dim=1)
+    table = torch.tensor([numbers for _, numbers in of_ranks], dtype=torch.float64)
+    columns = table.split(sizes, dim=1)
     return {
         name: float(kind(*_OVER[kind](of_kind, 0)).value())
         for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)
@@ -222,34 +222,3 @@ def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
 def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:
     floating = values.is_floating_point and (weights.is_floating_point or weights == torch.bool)
     return torch.float32 if floating and torch.float64 not in (values, weights) else torch.float64
-
-
-class RunningMean:
-    """Values whose mean over an evaluation's calls is the mean over all of their denominators.
-
-    For a loop that averages the calls' values with equal weights.
-    With ``R_k`` the mean ``sum L * D / sum D`` over the first ``k`` calls, the value of call ``k``
-    is ``k R_k - (k - 1) R_{k-1}``, so that the first ``k`` values add up to ``k R_k``. It is linear
-    in the parts of ``L``: every rank uses its own, and Megatron adds them up.
-    """
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._denominators = 0.0  # of all calls
-        self._sum: Tensor | float = 0.0  # fp64: of this rank's parts of L * D
-        self._returned_so_far: Tensor | float = 0.0  # sum of the values
-
-    def add(self, part: Tensor, denominator: float, first: bool) -> Tensor:
-        """This rank's part of the call's value, for its ``part`` of ``L`` in one microbatch.
-
-        Args:
-            first: whether it is the call's first microbatch.
-        """
-        if first:
-            self._calls += 1
-            self._denominators += denominator
-        self._sum = self._sum + part.double() * denominator
-        mean = self._sum / self._denominators if self._denominators else self._sum * 0.0
-        value = self._calls * mean - self._returned_so_far
-        self._returned_so_far = self._calls * mean
-        return value

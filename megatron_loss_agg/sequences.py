@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_loss_agg.collectives import ranks_of
+from megatron_loss_agg.collectives import SumOverRanks, ranks_of
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
@@ -18,12 +16,17 @@ from megatron_loss_agg.tensors import at_least_fp32, check_tensors
 
 
 class SequenceSum:
-    """``out_s = sum_{u in s} m_u x_u`` of each sequence ``s``: [sequences], the same on all ranks.
+    """Sum over the tokens of each sequence of mask times value: [sequences], on all ranks the same.
 
-    With log-probabilities of tokens as ``x``, these are those of whole answers. A call takes one
-    all-reduce over the context-parallel group, and so does its backward, since every rank's loss
-    depends on every rank's values: for a `TokenLoss` that is ``whole="reduced_grad"``. All ranks
-    must therefore call it, and run backward, the same number of times, even without active tokens.
+    With log-probabilities of tokens as values, these are the log-probabilities of whole answers, as
+    preference losses such as DPO need them. Losses with the mean of an answer divide by `lengths`:
+
+        mean_log_prob = sums(log_probs) / sums.lengths      # IPO, SimPO
+
+    A call takes one all-reduce over the context-parallel group. So does its backward pass, which
+    sums the gradients of all ranks' results, since every rank's loss depends on every rank's
+    values. All ranks must therefore call it, and run backward, the same number of times, even
+    without active tokens.
 
     Values at masked positions are ignored, even NaN.
 
@@ -31,6 +34,12 @@ class SequenceSum:
         microbatch: with the whole mask, the same on all ranks of ``group``.
         layout: the tokens that this rank holds; None: all of them.
         group: the context-parallel group; required if the layout has more than one rank.
+
+    Attributes:
+        lengths: fp64 [sequences], the mask sum of each whole sequence, on the mask's device.
+        sample_index: int64 [local tokens], flat: the sequence of each token that this rank holds;
+            the number of sequences for tokens outside of all sequences. With it a number of each
+            sequence becomes one of each token: ``pad(x, (0, 1))[sums.sample_index]``.
 
     Waits for the device once, to check the values of the mask; a call does not wait.
 
@@ -46,24 +55,27 @@ class SequenceSum:
         group: dist.ProcessGroup | None = None,
     ):
         if not isinstance(microbatch, Microbatch):
-            raise DataError(f"a {type(microbatch).__name__}; expected a Microbatch")
-        parts, ranks = 1 if layout is None else layout.cp_size, ranks_of(group)
-        if parts != ranks:
             raise DataError(
-                f"a layout of {parts} context-parallel ranks and a group of {ranks}; expected the "
-                "layout of the group: give both, or neither"
+                f"microbatch must be a Microbatch, got a {type(microbatch).__name__}. Pass "
+                "Microbatch(loss_mask, ...)."
             )
-        self.mask_sum_S = sums_by_sample(brought_to_cpu([microbatch]))  # of the whole sequences
+        layout_ranks = 1 if layout is None else layout.cp_size
+        if layout_ranks != ranks_of(group):
+            raise DataError(
+                f"group must have the layout's {layout_ranks} context-parallel ranks, got "
+                f"{ranks_of(group)}. Give both layout and group, or neither."
+            )
         mask, position = microbatch.loss_mask.detach(), None
+        self.lengths = sums_by_sample(brought_to_cpu([microbatch])).to(mask.device)
         if layout is not None:
             mask, position = layout.shard(mask), layout.index.to(mask.device)
-        sample_T = microbatch.sample_index(position)
-        if sample_T is None:
+        sample_index = microbatch.sample_index(position)
+        if sample_index is None:  # rows
             rows = torch.arange(microbatch.num_samples, device=mask.device)
-            sample_T = rows.repeat_interleave(mask.shape[-1])
-        self.sample_T = sample_T  # of each local token, the number of sequences outside all
+            sample_index = rows.repeat_interleave(mask.shape[-1])
+        self.sample_index = sample_index
         self._mask = mask.to(torch.float64, copy=True)  # the script may change its own
-        self._group = group if ranks > 1 else None
+        self._group = group if ranks_of(group) > 1 else None
 
     def __call__(self, values: Tensor) -> Tensor:
         """The sums, in ``values``' dtype, or in fp32 for half precision.
@@ -77,24 +89,26 @@ class SequenceSum:
         return self.in_fp64(values).to(at_least_fp32(values.dtype))
 
     def in_fp64(self, values: Tensor) -> Tensor:
-        """The sums, not rounded."""
+        """The sums in fp64."""
         check_tensors(DataError, "floating-point", local_loss_mask=self._mask, values=values)
-        kept = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
-        # The extra entry is for tokens outside all sequences; their mask is 0.
-        zero_S = kept.new_zeros(len(self.mask_sum_S) + 1)
-        sum_S = zero_S.index_add(0, self.sample_T, kept.reshape(-1))[:-1]
+        masked = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
+        # The extra entry is for tokens outside of all sequences; their mask is 0.
+        zeros = masked.new_zeros(len(self.lengths) + 1)
+        local_sums = zeros.index_add(0, self.sample_index, masked.reshape(-1))[:-1]
         if self._group is None:
-            return sum_S
-        total_S: Tensor = _SumOverRanks.apply(sum_S, self._group)  # type: ignore[no-untyped-call]
-        return total_S
+            return local_sums
+        sums: Tensor = SumOverRanks.apply(  # type: ignore[no-untyped-call]
+            local_sums, self._group
+        )
+        return sums
 
 
 class SequenceMean:
-    """``out_t = (1 / M_s) sum_{u in s} m_u x_u``, where ``s`` is the sequence that contains ``t``.
+    """Mean over the active tokens of each sequence, at each of its tokens.
 
-    ``M_s`` is the mask sum of the *whole* sequence. Takes the collectives of a `SequenceSum`, whose
-    arguments and errors it has. The mean is 0 for sequences without active tokens and for tokens
-    outside all sequences.
+    That is ``sum(mask * value) / sum(mask)`` over the *whole* sequence. Takes the collectives of a
+    `SequenceSum`, whose arguments and errors it has. The mean is 0 for sequences without active
+    tokens and for tokens outside of all sequences.
     """
 
     def __init__(
@@ -104,8 +118,8 @@ class SequenceMean:
         group: dist.ProcessGroup | None = None,
     ):
         self._sum = SequenceSum(microbatch, layout, group)
-        coefficient_S = (1 / self._sum.mask_sum_S).masked_fill(self._sum.mask_sum_S == 0, 0.0)
-        self._coefficient_S = coefficient_S.to(microbatch.loss_mask.device)
+        lengths = self._sum.lengths
+        self._inverse_lengths = torch.where(lengths == 0, 0, 1 / lengths)
 
     def __call__(self, values: Tensor) -> Tensor:
         """The sequence mean at every token; ``values``' dtype, or fp32 for half precision.
@@ -113,23 +127,6 @@ class SequenceMean:
         Args:
             values: as of a `SequenceSum`.
         """
-        mean_S = self._sum.in_fp64(values) * self._coefficient_S
-        mean_T = pad(mean_S, (0, 1))[self._sum.sample_T]
-        return mean_T.view(values.shape).to(at_least_fp32(values.dtype))
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce in forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        means = self._sum.in_fp64(values) * self._inverse_lengths
+        mean_of_token = pad(means, (0, 1))[self._sum.sample_index]
+        return mean_of_token.view(values.shape).to(at_least_fp32(values.dtype))

@@ -12,13 +12,13 @@ from torch import Tensor
 from examples.grpo import task
 from examples.grpo.options import Options
 from examples.grpo.packing import Pack
+from examples.grpo.policy import clipped_policy_loss, kl_k2, log_ratio_of
 from megatron_loss_agg import CPLayout, LossAggregation, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.mcore.logprobs import (
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
 )
-from megatron_loss_agg.policy import clipped_policy_loss, kl_penalty
 from megatron_loss_agg.report import Max, Mean
 
 Report = dict[str, Mean | Max]
@@ -68,18 +68,17 @@ def grpo_hook(options: Options) -> LossHook:
 def grpo_losses(clip: float, logits: Tensor, local: Pack) -> tuple[dict[str, Tensor], Report]:
     """The terms of `grpo_hook`, per token, and what to watch."""
     log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, local["labels"])
-    policy = clipped_policy_loss(
-        log_probs, local["old_log_probs"], local["advantages"], clip_low=clip, clip_high=clip
-    )
-    kl = kl_penalty(log_probs, local["reference_log_probs"], "k2")
+    log_ratio = log_ratio_of(log_probs, local["old_log_probs"])
+    policy, is_clipped = clipped_policy_loss(log_ratio, local["advantages"], clip, clip)
+    kl = kl_k2(log_probs, local["reference_log_probs"])
     mask = local["loss_mask"]
     report: Report = {
-        "clip_fraction": Mean.of(policy.clipped, mask),
-        "ratio_max": Max.of(policy.ratios, mask),
+        "clip_fraction": Mean.of(is_clipped, mask),
+        "ratio_max": Max.of(log_ratio.exp(), mask),
         "kl": Mean.of(kl, mask),
         "entropy": Mean.of(entropy, mask),
     }
-    return {"policy": policy.losses, "kl": kl, "entropy": entropy}, report
+    return {"policy": policy, "kl": kl, "entropy": entropy}, report
 
 
 def supervised_hook() -> LossHook:

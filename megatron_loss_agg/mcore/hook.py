@@ -1,44 +1,147 @@
 """One call of Megatron's schedule, or several, as one exact optimizer step.
 
-read -> count -> plan -> hand on -> weigh -> report
+Two functions are the whole way of a call: `LossHook._run`, from the step's batches to its plan, and
+`LossHook._loss`, from a microbatch's model output to the loss that Megatron differentiates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
-from megatron_loss_agg.collectives import any_rank, failing_together, handed_on
-from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.mcore.call_losses import CallLosses
-from megatron_loss_agg.mcore.extension import Extension, settings_of
-from megatron_loss_agg.mcore.host import Call, Loop, defaults_of, stock
-from megatron_loss_agg.mcore.reading.ahead import LookAhead, Source
-from megatron_loss_agg.mcore.reading.keys import (
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms, units_by_id
+from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
+from megatron_loss_agg.describe import terms_in_words
+from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.mcore.batches import (
+    DrawnBatches,
     ReadBatch,
     ReadStep,
-    factors_of,
+    model_inputs_of,
     read_batch,
-    reading,
+    reader_for,
+    with_dataset_ids,
 )
-from megatron_loss_agg.mcore.reading.late import LateMicrobatch, read_samples
-from megatron_loss_agg.mcore.splits import Splits
-from megatron_loss_agg.mcore.step import PlannedStep, Step, planned_step
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
-from megatron_loss_agg.report import RunningMean
+from megatron_loss_agg.mcore.call import Call, defaults_of, stock
+from megatron_loss_agg.mcore.checks.loss_function import (
+    MaskedSum,
+    check_masked_sums,
+    compare_with_masked_sum,
+    function_of,
+)
+from megatron_loss_agg.mcore.checks.masks import (
+    FirstTokens,
+    MaskSum,
+    check_mask_sums,
+    check_tokens,
+    mask_sums,
+    mask_sums_by_sample,
+)
+from megatron_loss_agg.mcore.checks.scaling import check_scaling
+from megatron_loss_agg.mcore.checks.settings import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.extension import Extension
+from megatron_loss_agg.mcore.first_line import (
+    first_line,
+    measured_in_words,
+    prints_first_line,
+)
+from megatron_loss_agg.mcore.forward_step import (
+    ModelCalls,
+    check_has_gradient,
+    check_packing,
+    merged_reports,
+    observed_calls,
+    script_losses,
+)
+from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
+from megatron_loss_agg.mcore.prefetch import prefetch_of
+from megatron_loss_agg.mcore.reports import (
+    MicrobatchLoss,
+    denominator_of,
+    report_pair,
+    token_mean_pair,
+)
+from megatron_loss_agg.mcore.split import SPLITS
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed, of_term
+from megatron_loss_agg.plan import StepPlan, plan_step
+from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
-_FAILED = "a rank of the last pipeline stage could not plan the step; expected it to: see its error"
+Plans = Mapping[str, StepPlan]
+"""Of one step, by term."""
+Wrapper = Callable[["LossHook", Callable[..., Any]], Callable[..., Any]]
+"""(the hook, Megatron's schedule) -> a schedule that does more."""
+
+_ANOTHER_RANK_FAILED = (
+    "another rank of the last pipeline stage failed while planning the step. Mend the error of that "
+    "rank first."
+)
 
 
-class Hook:
-    """`megatron_loss_agg.mcore.LossHook` without the checks that every hook has."""
+class LossHook:
+    """Makes Megatron's schedule compute an exact loss, whatever averaging Megatron does itself.
 
-    _complete: Callable[[Iterable[Extension]], list[Extension]]
+    In a custom loop:
+
+        hook = LossHook(LossAggregation(mode="prompt_mean"))
+        forward_backward = hook.wrap(get_forward_backward_func())
+
+    Every training call of ``forward_backward`` is one optimizer step; for a step of several calls
+    see `step`. The forward step returns what Megatron's own does, per-token losses and
+    ``partial(loss_func, loss_mask)``, or a `TokenLoss` or `SampleLoss` as the loss function. Reports
+    of a stock loss function keep ``lm loss`` as the mean over tokens. Reports get the aggregated
+    loss of the step, named ``"<mode> loss"`` or by the preset; both are (sum, count) pairs.
+
+    A loss of several terms, each with a denominator of its own:
+
+        hook = LossHook({"policy": LossAggregation(mode="prompt_mean"),
+                         "kl": Term(LossAggregation(mode="token_mean"), multiplier=0.01)})
+
+    Its forward step returns a `TokenLoss` with losses by name. Reports get ``"<name> loss"`` for
+    each, without its multiplier, and ``"loss"``, the weighted sum that is differentiated.
+
+    Args:
+        aggregation: what to compute; or several terms, by name, of which the first has Megatron's
+            token count.
+        read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or a mapping by
+            term, where their masks differ. The hook draws the step's batches before its first
+            forward pass and then passes them to the schedule.
+        read_step: (data iterator of the last model chunk, number of microbatches) -> list of that
+            many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
+            iterator must not be drawn ahead. The hook then draws nothing.
+        split: how the script splits tokens over context-parallel ranks: ``zigzag`` (inside every
+            row or packed sequence), ``zigzag_pack`` (over the whole pack) or ``contiguous``. None:
+            ``zigzag``. It is verified in the first step, by the model's inputs.
+        extensions: `Extension` objects, such as `DatasetReports`.
+        wrappers: functions (hook, schedule) -> schedule, such as `aggregate_mtp` and
+            `aggregate_routers`; their schedules run inside the hook.
+        empty_step: in a step without an active token, raise DataError (``error``); set
+            `step_is_empty`, so that the caller can skip the optimizer (``skip``); or do nothing, so
+            that momentum and weight decay still move the model (``train``).
+        evaluates: forward-only calls are aggregated, too; otherwise they are left alone.
+        prefetches: draw the next step's batches behind this one's compute, also where Megatron's
+            own loop reads a torch ``DataLoader`` without a `Prefetch`.
+        audit: measure Megatron's scaling again for every new number of microbatches, and print it.
+        trusts_unmeasured: go on with a model whose averaging cannot be measured, as if Megatron's
+            DistributedDataParallel averaged it.
+        settings: further settings that must be alike on every rank, which the log's first line says.
+
+    Attributes:
+        terms: `Term` by name.
+        split: the declared split.
+        call, plans: of the call that is running; ``plans`` is None on stages without a loss.
+        step_is_empty: whether the last training step was empty, the same on every rank; always
+            False unless ``empty_step`` is ``skip``.
+
+    Raises:
+        OptionError: an unknown option, bad terms, or something that is no extension.
+    """
 
     def __init__(
         self,
@@ -46,38 +149,56 @@ class Hook:
         *,
         read_batch: ReadBatch = read_batch,
         read_step: ReadStep | None = None,
+        split: str | None = None,
         extensions: Iterable[Extension] = (),
-        empty_step: str = "step",
-        total: str = "loss",
-        loop: Loop = Loop(),  # noqa: B008  (immutable)
+        wrappers: Iterable[Wrapper] = (),
+        empty_step: str = "train",
+        evaluates: bool = False,
+        prefetches: bool = False,
+        audit: bool = False,
+        trusts_unmeasured: bool = False,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
-        if empty_step not in ("step", "error", "skip"):
-            raise OptionError(f"empty_step={empty_step!r}; expected one of step, error, skip")
-        self._total: str | None = total  # None: no total is reported
+        _check_choice("empty_step", empty_step, ("train", "error", "skip"))
+        if split is not None:
+            _check_choice("split", split, SPLITS)
+        self._reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
-            aggregation, self._total = {aggregation.label: aggregation}, None
+            aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
-        names = ["lm loss", *(f"{name} loss" for name in self.terms), total]
-        if not isinstance(total, str) or len({*names}) < len(names):
+        if "lm" in self.terms:
             raise OptionError(
-                f"reports named {names}; expected different names of the terms and total=, and no "
-                "term 'lm', since 'lm loss' is the mean over tokens"
+                "a term must have another name than 'lm', since 'lm loss' is the mean over tokens. "
+                "Rename it."
             )
-        self._extensions = self._complete(extensions)
-        self._source = Source(reading(read_batch, self.terms, "dataset" in self._needs), read_step)
-        self.empty_step, self._loop = empty_step, loop
-        mask = "model" if read_batch is read_samples else "batch"
-        own = {"mask": mask, "factors": factors_of(read_batch), "empty_step": empty_step}
-        self._settings = settings_of(own | {"total": total} | loop._asdict(), self._extensions)
+        self.extensions = list(extensions)
+        for extension in self.extensions:
+            if not isinstance(extension, Extension):
+                raise OptionError(
+                    f"extensions must be objects of class Extension, got {extension!r}. Derive it from "
+                    "megatron_loss_agg.mcore.Extension."
+                )
+        self.split = split or SPLITS[0]
+        self.empty_step = empty_step
         self.step_is_empty = False
-        self._splits = Splits()
-        self._open: Step | None = None
-        self._kinds_planned: set[bool] = set()  # `Call.trains` of the calls that were planned
-        self._evaluation: defaultdict[str, RunningMean] = defaultdict(RunningMean)
-
-    @property
-    def _needs(self) -> frozenset[str]:
-        return frozenset[str]().union(*(x.needs for x in self._extensions))  # they may change
+        self.call: Call | None = None
+        self.plans: Plans | None = None
+        self._split_is_declared = split is not None
+        self._read_batch = reader_for(read_batch, self.terms)
+        self._read_step = read_step
+        self._wrappers = list(wrappers)
+        self._evaluates = evaluates
+        self._prefetches = prefetches
+        self._audits = audit
+        self._trusts_unmeasured = trusts_unmeasured
+        self._settings = dict(settings or {})
+        self._open_step: _Step | None = None
+        self._measured: float | None = None
+        self._measured_scales: set[object] = set()
+        self._has_spoken = False
+        # By model: whether a first training and a first evaluation call were verified.
+        self._verified: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
+        self._checked_functions: set[object] = set()  # see `checks.loss_function`
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
@@ -86,43 +207,24 @@ class Hook:
             a function that takes the schedule's arguments, by keyword, and returns its result.
 
         Raises:
-            AggregationError: when called; every error of this package, see docs/errors.md.
+            AggregationError: when called.
         """
         schedule = stock(forward_backward)
+        for wrapper in self._wrappers:
+            schedule = wrapper(self, schedule)
         defaults = defaults_of(schedule)
-        self._evaluation = defaultdict(RunningMean)  # of the next one: Megatron asks for each
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
-            if arguments.get("collect_non_loss_data"):  # no loss is computed
-                return schedule(**arguments)
-            call = Call.of(
-                defaults | arguments,
-                terms=self.terms,
-                loop=self._loop,
-                settings=self._settings,
-                extensions=self._extensions,
-                total_name=self._total,
-                splits=self._splits,
-            )
-            step, iterator = self._open if call.trains else None, call.data_iterator
-            if step is None:
-                read, iterator = self._source.reader(call, "fingerprints" in self._needs)
-                step = Step(call.scale.num_microbatches, read)
-            first = step.take(call.scale.num_microbatches)
-            means = None
-            if self._loop.averages_quotients and not call.trains:
-                means = self._evaluation if self._loop.of_megatron else defaultdict(RunningMean)
-            call = replace(call, first_index=first, ends_step=not step.left, running_means=means)
-            if call.begins_step:
-                for extension in self._extensions:
-                    extension.start(call)
-            return self._run(schedule, call, step, iterator)
+            computes_loss = not arguments.get("collect_non_loss_data")
+            if computes_loss and (self._evaluates or not arguments.get("forward_only")):
+                return self._run(schedule, {**defaults, **arguments})
+            return schedule(**arguments)
 
         return wrapped
 
     @contextlib.contextmanager
-    def step(self, microbatches: Sequence[MicrobatchOfTerms | LateMicrobatch]) -> Iterator[None]:
+    def step(self, microbatches: Sequence[MicrobatchOfTerms]) -> Iterator[None]:
         """Make several forward-backward calls one optimizer step:
 
             with hook.step(microbatches):
@@ -130,7 +232,7 @@ class Hook:
                 forward_backward(num_microbatches=6, **the_rest)
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
-        its iterator. The step is counted once, by the first call, and the host reduces and scales
+        its iterator. The step is counted once, by the first call, and Megatron reduces and scales
         the gradients in the last one. Reports are partial: sum both elements of the pairs over all
         calls, then divide.
 
@@ -140,61 +242,372 @@ class Hook:
         Raises:
             DataError: the block ends with microbatches left, or a step is open already.
         """
-        if self._open is not None:
-            raise DataError("hook.step inside another hook.step; expected one step at a time")
-        given = listed(microbatches)
-        self._open = step = Step(len(given), lambda: given)
+        if self._open_step is not None:
+            raise DataError("hook.step inside another hook.step. Close the first one before.")
+        self._open_step = step = _Step(listed(microbatches))
         try:
             yield
-            step.check_all_taken()
+            if step.taken < len(step.microbatches):
+                raise DataError(
+                    f"the calls inside hook.step must take all of its {len(step.microbatches)} "
+                    f"microbatches, and took {step.taken}. See their num_microbatches."
+                )
         finally:
-            self._open = None
+            self._open_step = None
 
-    def _run(self, schedule: Callable[..., Any], call: Call, step: Step, iterator: Any) -> Any:
-        """One call of the schedule, which is all of ``step`` or a part of it."""
-        plan = None if call.may_lack_mask else self._plan_before_call(call, step)
+    def _run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """One call of the schedule, which is one step or a part of it."""
+        # 1. What Megatron was asked, its groups and scaling.
+        call = Call.of(arguments)
+        step = self._open_step if call.trains else None
+        if step is not None:
+            call = step.take(call)
+        is_first = call.trains not in self._verified.setdefault(call.chunks[0], set())
+
+        # Checks before the first step.
+        if is_first:
+            check_same_on_all_ranks(call, self._compared_settings())
+            check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
+        if call.trains and call.begins_step:
+            self._check_scaling(call, is_first)
+
+        # 2. and 3. Read the step's batches, count them, and give every rank its coefficients.
+        records = _Records(is_first)
+        if call.begins_step:
+            plans, iterator = self._plan(call, step, records)
+        else:
+            assert step is not None
+            plans, iterator, records.tokens = step.plans, call.data_iterator, step.tokens
+        if step is not None:
+            step.plans, step.tokens = plans, records.tokens
+        self.call, self.plans = call, plans
+        if call.begins_step:
+            for extension in self.extensions:
+                extension.before_step(call, plans)
+
+        # 4. to 6. happen in the loss function of each microbatch, see `_loss`.
         with contextlib.ExitStack() as stack:
+            stack.callback(self._forget_call)
             if not call.ends_step:
-                stack.enter_context(call.accumulating())
-            watchers = [stack.enter_context(x.around(call, plan)) for x in self._extensions]
-            if not call.groups.last_stage:
-                result = call.run(schedule, call.arguments["forward_step_func"], iterator)
-            else:
-                planned = functools.partial(self._planned, call, step)
-                losses = CallLosses(call, planned, watchers, step.own_tokens)
-                result = losses.run(schedule, iterator)
-                if isinstance(iterator, LookAhead):
-                    iterator.check_taken()
+                stack.enter_context(call.without_reduction())
+            forward_step = call.arguments["forward_step_func"]
+            if plans is not None:
+                model_calls = stack.enter_context(observed_calls(call)) if is_first else None
+                forward_step = self._forward_step(call, plans, records, model_calls)
+            result = schedule(**call.arguments_with(forward_step, iterator))
+
+        # 7. The losses were those that were planned.
+        if plans is not None:
+            self._check_call(call, plans, records, iterator)
+        is_empty = plans is not None and _is_empty(self.terms, plans)
         if call.trains and self.empty_step == "skip":
-            self.step_is_empty = any_rank(plan is not None and plan.is_empty, call.groups.pp)
+            self.step_is_empty = any_rank(is_empty, call.groups.pp)
+        if is_first and call.ends_step and not is_empty:
+            self._verified[call.chunks[0]].add(call.trains)
         return result
 
-    def _plan_before_call(self, call: Call, step: Step) -> PlannedStep | None:
-        """The plan of a step, before its calls; None on stages that do not get it."""
-        if not call.begins_step:
-            return step.plan
-        groups, to_stages = call.groups, call.trains and "stages" in self._needs
-        refuses_empty = call.trains and self.empty_step == "error"
-        # Exchanging failures makes ranks wait: only where one is likely.
-        likely = call.trains not in self._kinds_planned or refuses_empty or to_stages
-        with failing_together([groups.cp, groups.pp] if likely else [], _FAILED):
-            if groups.last_stage and self._planned(call, step).is_empty and refuses_empty:
-                raise DataError(
-                    "every token of the step is masked or rejected; expected an active token: "
-                    "fix the data, or choose --loss-aggregation-empty-step skip or step "
-                    "(LossHook(empty_step=))"
-                )
-        self._kinds_planned.add(call.trains)
-        if to_stages:
-            step.plan = handed_on(lambda: step.plan, groups.pp, groups.pp.size() - 1)
-        return step.plan
+    def _loss(
+        self,
+        call: Call,
+        plans: Plans,
+        records: _Records,
+        i: int,
+        loss_function: Any,
+        output: Any,
+    ) -> tuple[Any, ...]:
+        """What Megatron gets of microbatch ``i`` in place of what ``loss_function`` returns."""
+        # 4. What the script computes: the losses of each term, and the mask they are under.
+        script = script_losses(call, plans, i, self.split, loss_function, output)
+        reports = script.report
 
-    def _planned(self, call: Call, step: Step) -> PlannedStep:
-        """The step's plan, made once; the next step's batches are drawn while this one computes."""
-        if step.plan is None:
-            # In a loss, one context-parallel rank may fail alone.
-            with failing_together([call.groups.cp] if call.may_lack_mask else [], _FAILED):
-                step.plan = planned_step(step, call, self._needs)
-            if step is not self._open:
-                self._source.fetch_next(call)
-        return step.plan
+        weights: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
+        sums: list[MaskSum] = []
+        for name, term in script.terms.items():
+            # 5. The weights of this rank's tokens: mask times coefficient.
+            plan = plans[name]
+            starts = starts_on_rank(plan, i, term, call, self.split)
+            weights[name] = weights_on_rank(plan, i, term, call, starts)
+
+            # 6. The weighted sum, and its report.
+            part = weighted_sum_unchecked(weights[name], term.losses)
+            parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
+            pair = report_pair(call, plan, part, denominator_of(plan))
+            reports = merged_reports(reports, {f"{name} loss": pair})
+
+            sums += mask_sums(call, plan, i, term, weights[name])
+            if records.is_first:
+                sums += mask_sums_by_sample(call, plan, i, term, starts)
+        records.mask_sums[i] = sums
+
+        first = _first(plans)
+        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        if self._reports_total and len(parts) == len(self.terms):
+            reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
+        if script.returned is not None and "lm loss" in reports:
+            (term,) = script.terms.values()
+            reports["lm loss"] = token_mean_pair(call, first, term)
+        for report, names in script.further_reports:
+            reports = merged_reports(reports, _reported(report, names, script.terms, weights))
+
+        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, total, reports)
+        for extension in self.extensions:
+            extension.on_loss(microbatch)
+        if call.trains and torch.is_grad_enabled():
+            check_has_gradient(microbatch.total, output)
+        if (call.trains, function_of(loss_function)) not in self._checked_functions:
+            masked_sum = compare_with_masked_sum(call, loss_function, script)
+            if masked_sum is not None:
+                records.masked_sums[i] = masked_sum
+
+        num_tokens = _tokens_of_rank(call, first, i)
+        return call.scale.returned(
+            microbatch.total, num_tokens, _total_tokens(plans), microbatch.reports
+        )
+
+    def _forward_step(
+        self, call: Call, plans: Plans, records: _Records, model_calls: ModelCalls | None
+    ) -> Callable[..., Any]:
+        """The script's forward step, whose loss function is replaced by `_loss`.
+
+        All that a loss depends on is bound here, so that it may be computed twice.
+        """
+        script_step = call.arguments["forward_step_func"]
+
+        def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            output, loss_function = script_step(*args, **kwargs)
+            model = args[1] if len(args) > 1 else kwargs.get("model")
+            if len(call.chunks) > 1 and model is not call.chunks[-1]:
+                return output, loss_function  # the schedule does not ask for this one's loss
+            i = call.first_index + records.forward_steps
+            records.forward_steps += 1
+            if model_calls is not None:
+                records.inputs[i], packing = model_calls.take()
+                check_packing(packing, _first(plans), i)
+            return output, functools.partial(self._loss, call, plans, records, i, loss_function)
+
+        return forward_step
+
+    def _plan(self, call: Call, step: _Step | None, records: _Records) -> tuple[Plans | None, Any]:
+        """The plan of a step, and the iterator that the schedule gets.
+
+        On stages without a loss the plan is None.
+        """
+        iterator: Any = call.data_iterator
+        groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
+
+        def read() -> list[MicrobatchOfTerms]:
+            nonlocal iterator
+            microbatches, iterator = self._read(call, step, records)
+            return microbatches
+
+        plans: Plans | None = None
+        with contextlib.ExitStack() as stack:
+            if records.is_first or refuses_empty:
+                # Later, ranks would wait for each other without need.
+                stack.enter_context(failing_together([groups.cp, groups.pp], _ANOTHER_RANK_FAILED))
+            if groups.is_last_stage:
+                plans = _shared(lambda: plan_step(self.terms, read, groups.dp), call)
+            if refuses_empty and plans is not None and _is_empty(self.terms, plans):
+                raise DataError(
+                    "a step must have an active token, and every token is masked or rejected. Fix the "
+                    "data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
+                )
+        if step is None and groups.is_last_stage:
+            self._fetch_next(call)
+        return plans, iterator
+
+    def _read(
+        self, call: Call, step: _Step | None, records: _Records
+    ) -> tuple[list[MicrobatchOfTerms], Any]:
+        """The microbatches of a step, on a rank that reads data; and the schedule's iterator."""
+        number, iterator = call.scale.num_microbatches, call.data_iterator
+        batches: Sequence[Any] = []
+        if step is not None:
+            microbatches = step.microbatches
+        elif self._read_step is not None:
+            microbatches = listed(self._read_step(iterator, number))
+            if len(microbatches) != number:
+                raise DataError(
+                    f"the function that reads a step must return {number} microbatches, one for each of "
+                    f"the call, got {len(microbatches)}. Correct read_step."
+                )
+        else:
+            iterator = DrawnBatches(iterator, number)
+            batches = list(iterator.batches)
+            microbatches = [self._read_batch(batch) for batch in batches]
+        if not call.trains and "dataset" in units_by_id(self.terms):
+            microbatches = [with_dataset_ids(x) for x in microbatches]
+        if records.is_first:
+            first_term = next(iter(self.terms))
+            of_first = [of_term(first_term, x) for x in microbatches]
+            inputs = [list(m.model_inputs) for m in of_first]
+            for k, batch in enumerate(batches):
+                inputs[k] = inputs[k] or model_inputs_of(batch, of_first[k].loss_mask)
+            records.tokens = FirstTokens.of(of_first, inputs)
+        return microbatches, iterator
+
+    def _fetch_next(self, call: Call) -> None:
+        """Start to draw the next step's batches by a `Prefetch`, if there is one."""
+        if self._read_step is None and call.trains and call.groups.reads_data:
+            prefetch = prefetch_of(call.data_iterator, insert=self._prefetches)
+            if prefetch is not None:
+                prefetch.fetch(call.scale.num_microbatches)
+
+    def _check_scaling(self, call: Call, is_first: bool) -> None:
+        is_new = call.scale not in self._measured_scales
+        # The number of microbatches may be new on some data-parallel ranks only.
+        if is_first or (self._audits and any_rank(is_new, call.groups.dp)):
+            self._measured = check_scaling(call, self._trusts_unmeasured)
+            self._measured_scales.add(call.scale)
+            if self._audits and torch.distributed.get_rank() == 0:
+                print(f"loss aggregation audit: {measured_in_words(self._measured)} ({call.scale})")
+
+    def _check_call(self, call: Call, plans: Plans, records: _Records, iterator: Any) -> None:
+        expected, computed = call.scale.num_microbatches, len(records.mask_sums)
+        if computed != expected:
+            raise HostError(
+                f"the schedule must compute one loss for each of the {expected} microbatches, got "
+                f"{computed}. Return a loss function from every forward step, and see that the schedule "
+                "takes num_microbatches as it is given."
+            )
+        if isinstance(iterator, DrawnBatches):
+            iterator.check_taken()
+        if records.is_first:
+            check_tokens(call, records.tokens, records.inputs, self.split, self._split_is_declared)
+        check_mask_sums(
+            call, [x for xs in records.mask_sums.values() for x in xs], records.is_first
+        )
+        self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
+        if records.is_first and call.trains and call.ends_step and not self._has_spoken:
+            self._speak(call, plans)
+
+    def _speak(self, call: Call, plans: Plans) -> None:
+        if _is_empty(self.terms, plans):
+            return
+        self._has_spoken = True
+        if prints_first_line(call):
+            text = first_line(call, self.terms, plans, self.split, self._measured, self._settings)
+            print(text, flush=True)
+
+    def _compared_settings(self) -> dict[str, object]:
+        return {
+            "terms": terms_in_words(self.terms),
+            "split": self.split,
+            "empty_step": self.empty_step,
+            "evaluates": self._evaluates,
+            "audit": self._audits,
+            "trusts_unmeasured": self._trusts_unmeasured,
+            "extensions": [type(x).__name__ for x in self.extensions],
+            **self._settings,
+        }
+
+    def _forget_call(self) -> None:
+        self.call = self.plans = None
+
+
+@dataclass
+class _Step:
+    """The microbatches of a `LossHook.step`, which several calls take in turn."""
+
+    microbatches: list[MicrobatchOfTerms]
+    taken: int = 0
+    plans: Plans | None = None
+    tokens: FirstTokens | None = None
+
+    def take(self, call: Call) -> Call:
+        """``call`` with its place in the step; DataError for more microbatches than are left."""
+        number, first = call.scale.num_microbatches, self.taken
+        left = len(self.microbatches) - first
+        if number > left:
+            raise DataError(
+                f"a call in a hook.step must take at most the {left} of {len(self.microbatches)} "
+                f"microbatches that are left (a call that failed has taken its own), got "
+                f"num_microbatches={number}. Correct it."
+            )
+        self.taken += number
+        return replace(call, first_index=first, ends_step=number == left)
+
+
+@dataclass
+class _Records:
+    """What the checks after a call compare; numbers stay on the device until then."""
+
+    is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
+    forward_steps: int = 0  # that have run
+    mask_sums: dict[int, list[MaskSum]] = field(default_factory=dict)  # by microbatch
+    masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
+    tokens: FirstTokens | None = None
+    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
+
+
+def _shared(make: Callable[[], Plans], call: Call) -> Plans:
+    """The plans of tensor-parallel rank 0, on all ranks of its group.
+
+    They get no masks, and no other ranks' samples: a few numbers for each sample.
+    """
+    made: list[Plans] = []
+
+    def light() -> Plans:
+        made.append(make())
+        return {
+            name: replace(plan, microbatches=(), samples=None) for name, plan in made[0].items()
+        }
+
+    shared = broadcast_result(light, call.groups.tp, 0)
+    return made[0] if made else shared
+
+
+def _first(plans: Plans) -> StepPlan:
+    """The plan of the term whose tokens Megatron counts."""
+    return next(iter(plans.values()))
+
+
+def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:
+    """Whether every token of the step is masked or rejected, in all terms that count."""
+    return all(plan.is_empty for name, plan in plans.items() if terms[name].multiplier)
+
+
+def _total_tokens(plans: Plans) -> int:
+    """Of the step, as Megatron is told."""
+    counts = _first(plans).counts
+    return counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
+
+
+def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:
+    """Token count that this rank returns to Megatron for microbatch ``i``.
+
+    Context-parallel ranks return parts that add up, and differ by 1 at most. The last call of a
+    step also counts the tokens of earlier calls, since Megatron scales its gradients by them.
+    """
+    counts_earlier_calls = i == call.first_index and call.ends_step
+    counted = range(i + 1) if counts_earlier_calls else [i]
+    groups = call.groups
+    return sum((plan.model_tokens[k] + groups.cp_rank) // groups.cp_size for k in counted)
+
+
+def _multiplied(part: Tensor, multiplier: float, losses: Tensor) -> Tensor:
+    """``multiplier * part``, a weighted sum of ``losses``; for 0 it is 0 even if they are NaN."""
+    if multiplier == 0:
+        return weighted_sum_unchecked(torch.zeros_like(losses), losses).to(part.dtype)
+    return part if multiplier == 1 else multiplier * part
+
+
+def _reported(
+    report: Callable[[Any, Any], Mapping[str, Any]],
+    names: Sequence[str],
+    terms: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+) -> Mapping[str, Any]:
+    """A script's report of losses and weights, each by term if there are several."""
+    losses = {name: terms[name].losses for name in names}
+    of_names = {name: weights[name] for name in names}
+    if len(names) == 1:
+        (name,) = names
+        return report(losses[name], of_names[name])
+    return report(losses, of_names)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one.")

@@ -1,13 +1,14 @@
-"""Log-probabilities and entropy of logits that are sharded over tensor-parallel ranks.
+"""Log-probabilities and entropy of logits whose vocabulary is sharded over tensor-parallel ranks.
 
-Shapes: logits are [..., vocab / tp] and contiguous (Megatron's [seq, batch, vocab / tp], or any
-other leading axes), labels and results [...]. Computed in fp32, by Megatron's own functions.
+Shapes: logits are [..., vocab / tp] in any memory layout, labels and results [...]. Results are
+fp32, or fp64 for fp64 logits, and the same on all tensor-parallel ranks. In the backward pass every
+rank gets the gradient of its own shard.
 
-**The functions that take labels overwrite fp32 logits**, like Megatron's cross entropy, to avoid a
-second buffer of that size; half-precision logits are copied to fp32. If you need both results, pass
-a clone or use `vocab_parallel_log_probs_and_entropy`; if the loss function is recomputed in the
-backward pass, pass a clone. Temporaries of vocabulary size are limited to 1 / `_CHUNKS` of the
-tokens at a time.
+The functions do not change the logits. They save them, and in the backward pass compute the softmax
+once more. Temporaries of vocabulary size exist for 1 / `_CHUNKS` of the tokens at a time.
+
+With more than one tensor-parallel rank each call waits for the device once, to refuse logits that
+were gathered.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
-from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.autograd.function import once_differentiable
 
-from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.tensors import check_tensors
+from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors, described
 
 __all__ = [
     "vocab_parallel_entropy",
@@ -33,8 +32,7 @@ __all__ = [
 ]
 
 _CHUNKS = 32
-_MIN_LOGIT = -1e4  # stands in for -inf: its exp is 0 too, but 0 times it is not NaN
-_overwritten = WeakIdKeyDictionary()  # storage of logits -> its version, and the parts overwritten
+_MIN_LOG_PROB = -1e4  # replaces -inf: its exp is 0, too, and 0 times it is not NaN
 
 
 def vocab_parallel_log_probs(
@@ -43,21 +41,35 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """``log softmax(logits / temperature)[label]``, fp32 [...]. Overwrites fp32 logits.
+    """``log softmax(logits / temperature)[label]``, [...].
 
-    At temperature 1 this is the negative of Megatron's ``vocab_parallel_cross_entropy``. The
-    gradient is computed in place in the saved buffer, so backward can run only once.
+    At temperature 1 this is the negative of Megatron's ``vocab_parallel_cross_entropy``. A token
+    without an incoming gradient gets the gradient 0, even if its logits are NaN.
 
     Args:
-        labels: int64, indices into the whole vocabulary, the same on all tensor-parallel ranks.
+        labels: integers [...], indices into the whole vocabulary, the same on all tensor-parallel
+            ranks.
         temperature: above 0, that of the rollout.
-        group: tensor-parallel group; default: Megatron's own.
+        group: tensor-parallel process group; default: Megatron's own.
 
     Raises:
-        OptionError: mismatched shapes or dtypes, a temperature that is not > 0, or logits that an
-            earlier call has overwritten.
+        OptionError: a shape or dtype does not fit, or the temperature is not > 0.
+        HostError: every tensor-parallel rank has the same logits, so they were gathered, as with
+            ``parallel_output=False``. Raised on all ranks.
     """
-    return _log_probs(logits, labels, temperature, False, group)[0]
+    return vocab_parallel_log_probs_and_entropy(logits, labels, temperature, group)[0]
+
+
+def vocab_parallel_entropy(
+    logits: Tensor, temperature: float = 1.0, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """``-sum_v p_v log p_v`` with ``p = softmax(logits / temperature)``, [...].
+
+    A logit of -inf contributes 0. Arguments and Raises are those of `vocab_parallel_log_probs`.
+    """
+    check_tensors(OptionError, "floating-point", logits=logits)
+    any_label = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return vocab_parallel_log_probs_and_entropy(logits, any_label, temperature, group)[1]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -66,184 +78,112 @@ def vocab_parallel_log_probs_and_entropy(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_log_probs` and the entropy of ``softmax(logits / temperature)``, fp32 [...].
+    """`vocab_parallel_log_probs` and `vocab_parallel_entropy`, from one softmax.
 
-    Both from one softmax. Arguments and Raises are the same.
+    Arguments and Raises are those of `vocab_parallel_log_probs`.
     """
-    return _log_probs(logits, labels, temperature, True, group)
-
-
-def vocab_parallel_entropy(
-    logits: Tensor, temperature: float = 1.0, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """``-sum_v p_v log p_v`` with ``p = softmax(logits / temperature)``, fp32 [...].
-
-    Does not overwrite the logits, and allocates nothing else of their size but the gradient.
-    Arguments and Raises as in `vocab_parallel_log_probs`.
-    """
-    _check(logits, temperature)
-    group = group or parallel_state.get_tensor_model_parallel_group()
-    return _Entropy.apply(logits, temperature, group)  # type: ignore[no-untyped-call]
-
-
-def _log_probs(
-    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, group: Any
-) -> tuple[Tensor, Tensor]:
-    _check(logits, temperature)
-    if labels.shape != logits.shape[:-1]:
+    check_tensors(OptionError, "floating-point", logits=logits)
+    if labels.shape != logits.shape[:-1] or labels.is_floating_point():
         raise OptionError(
-            f"labels are {tuple(labels.shape)}; expected {tuple(logits.shape[:-1])}, one per token"
+            f"labels must be integers of shape {tuple(logits.shape[:-1])}, got "
+            f"{described(labels)}. Pass one label for each token of the logits."
+        )
+    if not temperature > 0:
+        raise OptionError(
+            f"temperature must be a number > 0, got {temperature!r}. Pass that of the rollout."
         )
     group = group or parallel_state.get_tensor_model_parallel_group()
-    before = _overwritten_parts(logits)  # overwriting changes the version
-    results = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits, labels.contiguous(), temperature, with_entropy, group
+    return _LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, temperature, group
     )
-    if logits.dtype == torch.float32 and not logits.is_inference():
-        parts = [*before, _part(logits)]
-        _overwritten[logits.untyped_storage()] = logits._version, parts
-    return results
 
 
-class _LogProbs(torch.autograd.Function):
-    """Megatron's cross entropy and the entropy of its softmax, in one buffer."""
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """Every number of a token is a column, [tokens, 1], beside its logits, [tokens, vocab / tp]."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, group: Any
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        steps = VocabParallelCrossEntropy
-        buffer, top = steps.calculate_logits_max(logits)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        if temperature != 1:
-            buffer.div_(temperature)
-            top.div_(temperature)
-        first, end = VocabUtility.vocab_range_from_per_partition_vocab_size(
-            buffer.shape[-1], dist.get_rank(group), dist.get_world_size(group)
-        )
-        elsewhere, target, predicted, total, exps = steps.calculate_predicted_logits(
-            buffer, labels, top, first, end
-        )
-        moment = torch.zeros_like(total)  # sum_v e^z z
-        if with_entropy:
-            for rows, out in _chunks(exps, moment):
-                torch.sum(torch.special.xlogy(rows, rows), dim=-1, out=out)
-        predicted, total, moment = _all_reduced((predicted, total, moment), group)
-        softmax, loss = steps.calculate_cross_entropy_loss(exps, predicted, total)
-        entropy = total.log() - moment / total
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        ctx.save_for_backward(softmax, elsewhere, target, entropy)
-        return -loss, entropy
+        shard = logits.shape[-1]
+        logits_2d = logits.reshape(-1, shard)
+        label = labels.reshape(-1, 1).long() - dist.get_rank(group) * shard
+        in_shard = (label >= 0) & (label < shard)
+        index = label.where(in_shard, 0)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # d log p_y / d z_j = [j = y] - p_j; dH / d z_j = -p_j (log p_j + H). Tokens without an
-        # incoming gradient get 0, even if their logits are NaN.
-        softmax, elsewhere, target, entropy = ctx.saved_tensors
-        g_log_prob, g_entropy = (g / ctx.temperature for g in gradients)
-        unused = (g_log_prob == 0) & (g_entropy == 0)
-        steps = VocabParallelCrossEntropy
-        grad_2d, token, own, softmax = steps.prepare_gradient_calculation_operands(
-            softmax, elsewhere
-        )
-        if ctx.with_entropy:
-            for rows, g_lp, g_h, h in _chunks(softmax, g_log_prob, g_entropy, entropy):
-                factor = rows.log().clamp_(min=_MIN_LOGIT).add_(h.unsqueeze(-1))
-                rows.mul_(factor.mul_(g_h.unsqueeze(-1)).add_(g_lp.unsqueeze(-1)).neg_())
-            grad_2d[token, target] += own * g_log_prob.reshape(-1)
-        else:
-            steps.calculate_gradients(grad_2d, token, target, own, softmax, -g_log_prob)
-        softmax.masked_fill_(unused.unsqueeze(-1), 0)
-        return softmax, None, None, None, None
+        dtype = at_least_fp32(logits.dtype)
+        top_by_rank = _all_gather(logits_2d.amax(dim=1, keepdim=True).to(dtype), group)
+        top = top_by_rank.amax(dim=0)
+        sums = []
+        for logits_c, top_c, index_c, in_shard_c in _chunks(logits_2d, top, index, in_shard):
+            z = (logits_c.to(dtype) - top_c) / temperature
+            exp = z.exp()
+            exp_z = torch.where(exp == 0, 0, exp * z)  # 0 for a logit of -inf
+            z_of_label = torch.where(in_shard_c, z.gather(1, index_c), 0)
+            sums.append(torch.stack([exp.sum(dim=1), exp_z.sum(dim=1), z_of_label.squeeze(1)]))
+        sums_by_rank = _all_gather(torch.cat(sums, dim=1).unsqueeze(-1), group)
+        _refuse_gathered(top_by_rank, sums_by_rank[:, 0], shard)
 
-
-class _Entropy(torch.autograd.Function):
-    """Saves the logits and a few numbers per token; recomputes the softmax in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
-        top = logits.amax(dim=-1).float()
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        total, moment = torch.zeros_like(top), torch.zeros_like(top)
-        for rows, high, sum_e, sum_ez in _chunks(logits, top, total, moment):
-            z = _shifted(rows, high, temperature)
-            e = z.exp()
-            torch.sum(e, dim=-1, out=sum_e)
-            torch.sum(e.mul_(z), dim=-1, out=sum_ez)
-        total, moment = _all_reduced((total, moment), group)
-        entropy = total.log() - moment / total
+        sum_exp, sum_exp_z, z_of_label = sums_by_rank.sum(dim=0)
+        log_prob = z_of_label - sum_exp.log()
+        entropy = sum_exp.log() - sum_exp_z / sum_exp
         ctx.temperature = temperature
-        ctx.save_for_backward(logits, top, total.log(), entropy)
-        return entropy
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, index, in_shard, top, sum_exp, entropy)
+        return log_prob.view(labels.shape), entropy.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, top, log_total, entropy = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        tokens = top, log_total, entropy, gradients[0] / ctx.temperature
-        for rows, out, high, norm, h, g in _chunks(logits, gradient, *tokens):
-            # Subtract the large numbers first, to keep the precision of log p near 0.
-            log_p = _shifted(rows, high, ctx.temperature).sub_(norm.unsqueeze(-1))
-            p = log_p.exp()
-            p.mul_(log_p.add_(h.unsqueeze(-1)).mul_(-g.unsqueeze(-1)))
-            out.copy_(p.masked_fill_((g == 0).unsqueeze(-1), 0))
-        return gradient, None, None
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        # d log p_y / d z_v = [v = y] - p_v     d H / d z_v = -p_v (log p_v + H)
+        logits, *saved = ctx.saved_tensors
+        logits_2d = logits.reshape(-1, logits.shape[-1])
+        gradient = torch.empty_like(logits_2d, memory_format=torch.contiguous_format)
+        incoming = [
+            torch.zeros_like(saved[-1]) if grad is None else grad.reshape(-1, 1) / ctx.temperature
+            for grad in (grad_log_prob, grad_entropy)
+        ]
+        for chunk in _chunks(logits_2d, gradient, *saved, *incoming):
+            logits_c, out, index, in_shard, top, sum_exp, entropy, of_log_prob, of_entropy = chunk
+            z = (logits_c.to(top.dtype) - top) / ctx.temperature
+            p = z.exp() / sum_exp
+            grad = (-p).scatter_add_(1, index, in_shard.to(p.dtype)) * of_log_prob
+            if grad_entropy is not None:
+                log_p = (z - sum_exp.log()).clamp(min=_MIN_LOG_PROB)
+                grad -= p * (log_p + entropy) * of_entropy
+            out.copy_(grad.masked_fill((of_log_prob == 0) & (of_entropy == 0), 0))
+        return gradient.view(logits.shape), None, None, None
 
 
-def _shifted(rows: Tensor, shift: Tensor, temperature: float) -> Tensor:
-    """``(rows - shift) / temperature`` as a new tensor in ``shift``'s dtype, without -inf."""
-    return (rows.to(shift.dtype) - shift.unsqueeze(-1)).div_(temperature).clamp_(min=_MIN_LOGIT)
+def _chunks(*of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tuples of chunks of tensors whose first axis is the tokens."""
+    return zip(*(x.chunk(_CHUNKS) for x in of_tokens), strict=True)
 
 
-def _chunks(vocabulary: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors in chunks of tokens: views of shape [tokens, vocab] or [tokens]."""
-    flat = [
-        x.view(-1, x.shape[-1]) if x.dim() == vocabulary.dim() else x.reshape(-1)
-        for x in (vocabulary, *others)
-    ]
-    size = max(-(-flat[0].shape[0] // _CHUNKS), 1)
-    return zip(*(x.split(size) for x in flat), strict=True)
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...] from each rank's [...]."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    return torch.stack(parts)
 
 
-def _all_reduced(values: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Each of ``values`` summed over ``group``, in one collective."""
-    total = torch.stack(values)
-    dist.all_reduce(total, group=group)
-    return total.unbind()
+def _refuse_gathered(top_by_rank: Tensor, sum_exp_by_rank: Tensor, shard: int) -> None:
+    """Raise HostError, on all ranks, if every rank has the logits of the whole vocabulary.
 
-
-def _check(logits: Tensor, temperature: float) -> None:
-    check_tensors(OptionError, "floating-point", logits=logits)
-    if not logits.is_contiguous():
-        raise OptionError(
-            f"logits of shape {tuple(logits.shape)} are not contiguous; pass them untransposed, "
-            "and labels as they are"
-        )
-    if not temperature > 0:
-        raise OptionError(f"temperature={temperature!r}; expected a number > 0")
-    if any(_overlap(x, _part(logits)) for x in _overwritten_parts(logits)):
-        raise OptionError(
-            "an earlier call has overwritten these fp32 logits with their softmax; expected "
-            "logits: call vocab_parallel_log_probs_and_entropy once, pass each call a clone, or "
-            "recompute from a clone"
-        )
-
-
-def _overwritten_parts(logits: Tensor) -> list[range]:
-    """What earlier calls have overwritten in the logits' storage, if nothing was written since.
-
-    A recomputed function gets other tensors, of the same storage.
+    The softmax would then count every logit once for each rank.
     """
-    if logits.is_inference():
-        return []
-    version, parts = _overwritten.get(logits.untyped_storage(), (None, []))
-    return parts if version == logits._version else []
-
-
-def _part(logits: Tensor) -> range:
-    """Where the elements are in their storage."""
-    return range(logits.storage_offset(), logits.storage_offset() + logits.numel())
-
-
-def _overlap(x: range, y: range) -> bool:
-    return max(x.start, y.start) < min(x.stop, y.stop)
+    ranks = len(top_by_rank)
+    if ranks == 1:
+        return
+    is_same = (top_by_rank == top_by_rank[0]) & (sum_exp_by_rank == sum_exp_by_rank[0])
+    is_same = is_same.all(dim=0)
+    # A token with NaN tells nothing. Nor does one whose logits are all equal, as those of an output
+    # layer of zeros are: then shards are the same, too.
+    tells = sum_exp_by_rank.isfinite().all(dim=0) & (sum_exp_by_rank != shard).any(dim=0)
+    if bool(tells.any() & (is_same | ~tells).all()):
+        raise HostError(
+            "logits must be this rank's shard of the vocabulary, got the same logits on all "
+            f"{ranks} tensor-parallel ranks. Build the model with parallel_output=True."
+        )

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.__main__ import main
-from megatron_loss_agg.describe import formula  # as doctor prints it, before a step is counted
+from megatron_loss_agg.describe import formula  # as doctor says it, before a step is counted
 
 GUIDE = (Path(__file__).parents[2] / "docs/explain.md").read_text(encoding="utf-8")
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -111,6 +111,7 @@ NO_STEP = "OptionError: the data must have a step of 1 rows with loss tokens, go
 SIZES = (
     "OptionError: --global-batch-size must be a multiple of --micro-batch-size, and both above 0, "
 )
+SEQUENCE = "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 1"
 NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
 # Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
@@ -176,7 +177,7 @@ BAD = [
     *((arguments, "", text) for arguments, text in BAD_ARGUMENTS.items()),
     *(("--jsonl PATH", lines, text) for lines, text in BAD_STEPS.items()),
     *((f"--data PATH {ONE_ROW}", lines, text) for lines, text in BAD_RUNS.items()),
-    (f"--data PATH {ONE_ROW} --context-parallel-size 2", "4", "DataError: "),
+    (f"--data PATH {ONE_ROW} --context-parallel-size 2", "4", SEQUENCE),
 ]
 
 

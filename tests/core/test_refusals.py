@@ -20,7 +20,6 @@ from megatron_loss_agg import (
     SequenceMean,
     StepPlan,
     Term,
-    policy,
     predicting_mask,
     token_weights,
     weighted_sum,
@@ -142,7 +141,6 @@ MODES = "expected one of token_mean, sample_mean, rollout_mean, prompt_mean, dat
 UNITS = "expected units from outside to inside, each once, of sample, rollout, prompt, dataset"
 LEVELS = (None, "prompt;sample", ["sample", "prompt"], ["prompt", "prompt"], ["step"], [3])
 DENSE, A_STRING = "expected a real, dense tensor", "a sequence of strings"
-A_NUMBER = "expected a number >= 0 that fp32 holds, or inf"
 NO_METRIC = "expected a Mean, Sum, Max or Min"
 TURNS = LossAggregation(mode="nested_mean", levels=("turn", "sample"))
 IN_PROMPTS = LossAggregation(mode="nested_mean", levels=("prompt", "session"))
@@ -150,159 +148,184 @@ TWO_PARENTS = {"prompt_ids": tensor([7, 7, 9]), "ids": {"session": tensor([4, 5,
 COUNTED = aggregation("token_mean", sample_weights="count")
 TERMS = {"a": TOKEN_MEAN, "b": TOKEN_MEAN}
 PLAN = StepPlan.build_terms(TERMS, GOOD[:1])
-X, HALF = torch.zeros(2, 3), CPLayout.bshd(8, 2, 0)
-ppo, cispo, kl = policy.clipped_policy_loss, policy.cispo_loss, policy.kl_penalty
+HALF = CPLayout.bshd(8, 2, 0)
 ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
 AUDITS = [Audit(), type("OwnAudit", (Audit,), {})()]
 # What is raised by which call, and what it says.
-CALLS: dict[type[AggregationError], list[tuple[str, Callable[[], Any]]]] = {
-    OptionError: [
-        (f"unknown mode 'dapo'; {MODES}", aggregating("dapo")),
-        (f"unknown mode None; {MODES}", aggregating(None)),
-        (r"'token-mean'; did you mean 'token_mean'\? expected", aggregating("token-mean")),
-        ("empty=None; expected 'count' or 'skip'", aggregating("sample_mean", empty=None)),
-        ("rejected='drop'; .*'count' or 'skip'", aggregating("sum", rejected="drop")),
-        ("sample_weights=True; .*'count' or", aggregating("sum", sample_weights=True)),
-        ("='tokens' with .*expected one of", aggregating("prompt_mean", count="tokens")),
-        ("with mode 'token_mean'; expected none", aggregating("token_mean", count="sample")),
-        *(
-            (f"^levels=.*'nested_mean'; {UNITS}", aggregating("nested_mean", levels=x))
-            for x in LEVELS
-        ),
-        ("with mode 'prompt_mean'; expected", aggregating("prompt_mean", levels=["sample"])),
-        ("a str for the aggregation of a term; expected a LossAggr", weighing(agg="sum")),
-        ("expected a mapping of names to Term or LossAggregation", of_terms({})),
-        ("coefficient=nan; expected a finite number", partial(Term, TOKEN_MEAN, math.nan)),
-        ("coefficient='1'; expected a finite number", partial(Term, TOKEN_MEAN, "1")),
-        ("^empty_step='ignore'; expected one of st", partial(LossHook, SUM, empty_step="ignore")),
-        ("expected different names .* no term 'lm'", partial(LossHook, {"lm": SUM})),
-        (
-            "^reports named .*; expected different",
-            partial(LossHook, {"kl": SUM, "p": SUM}, total=None),
-        ),
-        ("^<class .* among extensions; expected obj", partial(LossHook, SUM, extensions=[Audit])),
-        ("^the settings .* of OwnAudit are taken", partial(LossHook, SUM, extensions=AUDITS)),
-        ("^whole='yes'; .* or 'reduced_grad'$", loss_of_rows(ROWS, whole="yes")),
-    ],
-    OptionError: [
-        ("needs a divisor and got none; give", aggregating("constant")),
-        ("divisor=2 with mode 'token.*drop it", aggregating("token_mean", divisor=2)),
-        *(
-            ("divisor=.*; expected a finite number >", aggregating("constant", divisor=x))
-            for x in (0, math.nan, math.inf, "4")
-        ),
-    ],
-    OptionError: [
-        ("'custom'; expected a function", aggregating("custom", function="module:name")),
-        ("function=.*; expected none", aggregating("sum", function=print)),
-        (r"of shape \(6,\); .*mask's shape \(2, 3", lambda: by_function(ONES).weights(0)),
-        ("not finite", lambda: by_function(ROWS * math.nan).weights(0)),
-        (
-            "not 0 where the mask is 0 or the sample rejected; expected finite",
-            lambda: by_function(ROWS, rejected=tensor([False, True])).weights(0),
-        ),
-        ("negative weights", lambda: by_function(-ROWS).scaled_advantages(0, ROWS)),
-        ("StepPlan.build", of_sums([1.0], LossAggregation(mode="custom", function=max))),
-    ],
-    DataError: [
-        (r"\(6,\) without cu_seqlens; expected \[samples, seq\] without", weighing(ONES)),
-        (r"\(2, 3\) beside cu_seqlens; .*, or \[tokens\] or", partial(a_pack, [0, 6], mask=ROWS)),
-        (f"a list; {DENSE}", weighing([1.0, 1.0])),
-        (r"token_factors has shape \(3, 2\) and loss", weighing(token_factors=ROWS.T)),
-        ("token_ids .* of 6 elements; expected an int", rows(token_ids=tensor([1, 2]))),
-        # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
-        ("expected a floating dtype with the range of", weighing(dtype=torch.float16)),
-        ("list of Microbatch", partial(StepPlan.build, MEAN, [ROWS])),
-        ("a NoneType; expected a list of Microbatch", partial(StepPlan.build, MEAN, None)),
-        (r"\(3,\) .* \(2, 3\); .* \(nothing is br", partial(weighted_sum, ROWS, ROWS[0])),
-        (
-            "has the value -1; expected finite",
-            weighing(agg=WEIGHTED_SUM, sample_weights=tensor([1.0, -1])),
-        ),
-        ("finite numbers >= 0", of_sums([1.0, -1.0])),
-        ("expected a vector", of_sums(ROWS)),
-        ("has no masks; expected StepPlan.build", lambda: of_sums([1.0])().weights(0)),
-        (r"\[\] for the terms \['a', 'b'\]", partial(PLAN.weighted_sum, 0, {})),
-        ("none for the term 'b'", of_terms(TERMS, [{"a": GOOD[0]}])),
-        ("a Tensor; expected a Microbatch", partial(SequenceMean, ONES)),
-        (VALUES, mean_of(-ROWS)),
-        ("expected one loss per token", loss_of_rows(ROWS.T)),
-    ],
-    DataError: [
-        ("cu_seqlens .*expected int32 or int64", partial(a_pack, [0.0, 6.0])),
-        (r"cu_seqlens_padded is .*\(2,\); .*as many", partial(a_pack, [0, 2, 3], [0, 6])),
-        ("cu_seqlens_padded without cu_seqlens", partial(a_pack, None, [0, 6])),
-        ("over without group", partial(StepPlan.build, MEAN, [], sharded_over=object())),
-        ("beyond the mask", partial(predicting_mask, torch.ones(4), tensor([0, 6]))),
-        (
-            "by prompt and a microbatch has no prompt_ids; .* give prompt_ids= ",
-            weighing(agg=PROMPT_MEAN),
-        ),
-        (r"prompt_ids .*expected torch.int64 \[2\], one", rows(prompt_ids=tensor([1]))),
-        ("dataset_ids is a torch.float32 tensor.*expected", rows(dataset_ids=ONES[:2])),
-        ("rejected .*torch.bool", rows(rejected=ONES[:2])),
-        ("ids=.*'prompt'.*prompt_ids=", rows(ids={"prompt": ["a", "b"]})),
-        (f"turn_ids is a .*{A_STRING}", rows(ids={"turn": [0, 1]})),
-        (
-            r"no turn_ids; expected one id for each sample: give ids=\{'turn': ...\} ",
-            weighing(agg=TURNS),
-        ),
-        (
-            r"session 5 is in the prompts [79] and [79]; expected each session in one prompt",
-            of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **TWO_PARENTS),
-        ),
-        (r"LossAggregation\(sample_weights='count'\)", weighing(sample_weights=ONES[:2])),
-        (r"expected floating-point \[2\]", rows(sample_weights=tensor([1, 2]))),
-        ("'count' and a microbatch has no sample_weights; .* give", of_sums([1.0], COUNTED)),
-        (
-            "'count' and a microbatch has no sample_weights",
-            partial(StepPlan.build, COUNTED, [replace(GOOD[0], sample_weights=ONES[:2]), GOOD[0]]),
-        ),
-        ("expected a mapping by names", of_sums([1.0] * 2, TURNS, ids=tensor([0, 1]))),
-        ("for 1 microbatches", of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2])),
-        ("by 'x'.*or that group_by names", partial(PLAN["a"].groups, "x")),
-        ("=.'sample'.; expected some of prompt,", of_terms(TERMS, group_by=["sample"])),
-        ("groups by dataset and .* no dataset_ids", of_terms(TERMS, group_by=["dataset"])),
-    ],
-    OptionError: [
-        (r"^old_log_probs has shape \(3,\) and log_probs \(2, 3\); exp", partial(ppo, X, X[0], X)),
-        ("^ref_log_probs is a torch.int64 tensor of", partial(kl, X, X.long(), "k1")),
-        (r"^estimator=\['k1'\]; expected 'k1', 'k2' or", partial(kl, X, X, ["k1"])),
-        (f"^clip_low=-0.1; {A_NUMBER}", partial(ppo, X, X, X, clip_low=-0.1)),
-        (f"^clip_low=10*; {A_NUMBER}", partial(cispo, X, X, X, clip_low=10**400, clip_high=1)),
-        (f"^clip=None; {A_NUMBER}", partial(policy.clipped_value_loss, X, X, X, clip=None)),
-        ("^dual_clip=1.0; expected a number > 1 that fp32", partial(ppo, X, X, X, dual_clip=1.0)),
-    ],
-    DataError: [
-        ("cp_rank=2 of cp_size=2; expected 0", partial(CPLayout.contiguous, 8, 2, 2)),
-        ("cp_size", partial(CPLayout.bshd, 8, -1, 0)),
-        ("length 7 .* = 2: pad", partial(CPLayout.contiguous, 7, 2, 0)),
-        # Lengths 4, 6, 6: the second is not a multiple of 2 * cp = 4, though the total is.
-        ("sequence 1 has .* length 6; expected a multiple .*4: pad", halves_of(0, 4, 10, 16)),
-        ("cu_seqlens.* start at 0", halves_of(4, 8)),
-        ("cu_seqlens.* not decrease", halves_of(0, 8, 4)),
-        ("cu_seqlens", halves_of(0.0, 4.0)),
-        ("layout's 8", partial(HALF.shard, torch.zeros(2, 4))),
-        ("length 7; expected the layout's 8", partial(HALF.unshard, [ONES[:4], ONES[:3]])),
-        ("a Tensor without a group", partial(HALF.unshard, torch.zeros(2, 4))),
-        ("a list with a group", partial(HALF.unshard, [ONES], group=object())),
-        (r"layout of 2 .* a group of 1; .* both, or neither", mean_of(WIDE, HALF)),
-        ("length 8; expected the layout's 16", mean_of(WIDE, CPLayout.bshd(16, 1, 0))),
-    ],
-    DataError: [
-        ("'a' is a Mean in 1 of 2 microbatches", reduced({"a": ONE}, {"b": ONE})),
-        ("'a' is a Max or Mean in 2 of 2", reduced({"a": ONE}, {"a": GREATEST})),
-        (f"{NO_METRIC} of scalars", reduced({"a": Mean(ROWS, ROWS)})),
-        (rf"'a' is tensor\(1.\); {NO_METRIC}", reduced({"a": tensor(1.0)})),
-        (NO_METRIC, reduced({"a": Mean(1.0, 2.0)})),
-        (r"\(2, 3\) and values \(6,\); expected", partial(Mean.of, ONES, ROWS)),
-    ],
-    HostError: [
-        ("was called without a hook", loss_of_rows(ROWS, whole="local_grad")),
-        ("was called without a hook", loss_of_rows(ROWS, takes_weights=True)),
-    ],
-}
-FLAT = [(error, *row) for error, of_error in CALLS.items() for row in of_error]
+CALLS: list[tuple[type[AggregationError], list[tuple[str, Callable[[], Any]]]]] = [
+    (
+        OptionError,
+        [
+            (f"unknown mode 'dapo'; {MODES}", aggregating("dapo")),
+            (f"unknown mode None; {MODES}", aggregating(None)),
+            (r"'token-mean'; did you mean 'token_mean'\? expected", aggregating("token-mean")),
+            ("empty=None; expected 'count' or 'skip'", aggregating("sample_mean", empty=None)),
+            ("rejected='drop'; .*'count' or 'skip'", aggregating("sum", rejected="drop")),
+            ("sample_weights=True; .*'count' or", aggregating("sum", sample_weights=True)),
+            ("='tokens' with .*expected one of", aggregating("prompt_mean", count="tokens")),
+            ("with mode 'token_mean'; expected none", aggregating("token_mean", count="sample")),
+            *(
+                (f"^levels=.*'nested_mean'; {UNITS}", aggregating("nested_mean", levels=x))
+                for x in LEVELS
+            ),
+            ("with mode 'prompt_mean'; expected", aggregating("prompt_mean", levels=["sample"])),
+            ("a str for the aggregation of a term; expected a LossAggr", weighing(agg="sum")),
+            ("expected a mapping of names to Term or LossAggregation", of_terms({})),
+            ("coefficient=nan; expected a finite number", partial(Term, TOKEN_MEAN, math.nan)),
+            ("coefficient='1'; expected a finite number", partial(Term, TOKEN_MEAN, "1")),
+            (
+                "^empty_step='ignore'; expected one of st",
+                partial(LossHook, SUM, empty_step="ignore"),
+            ),
+            ("expected different names .* no term 'lm'", partial(LossHook, {"lm": SUM})),
+            (
+                "^reports named .*; expected different",
+                partial(LossHook, {"kl": SUM, "p": SUM}, total=None),
+            ),
+            (
+                "^<class .* among extensions; expected obj",
+                partial(LossHook, SUM, extensions=[Audit]),
+            ),
+            ("^the settings .* of OwnAudit are taken", partial(LossHook, SUM, extensions=AUDITS)),
+            ("^whole='yes'; .* or 'reduced_grad'$", loss_of_rows(ROWS, whole="yes")),
+        ],
+    ),
+    (
+        OptionError,
+        [
+            ("needs a divisor and got none; give", aggregating("constant")),
+            ("divisor=2 with mode 'token.*drop it", aggregating("token_mean", divisor=2)),
+            *(
+                ("divisor=.*; expected a finite number >", aggregating("constant", divisor=x))
+                for x in (0, math.nan, math.inf, "4")
+            ),
+        ],
+    ),
+    (
+        OptionError,
+        [
+            ("'custom'; expected a function", aggregating("custom", function="module:name")),
+            ("function=.*; expected none", aggregating("sum", function=print)),
+            (r"of shape \(6,\); .*mask's shape \(2, 3", lambda: by_function(ONES).weights(0)),
+            ("not finite", lambda: by_function(ROWS * math.nan).weights(0)),
+            (
+                "not 0 where the mask is 0 or the sample rejected; expected finite",
+                lambda: by_function(ROWS, rejected=tensor([False, True])).weights(0),
+            ),
+            ("negative weights", lambda: by_function(-ROWS).scaled_advantages(0, ROWS)),
+            ("StepPlan.build", of_sums([1.0], LossAggregation(mode="custom", function=max))),
+        ],
+    ),
+    (
+        DataError,
+        [
+            (r"\(6,\) without cu_seqlens; expected \[samples, seq\] without", weighing(ONES)),
+            (
+                r"\(2, 3\) beside cu_seqlens; .*, or \[tokens\] or",
+                partial(a_pack, [0, 6], mask=ROWS),
+            ),
+            (f"a list; {DENSE}", weighing([1.0, 1.0])),
+            (r"token_factors has shape \(3, 2\) and loss", weighing(token_factors=ROWS.T)),
+            ("token_ids .* of 6 elements; expected an int", rows(token_ids=tensor([1, 2]))),
+            # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.
+            ("expected a floating dtype with the range of", weighing(dtype=torch.float16)),
+            ("list of Microbatch", partial(StepPlan.build, MEAN, [ROWS])),
+            ("a NoneType; expected a list of Microbatch", partial(StepPlan.build, MEAN, None)),
+            (r"\(3,\) .* \(2, 3\); .* \(nothing is br", partial(weighted_sum, ROWS, ROWS[0])),
+            (
+                "has the value -1; expected finite",
+                weighing(agg=WEIGHTED_SUM, sample_weights=tensor([1.0, -1])),
+            ),
+            ("finite numbers >= 0", of_sums([1.0, -1.0])),
+            ("expected a vector", of_sums(ROWS)),
+            ("has no masks; expected StepPlan.build", lambda: of_sums([1.0])().weights(0)),
+            (r"\[\] for the terms \['a', 'b'\]", partial(PLAN.weighted_sum, 0, {})),
+            ("none for the term 'b'", of_terms(TERMS, [{"a": GOOD[0]}])),
+            ("must be a Microbatch, got a Tensor", partial(SequenceMean, ONES)),
+            (VALUES, mean_of(-ROWS)),
+            ("expected one loss per token", loss_of_rows(ROWS.T)),
+        ],
+    ),
+    (
+        DataError,
+        [
+            ("cu_seqlens .*expected int32 or int64", partial(a_pack, [0.0, 6.0])),
+            (r"cu_seqlens_padded is .*\(2,\); .*as many", partial(a_pack, [0, 2, 3], [0, 6])),
+            ("cu_seqlens_padded without cu_seqlens", partial(a_pack, None, [0, 6])),
+            ("over without group", partial(StepPlan.build, MEAN, [], sharded_over=object())),
+            ("beyond the mask", partial(predicting_mask, torch.ones(4), tensor([0, 6]))),
+            (
+                "by prompt and a microbatch has no prompt_ids; .* give prompt_ids= ",
+                weighing(agg=PROMPT_MEAN),
+            ),
+            (r"prompt_ids .*expected torch.int64 \[2\], one", rows(prompt_ids=tensor([1]))),
+            ("dataset_ids is a torch.float32 tensor.*expected", rows(dataset_ids=ONES[:2])),
+            ("rejected .*torch.bool", rows(rejected=ONES[:2])),
+            ("ids=.*'prompt'.*prompt_ids=", rows(ids={"prompt": ["a", "b"]})),
+            (f"turn_ids is a .*{A_STRING}", rows(ids={"turn": [0, 1]})),
+            (
+                r"no turn_ids; expected one id for each sample: give ids=\{'turn': ...\} ",
+                weighing(agg=TURNS),
+            ),
+            (
+                r"session 5 is in the prompts [79] and [79]; expected each session in one prompt",
+                of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **TWO_PARENTS),
+            ),
+            (r"LossAggregation\(sample_weights='count'\)", weighing(sample_weights=ONES[:2])),
+            (r"expected floating-point \[2\]", rows(sample_weights=tensor([1, 2]))),
+            ("'count' and a microbatch has no sample_weights; .* give", of_sums([1.0], COUNTED)),
+            (
+                "'count' and a microbatch has no sample_weights",
+                partial(
+                    StepPlan.build, COUNTED, [replace(GOOD[0], sample_weights=ONES[:2]), GOOD[0]]
+                ),
+            ),
+            ("expected a mapping by names", of_sums([1.0] * 2, TURNS, ids=tensor([0, 1]))),
+            ("for 1 microbatches", of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2])),
+            ("by 'x'.*or that group_by names", partial(PLAN["a"].groups, "x")),
+            ("=.'sample'.; expected some of prompt,", of_terms(TERMS, group_by=["sample"])),
+            ("groups by dataset and .* no dataset_ids", of_terms(TERMS, group_by=["dataset"])),
+        ],
+    ),
+    (
+        DataError,
+        [
+            ("from 0 to cp_size - 1 = 1, got 2.", partial(CPLayout.contiguous, 8, 2, 2)),
+            ("cp_size - 1 = -2, got 0.", partial(CPLayout.bshd, 8, -1, 0)),
+            ("multiple of cp_size = 2, got 7. Pad", partial(CPLayout.contiguous, 7, 2, 0)),
+            # Lengths 4, 6, 6: the second is not a multiple of 2 * cp = 4, though the total is.
+            (r"cp_size = 4, got 6 for sequence 1\. Pad", halves_of(0, 4, 10, 16)),
+            ("cu_seqlens_padded must .* start.* at 0", halves_of(4, 8)),
+            ("cu_seqlens_padded must .*not decrease", halves_of(0, 8, 4)),
+            ("cu_seqlens_padded must be int32 or int64", halves_of(0.0, 4.0)),
+            ("layout's length 8, got 4.", partial(HALF.shard, torch.zeros(2, 4))),
+            ("layout's length 8, got 7.", partial(HALF.unshard, [ONES[:4], ONES[:3]])),
+            ("a Tensor without a group. Give", partial(HALF.unshard, torch.zeros(2, 4))),
+            ("a list with a group. Drop", partial(HALF.unshard, [ONES], group=object())),
+            ("layout's 2 .* ranks, got 1. Give both", mean_of(WIDE, HALF)),
+            ("layout's length 16, got 8.", mean_of(WIDE, CPLayout.bshd(16, 1, 0))),
+        ],
+    ),
+    (
+        DataError,
+        [
+            ("'a' is a Mean in 1 of 2 microbatches", reduced({"a": ONE}, {"b": ONE})),
+            ("'a' is a Max or Mean in 2 of 2", reduced({"a": ONE}, {"a": GREATEST})),
+            (f"{NO_METRIC} of scalars", reduced({"a": Mean(ROWS, ROWS)})),
+            (rf"'a' is tensor\(1.\); {NO_METRIC}", reduced({"a": tensor(1.0)})),
+            (NO_METRIC, reduced({"a": Mean(1.0, 2.0)})),
+            (r"\(2, 3\) and values \(6,\); expected", partial(Mean.of, ONES, ROWS)),
+        ],
+    ),
+    (
+        HostError,
+        [
+            ("was called without a hook", loss_of_rows(ROWS, whole="local_grad")),
+            ("was called without a hook", loss_of_rows(ROWS, takes_weights=True)),
+        ],
+    ),
+]
+FLAT = [(error, *row) for error, of_error in CALLS for row in of_error]
 
 
 @pytest.mark.parametrize(("error", "text", "call"), FLAT, ids=[text for _, text, _ in FLAT])

@@ -34,7 +34,7 @@ def test_the_core_imports_and_works_without_megatron():
     core = [path.stem for path in PACKAGE.glob("[!_]*") if path.stem not in ("mcore", "py")]
     done = run_afresh("-c", WITHOUT_MEGATRON, *core)
     assert done.returncode == 0, done.stderr
-    assert {"aggregation", "errors", "policy", "report"} < {*core}
+    assert {"aggregation", "errors", "report"} < {*core}
     assert done.stdout.splitlines() == ["[[0.5, 0.5]]", "[]"]
 
 
@@ -88,7 +88,7 @@ def test_public_names_are_frozen():
 ROUTE_NAMES = ["hook", "extension", "host", "step", "call_losses", "token_loss", "weigh", "splits"]
 ROUTE = {f"mcore/{name}.py" for name in ROUTE_NAMES}
 # Public names, and public paths of files that live in another room.
-FACADES = {"__init__.py", "policy.py", "mcore/flags.py", "mcore/install.py"}
+FACADES = {"__init__.py", "mcore/flags.py", "mcore/install.py"}
 # A room, and those that it may import besides itself.
 CORE = {"core"}
 ON_ROUTE = {*CORE, "losses", "reading"}

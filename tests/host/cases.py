@@ -18,7 +18,7 @@ from covertable import make
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
-from megatron_loss_agg.mcore import Loop, LossHook, read_batch
+from megatron_loss_agg.mcore import LossHook, read_batch
 from megatron_loss_agg.report import reduce_reports
 from tests.host import gpt, gradients, parallel_state, pipeline_parallel
 from tests.host.harness import EXACT, Topology, build_chunks, one_or_all, run_host_ranks
@@ -102,7 +102,9 @@ class Case:
         return f"{self.mode}{options}-{self.masks}-{dtype}-{self.layout}-{number}mb-{flag}"
 
     def new_hook(self) -> LossHook | None:
-        return LossHook(self.terms or self.aggregation, **self.hook) if self.hooked else None
+        evaluates = bool(self.call.get("forward_only"))
+        options = {"evaluates": evaluates, **self.hook}
+        return LossHook(self.terms or self.aggregation, **options) if self.hooked else None
 
     def data(self, rank: int) -> Iterator[Batch]:
         """The batches of a data-parallel rank."""
@@ -182,10 +184,7 @@ def _on_rank(topology: Topology, cases: list[Case], expected: list[Gradient]) ->
         chunks = models(case)
         hooks[case] = hooks[case.after] if case.after else case.new_hook()
         reports = take(case, topology, chunks, hooks[case])
-        loop = case.hook.get("loop", Loop())
-        found.append(
-            Found(gradients.error(chunks, gradient), reduced(reports, loop.averages_quotients))
-        )
+        found.append(Found(gradients.error(chunks, gradient), reduced(reports)))
     return found
 
 
@@ -228,7 +227,12 @@ def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) ->
 
 
 def evaluate(
-    case: Case, calls: Sequence[Places], topology: Topology, chunks: list[Any], hook: Any
+    case: Case,
+    calls: Sequence[Places],
+    topology: Topology,
+    chunks: list[Any],
+    hook: Any,
+    averages_quotients: bool = False,
 ) -> dict[str, float]:
     """What Megatron's ``evaluate`` makes of the reports of calls, each of other samples."""
     schedule = hook.wrap(pipeline_parallel.get_forward_backward_func())  # of one evaluation
@@ -236,7 +240,7 @@ def evaluate(
     of_calls = [take(replace(case, places=x, **way), topology, chunks) for x in calls]
     every = [report for reports in of_calls for report in reports]
     keys = sorted({key for report in every for key in report})
-    if case.hook.get("loop", Loop()).averages_quotients:
+    if averages_quotients:
         means = [reduced(reports, averages_quotients=True) for reports in of_calls]
         return {key: sum(of[key] for of in means) / len(calls) for key in keys}
     return {key: gpt.reported([x for x in every if key in x], key) for key in keys}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, pairwise
@@ -91,14 +92,14 @@ def deal(ranks: int, microbatches: int) -> Places:
     return tuple(tuple(places[r * microbatches : (r + 1) * microbatches]) for r in range(ranks))
 
 
-def square_mask(plan: Any, i: int) -> Tensor:
-    """A custom aggregation: ``m^2 / samples``, which no other mode computes for fractions."""
-    return plan.microbatches[i].loss_mask ** 2 / plan.counts.samples
+def square_root_of_sum(samples: Any) -> Tensor:
+    """A custom aggregation: ``c_s = 1 / (N sqrt(M_s))``, which no other mode computes."""
+    return samples.mask_sum.rsqrt() / len(samples.mask_sum)
 
 
 def aggregation(mode: str, **options: Any) -> LossAggregation:
     if mode == "custom":
-        options.setdefault("function", square_mask)
+        options.setdefault("function", square_root_of_sum)
     if mode == "constant":
         options.setdefault("divisor", 7.0)
     return LossAggregation(mode=mode, **options)
@@ -109,7 +110,8 @@ def weights_of(mode: str, places: Places, masks: str = "01", **options: Any) -> 
     chosen = sequences(masks)
     if mode == "custom":
         order = [i for rank in places for of_mb in rank for i in of_mb]
-        return [(i, [m * m / len(order) for m in chosen[i].sample.mask]) for i in order]
+        sums = {i: math.sqrt(sum(chosen[i].sample.mask)) * len(order) for i in order}
+        return [(i, [m and m / sums[i] for m in chosen[i].sample.mask]) for i in order]
     if mode == "constant":
         options.setdefault("divisor", 7.0)
     return weights_with(mode, places, lambda i, _: chosen[i].sample, **options)
@@ -123,31 +125,6 @@ def weights_with(
     nested = oracle.step_weights(mode, step, **options)
     order = [i for rank in places for of_mb in rank for i in of_mb]
     return list(zip(order, [w for rank in nested for mb in rank for w in mb], strict=True))
-
-
-def factored(weights: Weights) -> Weights:
-    """With the factors of `with_factors`."""
-    return [
-        (i, [f * w for f, w in zip(factors_of(i), of_sample, strict=True)])
-        for i, of_sample in weights
-    ]
-
-
-@functools.cache
-def factors_of(i: int) -> tuple[float, ...]:
-    """Of the tokens of a sample: negative ones, and zeros."""
-    generator = torch.Generator().manual_seed(100 + i)
-    return tuple((torch.randint(-2, 4, (LENGTHS[i],), generator=generator) / 2).tolist())
-
-
-def with_factors(batch: dict[str, Any], of_mb: tuple[int, ...]) -> dict[str, Any]:
-    """The batch of the samples ``of_mb``, with the key ``factors``; of padding they are 9."""
-    factors = torch.full_like(batch["loss_mask"], 9.0)
-    starts = batch.get("cu_seqlens_padded", range(0, factors.numel(), factors.shape[-1]))
-    for i, start in zip(of_mb, starts, strict=False):
-        of_sample = torch.tensor(factors_of(i), dtype=factors.dtype)
-        factors.view(-1)[start : start + len(of_sample)] = of_sample
-    return {**batch, "factors": factors}
 
 
 def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""A probe: a tiny model that runs through the host, and what the host does to its gradients.
+"""Measures Megatron's scaling of a loss with a tiny model, and compares it with `scale`.
 
-It has one parameter, and a second one if the run's model has experts, whose gradients are reduced
-over another group. Every rank's gradient is different, so that a missing reduction shows.
+The tiny model has one parameter, and a second one if the run's model has experts, whose gradients
+are reduced over another group. It goes through Megatron's own schedule, data-parallel wrapper and
+gradient finalization. Every rank's gradient is different, so that a missing reduction shows.
 """
 
 from __future__ import annotations
@@ -17,14 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather
-from megatron_loss_agg.mcore.host import Call, stock
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.call import Call, stock
 
 _Groups = tuple[dist.ProcessGroup, ...]
-# Of megatron.core.distributed. Tests compare the measurement of each with a training step.
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 
-# Settings of the model and of its wrapper that do not apply to the probe, by what turns them off.
-_OFF = {
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
+"""Of megatron.core.distributed. Tests compare the measurement of each with a training step."""
+
+_TOLERANCE = 1e-4
+"""Relative tolerance of the measured factor, which is measured in fp32."""
+_TOKENS = 2
+"""Per microbatch and rank: with 1, a lone microbatch hides a missing division."""
+_PER_RANK = 128
+"""Parameter elements per rank: the shard alignment of the distributed optimizer."""
+_TRUST = "LossHook(trusts_unmeasured=True) (--loss-aggregation-unmeasured trust)"
+
+_TURNED_OFF = {
     None: "timers grad_scale_func no_sync_func grad_sync_func param_sync_func mtp_num_layers "
     "experimental_attention_variant",
     False: "init_model_with_meta_device moe_router_enable_expert_bias hybrid_context_parallel "
@@ -35,12 +45,48 @@ _OFF = {
     "none": "moe_router_load_balancing_type cuda_graph_impl",
     torch.float32: "megatron_fsdp_grad_comm_dtype",
 }
-_TOKENS = 2  # per microbatch and rank: with 1, a lone microbatch hides a missing division
-_PER_RANK = 128  # parameter elements per rank: the shard alignment of the distributed optimizer
+"""Settings to disable in the tiny model's copy of the configurations, grouped by their "off" value."""
+
+
+def check_scaling(call: Call, trusts_unmeasured: bool) -> float | None:
+    """Measure Megatron's scaling of a training call. All ranks must call; if one raises, all do.
+
+    Returns:
+        gradients as a multiple of the planned ones; None if they were not measured.
+
+    Raises:
+        HostError: they differ from the planned ones, or cannot be measured.
+    """
+    wrap = wrapper_of(call)
+    if wrap is None:
+        if trusts_unmeasured:
+            return None
+        raise HostError(
+            f"Megatron's averaging must be measured before the first step, and that of a "
+            f"{type(call.chunks[-1]).__name__} cannot be. Wrap the model in one of Megatron's "
+            f"{', '.join(WRAPPERS)}, or, if gradients are averaged as the first of these does, choose "
+            f"{_TRUST}."
+        )
+    measured = measured_factor(call, wrap)
+    if abs(measured - 1) <= _TOLERANCE:  # NaN is not
+        return measured
+    finalize: Any = call.config.finalize_model_grads_func
+    if finalize is None and trusts_unmeasured:
+        return None
+    from megatron.core import __version__
+
+    raise HostError(
+        f"gradients must be 1 time the planned ones, got {measured:.6g} times in megatron-core "
+        f"{__version__} with {type(call.chunks[-1]).__name__} and config.finalize_model_grads_func="
+        f"{getattr(finalize, '__qualname__', finalize)} ({call.scale}). Use {WRAPPERS[0]} and "
+        "finalize_model_grads of Megatron-Core 0.13 to 0.19, or turn off calculate_per_token_loss; or, "
+        "if the loop itself reduces and scales gradients after the schedule, leave it None and "
+        f"choose {_TRUST}."
+    )
 
 
 def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
-    """The host's gradients as a multiple of the planned ones: of all, the farthest from 1.
+    """Megatron's gradients as a multiple of the planned ones: of all, the farthest from 1.
 
     All ranks must call; it is the same on all of them, and NaN if one is.
     """
@@ -64,13 +110,13 @@ def _farthest(factors: Tensor) -> Tensor:
 def _gradients(
     call: Call, wrap: Callable[..., Any], reduced_over: Sequence[_Groups]
 ) -> list[Tensor]:
-    """Of a step of the probe: by parameter, the elements that this rank has reduced, if any."""
+    """After a step of the tiny model, by parameter: the elements that this rank has reduced, if any."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    config, number = _without_features(call.config), call.scale.num_microbatches
+    config, number = _simplified(call.config), call.scale.num_microbatches
     numbers = all_gather(torch.tensor([number]), call.groups.dp)  # may differ
     total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
-    own = [math.prod(1 + dist.get_rank(group) for group in groups) for groups in reduced_over]
+    of_rank = [math.prod(1 + dist.get_rank(group) for group in groups) for groups in reduced_over]
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
         return call.scale.returned(output, _TOKENS, total_tokens, {})
@@ -78,7 +124,7 @@ def _gradients(
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model() / number, loss_func
 
-    model = wrap(config, _probe(config, own, next(call.chunks[-1].parameters()).device))
+    model = wrap(config, _tiny_model(config, of_rank, next(call.chunks[-1].parameters()).device))
     if call.config.no_sync_func is not None:
         config.no_sync_func = model.no_sync
     if hasattr(model, "zero_grad_buffer"):
@@ -97,24 +143,24 @@ def _gradients(
 
 
 def _reduced(model: Any) -> list[Tensor]:
-    found = []
+    gradients = []
     if hasattr(model, "expert_parallel_buffers"):  # Megatron's DDP: a buffer for each kind
         for buffer in (model.buffers[0], *model.expert_parallel_buffers):
             group = buffer.data_parallel_group
             shards = buffer.grad_data.view(dist.get_world_size(group), -1)
             # This rank's is reduced, whether by all-reduce or reduce-scatter; then comes padding.
-            found.append(shards[dist.get_rank(group)][:_PER_RANK])
-        return found
+            gradients.append(shards[dist.get_rank(group)][:_PER_RANK])
+        return gradients
     for parameter in model.parameters():
         names = ("decoupled_grad", "main_grad", "grad")
-        made = [x for name in names if (x := getattr(parameter, name, None)) is not None]
-        gradient = made[0] if made else torch.zeros_like(parameter)
-        found.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
-    return found
+        present = [x for name in names if (x := getattr(parameter, name, None)) is not None]
+        gradient = present[0] if present else torch.zeros_like(parameter)
+        gradients.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+    return gradients
 
 
 def _reduced_over(call: Call) -> list[_Groups]:
-    """Over which groups gradients are: of a dense parameter and, if there are, of an expert's."""
+    """The groups over which gradients are reduced: of dense parameters and, if any, of experts'."""
     from megatron.core import parallel_state
 
     # Megatron FSDP replaces parameters, and keeps those that Megatron has marked.
@@ -131,7 +177,7 @@ def _data_groups(call: Call) -> _Groups:
 
 
 def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
-    """(configuration, probe) -> the probe, wrapped as the model is; None if that is not known."""
+    """(configuration, tiny model) -> the tiny model, wrapped as the run's is; None if unknown."""
     from megatron.core import distributed
 
     chunk, groups = call.chunks[-1], call.pg_collection
@@ -141,7 +187,7 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
     name = next((name for name in names if name in WRAPPERS), None)
     if name is None:
         alone = all(dist.get_world_size(group) == 1 for group in _data_groups(call))
-        return (lambda config, probe: probe) if alone else None  # alone, it averages over nothing
+        return (lambda config, model: model) if alone else None  # alone, it averages over nothing
     options = {} if groups is None else {"pg_collection": groups}
     if options and name == "TorchFullyShardedDataParallel":
         options = {"process_group": groups.dp_cp}
@@ -149,23 +195,23 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
         inspect.signature(type(chunk)).bind(None, None, None, **options)
     except TypeError:
         return None  # a subclass with other arguments
-    settings = _without_features(chunk.ddp_config)
+    settings = _simplified(chunk.ddp_config)
 
-    def wrap(config: Any, probe: Any) -> Any:
+    def wrap(config: Any, model: Any) -> Any:
         units = getattr(chunk, "fsdp_unit_modules", None)
         if units:  # Megatron FSDP expects to find one
-            options["fsdp_unit_modules"] = [type(probe)]
-        return type(chunk)(config, settings, probe, **options)
+            options["fsdp_unit_modules"] = [type(model)]
+        return type(chunk)(config, settings, model, **options)
 
     return wrap
 
 
-def _probe(config: Any, gradients: Sequence[float], device: torch.device) -> Any:
-    """A model with a parameter, dense or an expert's, for each of the ``gradients`` it gets."""
+def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -> Any:
+    """A model with a parameter, dense or an expert's, for each of ``gradients``, which it gets."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
-    class Probe(MegatronModule):
+    class TinyModel(MegatronModule):
         """With what gradient finalization reads."""
 
         model_type = ModelType.encoder_or_decoder
@@ -190,13 +236,13 @@ def _probe(config: Any, gradients: Sequence[float], device: torch.device) -> Any
             losses = [p.sum() * x for p, x in zip(self.parameters(), gradients, strict=True)]
             return torch.stack(losses).sum()
 
-    return Probe()
+    return TinyModel()
 
 
-def _without_features(config: Any) -> Any:
-    """A copy with those of `_OFF` turned off that this release knows."""
+def _simplified(config: Any) -> Any:
+    """A copy with those of `_TURNED_OFF` turned off that this release knows."""
     changed = copy.copy(config)
-    for value, names in _OFF.items():
+    for value, names in _TURNED_OFF.items():
         for name in names.split():
             if hasattr(config, name):
                 setattr(changed, name, value)

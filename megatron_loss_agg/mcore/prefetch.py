@@ -17,8 +17,6 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from megatron_loss_agg.errors import AggregationError
-
 _POSITIONS = ("state_dict", "save_state")
 """Methods that return a data loader's position, for checkpoints."""
 
@@ -43,7 +41,7 @@ class Prefetch:
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        # Batches, or what the source raised; and its positions before them, by name.
+        # Batches, or errors of the source; and its positions before them, by name.
         self._drawn: deque[tuple[Future[Any], dict[str, Future[Any]]]] = deque()
         self._thread: Thread | None = None
 
@@ -81,7 +79,7 @@ class Prefetch:
             positions = {name: attempt(self._saved, name) for name in names}
             batch = attempt(next, self._source)
             self._drawn.append((batch, positions))
-            if batch.exception() is not None:  # told before the source fails again, maybe slowly
+            if batch.exception() is not None:  # asking the source again may block
                 return
 
     def _wait(self) -> None:
@@ -92,22 +90,21 @@ class Prefetch:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call ``function`` now, and keep its result, or its exception, for whoever asks for it."""
-    kept: Future[Any] = Future()
+    """Call ``function`` now, and hold its result, or its exception, for whoever asks for it."""
+    outcome: Future[Any] = Future()
     try:
-        kept.set_result(function(*args))
+        outcome.set_result(function(*args))
     except Exception as error:
-        # A traceback keeps the batch alive; ours says no more than the message.
-        is_ours = isinstance(error, AggregationError)
-        kept.set_exception(error.with_traceback(None) if is_ours else error)
-    return kept
+        outcome.set_exception(error)
+    return outcome
 
 
 def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
     """The `Prefetch` that ``data_iterator`` is or wraps; None if there is none.
 
-    ``insert`` puts one between Megatron's own iterator, which replays a step from the batches that
-    it returned, and a torch ``DataLoader``. Other loaders may use collectives or a device.
+    Args:
+        insert: put one between Megatron's own iterator, which replays a step from the batches that
+            it returned, and a torch ``DataLoader``. Other loaders may use collectives or a device.
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
 

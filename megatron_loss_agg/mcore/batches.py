@@ -1,0 +1,292 @@
+"""From the batches of a data iterator to the microbatches of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
+from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms, holds_integers
+from megatron_loss_agg.tensors import described
+
+ReadBatch = Callable[[Any], MicrobatchOfTerms]
+"""One batch -> its microbatch."""
+ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
+"""The schedule's data iterator and number of microbatches -> all microbatches of the call."""
+
+HOW_TO_READ = (
+    "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
+    "your own LossHook(read_batch=...))"
+)
+
+MODEL_INPUTS = ("labels", "tokens", "input_ids", "position_ids")
+"""Batch keys of integers by token, with which the model is called; the most telling first."""
+
+_FORMS_OF_OFFSETS = (
+    {"cu_seqlens"},
+    {"cu_seqlens_padded"},
+    {"cu_seqlens", "cu_seqlens_padded"},
+    {"cu_seqlens_q"},
+    {"cu_seqlens_q", "cu_seqlens_q_padded"},
+)
+_KEYS_OF_OFFSETS = (
+    *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens_q_padded"),
+    *("cu_seqlens_unpadded", "cu_seqlens_argmin"),
+)
+"""Real ones first. The last two are of Megatron-Bridge before 0.6, with another meaning."""
+
+
+class DrawnBatches:
+    """The batches of one call, drawn from ``source`` before the forward steps ask for them.
+
+    They wait for their forward passes while later ones are drawn, so ``source`` must not fill the
+    same memory for each.
+
+    Attributes:
+        batches: of all microbatches, in order, until a forward step takes them.
+    """
+
+    def __init__(self, source: Any, number: int) -> None:
+        if not hasattr(source, "__next__"):
+            raise HostError(
+                "data_iterator must be an iterator on tensor-parallel rank 0 of the last pipeline "
+                f"stage (in a list, one for each model chunk), got a {type(source).__name__}. Give "
+                "iter(loader), LossHook(read_step=...) or hook.step(...); in an evaluation of a stock "
+                "script, give data to evaluate on, or --eval-iters 0."
+            )
+        self._number = number
+        self.batches: deque[Any] = deque()
+        for _ in range(number):
+            try:
+                self.batches.append(next(source))
+            except StopIteration:
+                if not self.batches:
+                    raise  # the end of the data, which a loop may wait for
+                raise DataError(
+                    f"the data iterator must give {number} batches for a call, got "
+                    f"{len(self.batches)}. Leave out the last step, or lower its num_microbatches."
+                ) from None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.batches:
+            raise DataError(
+                f"the forward steps must take one batch for each of the {self._number} microbatches, "
+                "and ask for more. Call next(data_iterator) once each, or give LossHook(read_step=...)."
+            )
+        return self.batches.popleft()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a data iterator that the hook draws ahead has no {name}. Call next(data_iterator) alone, "
+            "or give LossHook(read_step=...)."
+        )
+
+    def check_taken(self) -> None:
+        """Raise DataError unless the forward steps have taken all batches."""
+        if self.batches:
+            raise DataError(
+                f"the forward steps must take one batch for each of the {self._number} microbatches, "
+                f"and left {len(self.batches)}. Call next(data_iterator) once each, or give "
+                "LossHook(read_step=...)."
+            )
+
+
+def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
+    """The microbatch that a batch of a Megatron data loader describes.
+
+    Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
+    ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
+    have a leading axis from the data loader's collation. Without ``dataset_ids``, the key
+    ``dataset_id`` of Megatron's blended data sets: integers [batch], one for each row, or for all
+    samples of each pack. ``labels``, ``tokens``, ``input_ids`` and ``position_ids`` become the
+    ``model_inputs``. Offsets of packed samples, real and padded, are read from these keys:
+
+    - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
+    - ``cu_seqlens_q`` and, if padded, ``cu_seqlens_q_padded``: Megatron-Bridge 0.6.
+
+    Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
+    the model. Trailing offsets that repeat the last one (the last padded one, if given) are filler,
+    unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
+    the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
+    microbatch has ``cu_seqlens`` of 0 alone and no samples, whatever its ``cu_seqlens_padded``.
+
+    Args:
+        units: whose keys ``<unit>_ids`` are read for ``ids``.
+
+    Raises:
+        DataError: a key is missing, or has a wrong type or shape.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
+        keys = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise DataError(
+            f"a batch must be a mapping with the tensor 'loss_mask', got {keys}. Add that key (a mask "
+            f"that the model makes in its forward pass, as LLaVA's, is not supported), or {HOW_TO_READ}."
+        )
+    whole_mask = batch["loss_mask"]
+    by_sample: dict[str, Any] = {
+        name: _vector(batch[name]) for name in BY_SAMPLE if batch.get(name) is not None
+    }
+    ids = {unit: _vector(_ids_of(batch, unit)) for unit in units}
+    sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
+    offsets = pack_offsets(batch, whole_mask, sample_counts)
+    if "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
+        by_sample["dataset_ids"] = _dataset_ids(batch["dataset_id"], whole_mask, offsets)
+    mask = whole_mask
+    if offsets and mask.dim() == 2:
+        mask = mask.reshape(1, -1)
+    inputs = model_inputs_of(batch, mask)
+    return Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
+
+
+def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
+    """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
+
+    Raises:
+        OptionError: a unit whose key has ids of tokens.
+    """
+    if read is not read_batch:
+        return read
+    units = units_by_id(terms) - {*BY_ID}
+    if of_tokens := sorted(unit for unit in units if f"{unit}_ids" in MODEL_INPUTS):
+        raise OptionError(
+            f"levels must have ids of samples, got {of_tokens}, whose batch keys are of tokens. Choose "
+            "other names (--loss-aggregation-levels), or give a reader of your own "
+            "(--loss-aggregation-batch)."
+        )
+    return functools.partial(read_batch, units=sorted(units)) if units else read
+
+
+def with_dataset_ids(microbatch: MicrobatchOfTerms) -> MicrobatchOfTerms:
+    """With ids of data sets: its own, or one for all samples, -1, which no blend has.
+
+    Validation sets are often read one by one, and then lack ids.
+    """
+    if isinstance(microbatch, Mapping):
+        return {name: _with_dataset_ids(x) for name, x in microbatch.items()}
+    return _with_dataset_ids(microbatch)
+
+
+def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
+    """The integer tensors of the batch with an element for each token."""
+    if not isinstance(batch, Mapping):
+        return []
+    tensors = [batch.get(name) for name in MODEL_INPUTS]
+    return [x for x in tensors if holds_integers(x) and x.numel() == mask.numel()]
+
+
+def pack_offsets(
+    batch: Mapping[str, Any], mask: Tensor, sample_counts: Collection[int]
+) -> dict[str, Tensor]:
+    """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
+
+    Args:
+        sample_counts: how many samples the batch has ids for.
+    """
+    offsets = {key: batch[key] for key in _KEYS_OF_OFFSETS if batch.get(key) is not None}
+    if not offsets:
+        return {}
+    if set(offsets) not in _FORMS_OF_OFFSETS:
+        forms = " or ".join(" with ".join(sorted(form)) for form in _FORMS_OF_OFFSETS)
+        raise DataError(
+            f"the offsets of a batch must be exactly one of {forms}, got {' and '.join(offsets)}, of "
+            "which real and padded ones cannot be told apart. Rename or drop a key."
+        )
+    rows = [_rows_of_offsets(key, x, mask) for key, x in offsets.items()]
+    real, padded = rows[0], rows[-1]
+    is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
+    if is_dummy:
+        return {"cu_seqlens": real[0, :1]}  # its padded place is no sample
+    if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:
+        fillers = [0]
+    else:
+        # A repeated last real offset is an empty sample or filler. Only filler repeats the last
+        # padded offset, too.
+        fillers = [_repetitions_of_last(row) for row in padded]
+        counts = batch.get("token_count")
+        if counts is not None and "cu_seqlens_q" in offsets and offsets["cu_seqlens_q"].dim() == 2:
+            # Packs of Megatron-Bridge's data sets: a sample that begins where the tokens end is
+            # padding.
+            beyond = [int((row > n).sum()) for row, n in zip(padded, counts, strict=True)]
+            fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
+    joined = [_joined_packs(k, x, fillers, mask) for k, x in zip(offsets, rows, strict=True)]
+    return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
+
+
+def _with_dataset_ids(microbatch: Microbatch) -> Microbatch:
+    if not isinstance(microbatch, Microbatch) or microbatch.dataset_ids is not None:
+        return microbatch
+    return replace(microbatch, dataset_ids=torch.full((microbatch.num_samples,), -1))
+
+
+def _vector(x: Any) -> Any:
+    return x.reshape(-1) if isinstance(x, Tensor) else x
+
+
+def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
+    key = f"{unit}_ids"
+    if batch.get(key) is None:
+        present = sorted(x for x in {*map(str, batch)} - {*MODEL_INPUTS} if x.endswith("_ids"))
+        raise DataError(
+            f"the batch must have {key!r}, one id for each sample, since --loss-aggregation-levels "
+            f"names it, got {present}. Add the key, or choose other levels."
+        )
+    return batch[key]
+
+
+def _dataset_ids(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
+    """int64 [samples]: the data set of each sample's row, or of each sample's pack."""
+    rows, length = mask.shape if mask.dim() == 2 else (1, mask.numel())
+    if not holds_integers(dataset_id) or dataset_id.numel() != rows:
+        raise DataError(
+            f"the batch key 'dataset_id' must have an integer for each of the {rows} rows of "
+            f"loss_mask, got {described(dataset_id)}. Correct it."
+        )
+    dataset_of_row = dataset_id.reshape(-1).long()
+    if not offsets:
+        return dataset_of_row
+    starts = offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])[:-1].to(dataset_of_row)
+    # A sample without tokens may start where the last pack ends.
+    return dataset_of_row[(starts // length).clamp(max=rows - 1)]
+
+
+def _rows_of_offsets(key: str, offsets: Any, mask: Tensor) -> Tensor:
+    """[packs, samples + 1]; a vector is one pack, or several that are joined already."""
+    packs = mask.shape[0] if mask.dim() == 2 else 1
+    if isinstance(offsets, Tensor) and offsets.dim() == 1:
+        return offsets.unsqueeze(0)
+    if isinstance(offsets, Tensor) and offsets.dim() == 2 and offsets.shape[0] == packs:
+        return offsets
+    raise DataError(
+        f"the batch key {key!r} must be [samples + 1], or one such row for each row of the mask of "
+        f"shape {tuple(mask.shape)}, got {described(offsets)}. Correct it."
+    )
+
+
+def _repetitions_of_last(offsets: Tensor) -> int:
+    """How many offsets at the end of a row repeat the one before them."""
+    _, run_lengths = offsets.unique_consecutive(return_counts=True)
+    return int(run_lengths[-1:].sum()) - 1
+
+
+def _joined_packs(key: str, rows: Tensor, fillers: Sequence[int], mask: Tensor) -> Tensor:
+    """Offsets [samples + 1] of one pack, from rows without the ``fillers`` at their ends."""
+    packs = [row[: row.numel() - n] for row, n in zip(rows, fillers, strict=True)]
+    if len(packs) == 1:
+        return packs[0]
+    length = mask.shape[1]
+    if any(int(pack[-1]) != length for pack in packs):
+        raise DataError(
+            f"the batch key {key!r} must end at the length {length} of every pack where several packs "
+            "are joined to one, got other ends. Let the last sample reach to the pack's end."
+        )
+    return torch.cat([packs[0][:1], *(pack[1:] + i * length for i, pack in enumerate(packs))])

@@ -1,0 +1,182 @@
+"""One call of Megatron's schedule: its arguments, process groups and scaling."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.scale import MegatronScale
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The process groups that take part in a step's loss, under Megatron's names."""
+
+    dp: dist.ProcessGroup  # without context parallelism
+    cp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    is_last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
+
+    @classmethod
+    def of(cls, pg_collection: Any = None) -> ProcessGroups:
+        """From ``pg_collection`` if the schedule got one, else from Megatron's globals."""
+        from megatron.core import parallel_state
+
+        if pg_collection is None:
+            return cls(
+                # Gloo's where Megatron has one beside NCCL's: counts then wait for no kernel.
+                dp=getattr(parallel_state, "_DATA_PARALLEL_GROUP_GLOO", None)
+                or parallel_state.get_data_parallel_group(with_context_parallel=False),
+                cp=parallel_state.get_context_parallel_group(),
+                tp=parallel_state.get_tensor_model_parallel_group(),
+                pp=parallel_state.get_pipeline_model_parallel_group(),
+                is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+            )
+        groups = {name: getattr(pg_collection, name, None) for name in ("dp", "cp", "tp", "pp")}
+        if missing := [name for name, group in groups.items() if group is None]:
+            raise HostError(
+                f"pg_collection must have the groups dp, cp, tp and pp of one module, got a "
+                f"{type(pg_collection).__name__} without {', '.join(missing)}. Set them, or leave "
+                "pg_collection out."
+            )
+        pp: Any = groups["pp"]
+        is_last_stage = dist.get_rank(pp) == dist.get_world_size(pp) - 1
+        return cls(**groups, is_last_stage=is_last_stage)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def reads_data(self) -> bool:
+        """Whether this rank reads the step's batches for its tensor-parallel group."""
+        return dist.get_rank(self.tp) == 0
+
+    @functools.cached_property
+    def cp_size(self) -> int:
+        return dist.get_world_size(self.cp)
+
+    @functools.cached_property
+    def cp_rank(self) -> int:
+        return dist.get_rank(self.cp)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the schedule."""
+
+    arguments: Mapping[str, Any]  # of the schedule, by name; with its defaults
+    groups: ProcessGroups
+    scale: MegatronScale
+    config: Any  # of the model
+    chunks: tuple[Any, ...]  # model chunks of this rank, in their order
+    first_index: int = 0  # of the call's first microbatch in its step
+    ends_step: bool = True  # no further call belongs to the step
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Call:
+        """From the schedule's ``arguments``.
+
+        Raises:
+            HostError: one is missing.
+        """
+        from megatron.core.utils import get_model_config
+
+        required = ("forward_step_func", "data_iterator", "model", "num_microbatches")
+        if missing := [name for name in required if name not in arguments]:
+            raise HostError(
+                f"the schedule needs Megatron's arguments by keyword, got none for "
+                f"{', '.join(missing)}. Add them to the call."
+            )
+        groups = ProcessGroups.of(arguments.get("pg_collection"))
+        chunks = model_chunks(arguments["model"])
+        config = get_model_config(chunks[0])
+        scale = MegatronScale(
+            num_microbatches=arguments["num_microbatches"],
+            data_parallel_size=dist.get_world_size(groups.dp),
+            per_token=config.calculate_per_token_loss,
+            normalized=getattr(config, "loss_is_normalized", False),
+        )
+        return cls(arguments, groups, scale, config, chunks)
+
+    @property
+    def pg_collection(self) -> Any:
+        """None: Megatron's global groups."""
+        return self.arguments.get("pg_collection")
+
+    @property
+    def trains(self) -> bool:
+        return not self.arguments.get("forward_only")
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether no earlier call belongs to the step."""
+        return self.first_index == 0
+
+    @property
+    def data_iterator(self) -> Any:
+        """Of the last chunk, which computes the loss; None on ranks without data."""
+        iterators = self.arguments["data_iterator"]
+        return iterators[-1] if isinstance(iterators, list) else iterators
+
+    def arguments_with(
+        self, forward_step: Callable[..., Any], data_iterator: Any
+    ) -> dict[str, Any]:
+        """The schedule's arguments, with this forward step, and this iterator for the last chunk."""
+        iterators = self.arguments["data_iterator"]
+        if isinstance(iterators, list):
+            data_iterator = [*iterators[:-1], data_iterator]
+        changed = {"forward_step_func": forward_step, "data_iterator": data_iterator}
+        return {**self.arguments, **changed}
+
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Keep Megatron from reducing and scaling gradients, as only a step's last call may."""
+        names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                if hasattr(chunk, "no_sync"):
+                    stack.enter_context(chunk.no_sync())
+            for name in names:
+                stack.enter_context(replaced(self.config, name, None))
+            yield
+
+
+def model_chunks(model: Any) -> tuple[Any, ...]:
+    """The model chunks of this rank, from what the schedule is given as its model."""
+    return tuple(model) if isinstance(model, list) else (model,)
+
+
+def defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that ``schedule`` has if it is called without them."""
+    # Those of a `functools.partial`, too.
+    parameters = inspect.signature(schedule).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
+
+
+STOCK = "stock_schedule"
+"""Attribute of a wrapper of Megatron's schedule: (the wrapper, Megatron's function)."""
+
+
+def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's own function, if ``schedule`` is a wrapper with the attribute `STOCK`."""
+    wrapper, function = getattr(schedule, STOCK, (None, schedule))
+    return function if wrapper is schedule else schedule  # other wrappers may copy the attribute
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object of Megatron's inside the context, and restore it after."""
+    is_of_instance, before = name in vars(holder), getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if is_of_instance:
+            setattr(holder, name, before)
+        else:  # of its class
+            delattr(holder, name)

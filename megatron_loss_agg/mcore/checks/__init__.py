@@ -1,0 +1,1 @@
+"""Checks of every hook, in the order in which `hook` calls them; they raise and change no number."""

@@ -1,0 +1,103 @@
+"""Checks that stock loss functions return a masked sum of the model's losses, or their mean.
+
+The hook replaces their reduction, so anything else that they compute would be lost.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.forward_step import ScriptLosses
+from megatron_loss_agg.tensors import described, is_plain
+from megatron_loss_agg.weighted_sum import weighted_sum
+
+_TOLERANCE = 1e-3
+"""Relative tolerance of a loss function's result."""
+_ROUNDING = 16
+"""Allowed rounding error of a sum, in machine epsilons of the sum of absolute values."""
+
+
+class MaskedSum(NamedTuple):
+    """The result of a stock loss function, compared with the masked sum; on its device."""
+
+    function: object  # (whether it trains, `function_of`): it may do more in one of them
+    fits: Tensor  # bool
+    shows_factors: Tensor  # bool: a wrong factor would not fit
+    loss: Tensor
+
+
+def function_of(loss_function: Any) -> object:
+    """What loss functions that compute the same have in common: their code, or type."""
+    while isinstance(loss_function, functools.partial):
+        loss_function = loss_function.func
+    return getattr(loss_function, "__code__", type(loss_function))
+
+
+def compare_with_masked_sum(
+    call: Call, loss_function: Any, losses: ScriptLosses
+) -> MaskedSum | None:
+    """Waits for no device. None for what is no stock loss function, or cannot be compared."""
+    if losses.returned is None:
+        return None
+    returned = losses.returned[0]
+    if not is_plain(returned) or returned.numel() != 1:
+        raise HostError(
+            f"a loss function must return the masked sum, a tensor of one number, got "
+            f"{described(returned)}. Change it, or return a TokenLoss."
+        )
+    is_sum = len(losses.returned) == 3
+    if not is_sum and call.groups.cp_size > 1:
+        return None  # a mean over this rank's part of the tokens
+    (term,) = losses.terms.values()
+    loss = returned.detach().reshape(())
+    fits, shows_factors = fits_masked_sum(loss, term.losses, term.mask, may_be_mean=not is_sum)
+    return MaskedSum((call.trains, function_of(loss_function)), fits, shows_factors, loss)
+
+
+def check_masked_sums(results: Sequence[MaskedSum]) -> set[object]:
+    """Raise HostError unless all fit; return the functions whose factors would have shown.
+
+    Waits for the device.
+    """
+    if not results:
+        return set()
+    columns = [(x.fits.double(), x.shows_factors.double(), x.loss.double()) for x in results]
+    numbers = torch.stack([torch.stack(column) for column in columns]).tolist()
+    for fits, _, loss in numbers:
+        if not fits:
+            raise HostError(
+                "a loss function must return the masked sum of the model's losses or their mean, since "
+                f"its reduction is replaced, got {loss:.6g}. Drop its own factors and divisions, or "
+                "return a TokenLoss; for Megatron's distillation wrap the schedule by distilled(...)."
+            )
+    return {x.function for x, (_, shows, _) in zip(results, numbers, strict=True) if shows}
+
+
+def fits_masked_sum(
+    loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool
+) -> tuple[Tensor, Tensor]:
+    """Whether ``loss`` is ``sum(mask * losses)``, and whether a factor of it would show.
+
+    Bool, scalars on the device of ``loss``. The first is True, too, of a loss that is not finite;
+    if it ``may_be_mean``, also of that sum over ``sum(mask)``, or over 1 if that is more. The
+    second is False of what cancels, or is 0: it fits with any factor.
+    """
+    epsilon = torch.finfo(loss.dtype).eps
+    loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))
+    total, size = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
+    divisors = [torch.ones_like(total)]
+    if may_be_mean:
+        divisors += [mask.sum(), mask.sum().clamp(min=1)]
+    divisor = torch.stack(divisors)
+    # Where losses cancel, the rounding error of their sum dominates.
+    allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * size
+    fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
+    is_finite = loss.isfinite().all()
+    return ~is_finite | fits.any(), is_finite & (total.abs() > _TOLERANCE * size)

@@ -1,0 +1,260 @@
+"""Compares the masks and tokens of a call's loss functions with those that were counted.
+
+The weights follow the mask that the script passes to its loss function. They are right only if its
+sums are those that were counted, over the ranks that split its tokens:
+
+    sum_t m_t = M_s                                         of each sample, in the first step
+    sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   of each microbatch
+
+In the first step the tokens themselves are compared, too: they verify the declared split, and the
+order of the microbatches. Padding is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.mcore.batches import HOW_TO_READ
+from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.forward_step import TermLosses
+from megatron_loss_agg.mcore.split import SPLITS, layout_of, sums_of_samples
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape
+from megatron_loss_agg.plan import StepPlan
+
+_TOLERANCE = 1e-5
+"""Of sums, relative: they are in fp32."""
+
+
+class MaskSum(NamedTuple):
+    """Sums on this rank, and what they should add up to over the context-parallel ranks."""
+
+    what: str
+    i: int  # of the microbatch in its step
+    on_rank: Tensor
+    planned: Sequence[float]
+
+
+def mask_sums(
+    call: Call, plan: StepPlan, i: int, term: TermLosses, weights: Tensor
+) -> Iterator[MaskSum]:
+    """The sums of one microbatch of one term; waits for no device."""
+    mask_sum_S = plan.mask_sums(i)
+    weight_sum = float(plan.coefficients(i).dot(mask_sum_S))
+    mask_sum = term.mask.sum()
+    if term.is_whole:
+        mask_sum = mask_sum / call.groups.cp_size
+    yield MaskSum("mask sum", i, mask_sum, [float(mask_sum_S.sum())])
+    yield MaskSum("sum of weights", i, weights.sum(), [weight_sum])
+    if term.sequence_mask_sum is not None:
+        sequences = plan.sequences[i]
+        assert sequences is not None
+        planned = [float(sequences.mask_sum.sum())]
+        yield MaskSum("mask sum of all sequences", i, term.sequence_mask_sum.sum(), planned)
+
+
+def mask_sums_by_sample(
+    call: Call, plan: StepPlan, i: int, term: TermLosses, starts: Tensor | None
+) -> Iterator[MaskSum]:
+    """The sums of each sample, which show a wrong split; waits for no device."""
+    sums = sums_of_samples(term.mask.double().reshape(-1), plan.shapes[i], starts)
+    if term.is_whole:
+        sums = sums / call.groups.cp_size
+    yield MaskSum("mask sum of a sample", i, sums, plan.mask_sums(i).tolist())
+    if term.sequence_mask_sum is not None:
+        sequences = plan.sequences[i]
+        assert sequences is not None
+        planned = sequences.mask_sum.tolist()
+        yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned)
+
+
+def check_mask_sums(call: Call, sums: Sequence[MaskSum], is_first_step: bool) -> None:
+    """Raise DataError, on all context-parallel ranks alike, unless the sums are the planned ones.
+
+    Waits for the device once.
+    """
+    if not sums:
+        return
+    numbers = torch.cat([x.on_rank.reshape(-1).double() for x in sums])
+    if is_first_step:
+        sizes = all_gather(torch.tensor([len(numbers)]), call.groups.cp)
+        if bool((sizes != len(numbers)).any()):
+            raise DataError(
+                "all context-parallel ranks must read the same batches, got different numbers of "
+                "samples or masks. Split every batch by sequence, not by sample."
+            )
+    if call.groups.cp_size > 1:
+        numbers = for_backend(numbers, call.groups.cp)
+        dist.all_reduce(numbers, group=call.groups.cp)
+    remaining = iter(numbers.tolist())
+    for x in sums:
+        for planned in x.planned:
+            found = next(remaining)
+            if not abs(found - planned) <= _TOLERANCE * abs(planned):  # NaN is not
+                raise DataError(
+                    "the loss function's mask must be this rank's part of the batch's 'loss_mask': in "
+                    f"microbatch {x.i} its {x.what} must be {planned:g}, got {found:g}. Leave the mask "
+                    "undivided (and fractions in fp32), split it as declared "
+                    f"(--loss-aggregation-split, LossHook(split=)), or give the final"
+                    f" mask: {HOW_TO_READ}."
+                )
+
+
+class FirstTokens(NamedTuple):
+    """The integers that the model is called with in the first step, by microbatch."""
+
+    of_batches: Sequence[Sequence[Tensor]]  # whole, copied before the forward steps
+    shapes: Sequence[MicrobatchShape]
+    sample_index: Sequence[Tensor | None]  # of each token of a pack
+    sizes: Sequence[int]  # samples
+
+    @classmethod
+    def of(
+        cls, microbatches: Sequence[Microbatch], inputs: Sequence[Sequence[Tensor]]
+    ) -> FirstTokens:
+        """Args: inputs: the whole integer tensors of each microbatch."""
+        return cls(
+            [[x.detach().cpu().clone() for x in xs if _tells_tokens_apart(x)] for xs in inputs],
+            [m.shape for m in microbatches],
+            [_sample_index(m) for m in microbatches],
+            [m.num_samples for m in microbatches],
+        )
+
+
+class SplitFinding(NamedTuple):
+    """What a rank's model inputs say of one microbatch."""
+
+    splits: Sequence[str]  # of which these are this rank's part
+    others: Sequence[int]  # if of none: other microbatches whose part they are
+
+
+def check_tokens(
+    call: Call,
+    tokens: FirstTokens | None,
+    inputs: Mapping[int, Sequence[Tensor] | None],
+    split: str,
+    is_declared: bool,
+) -> None:
+    """Raise unless each rank's model was called with its part of the planned tokens.
+
+    On all ranks of the last stage; the tensor-parallel ranks that read batches compare.
+
+    Args:
+        inputs: by microbatch, the integer tensors that the model was called with.
+        is_declared: the user has said that the split is ``split``.
+
+    Raises:
+        DataError: another split, or other microbatches.
+    """
+
+    def compare() -> bool:
+        assert tokens is not None
+        findings = {i: _finding(call, tokens, i, x) for i, x in inputs.items()}
+        of_ranks = gather_objects(lambda: findings, call.groups.cp, "comparing tokens")
+        for i in inputs:
+            _check_microbatch(call, tokens, i, [x.get(i) for x in of_ranks], split, is_declared)
+        return True
+
+    broadcast_result(compare, call.groups.tp, 0)
+
+
+def _check_microbatch(
+    call: Call,
+    tokens: FirstTokens,
+    i: int,
+    findings: Sequence[SplitFinding | None],
+    split: str,
+    is_declared: bool,
+) -> None:
+    shape = tokens.shapes[i]
+    is_split = call.groups.cp_size > 1
+    matters = is_split and shape.starts is not None and len(shape.starts) > 2
+    unverified = matters and not is_declared
+    known = [x for x in findings if x is not None]
+    common = set.intersection(*({*x.splits} for x in known)) if known else set()
+    if len(known) == len(findings) and common:
+        if matters and split not in common:
+            raise DataError(
+                f"the packs of microbatch {i} must be split over context-parallel ranks as declared, "
+                f"{split!r}, got {' or '.join(sorted(common))!r}. Give --loss-aggregation-split "
+                f"{min(common)} (LossHook(split={min(common)!r}))."
+            )
+        return
+    if len(known) == len(findings) and all(x.others and not x.splits for x in known):
+        raise DataError(
+            f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
+            f"those of {known[0].others[0]}. Give microbatches in the order of the forward steps "
+            "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
+            "forward pass."
+        )
+    if len(known) == len(findings) and any(x.splits for x in known):
+        raise DataError(
+            f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
+            f"parts of the splits {[[*x.splits] for x in known]} by rank. Split every sequence as one "
+            f"of {', '.join(SPLITS)} does (CPLayout)."
+        )
+    if unverified:
+        raise DataError(
+            f"the split of the packs of microbatch {i} must be verified, and the model is not called "
+            "with labels or tokens of the batch. Declare it: --loss-aggregation-split "
+            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
+        )
+
+
+def _finding(
+    call: Call, tokens: FirstTokens, i: int, inputs: Sequence[Tensor] | None
+) -> SplitFinding | None:
+    """None where nothing can be compared."""
+    own = [x.detach().cpu() for x in inputs or () if _tells_tokens_apart(x)]
+    if not own or not tokens.of_batches[i]:
+        return None
+    splits = [split for split in SPLITS if _fits(call, tokens, i, own, split)]
+    if splits:
+        return SplitFinding(splits, [])
+    others = [
+        j
+        for j in range(len(tokens.of_batches))
+        if any(_fits(call, tokens, j, own, split) for split in SPLITS)
+    ]
+    return SplitFinding([], others)
+
+
+def _fits(call: Call, tokens: FirstTokens, i: int, own: Sequence[Tensor], split: str) -> bool:
+    """Whether some of this rank's tensors is its part of one of microbatch ``i``'s."""
+    shape, sample_index = tokens.shapes[i], tokens.sample_index[i]
+    try:
+        layout = layout_of(shape, split, call.groups.cp_size, call.groups.cp_rank)
+    except DataError:  # of a length that cannot be split in this way
+        return False
+    is_real = None
+    if sample_index is not None:
+        is_real = layout.shard(sample_index < tokens.sizes[i])
+    for whole in tokens.of_batches[i]:
+        part = layout.shard(whole.reshape(shape.mask))
+        for x in own:
+            if x.numel() != part.numel():
+                continue
+            is_same = x.reshape(part.shape) == part
+            if bool((is_same if is_real is None else is_same.reshape(-1) | ~is_real).all()):
+                return True
+    return False
+
+
+def _sample_index(microbatch: Microbatch) -> Tensor | None:
+    index = microbatch.sample_index()
+    return None if index is None else index.cpu()
+
+
+def _tells_tokens_apart(x: Tensor) -> bool:
+    """Not equal numbers, nor positions, which a script may make itself whatever its split."""
+    flat = x.reshape(-1)
+    if not flat.numel() or bool((flat == flat[0]).all()):
+        return False
+    row = x if x.dim() else x.reshape(1)
+    return not bool((row == torch.arange(row.shape[-1], device=x.device)).all())

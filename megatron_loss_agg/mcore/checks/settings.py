@@ -1,0 +1,118 @@
+"""Settings of Megatron under which a loss is not exact, and settings that differ between ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_loss_agg.collectives import gather_objects
+from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.mcore.call import Call
+
+_GROUPS_BY_SAMPLE = "samples have context-parallel groups of their own"
+_FURTHER_DATA = "it adds ranks with data of their own"
+_REFUSED = {
+    "hybrid_context_parallel": _GROUPS_BY_SAMPLE,
+    "dynamic_context_parallel": _GROUPS_BY_SAMPLE,
+    "overlap_moe_expert_parallel_comm": (
+        "its schedule calls the model's layers and not the model, so packs cannot be checked"
+    ),
+    "logits_load_ignore_errors": (
+        "a microbatch whose teacher fails would count in the denominators and lack a term"
+    ),
+    "gtp_weight_remat_size": _FURTHER_DATA,
+    "expert_gtp_weight_remat_size": _FURTHER_DATA,
+}
+"""Refused where they are on, or more than 1."""
+
+
+def check_settings(settings: Any, of_wrapper: Any) -> None:
+    """Raise HostError for the first setting under which a loss is not exact.
+
+    Args:
+        settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
+        of_wrapper: the settings of its data-parallel wrapper; the flags, too, have them.
+    """
+    for name, reason in _REFUSED.items():
+        value = getattr(settings, name, None) or 1  # True, or a number of ranks
+        if value is True or value > 1:
+            raise _refusal(name, "", reason)
+    _check_optimizer_instances(settings, of_wrapper)
+    _check_fused_cross_entropy(settings)
+    _check_cuda_graphs(settings)
+
+
+def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
+    """Raise OptionError, on all ranks of the model, unless they have the same settings."""
+    ranks_by_settings = {_text(settings): [dist.get_rank()]}
+    # What a group has in common, each of its ranks passes on to its group along the next axis.
+    for axis in ("tp", "cp", "dp", "pp"):
+        part: Callable[[], dict[str, list[int]]] = functools.partial(dict, ranks_by_settings)
+        of_ranks = gather_objects(part, getattr(call.groups, axis), "comparing settings")
+        ranks_by_settings = {}
+        for of_rank in of_ranks:
+            for text, ranks in of_rank.items():
+                merged = {*ranks_by_settings.get(text, []), *ranks}
+                ranks_by_settings[text] = sorted(merged)
+    if len(ranks_by_settings) > 1:
+        lists = [f"{text} on rank(s) {ranks}" for text, ranks in sorted(ranks_by_settings.items())]
+        raise OptionError(
+            f"all ranks must have the same settings, got {'; '.join(lists)}. Give every rank the same "
+            "LossHook, or the same --loss-aggregation flags."
+        )
+
+
+def _text(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _check_optimizer_instances(settings: Any, of_wrapper: Any) -> None:
+    instances = getattr(of_wrapper, "num_distributed_optimizer_instances", 1)
+    stages = getattr(settings, "pipeline_model_parallel_size", 1)
+    per_token = getattr(settings, "calculate_per_token_loss", False)
+    if instances > 1 and stages > 1 and per_token:
+        reason = (
+            "Megatron itself computes other gradients with calculate_per_token_loss over several "
+            "pipeline stages"
+        )
+        raise _refusal("num_distributed_optimizer_instances", " > 1", reason)
+
+
+def _check_fused_cross_entropy(settings: Any) -> None:
+    is_fused = getattr(settings, "cross_entropy_loss_fusion", False)
+    if not is_fused or getattr(settings, "cross_entropy_fusion_impl", "") != "te":
+        return
+    from megatron.core.utils import get_te_version, is_te_min_version
+
+    if not is_te_min_version("2.11.0"):
+        reason = (
+            f"Transformer Engine {get_te_version()}, as all before 2.11, multiplies gradients of tokens "
+            "by the weights of others"
+        )
+        raise _refusal("cross_entropy_fusion_impl", " te", reason)
+
+
+def _check_cuda_graphs(settings: Any) -> None:
+    # A graph of the whole iteration is a value of cuda_graph_impl from 0.18 on. Before, it was a
+    # scope, which later releases still take until they validate their flags.
+    has_graphs = (getattr(settings, "cuda_graph_impl", None) or "none") != "none"
+    if not has_graphs and not getattr(settings, "enable_cuda_graph", False):
+        return
+    for name in ("impl", "scope", "scope_deprecated", "modules"):
+        value = getattr(settings, f"cuda_graph_{name}", None)
+        values = value if isinstance(value, list) else [value]
+        if "full_iteration" in [getattr(x, "name", x) for x in values]:  # an enumeration or text
+            reason = "it replays one step's weights for all, as graphs of layers do not"
+            flag = f"cuda_graph_{name.removesuffix('_deprecated')}"
+            raise _refusal(flag, " full_iteration", reason)
+
+
+def _refusal(name: str, value: str, reason: str) -> HostError:
+    flag = "--" + name.replace("_", "-")
+    return HostError(
+        f"{flag}{value} cannot go with an exact loss: {reason}. Change that flag, or drop "
+        "--loss-aggregation (the LossHook)."
+    )

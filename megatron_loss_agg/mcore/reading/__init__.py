@@ -1,1 +1,0 @@
-"""From what a loop gives to the microbatches of a step."""

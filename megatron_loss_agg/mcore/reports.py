@@ -1,0 +1,88 @@
+"""Reports as pairs, which Megatron's loop reduces over microbatches, ranks and evaluation calls.
+
+Megatron adds up both elements of a pair and then divides the first by the second. In some releases,
+and in an evaluation under ``--sft``, it divides each microbatch's pair and then averages the
+quotients, where it takes a denominator below 1 for 1. The pairs here come out right both ways: with
+``P`` pairs of a call (microbatches of all data-parallel ranks times context-parallel ranks), a part
+``x`` of the sum ``S = sum x`` becomes
+
+    (x * D * C, D * C / P)      sum / sum = S        mean of quotients = sum (x * P) / P = S
+
+with the denominator ``D`` of the aggregation, and a large constant ``C``. Over the calls of an
+evaluation that adds up pairs, ``sum S * D / sum D`` is the mean over the tokens, samples or groups of
+all calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.forward_step import TermLosses
+from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
+
+_LARGE = 2.0**30
+_LEAST = torch.finfo(torch.float32).tiny
+"""The denominator of an empty call: lost beside any other, but no division by 0 without others."""
+
+
+@dataclass
+class MicrobatchLoss:
+    """The loss of one microbatch on this rank, before Megatron's scale; mappings are by term."""
+
+    call: Call
+    plans: Mapping[str, StepPlan]
+    i: int  # of the microbatch in its step
+    terms: Mapping[str, TermLosses]
+    weights: Mapping[str, Tensor]  # in the shape of the losses
+    total: Tensor  # the loss, to which an extension may add
+    reports: dict[str, Any]
+
+    def report(self, name: str, pair: Any) -> None:
+        """Add a report, such as a `pair`.
+
+        Raises:
+            DataError: there is one of this name.
+        """
+        if name in self.reports:
+            raise DataError(
+                f"reports must have different names, got two of {name!r}: of the script, an aggregated "
+                "loss or an extension. Rename yours."
+            )
+        self.reports[name] = pair
+
+    def pair(self, part: Tensor, denominator: float = 1.0) -> Tensor:
+        """[2]: this rank's part of a sum over the step, as Megatron reduces it."""
+        return report_pair(self.call, next(iter(self.plans.values())), part, denominator)
+
+
+def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0) -> Tensor:
+    """[2]: a part of a sum over the call, whose quotient becomes the sum."""
+    pairs = plan.counts.microbatches * call.groups.cp_size
+    weight = max(denominator, _LEAST) * _LARGE
+    value = part.detach() * weight
+    return torch.stack([value, torch.full_like(value, weight / pairs)])
+
+
+def denominator_of(plan: StepPlan) -> float:
+    """What the aggregation divides by, over one whole call of the schedule.
+
+    ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones
+    under ``empty="skip"``. Both with sample weights, where they count. ``sum`` and ``custom``: 1.
+    """
+    tokens = plan.counts.tokens if plan.aggregation.within == "all" else 1.0
+    return plan.counts.across * tokens
+
+
+def token_mean_pair(call: Call, plan: StepPlan, term: TermLosses) -> Tensor:
+    """The mean over all tokens of the call: Megatron's ``lm loss``."""
+    tokens = plan.counts.all_tokens
+    total = weighted_sum_unchecked(term.mask.reshape(-1), term.losses.detach().reshape(-1))
+    return report_pair(call, plan, total / (tokens or 1.0), tokens)

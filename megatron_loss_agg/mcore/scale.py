@@ -1,0 +1,76 @@
+"""What Megatron multiplies a loss by, and the number that undoes it.
+
+With ``n_mb`` microbatches, ``d`` data-parallel and ``c`` context-parallel ranks, Megatron-Core 0.13
+to 0.19 multiplies the gradient of what a loss function returns, summed over ranks, by:
+
+======================= ========= ============================================================
+loss function returns   per token Megatron multiplies by
+======================= ========= ============================================================
+(loss, report)          off       ``c / n_mb`` in the schedule, ``1 / (d c)`` in DDP
+(loss, n, report)       off       ``1 / (max(n, 1) n_mb)``, ``1 / (d c)``: not used here
+(loss, n, report)       on        ``1 / max(sum of n over microbatches and ranks, 1)`` at the end
+(loss, report)          on        the token total stays 0: not used here
+(loss, report)          off       ``1`` with ``loss_is_normalized`` (`patches/megatron-lm`)
+======================= ========= ============================================================
+
+"Per token" is ``config.calculate_per_token_loss``. Only this file undoes these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import HostError
+
+_MOST_TOKENS = 2**31 - 1  # Megatron adds up token counts as int32
+
+
+@dataclass(frozen=True)
+class MegatronScale:
+    """Megatron's own averaging in one call of its schedule on this rank."""
+
+    num_microbatches: int  # of this rank
+    data_parallel_size: int  # without context parallelism
+    per_token: bool  # config.calculate_per_token_loss
+    normalized: bool = False  # config.loss_is_normalized: Megatron only sums
+
+    def inverse(self, total_tokens: int) -> float:
+        """The reciprocal of Megatron's factor on the loss summed over ranks and microbatches.
+
+        Args:
+            total_tokens: summed over all microbatches and ranks of the step, as Megatron is told.
+        """
+        if self.per_token:
+            return float(max(total_tokens, 1))
+        if self.normalized:
+            return 1.0
+        return float(self.num_microbatches * self.data_parallel_size)
+
+    def returned(
+        self, loss: Tensor, num_tokens: int, total_tokens: int, report: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """What a loss function returns so that the gradient is that of ``loss``, summed.
+
+        Args:
+            num_tokens: token count that this rank returns to Megatron for the microbatch. It must be
+                the true count, since Megatron scales MoE and MTP losses by the total.
+            total_tokens: as in `inverse`.
+
+        Raises:
+            HostError: more tokens than Megatron can add up.
+        """
+        if self.per_token and total_tokens > _MOST_TOKENS:
+            raise HostError(
+                f"a step must have at most {_MOST_TOKENS} tokens under calculate_per_token_loss, which "
+                f"Megatron counts as int32, got {total_tokens}. Turn --calculate-per-token-loss off."
+            )
+        # A new tensor even times 1: Megatron scales it in place.
+        scaled = loss * self.inverse(total_tokens)
+        if not self.per_token:
+            return scaled, report
+        return scaled, torch.full((), num_tokens, dtype=torch.int, device=loss.device), report

@@ -1,0 +1,158 @@
+"""How tokens lie on context-parallel ranks: a declared split, and sums and gathers under it.
+
+============ ==============================================================================
+split        a rank holds
+============ ==============================================================================
+zigzag       two chunks of every sequence: of each row, or of each sequence of a pack
+zigzag_pack  two chunks of the whole pack, whose sequences may lie on some ranks alone
+contiguous   one chunk of each row, or of the whole pack
+============ ==============================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_loss_agg.collectives import SumOverRanks
+from megatron_loss_agg.cp_layout import CPLayout
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.mcore.call import ProcessGroups
+from megatron_loss_agg.microbatch import MicrobatchShape
+from megatron_loss_agg.tensors import at_least_fp32, moved
+
+SPLITS = ("zigzag", "zigzag_pack", "contiguous")
+
+
+def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> CPLayout:
+    """Which positions of a microbatch's last axis this rank holds."""
+    length = shape.mask[-1]
+    if split == "contiguous":
+        return CPLayout.contiguous(length, cp_size, cp_rank)
+    if shape.starts is None or split == "zigzag_pack":
+        return CPLayout.bshd(length, cp_size, cp_rank)
+    # Padding after the last sample is split like a sequence of its own.
+    offsets = torch.cat([shape.starts, shape.starts.new_tensor([length])])
+    return CPLayout.thd(offsets, cp_size, cp_rank)
+
+
+def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> Tensor | None:
+    """Where each sample of a pack begins among this rank's tokens; None: rows.
+
+    int64 [samples + 1], on the CPU. In every split the samples are in the order of the pack.
+    """
+    starts = shape.starts
+    if starts is None or cp_size == 1:
+        return starts
+    if split == "zigzag":
+        if bool((starts.diff() % (2 * cp_size)).any()):
+            raise DataError(
+                f"sequences of a pack must be padded to multiples of 2 * cp_size = {2 * cp_size}, got "
+                f"{starts.diff().tolist()}. Pad them, or declare how the pack is split "
+                "(--loss-aggregation-split, or LossHook(split=))."
+            )
+        return starts // cp_size
+    tokens = shape.mask[-1]
+    if split == "contiguous":
+        chunk, ranks = tokens // cp_size, [cp_rank]
+    else:
+        chunk, ranks = tokens // (2 * cp_size), [cp_rank, 2 * cp_size - 1 - cp_rank]
+    held = torch.zeros_like(starts)
+    for k in ranks:
+        held += (starts - k * chunk).clamp(0, chunk)
+    return held
+
+
+def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: ProcessGroups) -> Tensor:
+    """The values of all tokens of a microbatch, in the shape of its mask, from this rank's.
+
+    In the backward pass a value gets the sum of the gradients of all context-parallel ranks.
+    """
+    expected = local_shape(shape, groups.cp_size)
+    if not isinstance(values, Tensor) or not same_order(values.shape, expected):
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise DataError(
+            f"gather of a TokenLoss must return a number for each token of this rank, {expected}, got "
+            f"{got}. Return log-probabilities, say, in that shape."
+        )
+    values = values.reshape(expected)
+    if groups.cp_size == 1:
+        return values
+    layout = layout_of(shape, split, groups.cp_size, groups.cp_rank)
+    return layout.unshard(values, groups.cp)
+
+
+def sums_by_sequence(
+    values: Tensor,
+    mask: Tensor,
+    shape: MicrobatchShape,
+    split: str,
+    groups: ProcessGroups,
+    over_ranks: bool = True,
+) -> Tensor:
+    """``sum m_t x_t`` over each sequence, [sequences]; over all context-parallel ranks, or this one.
+
+    Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
+    """
+    check_local_mask(mask, shape, groups.cp_size, is_whole=False)
+    products = values.double().reshape(-1).masked_fill(mask.reshape(-1) == 0, 0) * mask.reshape(-1)
+    sums = sums_of_samples(
+        products, shape, local_starts(shape, split, groups.cp_size, groups.cp_rank)
+    )
+    if over_ranks and groups.cp_size > 1:
+        sums = SumOverRanks.apply(sums, groups.cp)  # type: ignore[no-untyped-call]
+    return sums.to(at_least_fp32(values.dtype))
+
+
+def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) -> Tensor:
+    """The sum over each sample's tokens, [samples]; differentiable.
+
+    Args:
+        x_T: of this rank's tokens, in order.
+        starts: where each sample begins among them; None: rows.
+    """
+    if starts is None:
+        return x_T.reshape(shape.mask[0], -1).sum(dim=1)
+    tokens = x_T.numel()
+    lengths = pad(moved(starts, x_T.device), (0, 1), value=tokens).diff()
+    samples = torch.arange(len(lengths), device=x_T.device)
+    sample_T = samples.repeat_interleave(lengths, output_size=tokens)
+    return x_T.new_zeros(len(lengths)).index_add(0, sample_T, x_T.reshape(-1))[:-1]
+
+
+def local_shape(shape: MicrobatchShape, cp_size: int) -> tuple[int, ...]:
+    """The shape of this rank's part of the mask."""
+    return (*shape.mask[:-1], shape.mask[-1] // cp_size)
+
+
+def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whole: bool) -> None:
+    """Raise DataError unless ``mask`` has as many tokens as planned, in their order."""
+    expected = shape.mask if is_whole else local_shape(shape, cp_size)
+    if same_order(mask.shape, expected):
+        return
+    if not is_whole and mask.numel() == math.prod(shape.mask):
+        raise DataError(
+            f"losses and mask must be of this context-parallel rank's part of the tokens, {expected}, "
+            f"got all of them, {tuple(mask.shape)}. Shard them as the model's inputs are "
+            "(CPLayout.shard), or let the hook gather: TokenLoss(compute, whole_mask, gather)."
+        )
+    whose = "the whole" if is_whole else "this rank's part of the batch's"
+    raise DataError(
+        f"the loss function's mask must have the shape of {whose} mask, {expected}, got "
+        f"{tuple(mask.shape)}. Give masks [samples, seq], not transposed, and a batch that is whole (a "
+        "mask that the model makes, as LLaVA's, is not supported); or give a function batch -> "
+        "Microbatch (--loss-aggregation-batch, or LossHook(read_batch=...))."
+    )
+
+
+def same_order(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether tensors of these shapes have as many elements, in one order; one may be flat."""
+    if one == other:
+        return True
+    long_axes = [[n for n in shape if n != 1] for shape in (one, other)]
+    in_order = long_axes[0] == long_axes[1] or min(map(len, long_axes)) <= 1
+    return in_order and math.prod(one) == math.prod(other)
