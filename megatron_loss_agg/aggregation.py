@@ -160,19 +160,19 @@ class LossAggregation:
         """The name of the preset, or else the mode."""
         return self.name or self.mode
 
-    @property
+    @functools.cached_property
     def path(self) -> tuple[Unit, ...]:
         """The units of its means, from outside to inside."""
         return MODES[self.mode].path if self.levels is None else (*self.levels,)
 
-    @property
+    @functools.cached_property
     def within(self) -> Unit | None:
         """The unit whose mask sum divides a token's weight."""
         if not MODES[self.mode].pools:
             return None
         return self.path[-1] if self.path else "all"
 
-    @property
+    @functools.cached_property
     def across(self) -> Unit | None:
         """The unit whose number of groups divides a token's weight."""
         return self.count or next(iter(self.path), None)
@@ -187,7 +187,7 @@ class LossAggregation:
         """The `units` that need ids."""
         return sorted(self.units - {*WITHOUT_IDS})
 
-    @property
+    @functools.cached_property
     def weighted(self) -> Unit | None:
         """The unit of ``V_g``; None where `sample_weights` are in no denominator."""
         if self.sample_weights != "count":

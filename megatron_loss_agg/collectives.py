@@ -40,12 +40,13 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
         send_failure(error, group)
         raise
     parts = _all_gather_object(part, group)
+    parts[dist.get_rank(group)] = part  # not a copy of it
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
         first = min(failures)
         raise PeerError(
-            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank "
-            f"{first} first: {failures[first]}"
+            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {first} "
+            f"first: {failures[first]}"
         )
     return parts
 

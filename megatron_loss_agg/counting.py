@@ -43,13 +43,37 @@ class Samples:
     """int64 [samples]: the number of the sample's microbatch in the step."""
     ids: Mapping[Unit, Tensor] = field(default_factory=dict)
     """int64 [samples] by unit, such as ``ids["prompt"]``; of units that every microbatch has."""
-    microbatches: int = 0
-    """Number of microbatches, those without samples included."""
-    active_tokens: int = 0
-    """Number of positions with a nonzero mask."""
-    positions: int = 0
-    """Routed tokens of the microbatches that say them, and elements of the other masks."""
-    microbatches_with_routed_tokens: int = 0
+    active_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]: positions with a nonzero mask."""
+    elements: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]: elements of the mask."""
+    routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]; -1 for a microbatch that does not say them."""
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches, those without samples included."""
+        return len(self.active_tokens)
+
+    @property
+    def model_tokens(self) -> Tensor:
+        """int64 [microbatches], as Megatron counts them: routed tokens, or else active ones."""
+        return torch.where(self.routed_tokens < 0, self.active_tokens, self.routed_tokens)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [microbatches], as routers see them: routed tokens, or else elements."""
+        return torch.where(self.routed_tokens < 0, self.elements, self.routed_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With NumPy's arrays, which are pickled much faster than tensors."""
+        arrays = {name: x.numpy() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return {**arrays, "ids": {unit: x.numpy() for unit, x in self.ids.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ids = {unit: torch.from_numpy(x) for unit, x in state.pop("ids").items()}
+        tensors = {name: torch.from_numpy(x) for name, x in state.items()}
+        vars(self).update(tensors, ids=ids)
 
     def groups(self, unit: Unit) -> Groups:
         """How the samples fall into groups.
@@ -94,8 +118,8 @@ class StepCounts(NamedTuple):
     kept_tokens: float  # without those of rejected samples
     all_tokens: float  # with them
     active_tokens: int  # positions with a nonzero mask
-    routed_tokens: int | None  # None: the microbatches do not say it
-    positions: int  # routed tokens, or elements of masks
+    model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
+    positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
     samples: int  # that count, as are the groups
     rollouts: int | None  # None: some microbatch has no ids
@@ -126,24 +150,19 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
         of_microbatches = [m.ids_of(unit) for m in microbatches if m.num_samples]
         if all(x is not None for x in of_microbatches):
             ids[unit] = _joined(of_microbatches, torch.int64)
-    routed = [m.routed_tokens for m in microbatches]
-    elements = [m.loss_mask.numel() for m in microbatches]
+    routed = [-1 if m.routed_tokens is None else m.routed_tokens for m in microbatches]
+    # Of floats, counting nonzero ones is slow.
+    active = [int(m.loss_mask.bool().count_nonzero()) for m in microbatches]
     return Samples(
         mask_sum=sums_by_sample(microbatches),
         weight=weights,
         rejected=_column(microbatches, "rejected", default=False),
         microbatch=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes).long()),
         ids=ids,
-        microbatches=len(microbatches),
-        active_tokens=sum(active_tokens(m) for m in microbatches),
-        positions=sum(n if r is None else r for r, n in zip(routed, elements, strict=True)),
-        microbatches_with_routed_tokens=sum(r is not None for r in routed),
+        active_tokens=torch.tensor(active, dtype=torch.int64),
+        elements=torch.tensor([m.loss_mask.numel() for m in microbatches], dtype=torch.int64),
+        routed_tokens=torch.tensor(routed, dtype=torch.int64),
     )
-
-
-def active_tokens(microbatch: Microbatch) -> int:
-    """Number of positions with a nonzero mask."""
-    return int(microbatch.loss_mask.bool().count_nonzero())  # counting nonzero floats is slow
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -157,10 +176,9 @@ def joined(parts: Sequence[Samples]) -> Samples:
         rejected=torch.cat([x.rejected for x in parts]),
         microbatch=torch.cat(microbatch),
         ids={unit: torch.cat([x.ids[unit] for x in parts]) for unit in sorted(units)},
-        microbatches=sum(x.microbatches for x in parts),
-        active_tokens=sum(x.active_tokens for x in parts),
-        positions=sum(x.positions for x in parts),
-        microbatches_with_routed_tokens=sum(x.microbatches_with_routed_tokens for x in parts),
+        active_tokens=torch.cat([x.active_tokens for x in parts]),
+        elements=torch.cat([x.elements for x in parts]),
+        routed_tokens=torch.cat([x.routed_tokens for x in parts]),
     )
 
 
@@ -200,7 +218,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
             return None
         return int((samples.groups(unit).sums(counts_S) > 0).sum())
 
-    with_routed = samples.microbatches_with_routed_tokens
+    with_routed = int((samples.routed_tokens >= 0).sum())
     if with_routed not in (0, samples.microbatches):
         raise DataError(
             f"all microbatches of a step must have routed_tokens, or none, got {with_routed} of "
@@ -210,9 +228,9 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         tokens=float(mask_S.sum()),
         kept_tokens=float(samples.mask_sum[~samples.rejected].sum()),
         all_tokens=float(samples.mask_sum.sum()),
-        active_tokens=samples.active_tokens,
-        routed_tokens=samples.positions if with_routed else None,
-        positions=samples.positions,
+        active_tokens=int(samples.active_tokens.sum()),
+        model_tokens=int(samples.model_tokens.sum()),
+        positions=int(samples.positions.sum()),
         microbatches=samples.microbatches,
         samples=number("sample") or 0,
         rollouts=number("rollout"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,6 @@ from megatron_loss_agg.collectives import gather_objects, send_failure
 from megatron_loss_agg.counting import (
     Samples,
     StepCounts,
-    active_tokens,
     check_fields,
     coefficients,
     counts_of,
@@ -122,7 +121,7 @@ class StepPlan:
         Raises:
             AggregationError: as `build`; OptionError also for bad ``terms``.
         """
-        return plan_step(terms, microbatches, group, copy=True)
+        return plan_step(terms, microbatches, group, copies=True)
 
     @classmethod
     def from_mask_sums(
@@ -192,6 +191,15 @@ class StepPlan:
         The other ranks then raise PeerError instead of hanging.
         """
         send_failure(DataError("this rank could not read its step"), group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without masks and the samples of other ranks: a few numbers for each sample.
+
+        Nor with a custom function, which may be a lambda, and has done its work.
+        """
+        aggregation = copy.copy(self.aggregation)
+        object.__setattr__(aggregation, "function", None)
+        return {**vars(self), "aggregation": aggregation, "microbatches": (), "samples": None}
 
     @property
     def is_empty(self) -> bool:
@@ -349,83 +357,93 @@ def plan_step(
     terms: Mapping[str, Term | LossAggregation],
     microbatches: Any,
     group: dist.ProcessGroup | None,
-    copy: bool = False,
+    copies: bool = False,
 ) -> dict[str, StepPlan]:
-    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless ``copy``.
+    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless it ``copies``.
 
     Args:
         microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
     """
-    local: dict[str, _Local] = {}  # by term
 
-    def read() -> tuple[str, dict[str, dict[str, Any]]]:
-        named = named_terms(terms)
+    def read() -> _RankPart:
         items = listed(microbatches() if callable(microbatches) else microbatches)
-        is_shared = not any(isinstance(x, Mapping) for x in items)
-        tables: dict[str, dict[str, Any]] = {}  # by term; of the first alone if masks are shared
-        for name, term in named.items():
-            if is_shared and local:
-                local[name] = next(iter(local.values()))
-            else:
-                local[name] = _Local.of([of_term(name, x) for x in items], copy)
-                tables[name] = _as_arrays(read_samples(local[name].on_cpu, _units(named)))
-            check_fields(term.aggregation, local[name].on_cpu)
-        return terms_in_words(named), tables
+        return _RankPart.of(named_terms(terms), items, copies)
 
     parts = gather_objects(read, group, "reading the step")
-    named = named_terms(terms)
-    if len({words for words, _ in parts}) > 1:
-        words = dict.fromkeys(words for words, _ in parts)
+    words = dict.fromkeys(part.words for part in parts)
+    if len(words) > 1:
         raise OptionError(
             f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every "
             "rank the same terms in the same order."
         )
     rank = 0 if group is None else dist.get_rank(group)
-    plans = {}
-    for name, term in named.items():
-        of_term_or_shared = [tables.get(name, next(iter(tables.values()))) for _, tables in parts]
-        of_ranks = [_from_arrays(table) for table in of_term_or_shared]
-        plans[name] = _plan(term.aggregation, of_ranks, rank, local[name])
-    return plans
+    return {
+        name: _plan(
+            term.aggregation, [part.samples[name] for part in parts], rank, parts[rank].local[name]
+        )
+        for name, term in named_terms(terms).items()
+    }
 
 
-class _Local(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _LocalMicrobatches:
     """This rank's microbatches of one term."""
 
     microbatches: list[Microbatch]
-    on_cpu: list[Microbatch]
+    shapes: list[MicrobatchShape]
     sequences: list[Sequences | None]
 
+
+@dataclass(frozen=True, eq=False)
+class _RankPart:
+    """What one rank has read of the step, by term; other ranks get only words and samples."""
+
+    words: str  # the terms
+    samples: dict[str, Samples]
+    local: dict[str, _LocalMicrobatches]
+
     @classmethod
-    def of(cls, microbatches: list[Microbatch], copy: bool) -> _Local:
-        if copy:
-            microbatches = [m.copied() for m in microbatches]
-        on_cpu = brought_to_cpu(microbatches)
-        return cls(microbatches, on_cpu, [_sequences(m) for m in on_cpu])
+    def of(cls, terms: Mapping[str, Term], items: Sequence[Any], copies: bool) -> _RankPart:
+        part = cls(terms_in_words(terms), {}, {})
+        shares_masks = not any(isinstance(x, Mapping) for x in items)
+        first = next(iter(terms))
+        for name, term in terms.items():
+            microbatches = [of_term(name, x) for x in items]
+            check_fields(term.aggregation, microbatches)
+            if shares_masks and name != first:
+                part.samples[name], part.local[name] = part.samples[first], part.local[first]
+                continue
+            if copies:
+                microbatches = [m.copied() for m in microbatches]
+            on_cpu = brought_to_cpu(microbatches)
+            part.samples[name] = read_samples(on_cpu, _units(terms))
+            part.local[name] = _LocalMicrobatches(
+                microbatches, [m.shape for m in on_cpu], [_sequences(m) for m in on_cpu]
+            )
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"words": self.words, "samples": self.samples, "local": {}}
 
 
-def _plan(agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _Local) -> StepPlan:
+def _plan(
+    agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _LocalMicrobatches
+) -> StepPlan:
     """The plan of one term, from the samples of each rank, and this rank's microbatches."""
-    samples, microbatches = joined(parts), local.on_cpu
+    samples, of_rank = joined(parts), parts[rank]
     c_S, across = coefficients(agg, samples)
     first = sum(len(x.mask_sum) for x in parts[:rank])
-    rows = slice(first, first + len(parts[rank].mask_sum))
-    routed = [m.routed_tokens for m in microbatches]
+    rows = slice(first, first + len(of_rank.mask_sum))
     return StepPlan(
         aggregation=agg,
         counts=counts_of(agg, samples, across),
-        sizes=[m.num_samples for m in microbatches],
+        sizes=[m.num_samples for m in local.microbatches],
         coefficient_S=c_S[rows].clone(),
-        mask_sum_S=samples.mask_sum[rows].clone(),
+        mask_sum_S=of_rank.mask_sum,
         ids_S={unit: x[rows].clone() for unit, x in samples.ids.items()},
-        shapes=[m.shape for m in microbatches],
-        model_tokens=[
-            active_tokens(m) if r is None else r for m, r in zip(microbatches, routed, strict=True)
-        ],
-        positions=[
-            m.loss_mask.numel() if r is None else r
-            for m, r in zip(microbatches, routed, strict=True)
-        ],
+        shapes=local.shapes,
+        model_tokens=of_rank.model_tokens.tolist(),
+        positions=of_rank.positions.tolist(),
         sequences=local.sequences,
         microbatches=local.microbatches,
         samples=samples,
@@ -442,21 +460,6 @@ def _sequences(microbatch: Microbatch) -> Sequences | None:
 def _units(terms: Mapping[str, Term]) -> list[Unit]:
     """The units whose ids are exchanged: the usual ones where there are any, and the terms' own."""
     return sorted({*BY_ID, *(unit for term in terms.values() for unit in term.aggregation.by_id)})
-
-
-def _as_arrays(samples: Samples) -> dict[str, Any]:
-    """With NumPy's arrays, which are pickled much faster than tensors."""
-    fields = vars(samples)
-    arrays = {k: x.numpy() if isinstance(x, Tensor) else x for k, x in fields.items()}
-    return {**arrays, "ids": {unit: x.numpy() for unit, x in samples.ids.items()}}
-
-
-def _from_arrays(fields: Mapping[str, Any]) -> Samples:
-    tensors: dict[str, Any] = {
-        k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for k, x in fields.items()
-    }
-    tensors["ids"] = {unit: torch.from_numpy(x) for unit, x in fields["ids"].items()}
-    return Samples(**tensors)
 
 
 def _vectors(mask_sums: Any) -> list[Tensor]:

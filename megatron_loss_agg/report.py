@@ -153,20 +153,20 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading metrics")
-    lists = [
+    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
+    in_words = [
         ", ".join(f"{kind.__name__} {name!r}" for name, kind in kinds.items()) or "nothing"
         for kinds, _ in of_ranks
     ]
-    if len({*lists}) > 1:
+    if len({*in_words}) > 1:
         raise DataError(
-            "all ranks of the group must report the same names and kinds, got "
-            f"{' and '.join(dict.fromkeys(lists))}. Report the same metrics on every rank."
+            f"all ranks must report the same metrics, got {' and '.join(dict.fromkeys(in_words))}. "
+            "Report the same names and kinds on every rank."
         )
     kinds, _ = of_ranks[0]
     sizes = [len(fields(kind)) for kind in kinds.values()]
-    table = torch.tensor([numbers for _, numbers in of_ranks], dtype=torch.float64)
-    columns = table.split(sizes, dim=1)
+    rows = torch.tensor([values for _, values in of_ranks], dtype=torch.float64)
+    columns = rows.split(sizes, dim=1)
     return {
         name: float(kind(*_OVER[kind](of_kind, 0)).value())
         for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)

@@ -66,8 +66,8 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     wide = at_least_fp32(dtype)
     w, losses = w.detach().to(wide), token_loss.to(wide)
     total = (w * losses).sum()
-    # The gradient is w even where losses are not finite: only the value needs a repair, since
-    # NaN * 0 is NaN. Losses are selected only then: on a CPU that takes longer than all the rest.
+    # The gradient is w even where losses are not finite: only the value needs a repair, since NaN * 0
+    # is NaN. Losses are selected only then: on a CPU that takes longer than all the rest.
     if not _is_known_finite(total):
         with torch.no_grad():
             total.detach().copy_((w * torch.where(w != 0, losses, 0)).sum())

@@ -138,7 +138,7 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     }
     ids = {unit: _vector(_ids_of(batch, unit)) for unit in units}
     sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
-    offsets = pack_offsets(batch, whole_mask, sample_counts)
+    offsets: dict[str, Any] = pack_offsets(batch, whole_mask, sample_counts)
     if "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _dataset_ids(batch["dataset_id"], whole_mask, offsets)
     mask = whole_mask

@@ -320,5 +320,5 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
     assert counts.active_tokens == sum(m.active for m in reads)
     positions = [len(m.values) if m.routed is None else m.routed for m in reads]
     assert counts.positions == sum(positions)
-    says_routed = any(m.routed is not None for m in reads)
-    assert counts.routed_tokens == (counts.positions if says_routed else None)
+    model_tokens = [m.active if m.routed is None else m.routed for m in reads]
+    assert counts.model_tokens == sum(model_tokens)

@@ -410,7 +410,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
 }
 OF_RANK_1 = r"^PeerError: rank\(s\) \[1\] of the group failed while {}. Mend the error of rank 1 "
 OF_RANK_1 += "first: {}"
-PLANNING, REPORTING = "reading the step", "reading metrics"
+PLANNING, REPORTING = "reading the step", "reading its reports"
 # What is wrong on rank 1, what the others do meanwhile, and the error that they are told of.
 DEFECTS: dict[str, tuple[Call, Call, str, str]] = {
     "bad sums": (of_sums(-1.0), build(), PLANNING, "DataError: loss_mask must be finite, >= 0"),
