@@ -382,8 +382,6 @@ OTHER_TERMS = {
     },
 }
 OTHER_METRICS = "^DataError: all ranks must report the same metrics, got .* and .*. Report the same"
-    "^DataError: all ranks of the group must report the same names and kinds, got .* and"
-)
 OTHER_REPORTS = {
     "nothing": {},
     "of another name": two("b"),
