@@ -37,11 +37,10 @@ from megatron_loss_agg.mcore.checks.loss_function import (
 )
 from megatron_loss_agg.mcore.checks.masks import (
     FirstTokens,
-    MaskSum,
+    SumsOnRank,
     check_mask_sums,
     check_tokens,
-    mask_sums,
-    mask_sums_by_sample,
+    sums_on_rank,
 )
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
 from megatron_loss_agg.mcore.checks.settings import check_same_on_all_ranks, check_settings
@@ -322,24 +321,20 @@ class LossHook:
         reports = script.report
 
         weights: dict[str, Tensor] = {}
-        starts: dict[str, Tensor | None] = {}
         parts: list[Tensor] = []
-        sums: list[MaskSum] = []
+        sums: list[SumsOnRank] = []
         for name, term in script.terms.items():
             # 5. The weights of this rank's tokens: mask times coefficient.
             plan = plans[name]
-            starts[name] = starts_on_rank(plan, i, term, call, self.split)
-            weights[name] = weights_on_rank(plan, i, term, call, starts[name])
+            starts = starts_on_rank(plan, i, term, call, self.split)
+            w = weights[name] = weights_on_rank(plan, i, term, call, starts)
 
             # 6. The weighted sum, and its report.
-            part = weighted_sum_unchecked(weights[name], term.losses)
+            part = weighted_sum_unchecked(w, term.losses)
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
-
-            sums += mask_sums(call, plan, i, term, weights[name])
-            if records.is_first:
-                sums += mask_sums_by_sample(call, plan, i, term, starts[name])
+            sums.append(sums_on_rank(call, plan, i, term, w, starts, records.is_first))
         records.mask_sums[i] = sums
 
         first = _first(plans)
@@ -522,7 +517,7 @@ class _Records:
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
     iterator: Any  # that the schedule gets
     forward_steps: int = 0  # that have run
-    mask_sums: dict[int, list[MaskSum]] = field(default_factory=dict)  # by microbatch
+    mask_sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
     masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
     tokens: FirstTokens | None = None
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
