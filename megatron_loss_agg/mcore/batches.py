@@ -139,7 +139,7 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     ids = {unit: _vector(_ids_of(batch, unit)) for unit in units}
     sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
     offsets: dict[str, Any] = pack_offsets(batch, whole_mask, sample_counts)
-    if "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
+    if "dataset_ids" not in by_sample and holds_integers(batch.get("dataset_id")):
         by_sample["dataset_ids"] = _dataset_ids(batch["dataset_id"], whole_mask, offsets)
     mask = whole_mask
     if offsets and mask.dim() == 2:
@@ -243,10 +243,10 @@ def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
     return batch[key]
 
 
-def _dataset_ids(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
+def _dataset_ids(dataset_id: Tensor, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
     """int64 [samples]: the data set of each sample's row, or of each sample's pack."""
     rows, length = mask.shape if mask.dim() == 2 else (1, mask.numel())
-    if not holds_integers(dataset_id) or dataset_id.numel() != rows:
+    if dataset_id.numel() != rows:
         raise DataError(
             f"the batch key 'dataset_id' must have an integer for each of the {rows} rows of "
             f"loss_mask, got {described(dataset_id)}. Correct it."

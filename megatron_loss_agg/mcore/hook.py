@@ -321,20 +321,21 @@ class LossHook:
         reports = script.report
 
         weights: dict[str, Tensor] = {}
+        starts: dict[str, Tensor | None] = {}
         parts: list[Tensor] = []
         sums: list[SumsOnRank] = []
         for name, term in script.terms.items():
             # 5. The weights of this rank's tokens: mask times coefficient.
             plan = plans[name]
-            starts = starts_on_rank(plan, i, term, call, self.split)
-            w = weights[name] = weights_on_rank(plan, i, term, call, starts)
+            starts[name] = starts_on_rank(plan, i, term, call, self.split)
+            w = weights[name] = weights_on_rank(plan, i, term, call, starts[name])
 
             # 6. The weighted sum, and its report.
             part = weighted_sum_unchecked(w, term.losses)
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
-            sums.append(sums_on_rank(call, plan, i, term, w, starts, records.is_first))
+            sums.append(sums_on_rank(call, plan, i, term, w, starts[name], records.is_first))
         records.mask_sums[i] = sums
 
         first = _first(plans)
