@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_loss_agg.errors import AggregationError
+from megatron_loss_agg.microbatch import Microbatch
 
 COMMANDS = """\
 other commands:
@@ -42,9 +43,8 @@ def _run(args: list[str]) -> int | Callable[[], int]:
         return doctor.main(args[1:])
     if args[:1] == ["explain"]:
         from megatron_loss_agg import explain
-        from megatron_loss_agg.launch import data
 
-        return explain.main(args[1:], data.read)
+        return explain.main(args[1:], _read_data)
     if args == ["--version"]:
         from megatron_loss_agg import __version__
 
@@ -58,6 +58,13 @@ def _run(args: list[str]) -> int | Callable[[], int]:
     from megatron_loss_agg.launch import script
 
     return script.prepare(command[0], command[1:], cpu)
+
+
+def _read_data(flags: Sequence[str], number: int) -> Iterator[Microbatch]:
+    """The first rows of a run's training data; imports Megatron, which `explain` alone does not."""
+    from megatron_loss_agg.launch import data
+
+    return data.read(flags, number)
 
 
 def _help() -> str:

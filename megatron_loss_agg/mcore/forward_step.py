@@ -19,7 +19,7 @@ from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.split import gathered, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import holds_integers
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.tensors import at_least_fp32, described, detached, in_dtype, is_plain
+from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
 
 Losses = Tensor | Mapping[str, Tensor]
@@ -87,8 +87,9 @@ class TokenLoss:
         losses, report = losses_and_report(self.compute(output))
         check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
         assert isinstance(losses, Tensor)  # checked
-        losses, mask = (x.reshape(-1).to(at_least_fp32(x.dtype)) for x in (losses, self.loss_mask))
-        return weighted_sum(mask, losses), mask.sum().to(torch.int), report
+        mask = _constant(self.loss_mask).reshape(-1)
+        total = weighted_sum(mask, losses.reshape(-1).to(at_least_fp32(losses.dtype)))
+        return total, mask.sum().to(torch.int), report
 
 
 class SampleLoss:
@@ -382,22 +383,10 @@ def name_of(loss_function: Any) -> str:
 
 
 class ModelCalls:
-    """Observes the calls of the model chunk that computes the loss."""
+    """Observes the calls of a model."""
 
-    def __init__(self, chunk: Any) -> None:
-        self._chunk = chunk
+    def __init__(self) -> None:
         self._last: tuple[list[Tensor] | None, Any] = (None, None)
-
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        model = self._chunk
-        while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
-            model = model.module
-        handle = model.register_forward_pre_hook(self._observe, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def take(self) -> tuple[list[Tensor] | None, Any]:
         """The integer tensors of the last call, and Megatron's ``packed_seq_params``; once.
@@ -407,10 +396,24 @@ class ModelCalls:
         last, self._last = self._last, (None, None)
         return last
 
-    def _observe(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def observe(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         arguments = [*args, *kwargs.values()]
         packing = next((x for x in arguments if hasattr(x, "qkv_format")), None)
         self._last = [x for x in arguments if holds_integers(x)], packing
+
+
+@contextlib.contextmanager
+def observed_calls(call: Call) -> Iterator[ModelCalls]:
+    """Observe the calls of the model chunk that computes the loss."""
+    model = call.chunks[-1]
+    while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
+        model = model.module
+    calls = ModelCalls()
+    handle = model.register_forward_pre_hook(calls.observe, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
 def check_packing(packing: Any, plan: StepPlan, i: int) -> None:
@@ -451,7 +454,7 @@ def _for_each_tensor(change: Callable[[Tensor], Tensor], values: Any) -> Any:
 def _constant(mask: Any) -> Tensor:
     if not isinstance(mask, Tensor):
         raise DataError(f"a loss mask must be a tensor, got a {type(mask).__name__}. Convert it.")
-    return in_dtype(detached(mask), at_least_fp32(mask.dtype))
+    return mask.detach().to(at_least_fp32(mask.dtype))
 
 
 def _mapping(report: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore.batches import HOW_TO_READ
+from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import SPLITS, layout_of, sums_of_samples
@@ -39,6 +39,7 @@ class MaskSum(NamedTuple):
     i: int  # of the microbatch in its step
     on_rank: Tensor
     planned: Sequence[float]
+    sizes: Sequence[float]  # of the terms that add up to each, by which an error is measured
 
 
 def mask_sums(
@@ -46,17 +47,21 @@ def mask_sums(
 ) -> Iterator[MaskSum]:
     """The sums of one microbatch of one term; waits for no device."""
     mask_sum_S = plan.mask_sums(i)
-    weight_sum = float(plan.coefficients(i).dot(mask_sum_S))
+    c_S = plan.coefficients(i)
+    weight_sum, weight_size = (float(x.dot(mask_sum_S)) for x in (c_S, c_S.abs()))
     mask_sum = term.mask.sum()
     if term.is_whole:
         mask_sum = mask_sum / call.groups.cp_size
-    yield MaskSum("mask sum", i, mask_sum, [float(mask_sum_S.sum())])
-    yield MaskSum("sum of weights", i, weights.sum(), [weight_sum])
+    planned = [float(mask_sum_S.sum())]
+    yield MaskSum("mask sum", i, mask_sum, planned, planned)
+    yield MaskSum("sum of weights", i, weights.sum(), [weight_sum], [weight_size])
     if term.sequence_mask_sum is not None:
         sequences = plan.sequences[i]
         assert sequences is not None
         planned = [float(sequences.mask_sum.sum())]
-        yield MaskSum("mask sum of all sequences", i, term.sequence_mask_sum.sum(), planned)
+        yield MaskSum(
+            "mask sum of all sequences", i, term.sequence_mask_sum.sum(), planned, planned
+        )
 
 
 def mask_sums_by_sample(
@@ -66,12 +71,13 @@ def mask_sums_by_sample(
     sums = sums_of_samples(term.mask.double().reshape(-1), plan.shapes[i], starts)
     if term.is_whole:
         sums = sums / call.groups.cp_size
-    yield MaskSum("mask sum of a sample", i, sums, plan.mask_sums(i).tolist())
+    planned = plan.mask_sums(i).tolist()
+    yield MaskSum("mask sum of a sample", i, sums, planned, planned)
     if term.sequence_mask_sum is not None:
         sequences = plan.sequences[i]
         assert sequences is not None
         planned = sequences.mask_sum.tolist()
-        yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned)
+        yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned, planned)
 
 
 def check_mask_sums(call: Call, sums: Sequence[MaskSum], is_first_step: bool) -> None:
@@ -94,9 +100,9 @@ def check_mask_sums(call: Call, sums: Sequence[MaskSum], is_first_step: bool) ->
         dist.all_reduce(numbers, group=call.groups.cp)
     remaining = iter(numbers.tolist())
     for x in sums:
-        for planned in x.planned:
+        for planned, size in zip(x.planned, x.sizes, strict=True):
             found = next(remaining)
-            if not abs(found - planned) <= _TOLERANCE * abs(planned):  # NaN is not
+            if not abs(found - planned) <= _TOLERANCE * size:  # NaN is not
                 raise DataError(
                     "the loss function's mask must be this rank's part of the batch's 'loss_mask': in "
                     f"microbatch {x.i} its {x.what} must be {planned:g}, got {found:g}. Leave the mask "
@@ -115,12 +121,16 @@ class FirstTokens(NamedTuple):
     sizes: Sequence[int]  # samples
 
     @classmethod
-    def of(
-        cls, microbatches: Sequence[Microbatch], inputs: Sequence[Sequence[Tensor]]
-    ) -> FirstTokens:
-        """Args: inputs: the whole integer tensors of each microbatch."""
+    def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
+        """Of microbatches, or of the batches where these have no ``model_inputs``."""
+        of_batches = []
+        for i, microbatch in enumerate(microbatches):
+            inputs = microbatch.model_inputs
+            if not inputs and batches:
+                inputs = model_inputs_of(batches[i], microbatch.loss_mask)
+            of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
         return cls(
-            [[x.detach().cpu().clone() for x in xs if _tells_tokens_apart(x)] for xs in inputs],
+            of_batches,
             [m.shape for m in microbatches],
             [_sample_index(m) for m in microbatches],
             [m.num_samples for m in microbatches],
