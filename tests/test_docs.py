@@ -39,7 +39,7 @@ CLAIMS = {
     "README.md": "'prompt_mean loss' in reports[0]",
     "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
     " and 'squared loss' in reports[0]",
-    "docs/distillation.md": "with_teacher(logits, logits, labels, mask)[1].loss_mask is mask",
+    "docs/distillation.md": "distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",
     "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
     "docs/losses.md": "(lambda hidden, loss: loss(hidden)[1] == loss.loss_mask.sum())"
