@@ -22,9 +22,9 @@ HEAD = """\
 # Errors
 
 Every error that the package raises is an `AggregationError`, which is a `ValueError`. (One exception:
-the iterator that the hook passes on raises `AttributeError` for a missing attribute, as Python does.) A
-message is two sentences: what is needed and what was got instead; then what to change. This page lists the
-messages of the source. `…` stands for a part that your run fills in.
+the iterator that the hook passes on raises `AttributeError` for a missing attribute, as Python does.)
+A message is two sentences: what is needed and what was got instead; then what to change. This page
+lists the messages of the source. `…` stands for a part that your run fills in.
 """
 
 
