@@ -134,6 +134,7 @@ class LossHook:
     Attributes:
         terms: `Term` by name.
         split: the declared split.
+        reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
         step_is_empty: whether the last training step was empty, the same on every rank; always
             False unless ``empty_step`` is ``skip``.
@@ -161,7 +162,7 @@ class LossHook:
         _check_choice("empty_step", empty_step, ("train", "error", "skip"))
         if split is not None:
             _check_choice("split", split, SPLITS)
-        self._reports_total = not isinstance(aggregation, LossAggregation)
+        self.reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
@@ -321,13 +322,14 @@ class LossHook:
         reports = script.report
 
         weights: dict[str, Tensor] = {}
+        starts: dict[str, Tensor | None] = {}
         parts: list[Tensor] = []
         sums: list[MaskSum] = []
         for name, term in script.terms.items():
             # 5. The weights of this rank's tokens: mask times coefficient.
             plan = plans[name]
-            starts = starts_on_rank(plan, i, term, call, self.split)
-            weights[name] = weights_on_rank(plan, i, term, call, starts)
+            starts[name] = starts_on_rank(plan, i, term, call, self.split)
+            weights[name] = weights_on_rank(plan, i, term, call, starts[name])
 
             # 6. The weighted sum, and its report.
             part = weighted_sum_unchecked(weights[name], term.losses)
@@ -337,12 +339,12 @@ class LossHook:
 
             sums += mask_sums(call, plan, i, term, weights[name])
             if records.is_first:
-                sums += mask_sums_by_sample(call, plan, i, term, starts)
+                sums += mask_sums_by_sample(call, plan, i, term, starts[name])
         records.mask_sums[i] = sums
 
         first = _first(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-        if self._reports_total and len(parts) == len(self.terms):
+        if self.reports_total and len(parts) == len(self.terms):
             reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
         if script.returned is not None and "lm loss" in reports:
             (term,) = script.terms.values()
@@ -350,7 +352,7 @@ class LossHook:
         for report, names in script.further_reports:
             reports = merged_reports(reports, _reported(report, names, script.terms, weights))
 
-        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, total, reports)
+        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, starts, total, reports)
         for extension in self.extensions:
             extension.on_loss(microbatch)
         if call.trains and torch.is_grad_enabled():
