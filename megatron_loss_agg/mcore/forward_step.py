@@ -160,6 +160,7 @@ class ScriptLosses:
     report: dict[str, Any]
     further_reports: Sequence[tuple[Report, Sequence[str]]]  # of losses and weights, of these terms
     returned: Sequence[Any] | None = None  # by a stock loss function
+    is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
 
 
 def script_losses(
@@ -187,6 +188,7 @@ def script_losses(
             terms={name: x for part in parts for name, x in part.terms.items()},
             report=functools.reduce(merged_reports, (part.report for part in parts), {}),
             further_reports=[x for part in parts for x in part.further_reports],
+            is_gathered=any(part.is_gathered for part in parts),
         )
     if isinstance(loss_function, TokenLoss):
         return _of_token_loss(call, plans, i, split, loss_function, output)
@@ -223,7 +225,7 @@ def _of_token_loss(
         check_one_loss_per_token(of_name, mask, "a TokenLoss")
         terms[name] = TermLosses(of_name, mask, is_whole)
     reports = [] if loss_function.report is None else [(loss_function.report, [*terms])]
-    return ScriptLosses(terms, report, reports)
+    return ScriptLosses(terms, report, reports, is_gathered=is_whole)
 
 
 def _of_sample_loss(

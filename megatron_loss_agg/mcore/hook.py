@@ -320,6 +320,8 @@ class LossHook:
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
         reports = script.report
+        if script.is_gathered:
+            records.gathered.add(i)
 
         weights: dict[str, Tensor] = {}
         starts: dict[str, Tensor | None] = {}
@@ -460,7 +462,14 @@ class LossHook:
         if isinstance(records.iterator, DrawnBatches):
             records.iterator.check_taken()
         if records.is_first:
-            check_tokens(call, records.tokens, records.inputs, self.split, self._split_is_declared)
+            check_tokens(
+                call,
+                records.tokens,
+                records.inputs,
+                records.gathered,
+                self.split,
+                self._split_is_declared,
+            )
         check_mask_sums(
             call, [x for xs in records.mask_sums.values() for x in xs], records.is_first
         )
@@ -524,6 +533,7 @@ class _Records:
     forward_steps: int = 0  # that have run
     mask_sums: dict[int, list[MaskSum]] = field(default_factory=dict)  # by microbatch
     masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
+    gathered: set[int] = field(default_factory=set)  # microbatches with gathered losses
     tokens: FirstTokens | None = None
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
 

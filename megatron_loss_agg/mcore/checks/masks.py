@@ -12,7 +12,7 @@ order of the microbatches. Padding is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +148,7 @@ def check_tokens(
     call: Call,
     tokens: FirstTokens | None,
     inputs: Mapping[int, Sequence[Tensor] | None],
+    gathered: Collection[int],
     split: str,
     is_declared: bool,
 ) -> None:
@@ -157,6 +158,7 @@ def check_tokens(
 
     Args:
         inputs: by microbatch, the integer tensors that the model was called with.
+        gathered: microbatches whose losses depend on the order in which tokens are gathered.
         is_declared: the user has said that the split is ``split``.
 
     Raises:
@@ -168,52 +170,48 @@ def check_tokens(
         findings = {i: _finding(call, tokens, i, x) for i, x in inputs.items()}
         of_ranks = gather_objects(lambda: findings, call.groups.cp, "comparing tokens")
         for i in inputs:
-            _check_microbatch(call, tokens, i, [x.get(i) for x in of_ranks], split, is_declared)
+            starts = tokens.shapes[i].starts
+            depends_on_split = call.groups.cp_size > 1 and (
+                i in gathered or (starts is not None and len(starts) > 2)
+            )
+            known = [x[i] for x in of_ranks if x[i] is not None]
+            _check_microbatch(i, known, depends_on_split, split, is_declared)
         return True
 
     broadcast_result(compare, call.groups.tp, 0)
 
 
 def _check_microbatch(
-    call: Call,
-    tokens: FirstTokens,
-    i: int,
-    findings: Sequence[SplitFinding | None],
-    split: str,
-    is_declared: bool,
+    i: int, findings: Sequence[SplitFinding], depends_on_split: bool, split: str, is_declared: bool
 ) -> None:
-    shape = tokens.shapes[i]
-    is_split = call.groups.cp_size > 1
-    matters = is_split and shape.starts is not None and len(shape.starts) > 2
-    unverified = matters and not is_declared
-    known = [x for x in findings if x is not None]
-    common = set.intersection(*({*x.splits} for x in known)) if known else set()
-    if len(known) == len(findings) and common:
-        if matters and split not in common:
+    """As `check_tokens`, from the findings of the ranks whose tokens tell anything."""
+    common = set.intersection(*({*x.splits} for x in findings)) if findings else set()
+    if common:
+        if depends_on_split and split not in common:
             raise DataError(
-                f"the packs of microbatch {i} must be split over context-parallel ranks as declared, "
-                f"{split!r}, got {' or '.join(sorted(common))!r}. Give --loss-aggregation-split "
-                f"{min(common)} (LossHook(split={min(common)!r}))."
+                f"microbatch {i} must be split over context-parallel ranks as declared, {split!r}, got "
+                f"{' or '.join(sorted(common))!r}. Give --loss-aggregation-split {min(common)} "
+                f"(LossHook(split={min(common)!r}))."
             )
         return
-    if len(known) == len(findings) and all(x.others and not x.splits for x in known):
+    if findings and all(x.others and not x.splits for x in findings):
         raise DataError(
             f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
-            f"those of {known[0].others[0]}. Give microbatches in the order of the forward steps "
+            f"those of {findings[0].others[0]}. Give microbatches in the order of the forward steps "
             "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
             "forward pass."
         )
-    if len(known) == len(findings) and any(x.splits for x in known):
+    if any(x.splits for x in findings):
         raise DataError(
             f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
-            f"parts of the splits {[[*x.splits] for x in known]} by rank. Split every sequence as one "
+            f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as one "
             f"of {', '.join(SPLITS)} does (CPLayout)."
         )
-    if unverified:
+    if depends_on_split and not is_declared:
         raise DataError(
-            f"the split of the packs of microbatch {i} must be verified, and the model is not called "
-            "with labels or tokens of the batch. Declare it: --loss-aggregation-split "
-            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
+            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
+            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
+            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
         )
 
 
