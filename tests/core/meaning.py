@@ -150,6 +150,14 @@ class Read:
         """Positions with a nonzero mask."""
         return sum(x != 0 for x in self.values)
 
+    @property
+    def model_tokens(self) -> int:
+        return self.active if self.routed is None else self.routed
+
+    @property
+    def positions(self) -> int:
+        return len(self.values) if self.routed is None else self.routed
+
     def counted(self, agg: LossAggregation) -> list[Sample]:
         """The samples that are in the denominators."""
         pairs = zip(self.samples, self.rejected, strict=True)
@@ -248,9 +256,8 @@ def assert_tokens(plan: StepPlan, i: int, read: Read) -> None:
     shape = plan.shapes[i]
     assert shape.mask == read.shape
     assert (None if shape.starts is None else shape.starts.tolist()) == read.starts
-    routed = read.routed
-    assert plan.model_tokens[i] == (read.active if routed is None else routed)
-    assert plan.positions[i] == (len(read.values) if routed is None else routed)
+    assert plan.model_tokens[i] == read.model_tokens
+    assert plan.positions[i] == read.positions
 
 
 def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
@@ -285,6 +292,10 @@ def assert_samples(plan: StepPlan, step: Step, units: set[str]) -> None:
     assert table.weight.tolist() == [s.weight for m in reads for s in m.samples]
     assert table.rejected.tolist() == [x for m in reads for x in m.rejected]
     assert table.microbatch.tolist() == [k for k, m in enumerate(reads) for _ in m.samples]
+    assert table.microbatches == len(reads)
+    assert table.active_tokens.tolist() == [m.active for m in reads]
+    assert table.model_tokens.tolist() == [m.model_tokens for m in reads]
+    assert table.positions.tolist() == [m.positions for m in reads]
     with_ids = {unit for unit in UNITS if all(unit in m.units for m in reads)}
     assert {*plan.ids_S} == {*table.ids} == with_ids | units
     whole = whole_step(step)
@@ -318,7 +329,5 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
     _, units = oracle.shares_and_units(agg.mode, of_step, **options_of(agg))
     assert_same(counts.across, units, 1e-13)
     assert counts.active_tokens == sum(m.active for m in reads)
-    positions = [len(m.values) if m.routed is None else m.routed for m in reads]
-    assert counts.positions == sum(positions)
-    model_tokens = [m.active if m.routed is None else m.routed for m in reads]
-    assert counts.model_tokens == sum(model_tokens)
+    assert counts.model_tokens == sum(m.model_tokens for m in reads)
+    assert counts.positions == sum(m.positions for m in reads)

@@ -111,6 +111,7 @@ NO_STEP = "OptionError: the data must have a step of 1 rows with loss tokens, go
 SIZES = (
     "OptionError: --global-batch-size must be a multiple of --micro-batch-size, and both above 0, "
 )
+SEQUENCE = "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 1"
 NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
 # Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
@@ -176,7 +177,7 @@ BAD = [
     *((arguments, "", text) for arguments, text in BAD_ARGUMENTS.items()),
     *(("--jsonl PATH", lines, text) for lines, text in BAD_STEPS.items()),
     *((f"--data PATH {ONE_ROW}", lines, text) for lines, text in BAD_RUNS.items()),
-    (f"--data PATH {ONE_ROW} --context-parallel-size 2", "4", "DataError: the length of a seq"),
+    (f"--data PATH {ONE_ROW} --context-parallel-size 2", "4", SEQUENCE),
 ]
 
 

@@ -131,8 +131,9 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
         assert_same(of_sums.coefficients(i), plan.coefficients(i), 1e-13)
         assert all(torch.equal(of_sums.ids(unit, i), plan.ids(unit, i)) for unit in units)
     table = of_sums.samples
-    tokens = {"active_tokens": int(table.mask_sum.count_nonzero()), "routed_tokens": None}
-    assert of_sums.counts == plan.counts._replace(**tokens, positions=len(table.mask_sum))
+    active, samples = int(table.mask_sum.count_nonzero()), len(table.mask_sum)
+    tokens = {"active_tokens": active, "model_tokens": active, "positions": samples}
+    assert of_sums.counts == plan.counts._replace(**tokens)
     assert [*of_sums.shapes, *of_sums.model_tokens, *of_sums.positions] == []
 
 
@@ -145,22 +146,30 @@ def overwritten(step: Drawn, rank: int) -> None:
 
 
 def outcome(step: Drawn, rank: int, group: Any = None) -> Any:
-    """The plans of a data-parallel rank, or the error that it raised."""
+    """What a data-parallel rank has alike with all others, or the error that it raised.
+
+    Its plans are exact.
+    """
+    ours = pickle.loads(pickle.dumps(step))
     try:
         with Operations() as made:
-            plans = step.run(rank, group)
+            plans = ours.run(rank, group)
         # Sizes, and then the samples; 0 would mean that nothing was counted over ranks.
         assert len(made.collectives) == (0 if group is None else 2)
         if not step.changes:
-            assert_sums_alike(step, plans["a"], rank, group)
-            overwritten(step, rank)
-        return plans
+            assert_sums_alike(ours, plans["a"], rank, group)
+            overwritten(ours, rank)
     except Exception as error:
         # Torch's or Python's own error is one of the rank that got the bad input.
         own = step.changes and rank == step.where
         if not isinstance(error, AggregationError) and not own:
             raise
         return error
+    given = [step.on(rank) for rank in range(len(step.given))]
+    if "step" in step.changes:
+        given[step.where] = []
+    assert_plans(plans, [[Read.of(x) for x in of] for of in given], rank)
+    return told(plans)
 
 
 def told(plans: dict[str, StepPlan]) -> list[Any]:
@@ -177,24 +186,18 @@ ABANDONED = "DataError: this rank could not read its step"
 def judged(step: Drawn, found: list[Any], copies: int = 1) -> str:
     """Whether it was exact or refused; so many neighbours have the data of one rank."""
     errors = [x for x in found if isinstance(x, Exception)]
-    if errors:
-        assert step.changes, f"valid input was refused: {errors[0]!r}"
-        assert len(errors) == len(found), f"refused by some ranks alone: {found}"
-        # All say the same; or name the rank with the bad input, and its error.
-        own, peer = errors[copies * step.where], f"rank(s) [{step.where}] of the group failed while"
-        causes = f"{type(own).__name__}: {own}", ABANDONED
-        for error in map(str, errors):
-            names_cause = peer in error and any(cause in error for cause in causes)
-            assert error == str(own) or names_cause, errors
-        return "refused"
-    given = [step.on(rank) for rank in range(len(step.given))]
-    if "step" in step.changes:
-        given[step.where] = []
-    reads = [[Read.of(x) for x in of] for of in given]
-    for rank, plans in enumerate(found):
-        assert told(plans) == told(found[0])
-        assert_plans(plans, reads, rank // copies)
-    return "exact"
+    if not errors:
+        assert all(x == found[0] for x in found)
+        return "exact"
+    assert step.changes, f"valid input was refused: {errors[0]!r}"
+    assert len(errors) == len(found), f"refused by some ranks alone: {found}"
+    # All say the same; or name the rank with the bad input, and its error.
+    own, peer = errors[copies * step.where], f"rank(s) [{step.where}] of the group failed while"
+    causes = f"{type(own).__name__}: {own}", ABANDONED
+    for error in map(str, errors):
+        names_cause = peer in error and any(cause in error for cause in causes)
+        assert error == str(own) or names_cause, errors
+    return "refused"
 
 
 MEAN = {"a": ({"mode": "sample_mean", "rejected": "skip", "sample_weights": "count"}, 1.0)}
@@ -211,7 +214,7 @@ WEIGHTED = {**PACK, "sample_weights": torch.tensor([0.5, 1.0])}
 def test_a_step_of_one_process_is_exact_or_refused(step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about prototypes
-        judged(step, [outcome(pickle.loads(pickle.dumps(step)), 0)])
+        judged(step, [outcome(step, 0)])
 
 
 def outcomes(steps: list[Drawn], copies: int) -> list[Any]:
@@ -221,7 +224,11 @@ def outcomes(steps: list[Drawn], copies: int) -> list[Any]:
     # As context-parallel ranks, neighbours have the same data; the others' ranks are not 0, 1, ...
     groups = [dist.new_group([*range(c, world, copies)], timeout=PATIENCE) for c in range(copies)]
     for step in steps:
-        found.append(outcome(step, rank // copies, groups[rank % copies]))
+        try:
+            found.append(outcome(step, rank // copies, groups[rank % copies]))
+        except AssertionError as error:
+            error.add_note(f"in the step {step}")
+            raise
         dist.barrier()  # so that a rank that left another one alone is found in this step
     return found
 

@@ -160,7 +160,7 @@ def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
     def load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
         return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
-    # What the host uses to download, and to read JSON.
+    # Megatron uses these to download, and to read JSON.
     sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
     auto = SimpleNamespace(from_pretrained=lambda **_: Characters())
     sft_tokenizer.HAVE_TRANSFORMERS = True
@@ -201,18 +201,18 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
 
 UNREADABLE = "OptionError: Megatron cannot read the data "
 OF_SCRIPT = (
-    "OptionError: expected --seq-length and --data-path or --mock-data after --, without --fim"
+    "OptionError: explain --data needs --seq-length and either --data-path or --mock-data after --"
 )
 SAID = {
     "--mock-data": "",
-    "--data-path FOLDER/x --split 0,1,1": "OptionError: --split 0,1,1 has no training data; exp",
+    "--data-path FOLDER/x --split 0,1,1": "OptionError: --split must leave ... got 0,1,1. Change",
     "--data-path nowhere": f"{UNREADABLE}(AssertionError: One or both of the .idx and .bi",
     "--sft --data-path nowhere": f"{UNREADABLE}(ImportError: SFTDataset currently requires data",
     "": OF_SCRIPT,
     "--data-path FOLDER/x --fim-data": OF_SCRIPT,
-    "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: --dataloader-type cyclic reads",
+    "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: got cyclic. Change --dataloa",
     "--data-path FOLDER/x --dataloader-inter-document-masking --context-parallel-size 2": (
-        "OptionError: --dataloader-inter-document-masking with --context-parallel-size 2, under"
+        "OptionError: --dataloader-inter-document-masking needs --context-parallel-size 1 ... got 2"
     ),
     "--data-path FOLDER/x --seq-length x": "OptionError: argument --seq-length: invalid int value",
     "--data-path FOLDER/short": f"{UNREADABLE}(ValueError: ",  # its tokens are cut off
