@@ -37,7 +37,7 @@ from tests.host.cases import (
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.scripts import by_sample, of_terms, returning
+from tests.host.scripts import by_sample, gathered, of_terms, returning
 from tests.host.steps import (
     EMPTY,
     NO_TOKENS,
@@ -167,7 +167,7 @@ def by_dataset(mode: str, **more: Any) -> Case:
 
 OF_DATASETS = [mode for mode in MODES if mode != "microbatch_mean"]
 # Besides those of packs: a mean and a sum.
-WAYS: list[dict[str, Any]] = [{"layout": "bshd"}, {"calls": (1, 1)}]
+WAYS: list[dict[str, Any]] = [{"layout": "bshd"}, {"calls": (1, 1)}, {"step": gathered}]
 ROWS_AND_CALLS = [*product(("sample_mean", "sample_sum"), WAYS)]
 WHOLE: Places = (((1, 2, 3), (5, 0)), ((4, 7), (6, 8, 9)))  # 12 in both microbatches
 WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in (12, 0))
