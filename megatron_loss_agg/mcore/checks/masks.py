@@ -174,7 +174,7 @@ def check_tokens(
             depends_on_split = call.groups.cp_size > 1 and (
                 i in gathered or (starts is not None and len(starts) > 2)
             )
-            known = [x[i] for x in of_ranks if x[i] is not None]
+            known = [finding for x in of_ranks if (finding := x[i]) is not None]
             _check_microbatch(i, known, depends_on_split, split, is_declared)
         return True
 
@@ -204,8 +204,8 @@ def _check_microbatch(
     if any(x.splits for x in findings):
         raise DataError(
             f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
-            f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as one "
-            f"of {', '.join(SPLITS)} does (CPLayout)."
+            f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as "
+            f"one of {', '.join(SPLITS)} does (CPLayout)."
         )
     if depends_on_split and not is_declared:
         raise DataError(
