@@ -540,9 +540,9 @@ class _Records:
         weights: Tensor,
         starts: Tensor | None,
     ) -> None:
-        sums = list(mask_sums(call, plan, i, term, weights))
-        if self.is_first:
-            sums += mask_sums_by_sample(call, plan, i, term, starts)
+        # The most telling ones first.
+        by_sample = mask_sums_by_sample(call, plan, i, term, starts) if self.is_first else ()
+        sums = [*by_sample, *mask_sums(call, plan, i, term, weights)]
         self.mask_sums.setdefault(i, {})[name] = sums
 
     def all_mask_sums(self) -> list[MaskSum]:

@@ -134,7 +134,7 @@ def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whol
     expected = shape.mask if is_whole else local_shape(shape, cp_size)
     if same_order(mask.shape, expected):
         return
-    if not is_whole and mask.numel() == math.prod(shape.mask):
+    if not is_whole and cp_size > 1 and mask.numel() == math.prod(shape.mask):
         raise DataError(
             f"losses and mask must be of this context-parallel rank's part of the tokens, {expected}, "
             f"got all of them, {tuple(mask.shape)}. Shard them as the model's inputs are "

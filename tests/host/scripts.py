@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LateMicrobatch, TokenLoss
+from megatron_loss_agg.mcore import TokenLoss
 from tests.host import gpt
 
 Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
@@ -34,7 +34,7 @@ def with_mask(change: Callable[[Tensor], Tensor]) -> Form:
 def of_terms(iterator: Any, model: Any, names: Iterable[str], step: Any = None) -> Any:
     """Terms of these names, all of the same losses: those of a forward step."""
     losses, loss_func = (step or gpt.forward_step)(iterator, model)
-    return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
+    return losses, TokenLoss(lambda x: dict.fromkeys(names, x), *loss_func.args)
 
 
 def by_sample(batch: dict[str, Any], of_mb: tuple[int, ...], **values: Any) -> dict[str, Any]:
@@ -45,12 +45,6 @@ def by_sample(batch: dict[str, Any], of_mb: tuple[int, ...], **values: Any) -> d
 def without_the_last(batch: Any) -> Microbatch:
     """A reader for scripts whose losses lack the last position, as in reinforcement learning."""
     return Microbatch(batch["loss_mask"][:, :-1])
-
-
-def samples_alone(batch: Any) -> LateMicrobatch:
-    """A reader of rows or a pack, whose mask the model makes."""
-    offsets = batch.get("cu_seqlens")
-    return LateMicrobatch(len(batch["tokens"]) if offsets is None else len(offsets) - 1)
 
 
 def with_labels(iterator: Any, model: Any, **change: Any) -> Any:
