@@ -24,7 +24,6 @@ from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
     ReadBatch,
     ReadStep,
-    model_inputs_of,
     read_batch,
     reader_for,
     with_dataset_ids,
@@ -433,10 +432,7 @@ class LossHook:
         if records.is_first:
             first_term = next(iter(self.terms))
             of_first = [of_term(first_term, x) for x in microbatches]
-            inputs = [list(m.model_inputs) for m in of_first]
-            for k, batch in enumerate(batches):
-                inputs[k] = inputs[k] or model_inputs_of(batch, of_first[k].loss_mask)
-            records.tokens = FirstTokens.of(of_first, inputs)
+            records.tokens = FirstTokens.of(of_first, batches)
         return microbatches, iterator
 
     def _fetch_next(self, call: Call) -> None:

@@ -13,7 +13,8 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore.batches import HOW_TO_READ
+from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
-from megatron_loss_agg.mcore.split import SPLITS, layout_of, sums_of_samples
+from megatron_loss_agg.mcore.split import SPLITS, has_tokens, layout_of, sums_of_samples
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape
 from megatron_loss_agg.plan import StepPlan
 
@@ -115,12 +116,20 @@ class FirstTokens(NamedTuple):
     sizes: Sequence[int]  # samples
 
     @classmethod
-    def of(
-        cls, microbatches: Sequence[Microbatch], inputs: Sequence[Sequence[Tensor]]
-    ) -> FirstTokens:
-        """Args: inputs: the whole integer tensors of each microbatch."""
+    def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
+        """Of the token sequences behind them, where their losses are by sample.
+
+        Args:
+            batches: of the microbatches, if any were drawn.
+        """
+        microbatches = [m if m.sequences is None else m.sequences for m in microbatches]
+        of_batches = []
+        for m, batch in zip_longest(microbatches, batches):
+            inputs = m.model_inputs or model_inputs_of(batch, m.loss_mask)
+            inputs = inputs if has_tokens(m.shape) else ()
+            of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
         return cls(
-            [[x.detach().cpu().clone() for x in xs if _tells_tokens_apart(x)] for xs in inputs],
+            of_batches,
             [m.shape for m in microbatches],
             [_sample_index(m) for m in microbatches],
             [m.num_samples for m in microbatches],
