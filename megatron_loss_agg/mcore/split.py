@@ -116,8 +116,8 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
         starts: where each sample begins among them; None: rows.
     """
     if starts is None:
-        samples = shape.mask[0]
-        return x_T.reshape(samples, x_T.numel() // max(samples, 1)).sum(dim=1)
+        rows = shape.mask[0]
+        return x_T.reshape(rows, x_T.numel() // max(rows, 1)).sum(dim=1)
     tokens = x_T.numel()
     lengths = pad(moved(starts, x_T.device), (0, 1), value=tokens).diff()
     samples = torch.arange(len(lengths), device=x_T.device)
