@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.mcore.split import gathered, same_order, sums_by_sequence
+from megatron_loss_agg.mcore.split import gathered, has_tokens, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import holds_integers
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
@@ -420,12 +420,13 @@ def observed_calls(call: Call) -> Iterator[ModelCalls]:
 
 def check_packing(packing: Any, plan: StepPlan, i: int) -> None:
     """Raise DataError if the model was called with packed sequences and the batch has no offsets."""
-    if packing is None or packing.qkv_format != "thd" or plan.shapes[i].starts is not None:
+    sequences = plan.sequences[i]
+    shape = plan.shapes[i] if sequences is None else sequences.shape
+    is_packed = packing is not None and packing.qkv_format == "thd"
+    if not is_packed or shape.starts is not None or not has_tokens(shape):
         return
-    sequences = packing.cu_seqlens_q.numel() - 1
-    is_one_sample = sequences == plan.sizes[i] == 1
-    is_by_token = plan.shapes[i].mask[-1] > 1
-    if is_by_token and not is_one_sample:
+    is_one_sample = packing.cu_seqlens_q.numel() - 1 == shape.mask[0] == 1
+    if not is_one_sample:
         raise DataError(
             "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "
             f"and has none. Add that key, or {HOW_TO_READ}."

@@ -339,9 +339,9 @@ class LossHook:
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
 
-            sums += mask_sums(call, plan, i, term, weights[name])
-            if records.is_first:
+            if records.is_first:  # the most telling ones first
                 sums += mask_sums_by_sample(call, plan, i, term, starts[name])
+            sums += mask_sums(call, plan, i, term, weights[name])
         records.mask_sums[i] = sums
 
         first = _first(plans)

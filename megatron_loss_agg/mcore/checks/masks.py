@@ -13,6 +13,7 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
-from megatron_loss_agg.mcore.split import SPLITS, layout_of, sums_of_samples
+from megatron_loss_agg.mcore.split import SPLITS, has_tokens, layout_of, sums_of_samples
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape
 from megatron_loss_agg.plan import StepPlan
 
@@ -122,12 +123,16 @@ class FirstTokens(NamedTuple):
 
     @classmethod
     def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
-        """Of microbatches, or of the batches where these have no ``model_inputs``."""
+        """Of the token sequences behind them, where their losses are by sample.
+
+        Args:
+            batches: of the microbatches, if any were drawn.
+        """
+        microbatches = [m if m.sequences is None else m.sequences for m in microbatches]
         of_batches = []
-        for i, microbatch in enumerate(microbatches):
-            inputs = microbatch.model_inputs
-            if not inputs and batches:
-                inputs = model_inputs_of(batches[i], microbatch.loss_mask)
+        for m, batch in zip_longest(microbatches, batches):
+            inputs = m.model_inputs or model_inputs_of(batch, m.loss_mask)
+            inputs = inputs if has_tokens(m.shape) else ()
             of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
         return cls(
             of_batches,
