@@ -30,7 +30,7 @@ TESTS = (
     "tests/host/test_by_sample.py",
     "tests/host/test_mtp.py",
     "tests/host/test_terms.py",
-    "tests/host/test_audit.py",
+    "tests/host/test_scaling.py",
     "tests/launch/test_any_loop.py",
 )
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis", "covertable")
