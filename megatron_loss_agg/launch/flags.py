@@ -70,6 +70,11 @@ _OPTIONS = {
         words=("train", "error", "skip"),
         default="train",
     ),
+    "evaluation": _Option(
+        "forward-only calls of the schedule: reported as Megatron averages them, or aggregated in the "
+        "same way as training (default: same in Megatron's own training loop, megatron in others)",
+        words=("megatron", "same"),
+    ),
     "report_datasets": _Option("report each data set of the step (batch key dataset_id)"),
     "audit": _Option(
         "measure Megatron's scaling for each new number of microbatches, and print it"

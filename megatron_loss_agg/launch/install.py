@@ -72,12 +72,17 @@ def hook_from_args(
         extensions=extensions,
         wrappers=wrappers,
         empty_step=options["empty_step"],
-        evaluates=in_training_loop,
+        evaluates=_evaluates(options["evaluation"], in_training_loop),
         prefetches=in_training_loop,
         audit=bool(options["audit"]),
         trusts_unmeasured=options["unmeasured"] == "trust",
         settings=settings,
     )
+
+
+def _evaluates(evaluation: str | None, in_training_loop: bool) -> bool:
+    """Whether forward-only calls are aggregated; other loops may make them without a loss."""
+    return in_training_loop if evaluation is None else evaluation == "same"
 
 
 def _split_of_megatron(args: Any) -> str | None:

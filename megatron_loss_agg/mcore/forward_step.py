@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.mcore.split import gathered, same_order, sums_by_sequence
+from megatron_loss_agg.mcore.split import gathered, has_tokens, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import holds_integers
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
@@ -160,6 +160,7 @@ class ScriptLosses:
     report: dict[str, Any]
     further_reports: Sequence[tuple[Report, Sequence[str]]]  # of losses and weights, of these terms
     returned: Sequence[Any] | None = None  # by a stock loss function
+    is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
 
 
 def script_losses(
@@ -187,6 +188,7 @@ def script_losses(
             terms={name: x for part in parts for name, x in part.terms.items()},
             report=functools.reduce(merged_reports, (part.report for part in parts), {}),
             further_reports=[x for part in parts for x in part.further_reports],
+            is_gathered=any(part.is_gathered for part in parts),
         )
     if isinstance(loss_function, TokenLoss):
         return _of_token_loss(call, plans, i, split, loss_function, output)
@@ -223,7 +225,7 @@ def _of_token_loss(
         check_one_loss_per_token(of_name, mask, "a TokenLoss")
         terms[name] = TermLosses(of_name, mask, is_whole)
     reports = [] if loss_function.report is None else [(loss_function.report, [*terms])]
-    return ScriptLosses(terms, report, reports)
+    return ScriptLosses(terms, report, reports, is_gathered=is_whole)
 
 
 def _of_sample_loss(
@@ -418,12 +420,13 @@ def observed_calls(call: Call) -> Iterator[ModelCalls]:
 
 def check_packing(packing: Any, plan: StepPlan, i: int) -> None:
     """Raise DataError if the model was called with packed sequences and the batch has no offsets."""
-    if packing is None or packing.qkv_format != "thd" or plan.shapes[i].starts is not None:
+    sequences = plan.sequences[i]
+    shape = plan.shapes[i] if sequences is None else sequences.shape
+    is_packed = packing is not None and packing.qkv_format == "thd"
+    if not is_packed or shape.starts is not None or not has_tokens(shape):
         return
-    sequences = packing.cu_seqlens_q.numel() - 1
-    is_one_sample = sequences == plan.sizes[i] == 1
-    is_by_token = plan.shapes[i].mask[-1] > 1
-    if is_by_token and not is_one_sample:
+    is_one_sample = packing.cu_seqlens_q.numel() - 1 == shape.mask[0] == 1
+    if not is_one_sample:
         raise DataError(
             "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "
             f"and has none. Add that key, or {HOW_TO_READ}."

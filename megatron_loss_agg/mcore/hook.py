@@ -319,6 +319,8 @@ class LossHook:
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
         reports = script.report
+        if script.is_gathered:
+            records.gathered.add(i)
 
         weights: dict[str, Tensor] = {}
         starts: dict[str, Tensor | None] = {}
@@ -328,14 +330,16 @@ class LossHook:
             # 5. The weights of this rank's tokens: mask times coefficient.
             plan = plans[name]
             starts[name] = starts_on_rank(plan, i, term, call, self.split)
-            w = weights[name] = weights_on_rank(plan, i, term, call, starts[name])
+            weights[name] = weights_on_rank(plan, i, term, call, starts[name])
 
             # 6. The weighted sum, and its report.
-            part = weighted_sum_unchecked(w, term.losses)
+            part = weighted_sum_unchecked(weights[name], term.losses)
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
-            sums.append(sums_on_rank(call, plan, i, term, w, starts[name], records.is_first))
+            sums.append(
+                sums_on_rank(call, plan, i, term, weights[name], starts[name], records.is_first)
+            )
         records.mask_sums[i] = sums
 
         first = _first(plans)
@@ -456,7 +460,14 @@ class LossHook:
         if isinstance(records.iterator, DrawnBatches):
             records.iterator.check_taken()
         if records.is_first:
-            check_tokens(call, records.tokens, records.inputs, self.split, self._split_is_declared)
+            check_tokens(
+                call,
+                records.tokens,
+                records.inputs,
+                records.gathered,
+                self.split,
+                self._split_is_declared,
+            )
         check_mask_sums(
             call, [x for xs in records.mask_sums.values() for x in xs], records.is_first
         )
@@ -520,6 +531,7 @@ class _Records:
     forward_steps: int = 0  # that have run
     mask_sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
     masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
+    gathered: set[int] = field(default_factory=set)  # microbatches with gathered losses
     tokens: FirstTokens | None = None
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
 

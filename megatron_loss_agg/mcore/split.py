@@ -116,12 +116,18 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
         starts: where each sample begins among them; None: rows.
     """
     if starts is None:
-        return x_T.reshape(shape.mask[0], -1).sum(dim=1)
+        rows = shape.mask[0]
+        return x_T.reshape(rows, x_T.numel() // max(rows, 1)).sum(dim=1)
     tokens = x_T.numel()
     lengths = pad(moved(starts, x_T.device), (0, 1), value=tokens).diff()
     samples = torch.arange(len(lengths), device=x_T.device)
     sample_T = samples.repeat_interleave(lengths, output_size=tokens)
     return x_T.new_zeros(len(lengths)).index_add(0, sample_T, x_T.reshape(-1))[:-1]
+
+
+def has_tokens(shape: MicrobatchShape) -> bool:
+    """Whether a mask is of tokens, and not of whole samples as `Microbatch.of_samples` makes it."""
+    return shape.starts is not None or shape.mask[-1] != 1
 
 
 def local_shape(shape: MicrobatchShape, cp_size: int) -> tuple[int, ...]:
@@ -134,7 +140,7 @@ def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whol
     expected = shape.mask if is_whole else local_shape(shape, cp_size)
     if same_order(mask.shape, expected):
         return
-    if not is_whole and mask.numel() == math.prod(shape.mask):
+    if not is_whole and cp_size > 1 and mask.numel() == math.prod(shape.mask):
         raise DataError(
             f"losses and mask must be of this context-parallel rank's part of the tokens, {expected}, "
             f"got all of them, {tuple(mask.shape)}. Shard them as the model's inputs are "

@@ -94,9 +94,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "dp1": {
         "of ModelOpt a sum, not a mean, with skip_lm_loss on": {"skip_lm_loss": False},
         "a sum, not a mean, with skip_lm_loss on (Megatron-LM 0.15": {"means": True},
-        "must compute one distillation loss, got 2": {
-            "intermediate_layer_pairs": [(FINAL, FINAL)]
-        },
+        "must compute one distillation loss, got 2": {"intermediate_layer_pairs": [(FINAL, FINAL)]},
     },
     "tp2": {"whose gather adds up their equal gradients": TOP_K},
 }

@@ -34,7 +34,14 @@ def with_mask(change: Callable[[Tensor], Tensor]) -> Form:
 def of_terms(iterator: Any, model: Any, names: Iterable[str], step: Any = None) -> Any:
     """Terms of these names, all of the same losses: those of a forward step."""
     losses, loss_func = (step or gpt.forward_step)(iterator, model)
-    return losses, TokenLoss(lambda x: (dict.fromkeys(names, x), {}), *loss_func.args)
+    return losses, TokenLoss(lambda x: dict.fromkeys(names, x), *loss_func.args)
+
+
+def gathered(iterator: Any, model: Any, step: Any = None) -> Any:
+    """The losses of a forward step, gathered: every context-parallel rank has all of them."""
+    batch = gpt.received(iterator)
+    losses, _ = (step or gpt.forward_step)(iter([batch]), model)
+    return losses, TokenLoss(lambda x: x, batch["loss_mask"], lambda x: x)
 
 
 def by_sample(batch: dict[str, Any], of_mb: tuple[int, ...], **values: Any) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Batches with more than masks, through the real host, against the fp64 reference.
 
-Weights by sample and data sets; factors by token, which are in every weight and in no denominator;
-and Megatron's SFT data, whose loader stacks packs of one length: their offsets are filled up with
-that length, and the last sample reaches to the pack's end.
+Weights by sample and data sets; and Megatron's SFT data, whose loader stacks packs of one length:
+their offsets are filled up with that length, and the last sample reaches to the pack's end.
 """
 
 from __future__ import annotations
@@ -18,26 +17,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
-from megatron_loss_agg import Microbatch, Term
-from megatron_loss_agg.mcore import read_batch
 from tests import oracle
 from tests.host import gpt, scripts
-from tests.host.cases import Batch, Case, Expected, assert_exact, by_the_oracle
+from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES
-from tests.host.reference import gradient_of_sum, reference
-from tests.host.refusals import Refusal, assert_told, two_rows
+from tests.host.reference import reference
 from tests.host.steps import (
-    N_MB,
-    PLACES,
     Places,
-    aggregation,
     batch_of,
-    factored,
     sequences,
     weights_with,
-    with_factors,
 )
-from tests.host.test_whole_losses import whole
 
 V = (0.5, 2.0, 1.0, 0.0, 0.25, 3.0, 1.0, 0.125, 1.5, 1.0)
 DATASETS = (2, 0, 1, 2, 0, 5, 1, 1, 0, 2)  # 5: the sample without tokens is alone
@@ -86,94 +76,6 @@ def test_weights_by_sample_rejected_ones_and_data_sets_are_exact() -> None:
         batch = partial(scripts.by_sample, **given)
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
-
-
-READ = partial(read_batch, factors="factors")
-FACTORS: dict[str, Any] = {"hook": {"read_batch": READ}, "batch": with_factors}
-# One of two terms.
-COEFFICIENTS = {"plain": 0.5, "factored": 1.0}
-TERMS = {name: Term(aggregation("prompt_mean"), x) for name, x in COEFFICIENTS.items()}
-
-
-def read_terms(batch: Batch) -> dict[str, Microbatch]:
-    microbatch = READ(batch)
-    plain = dataclasses.replace(microbatch, token_factors=None)
-    return {"plain": plain, "factored": microbatch}
-
-
-OF_TERMS = {
-    "terms": TERMS,
-    "hook": {"read_batch": read_terms},
-    "batch": with_factors,
-    "step": partial(scripts.of_terms, names=TERMS),
-}
-FACTORED = [
-    Case("token_mean", layout="bshd", **FACTORS),
-    Case("sample_mean", masks="fractional", per_token=True, **FACTORS),
-    Case("custom", per_token=True, **FACTORS),
-    Case("custom", masks="fractional", layout="bshd", **FACTORS),
-    Case("prompt_mean", calls=(1, N_MB - 1), times=2, **FACTORS),
-    # Of the second step of a pack the sums of all weights are compared, of rows those by sample.
-    Case("prompt_mean", times=2, **FACTORS),
-    Case("prompt_mean", layout="bshd", per_token=True, times=2, **FACTORS),
-    Case("prompt_mean", call={"forward_only": True}, **FACTORS),
-    Case("prompt_mean", **OF_TERMS),
-]
-# Losses of all tokens on every rank, and metrics by the loss's own weights.
-OF_WHOLE_LOSSES = [
-    Case("prompt_mean", layout=layout, step=whole(kind), **FACTORS)
-    for kind, layout in product(("local_grad", "reduced_grad"), ("thd", "bshd"))
-]
-
-
-def expected_of_factors(case: Case) -> Expected:
-    weights = factored(case.weights)
-    loss = reference().loss(weights)
-    if case.terms:
-        parts = (COEFFICIENTS["plain"], reference(), case.weights), (1.0, reference(), weights)
-        return gradient_of_sum(*parts), {"factored loss": loss}
-    reports = {**by_the_oracle(case)[1], f"{case.mode} loss": loss}  # "lm loss" is without factors
-    if case.step is not None:
-        reports = {f"{case.mode} loss": loss, "again": loss}
-    return reference().gradient(weights), reports
-
-
-OF_FACTORS = {"dp2": FACTORED, "cp2": FACTORED + OF_WHOLE_LOSSES, "tp2": FACTORED[::2]}
-
-
-@pytest.mark.parametrize("name", OF_FACTORS)
-def test_weights_have_factors_and_counts_have_not(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    places = PLACES[topology.data_parallel_size]
-    placed = [dataclasses.replace(case, places=places) for case in OF_FACTORS[name]]
-    assert_exact(topology, placed, expected_of_factors)
-
-
-def shifted_mask(iterator: Any, model: Any) -> Any:
-    """As `predicting_mask` does: each position has the mask of the next one."""
-    return scripts.returning(scripts.with_mask(lambda mask: mask.roll(-1, -1)), iterator, model)
-
-
-ROWS = {
-    "a shifted mask": Refusal(
-        "DataError: its sum of weights with factors is ... read_batch",
-        two_rows("token_mean", step=shifted_mask, **FACTORS),
-    ),
-    "no key": Refusal(
-        "DataError: batch key 'factors' is a NoneType beside a loss_mask of shape (2, 72) ... "
-        "read_batch(factors=)",
-        two_rows("sum", hook={"read_batch": READ}),
-    ),
-    "another shape": Refusal(
-        "DataError: batch key 'prompt_ids' is a torch.int64 tensor of shape (2,) beside a",
-        two_rows("sum", hook={"read_batch": partial(read_batch, factors="prompt_ids")}),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_batches_without_a_factor_for_each_token_are_refused(name: str) -> None:
-    assert_told(__name__, name)
 
 
 LENGTH = 40  # of a pack: one item of the data set, which is padded at its end

@@ -124,9 +124,7 @@ def step(
     hook = LossHook(distillation_terms(args, aggregation(MODE)), evaluates=True)
     data, options["forward_step_func"] = data_of(places, layout), forward_step
     with gpt.KeepDouble():
-        return gpt.run_step(
-            None, chunks, data, len(places[0]), schedule=hooked_by(hook), **options
-        )
+        return gpt.run_step(None, chunks, data, len(places[0]), schedule=hooked_by(hook), **options)
 
 
 def hooked_by(hook: LossHook) -> Callable[..., Any]:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Loop, TokenLoss
+from megatron_loss_agg.mcore import TokenLoss
 from tests.host import gpt
 from tests.host.cases import EVALUATION, Call, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES, error_of
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import Form, returning, stock, with_mask
-from tests.host.steps import NO_TOKENS
+from tests.host.steps import MODES, NO_TOKENS
 
 
 # Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
@@ -87,7 +87,7 @@ def bound(function: Any, *arguments: Any) -> Form:
 
 
 def with_losses(change: Callable[[Tensor], Tensor]) -> Form:
-    return lambda losses, mask: (losses, TokenLoss(lambda x: (change(x), {}), mask))
+    return lambda losses, mask: (losses, TokenLoss(change, mask))
 
 
 def centred(form: Form) -> Form:
@@ -105,6 +105,7 @@ def transposed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
     return stock(losses.T, mask.T.contiguous())
 
 
+ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
 # Of 529 active tokens: bf16 counts to 256 one by one, uint8 to 255.
 MANY = (0, 8, 4) * 11 + (3,)
 DTYPES = (torch.bfloat16, torch.uint8, torch.bool, torch.int64)
@@ -129,7 +130,8 @@ FUNCTIONS: dict[str, Form] = {
 CANCELLING: dict[str, Form] = {
     f"{x.__name__} of losses that cancel": centred(bound(x)) for x in (plain, mean, counted)
 }
-FORMS = {**OF_STOCK, **FUNCTIONS, **CANCELLING, "mean": bound(mean)}
+FORMS = {**OF_STOCK, **FUNCTIONS, **CANCELLING, "mean": bound(mean), "stock": stock}
+INFERRED = ("stock", "flat mask")
 
 
 def in_form(name: str, iterator: Any, model: Any) -> Any:
@@ -141,7 +143,7 @@ def in_form(name: str, iterator: Any, model: Any) -> Any:
     "mode, per_token", [("prompt_mean", False), ("prompt_mean", True), ("token_mean", True)]
 )
 def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -> None:
-    way = {"layout": "bshd", "per_token": per_token, "hook": {"loop": Loop(of_megatron=True)}}
+    way = {"layout": "bshd", "per_token": per_token, "hook": {"evaluates": True}}
     cases = {
         Case(mode, step=partial(in_form, name), places=((MANY,),), times=times, **way): name
         for name, times in product(FORMS, (1, 2))
@@ -153,17 +155,30 @@ def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -
     def expected(case: Case) -> Expected:
         gradient, reports = by_the_oracle(case)
         name = cases[case]
-        if name not in OF_STOCK:
+        if name not in {*OF_STOCK, "stock"}:
             del reports["lm loss"]
         return gradient, {} if name in CANCELLING else reports
 
     assert_exact(TOPOLOGIES["dp1"], [*cases], expected)
 
 
-CHANGED = "DataError: the loss function's mask is not this rank's part ... read_batch"
-NO_SUM = "HostError: the loss function returned ... expected a masked sum"
-NO_MASK = "HostError: the loss function ... has no mask"
-ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
+def in_inference_mode(hook: Any, model: Any, call: Call) -> Any:
+    """An evaluation on tensors that count no writes."""
+    with torch.inference_mode():
+        return call(1, **EVALUATION)
+
+
+def test_an_evaluation_in_inference_mode_is_exact() -> None:
+    way = {"layout": "bshd", "places": ((ALL,),), "run": in_inference_mode, "call": EVALUATION}
+    cases = [Case(mode, step=partial(in_form, x), **way) for mode in MODES for x in INFERRED]
+    assert_exact(TOPOLOGIES["dp1"], cases)
+
+
+CHANGED = (
+    "DataError: the loss function's mask must be this rank's part ... LossHook(read_batch=...)"
+)
+NO_SUM = "HostError: a loss function must return the masked sum of ... or return a TokenLoss"
+NO_MASK = "HostError: a forward step must return functools.partial(loss_func, loss_mask)"
 
 
 def refused(says: str, form: Form, samples: tuple[int, ...] = (2, 3)) -> Refusal:
@@ -188,10 +203,12 @@ def caught_once(hook: Any, model: Any, call: Call) -> None:
 
 FUNCTIONS_REFUSED = {
     "no mask": refused(
-        f"{NO_MASK} ... TokenLoss", lambda losses, mask: (losses, lambda x: plain(mask, x))
+        f"{NO_MASK} ... or a TokenLoss, got ",
+        lambda losses, mask: (losses, lambda x: plain(mask, x)),
     ),
     "a mask of another name": refused(
-        f"{NO_MASK} ... a parameter named loss_mask", bound(another_name)
+        f"{NO_MASK} ... a parameter named loss_mask ... got partial(another_name)",
+        bound(another_name),
     ),
     "function of torch": refused(NO_MASK, bound(torch.add)),
     "infinite losses left out": refused(NO_SUM, infinite_at_first),
@@ -204,18 +221,19 @@ FUNCTIONS_REFUSED = {
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
     "factors of its own after losses of 0": Refusal(NO_SUM, replace(DIVIDED, after=LOSSES_OF_0)),
     "losses changed in place": refused(
-        "HostError: in_place ... writes into the model's losses", bound(in_place)
+        "HostError: a loss function must not write into the model's losses ... partial(in_place) does",
+        bound(in_place),
     ),
     "factors of its own, refused before": Refusal(
         NO_SUM, replace(DIVIDED, iterator=itertools.cycle, run=caught_once)
     ),
     "losses that are not summed": refused(
-        "HostError: tensor of shape (3,) as its loss; expected a tensor of one number",
+        "HostError: a loss function must return the masked sum ... got ... tensor of shape (3,)",
         bound(giving, (torch.ones(3), torch.tensor(1), {})),
     ),
     **{
         f"{got}, stock": refused(
-            f"HostError: returned {got}; expected (loss, report) or (loss, number of tokens, rep",
+            f"HostError: a loss function must return (loss, report) or (loss, number of ... got {got}",
             bound(giving, x),
         )
         for got, x in {
@@ -224,26 +242,29 @@ FUNCTIONS_REFUSED = {
         }.items()
     },
     "4 results, of a TokenLoss": refused(
-        "HostError: returned 4 results; expected (losses, report)",
+        "HostError: compute must return losses or (losses, report), got 4 results",
         lambda losses, mask: (losses, TokenLoss(lambda x: (x, x, x, {}), mask)),
     ),
     # As of a model with a second output for another loss.
     "two outputs": refused(
-        "DataError: losses are a tuple for a loss mask of ... return a TokenLoss",
+        "DataError: losses of the model's output must be one for each ... got a tuple ... a TokenLoss",
         lambda losses, mask: ((losses, losses), partial(of_first, mask)),
     ),
     "losses [seq, samples]": refused(
-        "DataError: a mask [samples, seq] ... not transposed", transposed
+        "DataError: the loss function's mask must have the shape of this rank's part ... not transposed",
+        transposed,
     ),
     "a part of the losses": refused(
-        "DataError: expected one loss per token", with_losses(lambda x: x[:, 1:])
+        "DataError: losses of a TokenLoss must be one for each element of the loss mask",
+        with_losses(lambda x: x[:, 1:]),
     ),
-    "a part of the mask": refused(
-        "DataError: where this rank's part of the batch's is ... a batch that is whole",
-        with_mask(lambda x: x[..., 1:]),
+    "a part of losses and mask": refused(
+        "DataError: the loss function's mask must have the shape of this ... a batch that is whole",
+        lambda losses, mask: stock(losses[..., 1:], mask[..., 1:]),
     ),
     "detached losses": refused(
-        "HostError: losses without a gradient ... not detached", with_losses(Tensor.detach)
+        "HostError: losses of a training step must have a gradient, and these were detached",
+        with_losses(Tensor.detach),
     ),
 }
 
@@ -257,11 +278,12 @@ def changed(change: Any, says: str = CHANGED, **options: Any) -> Refusal:
     return Refusal(says, two_rows(step=partial(returning, with_mask(change)), **options))
 
 
-IN_MEGATRON = {"hook": {"loop": Loop(of_megatron=True)}}
-LATER = {"after": two_rows(**IN_MEGATRON), **IN_MEGATRON}
+EVALUATING = {"hook": {"evaluates": True}}
+LATER = {"after": two_rows(**EVALUATING), **EVALUATING}
 MASKS = {
     "a changed mask": changed(
-        lambda mask: mask.roll(1, dims=0), f"{CHANGED} ... its mask sum of a sample is"
+        lambda mask: mask.roll(1, dims=0),
+        CHANGED.replace("part ...", "part ... its mask sum of a sample must be ..."),
     ),
     "a mask changed after an evaluation": changed(
         lambda mask: mask / 2, after=two_rows(call=EVALUATION)
@@ -291,7 +313,7 @@ MOVES = (
     ("sample_mean", between_samples, True, True),
     ("token_mean", between_samples, True, False),  # its samples do not matter
     ("sample_mean", within_a_sample, False, False),
-    ("custom", within_a_sample, True, True),
+    ("custom", between_samples, True, True),
 )
 PACK = (((0, 1),),)
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.mcore import TokenLoss, aggregate_mtp, read_batch
+from megatron_loss_agg.mcore import aggregate_mtp, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES
 from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Refusal, assert_told
-from tests.host.scripts import of_terms, with_labels
+from tests.host.scripts import gathered, of_terms, with_labels
 from tests.host.steps import (
     N_MB,
     PLACES,
@@ -67,14 +67,6 @@ def without_labels(iterator: Any, model: Any) -> Any:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
-def gathered(iterator: Any, model: Any) -> Any:
-    """The main loss is of whole sequences on every context-parallel rank."""
-    batch = gpt.received(iterator)
-    _, labels, mask, _ = gpt.part_of(batch)
-    losses, *_ = gpt.outputs(batch, model, labels=labels, loss_mask=mask)
-    return losses, TokenLoss(lambda x: x, batch["loss_mask"], lambda x: x)
-
-
 def with_real_offsets(iterator: Any, model: Any) -> Any:
     """Calls the model with the offsets of unpadded sequences, by which it shifts labels."""
     batch = gpt.received(iterator)
@@ -90,6 +82,7 @@ def by_sequence(batch: Batch) -> Microbatch:
     return Microbatch.of_samples(len(batch["tokens"]), sequences=read_batch(batch))
 
 
+GATHERED = partial(gathered, step=with_labels)
 UNLABELLED = {"step": without_labels, "batch": whole_texts}
 QUARTER = {"token_mean": Term(aggregation("token_mean"), multiplier=0.25)}
 CASES = {
@@ -103,8 +96,8 @@ CASES = {
         case("bshd", True, "prompt_mean", times=2),
         case("thd", False, "prompt_mean", **UNLABELLED),
         case("bshd", True, "token_mean", **UNLABELLED),
-        case("thd", True, "prompt_mean", step=gathered),
-        case("bshd", False, "prompt_mean", step=gathered),
+        case("thd", True, "prompt_mean", step=GATHERED),
+        case("bshd", False, "prompt_mean", step=GATHERED),
     ],
     "dp2": [
         case("thd", True, "token_mean"),

@@ -21,18 +21,17 @@ from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.report import Max, Mean, Min, Sum
 from tests import oracle
 from tests.host import gpt, gradients, parallel_state
-from tests.host.cases import Batch, Case, Expected, assert_exact, covering
+from tests.host.cases import Batch, Case, Expected, assert_exact, covering, run
 from tests.host.harness import TOPOLOGIES, build_chunks, error_of, on_ranks_of
 from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Refusal, assert_says, assert_told
 from tests.host.steps import Places, aggregation, sequences, weights_of, weights_with
-from tests.host.test_whole_losses import gathered
 
 TERMS = {
     "policy": Term(aggregation("prompt_mean")),
-    "kl": Term(aggregation("token_mean"), coefficient=0.3),
-    "entropy": Term(aggregation("sample_mean"), coefficient=-0.1),
-    "value": Term(aggregation("constant"), coefficient=0.5),
+    "kl": Term(aggregation("token_mean"), multiplier=0.3),
+    "entropy": Term(aggregation("sample_mean"), multiplier=-0.1),
+    "value": Term(aggregation("constant"), multiplier=0.5),
 }
 # The losses of each, of the cross entropy of a token; and their slopes.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -44,26 +43,28 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
 LARGE = 3.5  # of a cross entropy
 
 
-def forward_step(iterator: Any, model: Any, kind: str | None = None) -> tuple[Tensor, TokenLoss]:
-    """With a ``kind`` of `gathered`, every rank holds all its losses."""
+def again(losses: Any, weights: Any) -> dict[str, Any]:
+    """The aggregated losses, from the weights that a report gets."""
+    return {f"{name} again": Sum.of(losses[name], w) for name, w in weights.items()}
+
+
+def forward_step(iterator: Any, model: Any, gathers: bool = False) -> tuple[Tensor, TokenLoss]:
+    """If it ``gathers``, every context-parallel rank has the losses of all tokens."""
     batch = gpt.received(iterator)
     output, loss_func = gpt.forward_step(iter([batch]), model)
-    (mask,) = loss_func.args
+    mask = batch["loss_mask"] if gathers else loss_func.args[0]
 
-    def compute(x: Tensor, weights: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def compute(x: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         losses = {name: function(x) for name, (function, _) in FUNCTIONS.items()}
-        if kind is not None:
-            losses = {name: gathered(y, batch, kind) for name, y in losses.items()}
         return losses, {
             "large": Mean.of(x > LARGE, mask),
             "mean": Mean.of(x, mask),
             "max": Max.of(x, mask),
             "min": Min.of(x, mask),
-            **{f"{name} again": Sum.of(losses[name], w) for name, w in (weights or {}).items()},
         }
 
-    of_losses = mask if kind is None else batch["loss_mask"]
-    return output, TokenLoss(compute, of_losses, kind, takes_weights=True)
+    gather = Tensor.clone if gathers else None
+    return output, TokenLoss(compute, mask, gather, report=again)
 
 
 # Steps of 1 and 3 microbatches for each number of data-parallel ranks; () is a padding microbatch.
@@ -89,30 +90,64 @@ def expected(case: Case, model: str) -> Expected:
         by_sample = [(i, torch.tensor(w, dtype=torch.float64)) for i, w in weights]
         loss = sum(w @ function(losses[i]) for i, w in by_sample)
         reports |= {f"{name} loss": loss, f"{name} again": loss}
-        total += term.coefficient * loss
+        total += term.multiplier * loss
         slopes = [(i, (w * slope(losses[i])).tolist()) for i, w in by_sample]
-        parts.append((term.coefficient, reference(model), slopes))
-    reports[case.hook["total"]] = total
+        parts.append((term.multiplier, reference(model), slopes))
+    reports["loss"] = total
     return gradient_of_sum(*parts), {name: float(value) for name, value in reports.items()}
 
 
 @pytest.mark.parametrize("name", ["dp2-cp2", "tp2", "pp2"])
 def test_every_term_is_exact_over_the_whole_step(name: str) -> None:
     topology = TOPOLOGIES[name]
-    # Losses of this rank's tokens; or, over context-parallel ranks, whole ones on every rank.
-    kinds = (None, "local_grad", "reduced_grad") if "cp" in topology.sizes else (None,)
+    ways = (False, True) if "cp" in topology.sizes else (False,)
     cases = []
     steps = STEPS[topology.data_parallel_size]
-    for places, per_token, kind in covering(2, steps, (False, True), kinds):
-        way = {"step": partial(forward_step, kind=kind)}
-        way["hook"] = {"total": "total loss" if kind else "loss"}
-        cases.append(Case("", terms=TERMS, places=places, per_token=per_token, **way))
+    for places, per_token, gathers in covering(2, steps, (False, True), ways):
+        step = partial(forward_step, gathers=gathers)
+        cases.append(Case("", terms=TERMS, places=places, per_token=per_token, step=step))
     assert_exact(topology, cases, partial(expected, model=topology.model))
 
 
+def some_terms(iterator: Any, model: Any, names: tuple[str, ...]) -> tuple[Tensor, TokenLoss]:
+    """As in an evaluation that has no rewards, say."""
+    output, loss = forward_step(iterator, model)
+    return output, TokenLoss(lambda x: {n: loss.compute(x)[0][n] for n in names}, loss.loss_mask)
+
+
+def test_an_evaluation_may_lack_terms() -> None:
+    names, call = ("kl", "value"), {"forward_only": True}
+    step = partial(some_terms, names=names)
+    case = Case("", terms=TERMS, places=STEPS[2][0], step=step, call=call)
+
+    def of_some(case: Case) -> Expected:
+        gradient, reports = expected(case, "dense")
+        return gradient, {f"{name} loss": reports[f"{name} loss"] for name in names}
+
+    assert_exact(TOPOLOGIES["dp2"], [case], of_some)
+    for rank in run(TOPOLOGIES["dp2"], [case], [reference().gradient([(0, [0.0] * 24)])])[case]:
+        assert rank.reports.keys() == {f"{name} loss" for name in names}  # and no "loss"
+
+
+# The losses of the second one are NaN, and only logged.
+WATCHED = {"policy": TERMS["policy"], "watched": Term(aggregation("token_mean"), multiplier=0.0)}
+
+
+def watched_step(iterator: Any, model: Any) -> tuple[Tensor, TokenLoss]:
+    output, loss_func = gpt.forward_step(iterator, model)
+    compute = lambda x: {"policy": x, "watched": x + torch.nan}  # noqa: E731
+    return output, TokenLoss(compute, *loss_func.args)
+
+
+def test_a_term_with_multiplier_0_reaches_no_gradient() -> None:
+    case = Case("prompt_mean", terms=WATCHED, step=watched_step)
+    gradient = reference().gradient(case.weights)
+    assert_exact(TOPOLOGIES["dp2"], [case], lambda _: (gradient, {}))
+
+
 NO_TOKENS = (
-    "DataError: every token of the step is masked or rejected ... "
-    "--loss-aggregation-empty-step skip or step"
+    "DataError: a step must have an active token, and every token is masked ... "
+    "skip or train (--loss-aggregation-empty-step"
 )
 
 
@@ -121,10 +156,12 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
     chunks = build_chunks(TOPOLOGIES[name], False)
     # The first of several pipeline stages only hears of it.
     refused = (
-        NO_TOKENS if parallel_state.is_pipeline_last_stage() else "PeerError: a rank of the last"
+        NO_TOKENS
+        if parallel_state.is_pipeline_last_stage()
+        else "PeerError: another rank of the last"
     )
-    for policy in ("skip", "error", "step"):
-        hook = LossHook(TERMS, empty_step=policy)
+    for policy in ("skip", "error", "train"):
+        hook = LossHook(TERMS, empty_step=policy, evaluates=True)
         for place, evaluates in (((0, 1), False), ((), True), ((), False)):
             options = {"forward_step_func": forward_step, "forward_only": evaluates}
             data = Case("", places=((place,),)).data(0)
@@ -140,33 +177,30 @@ def misfit(says: str, losses_of: Any, terms: Any = TERMS, report: Any = None) ->
 
     def step(iterator: Any, model: Any) -> Any:
         output, loss = forward_step(iterator, model)
-        own = lambda x: (losses_of(loss.compute(x)[0]), report or {})  # noqa: E731
-        return output, TokenLoss(own, loss.loss_mask)
+        compute = lambda x: (losses_of(loss.compute(x)[0]), report or {})  # noqa: E731
+        return output, TokenLoss(compute, loss.loss_mask)
 
     one = Case(terms=terms, places=(((0, 1),),), step=step if losses_of else None)
     return Refusal(says, one, "dp1")
 
 
 KL = itemgetter("kl")
+OF_TERMS = "DataError: losses must be a mapping with one for each term of"
 ROWS = {
     "stock": misfit(
-        "HostError: the forward step returned the loss function ... "
-        "expected a TokenLoss, whose losses are",
+        "HostError: a loss of the terms ['entropy', 'kl', 'policy', 'value'] must be a TokenLoss",
         None,
     ),
-    "unnamed": misfit("DataError: losses are a torch.float64 tensor of shape ", KL),
-    "one alone": misfit(
-        "DataError: losses for ['kl']; expected one for each of", lambda x: {"kl": x["kl"]}
-    ),
+    "unnamed": misfit(f"{OF_TERMS} ... got a torch.float64 tensor of shape ", KL),
+    "one alone": misfit(f"{OF_TERMS} ... got ['kl']. Return all", lambda x: {"kl": x["kl"]}),
     "too many": misfit(
-        "DataError: losses for ['entropy', 'kl', 'policy', 'value']",
+        f"{OF_TERMS} ['token_mean'], got ['entropy', 'kl', 'policy', 'value']",
         dict,
         aggregation("token_mean"),
     ),
     "one of one": misfit("", KL, aggregation("token_mean")),
     "taken name": misfit(
-        "DataError: two reports named 'loss' ... rename yours, or the sum of several terms by "
-        "LossHook(total=...)",
+        "DataError: reports must have different names, got two of ['loss'] ... Rename",
         dict,
         report={"loss": 1},
     ),
@@ -175,10 +209,10 @@ ROWS = {
 
 # Two terms of the same losses. The mask of the second lacks the first token of every row in some
 # microbatches, which are told by their first samples.
-COEFFICIENTS = {"plain": 1.0, "shorter": 0.3}
+MULTIPLIERS = {"plain": 1.0, "shorter": 0.3}
 PLACES: Places = (((0, 1), (2, 3)), ((4, 5), (6, 7)))
 Modes = dict[str, str]
-ALIKE: Modes = dict.fromkeys(COEFFICIENTS, "token_mean")
+ALIKE: Modes = dict.fromkeys(MULTIPLIERS, "token_mean")
 MODES: Modes = {"plain": "token_mean", "shorter": "prompt_mean"}
 MASKED: list[tuple[Modes, tuple[int, ...]]] = [
     (ALIKE, ()),
@@ -187,7 +221,7 @@ MASKED: list[tuple[Modes, tuple[int, ...]]] = [
     # They count in the denominator of both microbatches, and of both data-parallel ranks.
     (ALIKE, (2, 6)),
     (ALIKE, (6,)),
-    (dict.fromkeys(COEFFICIENTS, "custom"), ()),
+    (dict.fromkeys(MULTIPLIERS, "custom"), ()),
 ]
 
 
@@ -216,7 +250,7 @@ def masked_step(iterator: Any, model: Any, edits: bool = False) -> Any:
     masks = batch["masks"]
     if edits:
         masks = {**masks, "shorter": without_first(masks["shorter"])}
-    return losses, TokenLoss(lambda x: (dict.fromkeys(COEFFICIENTS, x), {}), masks)
+    return losses, TokenLoss(lambda x: dict.fromkeys(MULTIPLIERS, x), masks)
 
 
 def masked_case(modes: Modes, own: tuple[int, ...] = (), ranks: int = 2) -> Case:
@@ -224,7 +258,7 @@ def masked_case(modes: Modes, own: tuple[int, ...] = (), ranks: int = 2) -> Case
         "",
         layout="bshd",
         places=PLACES[:ranks],
-        terms={name: Term(aggregation(mode), COEFFICIENTS[name]) for name, mode in modes.items()},
+        terms={name: Term(aggregation(mode), MULTIPLIERS[name]) for name, mode in modes.items()},
         hook={"read_batch": read},
         batch=partial(with_masks, own=own),
         step=masked_step,
@@ -252,7 +286,7 @@ def test_terms_whose_masks_are_one_equal_or_different_are_exact_alike(name: str)
         if own:
             sample = partial(masked_sample, own)
             weights["shorter"] = weights_with(modes["shorter"], case.places, sample)
-        parts = [(COEFFICIENTS[term], reference(), w) for term, w in weights.items()]
+        parts = [(MULTIPLIERS[term], reference(), w) for term, w in weights.items()]
         expected[case] = gradient_of_sum(*parts), {}
     assert_exact(TOPOLOGIES[name], [*expected], expected.__getitem__)
 
@@ -262,7 +296,7 @@ def edited(modes: Modes, later: bool) -> Refusal:
     case = dataclasses.replace(masked_case(modes), times=1)
     step = partial(masked_step, edits=True)
     return Refusal(
-        "DataError: the loss function's mask is not this rank's part",
+        "DataError: the loss function's mask must be this rank's part",
         dataclasses.replace(case, step=step, after=case if later else None),
     )
 

@@ -36,7 +36,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
-    values += ["-split", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
+    values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("audit", "report_datasets"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
@@ -102,6 +102,8 @@ CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     ("@-moe whole", None, {"wrappers": [aggregate_routers], "settings": {"moe": "whole"}}),
     ("@-audit", None, {"audit": True}),
     ("@-unmeasured trust", None, {"trusts_unmeasured": True}),
+    ("@-evaluation same", None, {"evaluates": True}),
+    ("@-evaluation megatron", None, {}),
     ("", {}, LOOP),
     # How --sft averages its reports is no business of the hook.
     ("", {"sft": True}, LOOP),

@@ -12,7 +12,8 @@ order of the microbatches. Padding is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
-from megatron_loss_agg.mcore.split import SPLITS, layout_of, sums_of_samples
+from megatron_loss_agg.mcore.split import SPLITS, has_tokens, layout_of, sums_of_samples
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape
 from megatron_loss_agg.plan import StepPlan
 
@@ -50,17 +51,17 @@ def sums_on_rank(
     is_first_step: bool,
 ) -> SumsOnRank:
     """Waits for no device. In the first step also by sample, which shows a wrong split."""
-    sums = {"mask sum": term.mask.sum(), "sum of weights": weights.sum()}
+    share = 1 / call.groups.cp_size if term.is_whole else 1.0
+    sums = {}
     if is_first_step:
-        products = term.mask.double().reshape(-1)
-        sums["mask sum of a sample"] = sums_of_samples(products, plan.shapes[i], starts)
-    if term.is_whole:
-        for name in sums.keys() - {"sum of weights"}:
-            sums[name] = sums[name] / call.groups.cp_size
+        mask = term.mask.double().reshape(-1)
+        sums["mask sum of a sample"] = sums_of_samples(mask, plan.shapes[i], starts) * share
+        if term.sequence_mask_sum is not None:
+            sums["mask sum of a sequence"] = term.sequence_mask_sum
+    sums["mask sum"] = term.mask.sum() * share
+    sums["sum of weights"] = weights.sum()
     if term.sequence_mask_sum is not None:
         sums["mask sum of all sequences"] = term.sequence_mask_sum.sum()
-        if is_first_step:
-            sums["mask sum of a sequence"] = term.sequence_mask_sum
     return SumsOnRank(plan, i, sums)
 
 
@@ -126,12 +127,16 @@ class FirstTokens(NamedTuple):
 
     @classmethod
     def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
-        """Of microbatches, or of the batches where these have no ``model_inputs``."""
+        """Of the token sequences behind them, where their losses are by sample.
+
+        Args:
+            batches: of the microbatches, if any were drawn.
+        """
+        microbatches = [m if m.sequences is None else m.sequences for m in microbatches]
         of_batches = []
-        for i, microbatch in enumerate(microbatches):
-            inputs = microbatch.model_inputs
-            if not inputs and batches:
-                inputs = model_inputs_of(batches[i], microbatch.loss_mask)
+        for m, batch in zip_longest(microbatches, batches):
+            inputs = m.model_inputs or model_inputs_of(batch, m.loss_mask)
+            inputs = inputs if has_tokens(m.shape) else ()
             of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
         return cls(
             of_batches,
@@ -152,6 +157,7 @@ def check_tokens(
     call: Call,
     tokens: FirstTokens | None,
     inputs: Mapping[int, Sequence[Tensor] | None],
+    gathered: Collection[int],
     split: str,
     is_declared: bool,
 ) -> None:
@@ -161,6 +167,7 @@ def check_tokens(
 
     Args:
         inputs: by microbatch, the integer tensors that the model was called with.
+        gathered: microbatches whose losses depend on the order in which tokens are gathered.
         is_declared: the user has said that the split is ``split``.
 
     Raises:
@@ -172,52 +179,48 @@ def check_tokens(
         findings = {i: _finding(call, tokens, i, x) for i, x in inputs.items()}
         of_ranks = gather_objects(lambda: findings, call.groups.cp, "comparing tokens")
         for i in inputs:
-            _check_microbatch(call, tokens, i, [x.get(i) for x in of_ranks], split, is_declared)
+            starts = tokens.shapes[i].starts
+            depends_on_split = call.groups.cp_size > 1 and (
+                i in gathered or (starts is not None and len(starts) > 2)
+            )
+            known = [finding for x in of_ranks if (finding := x[i]) is not None]
+            _check_microbatch(i, known, depends_on_split, split, is_declared)
         return True
 
     broadcast_result(compare, call.groups.tp, 0)
 
 
 def _check_microbatch(
-    call: Call,
-    tokens: FirstTokens,
-    i: int,
-    findings: Sequence[SplitFinding | None],
-    split: str,
-    is_declared: bool,
+    i: int, findings: Sequence[SplitFinding], depends_on_split: bool, split: str, is_declared: bool
 ) -> None:
-    shape = tokens.shapes[i]
-    is_split = call.groups.cp_size > 1
-    matters = is_split and shape.starts is not None and len(shape.starts) > 2
-    unverified = matters and not is_declared
-    known = [x for x in findings if x is not None]
-    common = set.intersection(*({*x.splits} for x in known)) if known else set()
-    if len(known) == len(findings) and common:
-        if matters and split not in common:
+    """As `check_tokens`, from the findings of the ranks whose tokens tell anything."""
+    common = set.intersection(*({*x.splits} for x in findings)) if findings else set()
+    if common:
+        if depends_on_split and split not in common:
             raise DataError(
-                f"the packs of microbatch {i} must be split over context-parallel ranks as declared, "
-                f"{split!r}, got {' or '.join(sorted(common))!r}. Give --loss-aggregation-split "
-                f"{min(common)} (LossHook(split={min(common)!r}))."
+                f"microbatch {i} must be split over context-parallel ranks as declared, {split!r}, got "
+                f"{' or '.join(sorted(common))!r}. Give --loss-aggregation-split {min(common)} "
+                f"(LossHook(split={min(common)!r}))."
             )
         return
-    if len(known) == len(findings) and all(x.others and not x.splits for x in known):
+    if findings and all(x.others and not x.splits for x in findings):
         raise DataError(
             f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
-            f"those of {known[0].others[0]}. Give microbatches in the order of the forward steps "
+            f"those of {findings[0].others[0]}. Give microbatches in the order of the forward steps "
             "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
             "forward pass."
         )
-    if len(known) == len(findings) and any(x.splits for x in known):
+    if any(x.splits for x in findings):
         raise DataError(
             f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
-            f"parts of the splits {[[*x.splits] for x in known]} by rank. Split every sequence as one "
-            f"of {', '.join(SPLITS)} does (CPLayout)."
+            f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as "
+            f"one of {', '.join(SPLITS)} does (CPLayout)."
         )
-    if unverified:
+    if depends_on_split and not is_declared:
         raise DataError(
-            f"the split of the packs of microbatch {i} must be verified, and the model is not called "
-            "with labels or tokens of the batch. Declare it: --loss-aggregation-split "
-            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
+            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
+            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
+            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
         )
 
 

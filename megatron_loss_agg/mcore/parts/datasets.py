@@ -46,9 +46,9 @@ class DatasetReports(Extension):
         hook = LossHook(LossAggregation(mode="sample_mean"), extensions=[DatasetReports()])
 
     Exact for each training step and each call of an evaluation. Over the calls of an evaluation
-    Megatron adds up pairs, and a data set's mean is over its tokens or samples of all calls. Under
-    ``--sft`` Megatron averages the numbers of the calls, with 0 for a data set that a call lacks:
-    there the numbers by data set are too small, unless every call has tokens of it.
+    Megatron adds up pairs, so that a data set's mean is over its tokens, samples or groups of all
+    calls. Under ``--sft`` Megatron averages quotients: there each call with tokens of the data set
+    weighs the same, however many it has, as it does for every loss that Megatron reports.
 
     Args:
         log_interval: over how many steps Megatron's log averages.
