@@ -67,7 +67,7 @@ from megatron_loss_agg.mcore.reports import (
     token_mean_pair,
 )
 from megatron_loss_agg.mcore.split import SPLITS
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed, of_term
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, listed, of_term
 from megatron_loss_agg.plan import StepPlan, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -413,7 +413,8 @@ class LossHook:
     ) -> tuple[list[MicrobatchOfTerms], Any]:
         """The microbatches of a step, on a rank that reads data; and the schedule's iterator."""
         number, iterator = call.scale.num_microbatches, call.data_iterator
-        batches: Sequence[Any] = []
+        tokens = FirstTokens()
+        microbatches: list[MicrobatchOfTerms] = []
         if step is not None:
             microbatches = step.microbatches
         elif self._read_step is not None:
@@ -425,15 +426,21 @@ class LossHook:
                 )
         else:
             iterator = DrawnBatches(iterator, number)
-            batches = list(iterator.batches)
-            microbatches = [self._read_batch(batch) for batch in batches]
+            for _ in range(number):
+                batch = iterator.draw()
+                microbatches.append(self._read_batch(batch))
+                if records.is_first:  # before the next one is drawn, maybe into the same memory
+                    tokens.add(self._of_first_term(microbatches[-1]), batch)
+        if records.is_first:
+            for microbatch in microbatches[len(tokens.shapes) :]:
+                tokens.add(self._of_first_term(microbatch))
+            records.tokens = tokens
         if not call.trains and "dataset" in units_by_id(self.terms):
             microbatches = [with_dataset_ids(x) for x in microbatches]
-        if records.is_first:
-            first_term = next(iter(self.terms))
-            of_first = [of_term(first_term, x) for x in microbatches]
-            records.tokens = FirstTokens.of(of_first, batches)
         return microbatches, iterator
+
+    def _of_first_term(self, microbatch: MicrobatchOfTerms) -> Microbatch:
+        return of_term(next(iter(self.terms)), microbatch)
 
     def _fetch_next(self, call: Call) -> None:
         """Start to draw the next step's batches by a `Prefetch`, if there is one."""
@@ -463,7 +470,7 @@ class LossHook:
             iterator.check_taken()
         if records.is_first:
             check_tokens(call, records.tokens, records.inputs, self.split, self._split_is_declared)
-        check_mask_sums(call, records.all_mask_sums(), records.is_first)
+        check_mask_sums(call, records.all_mask_sums())
         self._checked_functions |= check_masked_sums(records.masked_sums)
         if records.is_first and call.trains and call.ends_step and not self._has_spoken:
             self._speak(call, plans)

@@ -13,14 +13,14 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
+from megatron_loss_agg.collectives import broadcast_result, for_backend, gather_objects
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
@@ -75,7 +75,7 @@ def mask_sums_by_sample(
         yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned)
 
 
-def check_mask_sums(call: Call, sums: Sequence[MaskSum], is_first_step: bool) -> None:
+def check_mask_sums(call: Call, sums: Sequence[MaskSum]) -> None:
     """Raise DataError, on all context-parallel ranks alike, unless the sums are the planned ones.
 
     Waits for the device once.
@@ -83,13 +83,6 @@ def check_mask_sums(call: Call, sums: Sequence[MaskSum], is_first_step: bool) ->
     if not sums:
         return
     numbers = torch.cat([x.on_rank.reshape(-1).double() for x in sums])
-    if is_first_step:
-        sizes = all_gather(torch.tensor([len(numbers)]), call.groups.cp)
-        if bool((sizes != len(numbers)).any()):
-            raise DataError(
-                "all context-parallel ranks must read the same batches, got different numbers of "
-                "samples or masks. Split every batch by sequence, not by sample."
-            )
     if call.groups.cp_size > 1:
         numbers = for_backend(numbers, call.groups.cp)
         dist.all_reduce(numbers, group=call.groups.cp)
@@ -107,33 +100,28 @@ def check_mask_sums(call: Call, sums: Sequence[MaskSum], is_first_step: bool) ->
                 )
 
 
-class FirstTokens(NamedTuple):
-    """The integers that the model is called with in the first step, by microbatch."""
+@dataclass
+class FirstTokens:
+    """The integers that the model is called with in the first step, whole, by microbatch."""
 
-    of_batches: Sequence[Sequence[Tensor]]  # whole, copied before the forward steps
-    shapes: Sequence[MicrobatchShape]
-    sample_index: Sequence[Tensor | None]  # of each token of a pack
-    sizes: Sequence[int]  # samples
+    of_batches: list[list[Tensor]] = field(default_factory=list)  # copies, on the CPU
+    shapes: list[MicrobatchShape] = field(default_factory=list)
+    is_real: list[Tensor] = field(default_factory=list)  # not padding; in the shape of the mask
 
-    @classmethod
-    def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
-        """Of the token sequences behind them, where their losses are by sample.
+    def add(self, microbatch: Microbatch, batch: Any = None) -> None:
+        """Add those of the next microbatch; where its losses are by sample, of its sequences.
 
         Args:
-            batches: of the microbatches, if any were drawn.
+            batch: of the microbatch, if one was drawn.
         """
-        microbatches = [m if m.sequences is None else m.sequences for m in microbatches]
-        of_batches = []
-        for m, batch in zip_longest(microbatches, batches):
-            inputs = m.model_inputs or model_inputs_of(batch, m.loss_mask)
-            inputs = inputs if has_tokens(m.shape) else ()
-            of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
-        return cls(
-            of_batches,
-            [m.shape for m in microbatches],
-            [_sample_index(m) for m in microbatches],
-            [m.num_samples for m in microbatches],
-        )
+        if microbatch.sequences is not None:
+            microbatch = microbatch.sequences
+        inputs = microbatch.model_inputs or model_inputs_of(batch, microbatch.loss_mask)
+        if not has_tokens(microbatch.shape):
+            inputs = ()
+        self.of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
+        self.shapes.append(microbatch.shape)
+        self.is_real.append(_is_real(microbatch))
 
 
 class SplitFinding(NamedTuple):
@@ -141,6 +129,13 @@ class SplitFinding(NamedTuple):
 
     splits: Sequence[str]  # of which these are this rank's part
     others: Sequence[int]  # if of none: other microbatches whose part they are
+
+
+class _Found(NamedTuple):
+    """Of one rank."""
+
+    offsets: list[Any]  # of each microbatch, the shape of its mask and where its samples begin
+    findings: dict[int, SplitFinding | None]  # None: nothing can be compared
 
 
 def check_tokens(
@@ -164,10 +159,19 @@ def check_tokens(
 
     def compare() -> bool:
         assert tokens is not None
-        findings = {i: _finding(call, tokens, i, x) for i, x in inputs.items()}
-        of_ranks = gather_objects(lambda: findings, call.groups.cp, "comparing tokens")
+        found = _Found(
+            [_offsets(shape) for shape in tokens.shapes],
+            {i: _finding(call, tokens, i, x) for i, x in inputs.items()},
+        )
+        of_ranks = gather_objects(lambda: found, call.groups.cp, "comparing tokens")
+        if any(x.offsets != found.offsets for x in of_ranks):
+            raise DataError(
+                "all context-parallel ranks must read the same batches, got different samples or "
+                "masks. Split every batch by sequence, not by sample."
+            )
         for i in inputs:
-            _check_microbatch(call, tokens, i, [x.get(i) for x in of_ranks], split, is_declared)
+            findings = [x.findings.get(i) for x in of_ranks]
+            _check_microbatch(call, tokens, i, findings, split, is_declared)
         return True
 
     broadcast_result(compare, call.groups.tp, 0)
@@ -181,10 +185,14 @@ def _check_microbatch(
     split: str,
     is_declared: bool,
 ) -> None:
-    shape = tokens.shapes[i]
-    is_split = call.groups.cp_size > 1
-    matters = is_split and shape.starts is not None and len(shape.starts) > 2
-    unverified = matters and not is_declared
+    starts, length = tokens.shapes[i].starts, tokens.shapes[i].mask[-1]
+    has_several_samples = has_padding = False
+    if starts is not None and call.groups.cp_size > 1:
+        has_several_samples = len(starts) > 2
+        has_padding = int(starts[-1]) < length
+    matters = has_several_samples or has_padding
+    # The sum of the weights shows a wrong split of a lone sample with padding behind it.
+    must_be_verified = has_several_samples and not is_declared
     known = [x for x in findings if x is not None]
     common = set.intersection(*({*x.splits} for x in known)) if known else set()
     if len(known) == len(findings) and common:
@@ -208,7 +216,7 @@ def _check_microbatch(
             f"parts of the splits {[[*x.splits] for x in known]} by rank. Split every sequence as one "
             f"of {', '.join(SPLITS)} does (CPLayout)."
         )
-    if unverified:
+    if must_be_verified:
         raise DataError(
             f"the split of the packs of microbatch {i} must be verified, and the model is not called "
             "with labels or tokens of the batch. Declare it: --loss-aggregation-split "
@@ -236,28 +244,36 @@ def _finding(
 
 def _fits(call: Call, tokens: FirstTokens, i: int, own: Sequence[Tensor], split: str) -> bool:
     """Whether some of this rank's tensors is its part of one of microbatch ``i``'s."""
-    shape, sample_index = tokens.shapes[i], tokens.sample_index[i]
+    shape = tokens.shapes[i]
     try:
         layout = layout_of(shape, split, call.groups.cp_size, call.groups.cp_rank)
     except DataError:  # of a length that cannot be split in this way
         return False
-    is_real = None
-    if sample_index is not None:
-        is_real = layout.shard(sample_index < tokens.sizes[i])
+    is_padding = ~layout.shard(tokens.is_real[i])
     for whole in tokens.of_batches[i]:
         part = layout.shard(whole.reshape(shape.mask))
-        for x in own:
-            if x.numel() != part.numel():
-                continue
-            is_same = x.reshape(part.shape) == part
-            if bool((is_same if is_real is None else is_same.reshape(-1) | ~is_real).all()):
-                return True
+        same_size = (x.reshape(part.shape) for x in own if x.numel() == part.numel())
+        if any(bool(((x == part) | is_padding).all()) for x in same_size):
+            return True
     return False
 
 
-def _sample_index(microbatch: Microbatch) -> Tensor | None:
-    index = microbatch.sample_index()
-    return None if index is None else index.cpu()
+def _is_real(microbatch: Microbatch) -> Tensor:
+    """Where tokens are of a sample, and no padding: bool in the shape of the mask, on the CPU.
+
+    In rows, padding is all behind the last active token.
+    """
+    sample_index = microbatch.sample_index()
+    if sample_index is not None:
+        is_real = sample_index < microbatch.num_samples
+    else:
+        is_active = microbatch.loss_mask.detach() != 0
+        is_real = is_active.flip(-1).cummax(dim=-1).values.flip(-1)
+    return is_real.reshape(microbatch.loss_mask.shape).cpu()
+
+
+def _offsets(shape: MicrobatchShape) -> tuple[Any, ...]:
+    return shape.mask, None if shape.starts is None else shape.starts.tolist()
 
 
 def _tells_tokens_apart(x: Tensor) -> bool:
