@@ -16,13 +16,15 @@ from megatron_loss_agg import errors
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_loss_agg"
 _FEW = 14
+_RAISES_ITS_LAST_ARGUMENT = "failing_together"
+"""A function that raises PeerError with the message that it is given."""
 HEAD = """\
 # Errors
 
-Every error that the package raises is an `AggregationError`, a `ValueError`, but for the
-`AttributeError` of an iterator that lacks what is asked of it. A message says what was got, what
-was expected, and what to change. Here they are by their fixed parts, from the source; `…` stands
-for what your run puts there. The host is Megatron.
+Every error that the package raises is an `AggregationError`, which is a `ValueError`. (One exception:
+the iterator that the hook passes on raises `AttributeError` for a missing attribute, as Python does.)
+A message is two sentences: what is needed and what was got instead; then what to change. This page
+lists the messages of the source. `…` stands for a part that your run fills in.
 """
 
 
@@ -46,18 +48,27 @@ class Source:
     def messages(self) -> Iterator[tuple[str, str]]:
         """(class, message) of every error that is made here with a message of its own."""
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-                for text in self._texts(node.args[0]) if node.func.id in vars(errors) else ():
-                    if fixed(text) > _FEW:
-                        yield node.func.id, " ".join(text.split())
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+                continue
+            if node.func.id in vars(errors):
+                name, message = node.func.id, node.args[0]
+            elif node.func.id == _RAISES_ITS_LAST_ARGUMENT:
+                name, message = "PeerError", node.args[-1]
+            else:
+                continue
+            for text in self._texts(message):
+                if fixed(text) > _FEW:
+                    yield name, " ".join(text.split())
 
     def _texts(self, message: ast.expr) -> list[str]:
         """What ``message`` may be, with `…` for what is filled in; empty if it is no string."""
         if isinstance(message, ast.Call) and isinstance(message.func, ast.Name):
             function = self._functions.get(message.func.id)
-            found = ast.walk(function) if function is not None else ()
-            returned = [node.value for node in found if isinstance(node, ast.Return)]
+            nodes = ast.walk(function) if function is not None else ()
+            returned = [node.value for node in nodes if isinstance(node, ast.Return)]
             return [text for value in returned if value for text in self._texts(value)]
+        if isinstance(message, ast.IfExp):
+            return [*self._texts(message.body), *self._texts(message.orelse)]
         text = self._text(message)
         return [] if text is None else [text]
 
@@ -83,14 +94,14 @@ def fixed(text: str) -> int:
 
 
 def main() -> None:
-    found: dict[str, list[str]] = {}
+    by_class: dict[str, list[str]] = {}
     for source in [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]:
         for name, text in source.messages():
-            if text not in found.setdefault(name, []):
-                found[name].append(text)
+            if text not in by_class.setdefault(name, []):
+                by_class[name].append(text)
     print(HEAD)
     sections = []
-    for name, lines in sorted(found.items()):
+    for name, lines in sorted(by_class.items()):
         head = f"## {name}\n\n{inspect.getdoc(vars(errors)[name])}\n\n"
         sections.append(head + "".join(f"- `{line}`\n" for line in lines))
     print("\n".join(sections), end="")

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_loss_agg.errors import AggregationError
+from megatron_loss_agg.errors import AggregationError, OptionError
+from megatron_loss_agg.microbatch import Microbatch
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.launch.effect import Effect
 
 COMMANDS = """\
 other commands:
@@ -24,40 +31,85 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        outcome = _run(args)
+        if args[:1] == ["doctor"]:
+            from megatron_loss_agg.launch import doctor
+
+            return doctor.main(args[1:])
+        if args[:1] == ["explain"]:
+            from megatron_loss_agg import explain
+
+            return explain.main(args[1:], _read_data)
+        if args == ["--version"]:
+            from megatron_loss_agg import __version__
+
+            print(f"megatron-loss-agg {__version__}")
+            return 0
+        cpu = args[:1] == ["--cpu"]
+        command = args[1:] if cpu else args
+        if not command or command[0] in ("-h", "--help"):
+            print(_help(), end="")
+            return 0 if command else 2
+        effect = _install(command, cpu)
     except AggregationError as error:
-        from megatron_loss_agg.launch.once import refuse
+        from megatron_loss_agg.launch.effect import refuse
 
         return refuse(error)
-    if isinstance(outcome, int):
-        return outcome
-    return outcome()  # outside the `try`, so that an error in training keeps its traceback
+    return _run_script(command[0], effect)  # an error in training keeps its traceback
 
 
-def _run(args: list[str]) -> int | Callable[[], int]:
-    """The exit code, or a function that runs the script."""
-    if args[:1] == ["doctor"]:
-        from megatron_loss_agg.launch import doctor
+def _install(command: list[str], cpu: bool) -> Effect:
+    """Install the plugin for a script and its flags; with ``cpu``, Megatron runs without a GPU.
 
-        return doctor.main(args[1:])
-    if args[:1] == ["explain"]:
-        from megatron_loss_agg import explain
-        from megatron_loss_agg.launch import data
+    Raises:
+        OptionError: there is no such script.
+        AggregationError: as `install`.
+    """
+    script, *script_args = command
+    if not Path(script).is_file():
+        raise OptionError(
+            f"SCRIPT must be a file, got {script!r}. Write [--cpu] SCRIPT [script flags]."
+        )
+    sys.argv = [script, *script_args]
+    sys.path[0] = str(Path(script).resolve().parent)  # as `python SCRIPT` does
 
-        return explain.main(args[1:], data.read)
-    if args == ["--version"]:
-        from megatron_loss_agg import __version__
+    from megatron_loss_agg.launch import flags
+    from megatron_loss_agg.launch.effect import Effect
+    from megatron_loss_agg.launch.install import install
 
-        print(f"megatron-loss-agg {__version__}")
-        return 0
-    cpu = args[:1] == ["--cpu"]
-    command = args[cpu:]
-    if not command or command[0] in ("-h", "--help"):
-        print(_help(), end="")
-        return 0 if command else 2
-    from megatron_loss_agg.launch import script
+    effect = Effect(script_args)
+    prepare_parser = flags.add_arguments
+    if cpu:
+        from megatron_loss_agg.mcore import cpu as megatron_on_cpu
 
-    return script.prepare(command[0], command[1:], cpu)
+        megatron_on_cpu.enable()
+
+        def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            return flags.add_arguments(megatron_on_cpu.set_default_flags(parser))
+
+    install(prepare_parser, watch_exit=False, launcher=effect)
+    return effect
+
+
+def _run_script(script: str, effect: Effect) -> int:
+    """Run ``script`` as ``python SCRIPT`` would; return 0 if it succeeded and used our flags."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from megatron_loss_agg.launch.effect import refuse
+
+    try:
+        record(runpy.run_path)(script, run_name="__main__")  # so that torchrun names the root cause
+    except SystemExit as end:
+        if end.code:
+            raise
+    error = effect.error_at_exit()
+    return 0 if error is None else refuse(error)
+
+
+def _read_data(flags: Sequence[str], number: int) -> Iterator[Microbatch]:
+    """The first rows of a run's training data; imports Megatron, which `explain` alone does not."""
+    from megatron_loss_agg.launch import data
+
+    return data.read(flags, number)
 
 
 def _help() -> str:

@@ -9,8 +9,8 @@ these over those of the next, and so on; the last one pools its tokens. So token
 ``N_across`` is the number of the outermost groups in the whole optimizer step; ``C`` the product,
 over all units of the path but the first, of the number of groups that have the same parent as that
 of ``s`` (1 on a path of one unit); ``M_within`` the mask sum of the innermost group, and ``D`` the
-divisor. A sample's own weight ``v_s``
-multiplies it; if such weights count, ``V_across`` takes the place of ``N_across``:
+divisor. A sample's own weight ``v_s`` multiplies it; if such weights count, ``V_across`` takes the
+place of ``N_across``:
 
     w_t = v_s m_t / (D * M_within(s) * C(s) * V_across)
     V_across = sum over innermost groups g of V_g / C(g)
@@ -37,7 +37,7 @@ Unit = str
 """A way to group the samples of an optimizer step: one of `WITHOUT_IDS`, or by ids of that name."""
 WITHOUT_IDS: tuple[Unit, ...] = ("all", "microbatch", "sample")
 BY_ID: tuple[Unit, ...] = ("prompt", "rollout", "dataset")
-"""Units whose ids are fields of `Microbatch` (``<unit>_ids``); ids of other units are in ``ids``."""
+"""Units whose ids are fields of `Microbatch` (``<unit>_ids``); others have theirs in ``ids``."""
 
 
 class Mode(NamedTuple):
@@ -74,9 +74,9 @@ class LossAggregation:
     contributes 0.
 
     Raises:
-        OptionError: an unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``; ``levels``, a
-            ``count``, ``divisor`` or ``function`` that the mode needs and lacks, or does not take; or
-            a divisor that is not a finite number > 0.
+        OptionError: an unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``;
+            ``levels``, a ``count``, ``divisor`` or ``function`` that the mode needs and lacks, or
+            does not take; or a divisor that is not a finite number > 0.
     """
 
     _: KW_ONLY
@@ -102,16 +102,13 @@ class LossAggregation:
     N_across) or `skip`. Must be set if the step has any.
     """
     function: Callable[..., Any] | None = None
-    """For `custom`: `Samples` of the whole step, on all ranks -> the coefficient ``c_s`` of each."""
+    """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
     name: str | None = field(default=None, compare=False, repr=False)
     """What `label` shows, if not the mode; `preset` sets it to the preset's name."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            hint = _did_you_mean(self.mode, MODES)
-            raise OptionError(
-                f"unknown mode {self.mode!r}; {hint}expected one of {', '.join(MODES)}"
-            )
+            raise OptionError(f"unknown mode {self.mode!r}. {_known_modes(self.mode)}")
         for name in ("empty", "rejected", "sample_weights"):
             value = getattr(self, name)
             if value not in ("count", "skip") and (value is not None or name == "empty"):
@@ -163,19 +160,19 @@ class LossAggregation:
         """The name of the preset, or else the mode."""
         return self.name or self.mode
 
-    @property
+    @functools.cached_property
     def path(self) -> tuple[Unit, ...]:
         """The units of its means, from outside to inside."""
         return MODES[self.mode].path if self.levels is None else (*self.levels,)
 
-    @property
+    @functools.cached_property
     def within(self) -> Unit | None:
         """The unit whose mask sum divides a token's weight."""
         if not MODES[self.mode].pools:
             return None
         return self.path[-1] if self.path else "all"
 
-    @property
+    @functools.cached_property
     def across(self) -> Unit | None:
         """The unit whose number of groups divides a token's weight."""
         return self.count or next(iter(self.path), None)
@@ -190,7 +187,7 @@ class LossAggregation:
         """The `units` that need ids."""
         return sorted(self.units - {*WITHOUT_IDS})
 
-    @property
+    @functools.cached_property
     def weighted(self) -> Unit | None:
         """The unit of ``V_g``; None where `sample_weights` are in no denominator."""
         if self.sample_weights != "count":
@@ -228,9 +225,9 @@ class LossAggregation:
             levels = [unit.strip() for unit in levels.split(",")]
         if not _are_levels(levels):
             raise OptionError(
-                "levels of nested_mean must be units from outside to inside, each once, with sample "
-                f"last, got {levels!r}. Give {', '.join(_COUNTABLE)} or ids of another name, such as "
-                "prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
+                "levels of nested_mean must be units from outside to inside, each once, with "
+                f"sample last, got {levels!r}. Give {', '.join(_COUNTABLE)} or ids of another "
+                "name, such as prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
             )
         object.__setattr__(self, "levels", (*levels,))
 
@@ -286,12 +283,14 @@ class Term:
         multiplier: Any = self.multiplier
         if not isinstance(aggregation, LossAggregation):
             raise OptionError(
-                f"a term's aggregation must be a LossAggregation, got a {type(aggregation).__name__}. "
-                "Give Term(LossAggregation(mode=...), multiplier=...)."
+                "a term's aggregation must be a LossAggregation, got a "
+                f"{type(aggregation).__name__}. Give Term(LossAggregation(mode=...), "
+                "multiplier=...)."
             )
         if not isinstance(multiplier, Real) or not math.isfinite(multiplier):
             raise OptionError(
-                f"a term's multiplier must be a finite number, got {multiplier!r}. Change multiplier=."
+                f"a term's multiplier must be a finite number, got {multiplier!r}. Change "
+                "multiplier=."
             )
         object.__setattr__(self, "multiplier", float(multiplier))
 

@@ -40,6 +40,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
         send_failure(error, group)
         raise
     parts = _all_gather_object(part, group)
+    parts[dist.get_rank(group)] = part  # not a copy of it
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
         first = min(failures)
@@ -51,7 +52,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
 
 
 def send_failure(error: BaseException, group: dist.ProcessGroup | None) -> None:
-    """Call instead of `gather_objects` on a rank that failed earlier: the others raise PeerError."""
+    """Call instead of `gather_objects` on a rank that failed: the others raise PeerError."""
     if ranks_of(group) > 1:
         _all_gather_object(Failure(f"{type(error).__name__}: {error}"), group)
 

@@ -42,23 +42,58 @@ class Samples:
     microbatch: Tensor
     """int64 [samples]: the number of the sample's microbatch in the step."""
     ids: Mapping[Unit, Tensor] = field(default_factory=dict)
-    """int64 [samples] by unit, such as ``ids["prompt"]``: those that every microbatch has."""
-    microbatches: int = 0
-    """Number of microbatches, those without samples included."""
-    active_tokens: int = 0
-    """Number of positions with a nonzero mask."""
-    positions: int = 0
-    """Routed tokens of the microbatches that say them, and elements of the other masks."""
-    microbatches_with_routed_tokens: int = 0
+    """int64 [samples] by unit, such as ``ids["prompt"]``; of units that every microbatch has."""
+    active_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]: positions with a nonzero mask."""
+    elements: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]: elements of the mask."""
+    routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]; -1 for a microbatch that does not say them."""
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches, those without samples included."""
+        return len(self.active_tokens)
+
+    @property
+    def model_tokens(self) -> Tensor:
+        """int64 [microbatches], as Megatron counts them: routed tokens, or else active ones."""
+        return torch.where(self.routed_tokens < 0, self.active_tokens, self.routed_tokens)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [microbatches], as routers see them: routed tokens, or else elements."""
+        return torch.where(self.routed_tokens < 0, self.elements, self.routed_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With NumPy's arrays, which are pickled much faster than tensors."""
+        arrays = {name: x.numpy() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return {**arrays, "ids": {unit: x.numpy() for unit, x in self.ids.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ids = {unit: torch.from_numpy(x) for unit, x in state.pop("ids").items()}
+        tensors = {name: torch.from_numpy(x) for name, x in state.items()}
+        vars(self).update(tensors, ids=ids)
 
     def groups(self, unit: Unit) -> Groups:
-        """How the samples fall into groups."""
+        """How the samples fall into groups.
+
+        Raises:
+            DataError: some microbatch has no ids of that unit.
+        """
         if unit == "all":
             return Groups.of(torch.zeros_like(self.microbatch))
         if unit == "sample":
             rows = torch.arange(len(self.microbatch))
             return Groups(rows, rows)
-        return Groups.of(self.microbatch if unit == "microbatch" else self.ids[unit])
+        if unit == "microbatch":
+            return Groups.of(self.microbatch)
+        if unit not in self.ids:
+            raise DataError(
+                f"samples need ids to be grouped by {unit!r}, got those of {sorted(self.ids)}. Give "
+                f"'{unit}_ids' in every microbatch."
+            )
+        return Groups.of(self.ids[unit])
 
 
 class Groups(NamedTuple):
@@ -83,8 +118,8 @@ class StepCounts(NamedTuple):
     kept_tokens: float  # without those of rejected samples
     all_tokens: float  # with them
     active_tokens: int  # positions with a nonzero mask
-    routed_tokens: int | None  # None: the microbatches do not say it
-    positions: int  # routed tokens, or elements of masks
+    model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
+    positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
     samples: int  # that count, as are the groups
     rollouts: int | None  # None: some microbatch has no ids
@@ -97,7 +132,7 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
     """The samples of this rank's microbatches, which are on the CPU.
 
     Args:
-        units: whose ids are read, from microbatches that have them.
+        units: whose ids are read, if every microbatch with samples has them.
 
     Raises:
         DataError: bad masks, offsets or sample weights.
@@ -115,24 +150,19 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
         of_microbatches = [m.ids_of(unit) for m in microbatches if m.num_samples]
         if all(x is not None for x in of_microbatches):
             ids[unit] = _joined(of_microbatches, torch.int64)
-    routed = [m.routed_tokens for m in microbatches]
-    elements = [m.loss_mask.numel() for m in microbatches]
+    routed = [-1 if m.routed_tokens is None else m.routed_tokens for m in microbatches]
+    # Of floats, counting nonzero ones is slow.
+    active = [int(m.loss_mask.bool().count_nonzero()) for m in microbatches]
     return Samples(
         mask_sum=sums_by_sample(microbatches),
         weight=weights,
         rejected=_column(microbatches, "rejected", default=False),
         microbatch=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes).long()),
         ids=ids,
-        microbatches=len(microbatches),
-        active_tokens=sum(active_tokens(m) for m in microbatches),
-        positions=sum(n if r is None else r for r, n in zip(routed, elements, strict=True)),
-        microbatches_with_routed_tokens=sum(r is not None for r in routed),
+        active_tokens=torch.tensor(active, dtype=torch.int64),
+        elements=torch.tensor([m.loss_mask.numel() for m in microbatches], dtype=torch.int64),
+        routed_tokens=torch.tensor(routed, dtype=torch.int64),
     )
-
-
-def active_tokens(microbatch: Microbatch) -> int:
-    """Number of positions with a nonzero mask."""
-    return int(microbatch.loss_mask.bool().count_nonzero())  # counting nonzero floats is slow
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
@@ -146,10 +176,9 @@ def joined(parts: Sequence[Samples]) -> Samples:
         rejected=torch.cat([x.rejected for x in parts]),
         microbatch=torch.cat(microbatch),
         ids={unit: torch.cat([x.ids[unit] for x in parts]) for unit in sorted(units)},
-        microbatches=sum(x.microbatches for x in parts),
-        active_tokens=sum(x.active_tokens for x in parts),
-        positions=sum(x.positions for x in parts),
-        microbatches_with_routed_tokens=sum(x.microbatches_with_routed_tokens for x in parts),
+        active_tokens=torch.cat([x.active_tokens for x in parts]),
+        elements=torch.cat([x.elements for x in parts]),
+        routed_tokens=torch.cat([x.routed_tokens for x in parts]),
     )
 
 
@@ -158,17 +187,18 @@ def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> No
     for name in ("rejected", "sample_weights"):
         if getattr(agg, name) is None and any(getattr(m, name) is not None for m in microbatches):
             raise DataError(
-                f"a microbatch has {name}, and the aggregation does not say whether they count. Set "
-                f"LossAggregation({name}='count') or 'skip' (--loss-aggregation-"
+                f"a microbatch has {name}, and the aggregation does not say whether they count. "
+                f"Set LossAggregation({name}='count') or 'skip' (--loss-aggregation-"
                 f"{name.replace('_', '-')})."
             )
     if agg.sample_weights is not None and any(
         m.sample_weights is None for m in microbatches if m.num_samples
     ):
         raise DataError(
-            f"sample_weights={agg.sample_weights!r} needs a weight for each sample, and a microbatch "
-            "has none. Give sample_weights= (the batch key 'sample_weights', floats [samples]), or "
-            "leave out that option of the aggregation (--loss-aggregation-sample-weights)."
+            f"sample_weights={agg.sample_weights!r} needs a weight for each sample, and a "
+            "microbatch has none. Give sample_weights= (the batch key 'sample_weights', floats "
+            "[samples]), or leave out that option of the aggregation "
+            "(--loss-aggregation-sample-weights)."
         )
     for unit in agg.by_id:
         if any(m.ids_of(unit) is None for m in microbatches if m.num_samples):
@@ -188,7 +218,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
             return None
         return int((samples.groups(unit).sums(counts_S) > 0).sum())
 
-    with_routed = samples.microbatches_with_routed_tokens
+    with_routed = int((samples.routed_tokens >= 0).sum())
     if with_routed not in (0, samples.microbatches):
         raise DataError(
             f"all microbatches of a step must have routed_tokens, or none, got {with_routed} of "
@@ -198,9 +228,9 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         tokens=float(mask_S.sum()),
         kept_tokens=float(samples.mask_sum[~samples.rejected].sum()),
         all_tokens=float(samples.mask_sum.sum()),
-        active_tokens=samples.active_tokens,
-        routed_tokens=samples.positions if with_routed else None,
-        positions=samples.positions,
+        active_tokens=int(samples.active_tokens.sum()),
+        model_tokens=int(samples.model_tokens.sum()),
+        positions=int(samples.positions.sum()),
         microbatches=samples.microbatches,
         samples=number("sample") or 0,
         rollouts=number("rollout"),
@@ -230,7 +260,9 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         OptionError: a custom function returned something else than coefficients.
     """
     if agg.function is not None:
-        return _custom_coefficients(agg, samples), 1.0
+        c_S = _custom_coefficients(agg, samples)
+        _check_range(c_S)
+        return c_S, 1.0
     mask_S, counts_S = counted(agg, samples)
     groups = {unit: samples.groups(unit) for unit in agg.units}
 
@@ -279,7 +311,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         return torch.zeros_like(mask_S), across
     c_S = samples.weight * (agg.inverse_divisor / across) / (within_S * siblings_S)
     c_S = c_S.masked_fill(samples.rejected | (mask_S == 0), 0.0)
-    _check_range(c_S[c_S != 0])
+    _check_range(c_S)
     return c_S, across
 
 
@@ -322,13 +354,14 @@ def _check_one_parent(
 
 def _check_range(c_S: Tensor) -> None:
     """Raise DataError where fp32 overflows or has less than 24 bits."""
-    if not c_S.numel():
+    size_S = c_S[c_S != 0].abs()
+    if not size_S.numel():
         return
-    least, largest = (float(x) for x in c_S.aminmax())
+    least, largest = (float(x) for x in size_S.aminmax())
     if not (least >= _SMALLEST_FP32 and largest <= LARGEST_FP32):
         raise DataError(
-            f"coefficients of samples must be in the range of fp32, got {least:.3g} to {largest:.3g}. "
-            "Give a loss_mask, sample_weights and divisor of moderate size."
+            f"coefficients of samples must be in the range of fp32, got {least:.3g} to "
+            f"{largest:.3g}. Give a loss_mask, sample_weights and divisor of moderate size."
         )
 
 

@@ -1,4 +1,4 @@
-"""Named errors. A message is two sentences: what was got where something else is needed; the remedy."""
+"""Named errors. A message says what was got where something else is needed, and what to change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class AggregationError(ValueError):
 
 
 class OptionError(AggregationError):
-    """An option, a flag or a user's function that is unknown, unusable or conflicts with another."""
+    """An option, a flag or a user's function that is unknown, unusable or against another one."""
 
 
 class DataError(AggregationError):
-    """A mask, id, offset, split, loss or report that does not fit, or a step that does not add up."""
+    """A mask, id, offset, split, loss or report that does not fit; a step that does not add up."""
 
 
 class HostError(AggregationError):

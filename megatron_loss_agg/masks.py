@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.microbatch import Microbatch, starts_at_zero_and_never_decreases
-from megatron_loss_agg.tensors import LARGEST_FP32, detached
+from megatron_loss_agg.tensors import LARGEST_FP32
 
 
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
@@ -49,12 +49,7 @@ def brought_to_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
 
     Waits for the device once, if any are on it.
     """
-    devices = {
-        x.device
-        for microbatch in microbatches
-        for x in vars(microbatch).values()
-        if isinstance(x, Tensor) and not x.is_cpu
-    }
+    devices = {x.device for m in microbatches for x in m.tensors() if not x.is_cpu}
     if not devices:
         return list(microbatches)
     moved = [m.with_tensors(lambda x: x.to("cpu", non_blocking=True)) for m in microbatches]
@@ -83,7 +78,7 @@ def shifted(values: Tensor, starts: Tensor | None, by: int) -> Tensor:
 
 def _sums(microbatch: Microbatch, i: int) -> Tensor:
     """The mask sum of each sample of microbatch ``i`` of the step, fp64 [samples]."""
-    mask = detached(microbatch.loss_mask)
+    mask = microbatch.loss_mask.detach()
     # As Python numbers, since half precision would round the limit to infinity.
     least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
     if not (least >= 0 and largest <= LARGEST_FP32):
@@ -108,7 +103,10 @@ def _sums(microbatch: Microbatch, i: int) -> Tensor:
 def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
     """Segment boundaries of a pack: start and end of each sample in turn, then the end of the mask.
 
-    int64 [2 * samples + 3]; the last sample is an empty one. Raises DataError, see `sums_by_sample`.
+    int64 [2 * samples + 3]; the last sample is an empty one.
+
+    Raises:
+        DataError: see `sums_by_sample`.
     """
     assert microbatch.cu_seqlens is not None
     real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
@@ -117,9 +115,9 @@ def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
     if not all(map(starts_at_zero_and_never_decreases, (real, bounds))):
         raise DataError(
-            "offsets must start at 0, never decrease, and end inside the mask, with samples no longer "
-            f"than their padded places, got cu_seqlens={real.tolist()} and cu_seqlens_padded="
-            f"{None if padded is None else padded.tolist()} for the {microbatch.loss_mask.numel()} "
-            f"tokens of microbatch {i}. Correct them."
+            "offsets must start at 0, never decrease, and end inside the mask, with samples no "
+            f"longer than their padded places, got cu_seqlens={real.tolist()} and "
+            f"cu_seqlens_padded={None if padded is None else padded.tolist()} for the "
+            f"{microbatch.loss_mask.numel()} tokens of microbatch {i}. Correct them."
         )
     return bounds

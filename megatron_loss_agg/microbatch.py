@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from numbers import Integral
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, WITHOUT_IDS, Unit
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.tensors import described, detached, is_plain
+from megatron_loss_agg.tensors import described, is_plain
 
 Ids = Tensor | Sequence[int] | Sequence[str]
 """One id per sample: int64 [samples], ints, or strings."""
@@ -86,7 +87,8 @@ class Microbatch:
     def __post_init__(self) -> None:
         if not is_plain(self.loss_mask):
             raise DataError(
-                f"loss_mask must be a real, dense tensor, got {described(self.loss_mask)}. Convert it."
+                f"loss_mask must be a real, dense tensor, got {described(self.loss_mask)}. Convert "
+                "it."
             )
         self._check_shape()
         for name in BY_SAMPLE:
@@ -98,7 +100,8 @@ class Microbatch:
         routed = self.routed_tokens
         if routed is not None and (not isinstance(routed, int) or routed < 0):
             raise DataError(
-                f"routed_tokens must be an int >= 0, got {routed!r}. Give a number, such as x.numel()."
+                f"routed_tokens must be an int >= 0, got {routed!r}. Give a number, such as "
+                "x.numel()."
             )
 
     @classmethod
@@ -110,7 +113,7 @@ class Microbatch:
         routed_tokens: int | None = None,
         **by_sample: Any,
     ) -> Microbatch:
-        """A microbatch whose losses are by sample, or by pair (DPO, reward models): one number each.
+        """A microbatch whose losses are one number by sample, or by pair (DPO, reward models).
 
         For the modes each is a sample of one token: ``sample_mean`` is the mean over samples,
         ``prompt_mean`` that over prompts.
@@ -120,7 +123,11 @@ class Microbatch:
             sequences: the token sequences that the losses are computed from, such as a chosen and a
                 rejected answer for each pair; needed for `SampleLoss(per_token=)`.
             routed_tokens: by default the number of positions of ``sequences``.
-            by_sample: ``prompt_ids``, ``rejected``, ``sample_weights`` and so on, as of `Microbatch`.
+            by_sample: ``prompt_ids``, ``rejected``, ``sample_weights`` and so on, as of
+                `Microbatch`.
+
+        Raises:
+            DataError: a bad ``number`` or ``sequences``, or as `Microbatch`.
         """
         if not isinstance(number, int) or number < 0:
             raise DataError(
@@ -178,11 +185,19 @@ class Microbatch:
 
     def copied(self) -> Microbatch:
         """With tensors of its own, but the `model_inputs`."""
-        return self.with_tensors(lambda x: detached(x).clone())
+        return self.with_tensors(lambda x: x.detach().clone())
+
+    def tensors(self) -> list[Tensor]:
+        """All of its tensors but the `model_inputs`."""
+        values = (*vars(self).values(), *self.ids.values())
+        of_sequences = [] if self.sequences is None else self.sequences.tensors()
+        return [*(x for x in values if isinstance(x, Tensor)), *of_sequences]
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
         """A microbatch with each tensor changed, but the `model_inputs`."""
-        changed = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        changed: dict[str, Any] = {
+            name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
         ids = {unit: change(x) for unit, x in self.ids.items()}
         sequences = None if self.sequences is None else self.sequences.with_tensors(change)
         return replace(self, ids=ids, sequences=sequences, **changed)
@@ -249,8 +264,8 @@ def of_term(name: str, microbatch: Any) -> Microbatch:
         microbatch = microbatch[name]
     if not isinstance(microbatch, Microbatch):
         raise DataError(
-            f"microbatches must be of class Microbatch, got a {type(microbatch).__name__}. See what "
-            "reads the batches (read_batch=, or --loss-aggregation-batch)."
+            f"microbatches must be of class Microbatch, got a {type(microbatch).__name__}. See "
+            "what reads the batches (read_batch=, or --loss-aggregation-batch)."
         )
     return microbatch
 
@@ -281,28 +296,35 @@ def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
     if not has_dtype or x.shape != (number,):
         kind = "floating-point" if dtype.is_floating_point else dtype
         raise DataError(
-            f"{name} must be {kind} [{number}], one for each sample, got {described(x)}. Convert it."
+            f"{name} must be {kind} [{number}], one for each sample, got {described(x)}. Convert "
+            "it."
         )
     return x
 
 
 def ids_from(name: str, values: Any) -> Tensor:
-    """int64 [samples] on the CPU from ints, or from strings by the first 8 bytes of their hash."""
-    items = list(values) if isinstance(values, Iterable) else [values]
-    if all(isinstance(x, int) and not isinstance(x, bool) for x in items) and items:
-        if all(-(2**63) <= x < 2**63 for x in items):
-            return torch.tensor(items, dtype=torch.int64)
-        raise DataError(f"{name} must fit into int64, got {max(items, key=abs)}. Give strings.")
-    if isinstance(values, str) or not all(isinstance(x, str) for x in items):
+    """int64 [samples] on the CPU, from ints or from strings."""
+    is_sequence = isinstance(values, Iterable) and not isinstance(values, str)
+    items: list[Any] = list(values) if is_sequence else [None]
+    if all(isinstance(x, str) for x in items):
+        return torch.tensor([_hashed(x) for x in items], dtype=torch.int64)
+    if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in items):
         raise DataError(
             f"{name} must be an int64 tensor [samples], or a sequence of ints or strings, got "
             f"{described(values)}. Convert it."
         )
-    # Lone surrogates, as of file names that are no UTF-8, are characters like any other.
-    encoded = [x.encode("utf-8", "surrogatepass") for x in items]
-    digests = [hashlib.blake2b(x, digest_size=8).digest() for x in encoded]
-    numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    numbers = [int(x) for x in items]
+    largest = max(numbers, key=abs)
+    if not -(2**63) <= largest < 2**63:
+        raise DataError(f"{name} must fit into int64, got {largest}. Give strings.")
     return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _hashed(text: str) -> int:
+    """The first 8 bytes of its hash, as a signed int."""
+    # Lone surrogates, as of file names that are no UTF-8, are characters like any other.
+    encoded = text.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
 
 def are_offsets(x: object) -> TypeGuard[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,6 @@ from megatron_loss_agg.collectives import gather_objects, send_failure
 from megatron_loss_agg.counting import (
     Samples,
     StepCounts,
-    active_tokens,
     check_fields,
     coefficients,
     counts_of,
@@ -70,7 +69,7 @@ class StepPlan:
     model_tokens: Sequence[int] = ()
     """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
     positions: Sequence[int] = ()
-    """Tokens of each microbatch that routers see: its routed tokens, or the elements of its mask."""
+    """Tokens of each microbatch that routers see: its routed tokens, or its mask's elements."""
     sequences: Sequence[Sequences | None] = ()
     """Of each microbatch with losses by sample, the token sequences behind them."""
     microbatches: Sequence[Microbatch] = ()
@@ -88,8 +87,8 @@ class StepPlan:
         """Count the step over all ranks, in two collectives.
 
         Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
-        data-parallel group *without* context parallelism. The plan holds copies of the microbatches,
-        which later edits of the originals do not reach.
+        data-parallel group *without* context parallelism. The plan holds copies of the
+        microbatches, which later edits of the originals do not reach.
 
         Args:
             agg: the same on every rank.
@@ -122,8 +121,7 @@ class StepPlan:
         Raises:
             AggregationError: as `build`; OptionError also for bad ``terms``.
         """
-        plans = plan_step(terms, microbatches, group)
-        return {name: replace(plan, microbatches=_copies(plan)) for name, plan in plans.items()}
+        return plan_step(terms, microbatches, group, copies=True)
 
     @classmethod
     def from_mask_sums(
@@ -155,7 +153,7 @@ class StepPlan:
             DataError: sums that are not vectors of finite numbers >= 0.
             OptionError, DataError, PeerError: as `build`.
         """
-        by_sample = {
+        by_sample: dict[str, Any] = {
             "prompt_ids": prompt_ids,
             "rollout_ids": rollout_ids,
             "dataset_ids": dataset_ids,
@@ -167,19 +165,24 @@ class StepPlan:
             """A microbatch of samples with all of their mask in one token, for each vector."""
             vectors = _vectors(mask_sums)
             sizes = [len(x) for x in vectors]
-            fields = {name: _split(name, x, sizes) for name, x in by_sample.items()}
-            by_unit = {unit: _split(f"{unit}_ids", x, sizes) for unit, x in _mapping(ids).items()}
+            by_unit = _by_name(ids)
+            fields = {
+                name: _split(name, x, sizes) for name, x in by_sample.items() if x is not None
+            }
+            units = {unit: _split(f"{unit}_ids", x, sizes) for unit, x in by_unit.items()}
             return [
                 Microbatch(
                     vector.unsqueeze(1),
-                    ids={unit: parts[i] for unit, parts in by_unit.items()},
-                    **{name: parts[i] for name, parts in fields.items() if parts is not None},
+                    ids={unit: parts[i] for unit, parts in units.items()},
+                    **{name: parts[i] for name, parts in fields.items()},
                 )
                 for i, vector in enumerate(vectors)
             ]
 
         plan = plan_step({"": agg}, rows, group)[""]
-        return replace(plan, shapes=(), model_tokens=(), positions=(), microbatches=())
+        return replace(
+            plan, shapes=(), model_tokens=(), positions=(), sequences=(), microbatches=()
+        )
 
     @staticmethod
     def abandon(group: dist.ProcessGroup | None) -> None:
@@ -188,6 +191,15 @@ class StepPlan:
         The other ranks then raise PeerError instead of hanging.
         """
         send_failure(DataError("this rank could not read its step"), group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without masks and the samples of other ranks: a few numbers for each sample.
+
+        Nor with a custom function, which may be a lambda, and has done its work.
+        """
+        aggregation = copy.copy(self.aggregation)
+        object.__setattr__(aggregation, "function", None)
+        return {**vars(self), "aggregation": aggregation, "microbatches": (), "samples": None}
 
     @property
     def is_empty(self) -> bool:
@@ -257,8 +269,8 @@ class StepPlan:
         check_tensors(DataError, "real", loss_mask=mask, advantages=advantages)
         if bool((self.coefficients(i) < 0).any()):
             raise OptionError(
-                "coefficients that scale advantages must be >= 0, got negative ones, which would flip "
-                "signs. Change the aggregation function, or multiply token losses by weights."
+                "coefficients that scale advantages must be >= 0, got negative ones, which would "
+                "flip signs. Change the aggregation function, or multiply token losses by weights."
             )
         w = self.weights(i, at_least_fp32(advantages.dtype))
         return torch.where(w != 0, advantages.to(w), 0) * w
@@ -345,77 +357,95 @@ def plan_step(
     terms: Mapping[str, Term | LossAggregation],
     microbatches: Any,
     group: dist.ProcessGroup | None,
+    copies: bool = False,
 ) -> dict[str, StepPlan]:
-    """`StepPlan.build_terms`, whose plans hold the microbatches themselves and no copies.
+    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless it ``copies``.
 
     Args:
         microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
     """
-    local: dict[str, list[Microbatch]] = {}  # by term, on the CPU
 
-    def read() -> tuple[str, dict[str, dict[str, Any]]]:
-        named = named_terms(terms)
+    def read() -> _RankPart:
         items = listed(microbatches() if callable(microbatches) else microbatches)
-        is_shared = not any(isinstance(x, Mapping) for x in items)
-        tables: dict[str, dict[str, Any]] = {}
-        for name, term in named.items():
-            first = next(iter(named))
-            if is_shared and local:
-                local[name] = local[first]
-            else:
-                local[name] = brought_to_cpu([of_term(name, x) for x in items])
-            check_fields(term.aggregation, local[name])
-            if not (is_shared and tables):
-                tables[name] = _as_arrays(read_samples(local[name], _units(named)))
-        return terms_in_words(named), tables
+        return _RankPart.of(named_terms(terms), items, copies)
 
     parts = gather_objects(read, group, "reading the step")
-    named = named_terms(terms)
-    if len({words for words, _ in parts}) > 1:
-        words = dict.fromkeys(words for words, _ in parts)
+    words = dict.fromkeys(part.words for part in parts)
+    if len(words) > 1:
         raise OptionError(
-            f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every rank "
-            "the same terms in the same order."
-        )
-    if len({tuple(tables) for _, tables in parts}) > 1:
-        raise DataError(
-            "all ranks must give a mask for each term, or one for all terms, got both. Give the same "
-            "kind of microbatches on every rank."
+            f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every "
+            "rank the same terms in the same order."
         )
     rank = 0 if group is None else dist.get_rank(group)
-    plans = {}
-    for name, term in named.items():
-        tables = [tables.get(name) or next(iter(tables.values()), None) for _, tables in parts]
-        plans[name] = _plan(term.aggregation, [_from_arrays(x) for x in tables], rank, local[name])
-    return plans
+    return {
+        name: _plan(
+            term.aggregation, [part.samples[name] for part in parts], rank, parts[rank].local[name]
+        )
+        for name, term in named_terms(terms).items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _LocalMicrobatches:
+    """This rank's microbatches of one term."""
+
+    microbatches: list[Microbatch]
+    shapes: list[MicrobatchShape]
+    sequences: list[Sequences | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _RankPart:
+    """What one rank has read of the step, by term; other ranks get only words and samples."""
+
+    words: str  # the terms
+    samples: dict[str, Samples]
+    local: dict[str, _LocalMicrobatches]
+
+    @classmethod
+    def of(cls, terms: Mapping[str, Term], items: Sequence[Any], copies: bool) -> _RankPart:
+        part = cls(terms_in_words(terms), {}, {})
+        shares_masks = not any(isinstance(x, Mapping) for x in items)
+        first = next(iter(terms))
+        for name, term in terms.items():
+            microbatches = [of_term(name, x) for x in items]
+            check_fields(term.aggregation, microbatches)
+            if shares_masks and name != first:
+                part.samples[name], part.local[name] = part.samples[first], part.local[first]
+                continue
+            if copies:
+                microbatches = [m.copied() for m in microbatches]
+            on_cpu = brought_to_cpu(microbatches)
+            part.samples[name] = read_samples(on_cpu, _units(terms))
+            part.local[name] = _LocalMicrobatches(
+                microbatches, [m.shape for m in on_cpu], [_sequences(m) for m in on_cpu]
+            )
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"words": self.words, "samples": self.samples, "local": {}}
 
 
 def _plan(
-    agg: LossAggregation, parts: Sequence[Samples], rank: int, microbatches: list[Microbatch]
+    agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _LocalMicrobatches
 ) -> StepPlan:
     """The plan of one term, from the samples of each rank, and this rank's microbatches."""
-    samples = joined(parts)
+    samples, of_rank = joined(parts), parts[rank]
     c_S, across = coefficients(agg, samples)
     first = sum(len(x.mask_sum) for x in parts[:rank])
-    rows = slice(first, first + len(parts[rank].mask_sum))
-    routed = [m.routed_tokens for m in microbatches]
+    rows = slice(first, first + len(of_rank.mask_sum))
     return StepPlan(
         aggregation=agg,
         counts=counts_of(agg, samples, across),
-        sizes=[m.num_samples for m in microbatches],
+        sizes=[m.num_samples for m in local.microbatches],
         coefficient_S=c_S[rows].clone(),
-        mask_sum_S=samples.mask_sum[rows].clone(),
+        mask_sum_S=of_rank.mask_sum,
         ids_S={unit: x[rows].clone() for unit, x in samples.ids.items()},
-        shapes=[m.shape for m in microbatches],
-        model_tokens=[
-            active_tokens(m) if r is None else r for m, r in zip(microbatches, routed, strict=True)
-        ],
-        positions=[
-            m.loss_mask.numel() if r is None else r
-            for m, r in zip(microbatches, routed, strict=True)
-        ],
-        sequences=[_sequences(m) for m in microbatches],
-        microbatches=microbatches,
+        shapes=local.shapes,
+        model_tokens=of_rank.model_tokens.tolist(),
+        positions=of_rank.positions.tolist(),
+        sequences=local.sequences,
+        microbatches=local.microbatches,
         samples=samples,
     )
 
@@ -430,25 +460,6 @@ def _sequences(microbatch: Microbatch) -> Sequences | None:
 def _units(terms: Mapping[str, Term]) -> list[Unit]:
     """The units whose ids are exchanged: the usual ones where there are any, and the terms' own."""
     return sorted({*BY_ID, *(unit for term in terms.values() for unit in term.aggregation.by_id)})
-
-
-def _copies(plan: StepPlan) -> list[Microbatch]:
-    return [m.copied() for m in plan.microbatches]
-
-
-def _as_arrays(samples: Samples) -> dict[str, Any]:
-    """With NumPy's arrays, which are pickled much faster than tensors."""
-    fields = vars(samples)
-    arrays = {k: x.numpy() if isinstance(x, Tensor) else x for k, x in fields.items()}
-    return {**arrays, "ids": {unit: x.numpy() for unit, x in samples.ids.items()}}
-
-
-def _from_arrays(fields: Mapping[str, Any]) -> Samples:
-    tensors = {
-        k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for k, x in fields.items()
-    }
-    ids = {unit: torch.from_numpy(x) for unit, x in fields["ids"].items()}
-    return Samples(**{**tensors, "ids": ids})
 
 
 def _vectors(mask_sums: Any) -> list[Tensor]:
@@ -468,7 +479,7 @@ def _vectors(mask_sums: Any) -> list[Tensor]:
     return vectors
 
 
-def _mapping(ids: Any) -> Mapping[str, Any]:
+def _by_name(ids: Any) -> Mapping[str, Any]:
     if ids is None:
         return {}
     if not isinstance(ids, Mapping):
@@ -478,18 +489,16 @@ def _mapping(ids: Any) -> Mapping[str, Any]:
     return ids
 
 
-def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Tensor] | None:
+def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
     """``values`` of each microbatch, whether they come by microbatch or for all samples at once."""
-    if values is None:
-        return None
     is_list = isinstance(values, (list, tuple))
     is_vector = not is_list or any(isinstance(x, str) or _is_number(x) for x in values)
     if is_vector or (not values and sizes):
         return list(checked_by_sample(name, values, sum(sizes)).split(list(sizes)))
     if len(values) != len(sizes):
         raise DataError(
-            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, or "
-            f"be one vector for all samples, got {len(values)} entries. Correct its length."
+            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, "
+            f"or be one vector for all samples, got {len(values)} entries. Correct its length."
         )
     return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
 

@@ -71,8 +71,8 @@ class Sum:
     def of(cls, values: Tensor, weights: Tensor) -> Sum:
         """``sum w * v``; values of weight 0 are ignored, even NaN.
 
-        With the weights of the loss (``TokenLoss(takes_weights=True)``), the values are aggregated
-        as the losses are. Dtypes, arguments and errors are as of `Mean.of`.
+        With the weights of the loss (``TokenLoss(report=)``), the values are aggregated as the
+        losses are. Dtypes, arguments and errors are as of `Mean.of`.
         """
         return cls(Mean.of(values, weights).sum)
 
@@ -153,26 +153,20 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    kinds: dict[str, type[Metric]] = {}
-
-    def mine() -> tuple[list[str], list[float]]:
-        nonlocal kinds
-        kinds, of_metrics = _over_microbatches(reports)
-        # All metrics in one tensor, to copy them from the device once.
-        numbers = torch.cat(of_metrics).tolist() if of_metrics else []
-        return [f"{kind.__name__} {name!r}" for name, kind in kinds.items()], numbers
-
-    of_ranks = gather_objects(mine, group, "reading metrics")
-    names = {tuple(of_rank) for of_rank, _ in of_ranks}
-    if len(names) > 1:
-        lists = " and ".join(", ".join(of_rank) or "nothing" for of_rank in sorted(names))
+    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
+    in_words = [
+        ", ".join(f"{kind.__name__} {name!r}" for name, kind in kinds.items()) or "nothing"
+        for kinds, _ in of_ranks
+    ]
+    if len({*in_words}) > 1:
         raise DataError(
-            f"all ranks of the group must report the same names and kinds, got {lists}. Report the same "
-            "metrics on every rank."
+            f"all ranks must report the same metrics, got {' and '.join(dict.fromkeys(in_words))}. "
+            "Report the same names and kinds on every rank."
         )
+    kinds, _ = of_ranks[0]
     sizes = [len(fields(kind)) for kind in kinds.values()]
-    table = torch.tensor([numbers for _, numbers in of_ranks], dtype=torch.float64)
-    columns = table.split(sizes, dim=1)
+    rows = torch.tensor([values for _, values in of_ranks], dtype=torch.float64)
+    columns = rows.split(sizes, dim=1)
     return {
         name: float(kind(*_OVER[kind](of_kind, 0)).value())
         for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)
@@ -181,40 +175,41 @@ def reduce_reports(
 
 def _over_microbatches(
     reports: Iterable[Mapping[str, Metric | Tensor]],
-) -> tuple[dict[str, type[Metric]], list[Tensor]]:
-    """This rank's metrics of the step, sorted: kinds by name, and fp64 [fields] of each."""
-    given = list(reports)
-    found: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
-    for report in given:
+) -> tuple[dict[str, type[Metric]], list[float]]:
+    """This rank's metrics of the step, sorted: kinds by name, and the fields of all of them."""
+    of_step = list(reports)
+    by_name: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
+    for report in of_step:
         for name, value in report.items():
-            found[name].append(_kind_and_fields(name, value))
+            by_name[name].append(_kind_and_fields(name, value))
     kinds, reduced = {}, []
-    for name, metrics in sorted(found.items()):
+    for name, metrics in sorted(by_name.items()):
         kind, *others = {kind for kind, _ in metrics}
-        if others or len(metrics) != len(given):
+        if others or len(metrics) != len(of_step):
             got = " or ".join(sorted({kind.__name__ for kind, _ in metrics}))
             raise DataError(
-                f"metric {name!r} is a {got} in {len(metrics)} of {len(given)} microbatches; "
-                "expected the same kind in each"
+                f"metric {name!r} must be of one kind and in every microbatch, got a {got} in "
+                f"{len(metrics)} of {len(of_step)} microbatches. Report it in each."
             )
         kinds[name] = kind
-        reduced.append(_OVER[kind](torch.stack([parts for _, parts in metrics]), 0))
-    return kinds, reduced
+        reduced.append(_OVER[kind](torch.stack([values for _, values in metrics]), 0))
+    # All metrics in one tensor, to copy them from the device once.
+    return kinds, torch.cat(reduced).tolist() if reduced else []
 
 
 def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], Tensor]:
     kind: type[Metric] = Mean
-    parts: list[Tensor] = []
+    scalars: list[Tensor] = []
     if isinstance(value, Metric):
-        kind, parts = type(value), [*vars(value).values()]
+        kind, scalars = type(value), [*vars(value).values()]
     elif is_plain(value) and value.numel() == 2:
-        parts = [*value.reshape(-1)]
-    if not parts or not all(is_plain(part) and part.numel() == 1 for part in parts):
+        scalars = [*value.reshape(-1)]
+    if not scalars or not all(is_plain(x) and x.numel() == 1 for x in scalars):
         raise DataError(
-            f"metric {name!r} is {value!r}; expected a Mean, Sum, Max or Min of scalars, or a "
-            "tensor [sum, count]"
+            f"metric {name!r} must be a Mean, Sum, Max or Min of scalars, or a tensor [sum, "
+            f"count], got {value!r}. Make it with Mean.of(values, weights)."
         )
-    return kind, torch.stack([part.detach().double().reshape(()) for part in parts])
+    return kind, torch.stack([x.detach().double().reshape(()) for x in scalars])
 
 
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:

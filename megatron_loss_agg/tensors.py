@@ -17,23 +17,13 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``; skips no-op casts, whose call overhead dominates small microbatches."""
-    return x if x.dtype == dtype else x.to(dtype=dtype)
-
-
 def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """``x`` on ``device`` without a wait for it; in ``dtype``, if given."""
     if x.device != device:
         if x.is_cpu and torch.accelerator.is_available():
             x = x.pin_memory()
         x = x.to(device, non_blocking=True)
-    return x if dtype is None else in_dtype(x, dtype)
-
-
-def detached(x: Tensor) -> Tensor:
-    """``x.detach()``; skipped where it changes nothing, as in `in_dtype`."""
-    return x.detach() if x.requires_grad else x
+    return x if dtype is None else x.to(dtype)
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
@@ -55,9 +45,9 @@ def check_tensors(
     (first_name, first), *_ = inputs.items()
     for name, x in inputs.items():
         if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
-            raise error(f"{name} is {described(x)}; expected a {kind}, dense tensor")
+            raise error(f"{name} must be a {kind}, dense tensor, got {described(x)}. Convert it.")
         if x.shape != first.shape:
             raise error(
-                f"{name} has shape {tuple(x.shape)} and {first_name} {tuple(first.shape)}; "
-                "expected the same shape (nothing is broadcast)"
+                f"{name} must have the shape {tuple(first.shape)} of {first_name}, got "
+                f"{tuple(x.shape)}. Reshape it: nothing is broadcast."
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.tensors import at_least_fp32, check_tensors, detached, in_dtype, moved
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors, moved
 
 
 def weights_of_tokens(
@@ -26,15 +26,15 @@ def weights_of_tokens(
         starts: integers [samples + 1], the valid offsets of the samples in a pack.
     """
     computed = at_least_fp32(dtype)
-    mask = in_dtype(detached(mask), computed)
+    mask = mask.detach().to(computed)
     coefficient_S = moved(coefficient_S, mask.device, computed)
     if starts is None:
-        return in_dtype(mask * coefficient_S.view(-1, 1), dtype)
+        return (mask * coefficient_S.view(-1, 1)).to(dtype)
     # Tokens after the last sample get 0. Passing `output_size` avoids a wait for the device.
     tokens = mask.numel()
     lengths = pad(moved(starts, mask.device), (0, 1), value=tokens).diff()
     coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(lengths, output_size=tokens)
-    return in_dtype(coefficient_T.view(mask.shape) * mask, dtype)
+    return (coefficient_T.view(mask.shape) * mask).to(dtype)
 
 
 def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
@@ -64,14 +64,14 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     if not dtype.is_floating_point:
         dtype = torch.float32
     wide = at_least_fp32(dtype)
-    w, losses = in_dtype(detached(w), wide), in_dtype(token_loss, wide)
+    w, losses = w.detach().to(wide), token_loss.to(wide)
     total = (w * losses).sum()
     # The gradient is w even where losses are not finite: only the value needs a repair, since NaN * 0
     # is NaN. Losses are selected only then: on a CPU that takes longer than all the rest.
     if not _is_known_finite(total):
         with torch.no_grad():
             total.detach().copy_((w * torch.where(w != 0, losses, 0)).sum())
-    return in_dtype(total, dtype)
+    return total.to(dtype)
 
 
 def _is_known_finite(total: Tensor) -> bool:

@@ -29,7 +29,7 @@ Place = tuple[int, int, int]  # rank, microbatch of the rank, sample of the micr
 
 # The unit whose tokens share one denominator, and the unit that the outer mean runs over.
 INNER = {
-    "token_mean": "step",
+    "token_mean": "all",
     "sample_mean": "sample",
     "rollout_mean": "rollout",
     "prompt_mean": "prompt",
@@ -50,10 +50,10 @@ def samples_of(step: Step) -> Iterator[tuple[Place, Sample]]:
 
 
 def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
-    """What identifies the unit (step, sample, prompt, ...) a sample belongs to."""
+    """What identifies the unit (all, sample, prompt, ...) a sample belongs to."""
     rank, microbatch, _ = place
     return {
-        "step": "the only one",
+        "all": "the only one",
         "microbatch": (rank, microbatch),
         "sample": place,
         "rollout": sample.rollout,
@@ -135,6 +135,31 @@ def nested_shares(
     return shares, fsum(weight(group, levels[1:], 1.0) for group in outermost)
 
 
+def shares_and_units(
+    mode: str,
+    step: Step,
+    *,
+    levels: Sequence[str] = (),
+    empty: str = "count",
+    count: str | None = None,
+    sample_weights: str | None = None,
+) -> tuple[dict[Place, float], float]:
+    """As of `nested_shares`, in any mode; the outermost mean divides by 1 if there is none."""
+    weighted = sample_weights == "count"
+    if mode == "nested_mean":
+        return nested_shares(step, levels, empty, weighted)
+    inner, outer = INNER[mode], count or OUTER[mode]
+    sums = mask_sums(step, inner) if inner else {}
+    shares = {
+        place: 1 / (sums[key_of(inner, place, s)] or 1.0) if inner else 1.0
+        for place, s in samples_of(step)
+    }
+    unit = outer or inner
+    if weighted and unit:
+        return shares, weight_of(step, unit, empty)
+    return shares, float(number_of(step, outer, empty)) if outer else 1.0
+
+
 def step_weights(
     mode: str,
     step: Step,
@@ -146,19 +171,9 @@ def step_weights(
     sample_weights: str | None = None,
 ) -> list[list[list[list[float]]]]:
     """Weight of every token: nested as the step (rank, microbatch, sample, token)."""
-    weighted = sample_weights == "count"
-    if mode == "nested_mean":
-        shares, units = nested_shares(step, levels, empty, weighted)
-    else:
-        inner, outer = INNER[mode], count or OUTER[mode]
-        sums = mask_sums(step, inner) if inner else {}
-        shares = {
-            place: 1 / (sums[key_of(inner, place, s)] or 1.0) if inner else 1.0
-            for place, s in samples_of(step)
-        }
-        units = number_of(step, outer, empty) if outer else 1
-        if weighted and (outer or inner):
-            units = weight_of(step, outer or inner, empty)
+    shares, units = shares_and_units(
+        mode, step, levels=levels, empty=empty, count=count, sample_weights=sample_weights
+    )
 
     def weight(place: Place, sample: Sample, m: float) -> float:
         if m == 0 or sample.weight == 0:

@@ -39,11 +39,12 @@ CLAIMS = {
     "README.md": "'prompt_mean loss' in reports[0]",
     "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
     " and 'squared loss' in reports[0]",
-    "docs/distillation.md": "distilled(logits, logits, labels, mask)[1].loss_mask is mask",
+    "docs/distillation.md": "distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",
     "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
-    "docs/losses.md": "read({'texts': ['a', 'b']}).samples == 2",
-    "docs/modes.md": "(square_root_of_length(plan_of(mask / 2), 0) ** 2 * 16).round().tolist()"
+    "docs/losses.md": "(lambda hidden, loss: loss(hidden)[1] == loss.loss_mask.sum())"
+    "(*forward_step(batches, model, without_head(model.module)))",
+    "docs/modes.md": "(weights_of(square_root_of_length, mask / 2) ** 2 * 16).round().tolist()"
     " == [[1, 1, 0], [0, 0, 2]]",  # a mask sum of 1 / 2 is not clamped to 1
     "docs/rl.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]"
     " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
@@ -128,6 +129,10 @@ def given_names() -> dict[str, Any]:
     from examples.custom_loop import LENGTH, build, forward_step, rollouts
     from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 
+    def weights_of(function: Any, mask: torch.Tensor) -> torch.Tensor:
+        agg = LossAggregation(mode="custom", function=function)
+        return StepPlan.build(agg, [Microbatch(mask)]).weights(0)
+
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
@@ -144,7 +149,7 @@ def given_names() -> dict[str, Any]:
     parts = zip(*(value.split(sizes) for value in whole.values()), strict=True)
     step = [dict(zip(whole, part, strict=True)) for part in parts]
     config = OptimizerConfig(optimizer="adam", lr=0.01, min_lr=0.01, clip_grad=0.0)
-    agg = LossAggregation(mode="sample_mean")
+    pairs = [{key: x.repeat_interleave(2, dim=0) for key, x in batch.items()} for batch in step]
     shape = {"num_microbatches": len(sizes), "seq_length": LENGTH, "micro_batch_size": 1}
     return {
         "model": model,
@@ -152,13 +157,14 @@ def given_names() -> dict[str, Any]:
         "step_in_memory": step,
         "loader": cycle(step),
         "batches": cycle(step),
+        "pair_loader": cycle(pairs),
         "steps": 2,
         "forward_step": forward_step,
         "the_rest": {"model": [model], "forward_only": False, **shape},
         "mask": torch.tensor([[1, 1, 0], [0, 0, 1]]),
         "labels": torch.zeros(2, 3, dtype=torch.int64),
         "logits": torch.zeros(2, 3, 4),
-        "plan_of": lambda mask: StepPlan.build(agg, [Microbatch(mask)]),
+        "weights_of": weights_of,
     }
 
 
@@ -275,17 +281,21 @@ def test_links_lead_somewhere(page: str) -> None:
     assert dead == []
 
 
-# After what was got: what was expected, or what to do.
+# The second sentence of a message: what to change.
 _CURE = re.compile(
-    r"expected|pip install|; (?:call|drop|fix|give|pass|write)\b|: (?:change|wrap|or drop)\b|"
-    r"or choose|; it has|only '?\w+'? takes one"
+    r"[.:] …?(?:Add|Bind|Build|Call|Change|Choose|Close|Compute|Convert|Correct|Count|Declare|Derive|"
+    r"Drop|Fix|Flatten|Give|Install|Leave|Let|Make|Mask|Mend|Pad|Pass|Put|Read|Remove|Rename|Report|"
+    r"Return|See|Set|Shard|Shift|Split|Train|Turn|Unset|Use|Wrap|Write)\b"
 )
+_REMEDY_IS_FILLED_IN = re.compile(r"\. …$|^… was removed: …|a group\. … group=\.$")
+_OF_ANOTHER_RANK = "this rank could not read its step"  # sent to ranks that say whose error to mend
 
 
 def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist() -> None:
     messages = re.findall(r"^- `(.*)`$", TEXTS["docs/errors.md"], re.MULTILINE)
-    assert len(messages) > 150
-    assert [message for message in messages if not _CURE.search(message)] == []
+    assert len(messages) > 100
+    without = [x for x in messages if not (_CURE.search(x) or _REMEDY_IS_FILLED_IN.search(x))]
+    assert without in ([], [_OF_ANOTHER_RANK])
     quoted = re.findall(r'^\*\*"(.*?)"\*\*', TEXTS["docs/troubleshooting.md"], re.MULTILINE)
     assert len(quoted) > 5
     for quote in quoted:
@@ -356,6 +366,6 @@ def test_api_pages_hold_every_public_name_and_render_the_sections_of_its_docstri
                 names |= {*ast.literal_eval(node.value)}
     text = "".join(page.read_text() for page in site.glob("api*.html"))
     shown = {path.rpartition(".")[2] for path in re.findall(r'id="([\w.]+)"', text)}
-    assert len(names) > 60 and names - shown == {"main"}  # of the command `explain`
+    assert len(names) > 40 and names - shown == {"main"}  # of the command `explain`
     assert re.findall(r"<p>\s*(?:Args|Attributes|Returns|Raises)\b.*?:", text) == []
     assert "::\n" not in text and "<p>::" not in text

@@ -8,40 +8,41 @@ import sys
 from collections.abc import Sequence
 
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain import data
+from megatron_loss_agg.explain import stock
 from megatron_loss_agg.explain.samples import LISTS, from_jsonl, from_lists
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
-from megatron_loss_agg.explain.table import as_json, as_text
+from megatron_loss_agg.explain.show import as_json, as_text, draw
 
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str], read: data.Read) -> int:
+def main(argv: Sequence[str], read: stock.Read) -> int:
     """Print the table, save the plot, and return the exit code; ``read`` is for ``--data``.
 
     Raises:
         AggregationError: bad input.
     """
     if argv[:1] == ["--data"]:
-        return data.main(argv[1:], read)
+        return stock.main(argv[1:], read)
     args = _parser().parse_args(argv)
     lists = {name: getattr(args, name) for name in LISTS}
     if args.jsonl is None:
         samples = from_lists(args.lengths, **lists)
     else:
-        if given := [f"--{name}" for name, value in lists.items() if value is not None]:
-            raise OptionError(f"{given[0]} with --jsonl; expected its values on the file's lines")
+        for name, values in lists.items():
+            if values is not None:
+                raise OptionError(
+                    f"--jsonl takes no --{name}, got both. Put the values on the file's lines."
+                )
         samples = from_jsonl(args.jsonl)
-    modes = ALL_MODES if args.modes is None else [m.strip() for m in args.modes.split(",")]
+    modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
     shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
     if args.plot is not None:
-        from megatron_loss_agg.explain.picture import draw
-
         draw(args.plot, samples, shown)
         print(f"drawn: {args.plot}", file=sys.stderr)
-    table = as_json if args.json else as_text
+    to_text = as_json if args.json else as_text
     try:
-        print(table(samples, shown, left_out), flush=True)
+        print(to_text(samples, shown, left_out), flush=True)
     except BrokenPipeError:  # closed by the reader, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,4 +1,4 @@
-"""The samples of one optimizer step, from command-line lists or from a JSONL file."""
+"""Reads samples: of one step from lists or a JSONL file, or the rows of a run from a file."""
 
 from __future__ import annotations
 
@@ -9,49 +9,60 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_loss_agg.aggregation import BY_ID
-from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.errors import AggregationError, DataError, OptionError
+from megatron_loss_agg.masks import sums_by_sample
+from megatron_loss_agg.microbatch import Microbatch
 
 COLUMNS = (*BY_ID, "microbatch", "rank")
 LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
 """Options of the command line, and the columns that they give."""
+_WIDEST = 16
 
 
 @dataclass(frozen=True)
 class Sample:
     """Loss tokens of one sample, and its groups."""
 
-    # Sum of the mask.
     tokens: float
-    # Any JSON value; equal values are one group over the whole step. None: not given.
+    """Sum of the mask."""
     prompt: Any = None
+    """Any JSON value; equal values are one group over the whole step. None: unknown."""
     rollout: Any = None
+    """Likewise."""
     dataset: Any = None
-    # Numbered per rank. None: not given.
+    """Likewise."""
     microbatch: Any = None
-    # Data-parallel rank. None: not given.
+    """Numbered per rank. None: unknown."""
     rank: Any = None
+    """Data-parallel rank. None: unknown."""
 
 
 def from_lists(lengths: str, **lists: str | None) -> list[Sample]:
     """Samples from comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
 
     Args:
-        lists: by the names in `LISTS`; None: not given.
+        lists: by the names in `LISTS`; None for lists that are absent.
 
     Raises:
         OptionError: a list cannot be parsed, or differs in length from ``lengths``.
     """
     try:
         columns: dict[str, list[Any]] = {"length": [float(item) for item in lengths.split(",")]}
-    except ValueError as error:
-        raise OptionError(f"--lengths: {error}; expected numbers with commas between") from None
-    given = {flag: text for flag, text in lists.items() if text is not None}
-    for flag, text in given.items():
-        columns[LISTS[flag]] = [item.strip() for item in text.split(",")]
+    except ValueError:
+        raise OptionError(
+            f"--lengths must be numbers with commas between, got {lengths!r}. Correct it."
+        ) from None
+    for option, text in lists.items():
+        if text is not None:
+            columns[LISTS[option]] = [item.strip() for item in text.split(",")]
     if len({len(column) for column in columns.values()}) > 1:
         numbers = ", ".join(f"{len(column)} ({name})" for name, column in columns.items())
-        raise OptionError(f"lists of {numbers} values; expected one value for each sample in each")
+        raise OptionError(
+            f"each list must have one value for each sample, got {numbers}. Correct the lists."
+        )
     rows = zip(*columns.values(), strict=True)
     return [
         parsed(f"sample {s}", dict(zip(columns, row, strict=True))) for s, row in enumerate(rows)
@@ -70,19 +81,53 @@ def from_jsonl(path: str) -> list[Sample]:
     """
     samples = [parsed(where, row) for where, row in lines_of("--jsonl", path)]
     if not samples:
-        raise OptionError(f"--jsonl {path}: no line; expected one JSON object for each sample")
+        raise OptionError(
+            f"--jsonl must name a file with a JSON object for each sample, got no line in {path}. "
+            "Write one."
+        )
     for name in COLUMNS:
         without = sum(getattr(sample, name) is None for sample in samples)
         if 0 < without < len(samples):
             raise DataError(
-                f"--jsonl {path}: {without} of {len(samples)} lines have no {name!r}; expected it "
-                "on every line or on none"
+                f"{name!r} must be on every line of {path} or on none, got {without} of "
+                f"{len(samples)} lines without it. Add it (--jsonl)."
             )
     return samples
 
 
+def rows_from(path: str, number: int) -> Iterator[Microbatch]:
+    """The first ``number`` lines of a file, each a row of a batch: a length or an object.
+
+    An object is as in `from_jsonl`; beside "loss_mask", "cu_seqlens" holds the offsets of the
+    samples of a pack.
+
+    Raises:
+        OptionError: the file or a line cannot be read.
+    """
+    for where, line in lines_of("--data", path, max(number, 0)):
+        row: Any = {"length": line} if isinstance(line, int | float) else line
+        mask = torch.tensor([[parsed(where, row).tokens]])
+        starts = None
+        if "loss_mask" in row:
+            mask = torch.tensor([row["loss_mask"]], dtype=torch.float64)
+        if "cu_seqlens" in row:
+            try:
+                starts = torch.tensor(row["cu_seqlens"])
+            except (ValueError, TypeError):
+                raise OptionError(
+                    f"cu_seqlens must be a list of ints, got {shortened(row['cu_seqlens'])} in "
+                    f"{where}. Correct the line."
+                ) from None
+        try:
+            microbatch = Microbatch(mask, starts)
+            sums_by_sample([microbatch])
+        except AggregationError as error:
+            raise OptionError(f"{where}: {error}") from error
+        yield microbatch
+
+
 def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Where each of the first ``number`` lines is, and its JSON value; empty ones are skipped.
+    """Place and JSON value of each of the first ``number`` lines; empty lines are skipped.
 
     Raises:
         OptionError: the file or a line cannot be read.
@@ -93,19 +138,37 @@ def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[
             for n, line in itertools.islice(lines, number):
                 yield f"{path}:{n}", json.loads(line)
     except json.JSONDecodeError as error:
-        raise OptionError(f"{path}:{n}: {error}; expected one JSON object a line") from None
+        raise OptionError(
+            f"every line must be a JSON value, got {error} in {path}:{n}. Correct the line."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{flag} {path}: {error}; expected a readable text file") from error
+        raise OptionError(
+            f"{flag} must name a readable text file, got {path} ({error}). Change the path."
+        ) from error
 
 
 def parsed(where: str, row: Any) -> Sample:
-    """The sample of a line, or of values of the lists; OptionError names ``where`` it is bad."""
+    """The sample of a line, or of values of the lists.
+
+    Raises:
+        OptionError: with ``where`` a bad value is.
+    """
     if not isinstance(row, dict) or ("length" in row) == ("loss_mask" in row):
-        raise OptionError(f"{where}: expected an object with either 'length' or 'loss_mask'")
-    mask = row.get("loss_mask", [row.get("length")])
-    numbers = isinstance(mask, list) and all(isinstance(m, int | float) for m in mask)
-    if not numbers or not all(0 <= m < math.inf for m in mask):
         raise OptionError(
-            f"{where}: a bad length or loss_mask; expected a finite number >= 0, or a list of them"
+            "each sample must be an object with either 'length' or 'loss_mask', got "
+            f"{shortened(row)} in {where}. Give one of them."
+        )
+    mask = row.get("loss_mask", [row.get("length")])
+    is_list = isinstance(mask, list) and all(isinstance(m, int | float) for m in mask)
+    if not is_list or not all(0 <= m < math.inf for m in mask):
+        raise OptionError(
+            "a length must be a finite number >= 0, and a loss_mask a list of them, got "
+            f"{shortened(mask)} in {where}. Correct it."
         )
     return Sample(math.fsum(mask), **{name: row.get(name) for name in COLUMNS})
+
+
+def shortened(value: Any) -> str:
+    """A JSON value as a text that fits into a table."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"

@@ -25,12 +25,12 @@ class Shares:
     """Weights of the samples of a step under one mode."""
 
     aggregation: LossAggregation
-    # fp64 [samples]: loss tokens.
     tokens: Tensor
-    # fp64 [samples]: weight of a token with mask 1; 0 for samples without tokens.
+    """Loss tokens, fp64 [samples]."""
     per_token: Tensor
-    # See `weights.formula`.
+    """Weight of a token with mask 1, fp64 [samples]; 0 for samples without tokens."""
     formula: str
+    """See `describe.formula`."""
 
     @property
     def total(self) -> float:
@@ -69,26 +69,32 @@ def explain(
         if name == "nested_mean" and levels is None:
             left_out[name] = "needs --levels"
             continue
-        try:
-            agg = _aggregation(name, divisor, empty, levels)
-        except OptionError:
-            if divisor is not None:
-                raise
+        if divisor is None and _needs_divisor(name):
             left_out[name] = "needs --divisor"
             continue
+        agg = _aggregation(name, divisor, empty, levels)
         if unknown := sorted({*agg.by_id} - {*BY_ID}):
             left_out[name] = f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
             continue
-        units = {flag: u for flag, u in LISTS.items() if u in agg.units}
-        missing = {flag: u for flag, u in units.items() if getattr(samples[0], u) is None}
-        for flag, unit in missing.items():
-            left_out[name] = f"needs --{flag}, or {unit!r} on every line"
-        if not missing:
-            shown[name] = _shares(agg, samples)
+        options = {unit: option for option, unit in LISTS.items()}
+        missing = [u for u in options if u in agg.units and getattr(samples[0], u) is None]
+        if missing:
+            left_out[name] = f"needs --{options[missing[0]]}, or {missing[0]!r} on every line"
+            continue
+        shown[name] = _shares(agg, samples)
     if not shown:
         reasons = ", ".join(f"{name} {why}" for name, why in left_out.items())
-        raise OptionError(f"no mode to show: {reasons}")
+        raise OptionError(
+            f"at least one mode must have all of its input, got none: {reasons}. Give that input, "
+            "or choose other modes (--modes)."
+        )
     return shown, left_out
+
+
+def _needs_divisor(name: str) -> bool:
+    if name in PRESETS:
+        return PRESETS[name].needs_divisor
+    return name in MODES and MODES[name].divisor == "required"
 
 
 def _aggregation(
@@ -96,12 +102,12 @@ def _aggregation(
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
     if "/" in name:
-        takes = name in PRESETS and PRESETS[name].needs_divisor
-        return LossAggregation.preset(name, divisor=divisor if takes else None, empty=empty)
-    takes = name in MODES and MODES[name].divisor != "refused"
+        takes_divisor = _needs_divisor(name)
+        return LossAggregation.preset(name, divisor=divisor if takes_divisor else None, empty=empty)
+    takes_divisor = name in MODES and MODES[name].divisor != "refused"
     return LossAggregation(
         mode=name,
-        divisor=divisor if takes else None,
+        divisor=divisor if takes_divisor else None,
         levels=levels if name == "nested_mean" else None,
         empty=empty or "count",
     )
@@ -109,26 +115,26 @@ def _aggregation(
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     """From one plan over the microbatches of all ranks."""
-    places: dict[str, list[int]] = {}
+    by_microbatch: dict[str, list[int]] = {}
     for s, sample in enumerate(samples):
-        places.setdefault(json.dumps([sample.rank, sample.microbatch]), []).append(s)
+        by_microbatch.setdefault(json.dumps([sample.rank, sample.microbatch]), []).append(s)
     tokens = torch.tensor([sample.tokens for sample in samples], dtype=torch.float64)
-    ordered = [samples[s] for members in places.values() for s in members]
+    in_order = [samples[s] for members in by_microbatch.values() for s in members]
     plan = StepPlan.from_mask_sums(
         agg,
-        [tokens[members] for members in places.values()],
-        prompt_ids=_strings([sample.prompt for sample in ordered]),
-        rollout_ids=_strings([sample.rollout for sample in ordered]),
-        dataset_ids=_strings([sample.dataset for sample in ordered]),
+        [tokens[members] for members in by_microbatch.values()],
+        prompt_ids=_strings([sample.prompt for sample in in_order]),
+        rollout_ids=_strings([sample.rollout for sample in in_order]),
+        dataset_ids=_strings([sample.dataset for sample in in_order]),
     )
     per_token = torch.zeros_like(tokens)
-    for i, members in enumerate(places.values()):
+    for i, members in enumerate(by_microbatch.values()):
         per_token[members] = plan.coefficients(i)
     return Shares(agg, tokens, per_token, formula(agg, plan.counts.tokens, plan.counts.across))
 
 
 def _strings(values: Sequence[Any]) -> list[str] | None:
-    """Equal strings for equal JSON values; None if they were not given."""
+    """Equal strings for equal JSON values; None if they are unknown."""
     if values[0] is None:
         return None
     return [json.dumps(value, sort_keys=True) for value in values]

@@ -24,9 +24,7 @@ from megatron_loss_agg.aggregation import units_by_id
 from megatron_loss_agg.describe import formula, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.launch import flags
-from megatron_loss_agg.launch.effect import GivenFlags
-from megatron_loss_agg.launch.install import hook_from_args
-from megatron_loss_agg.launch.seams import seams
+from megatron_loss_agg.launch.install import hook_from_args, replacements
 
 
 class Finding(NamedTuple):
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first, where Megatron and modules may lie.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
-    # What Megatron says when it is imported is no finding.
+    # Megatron's warnings at its import are no findings.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
@@ -72,19 +70,19 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
     gpus = torch.cuda.device_count()
-    text = f"{torch.__version__} sees {gpus or 'no'} GPU" + ("" if gpus else ": give --cpu")
+    text = f"{torch.__version__} sees {gpus or 'no'} GPU" + ("" if gpus else ". Give --cpu.")
     yield Finding("OK" if gpus else "WARN", "torch", text)
     core = _imported("megatron.core")
     training = _imported("megatron.training")
     if isinstance(core, ModuleType):
         yield check_release(core.__version__, _root(core))
         yield from _check_training(core, training)
-        yield _check_seams()
+        yield _check_replacements()
     else:
-        text = f"{_one_line(core)}; pip install megatron-core, or put a checkout on PYTHONPATH"
+        text = f"{_one_line(core)}. Run pip install megatron-core, or put a checkout on PYTHONPATH."
         yield Finding("FAIL", "megatron-core", text)
     if script_flags is not None:
-        yield _check_flags(script_flags, with_host=isinstance(training, ModuleType))
+        yield _check_flags(script_flags, has_training=isinstance(training, ModuleType))
 
 
 def check_release(version: str, root: Path) -> Finding:
@@ -93,10 +91,10 @@ def check_release(version: str, root: Path) -> Finding:
     release = (int(match[1]), int(match[2])) if match else (0, 0)
     name, text, tested = "megatron-core", f"{version} in {root}", "0.14 to 0.19"
     if release < (0, 13):
-        text += f": averages losses unlike 0.13 and later; install {tested}"
+        text += f" scales losses in another way than 0.13 and later. Install {tested}."
         return Finding("FAIL", name, text)
     if not (0, 14) <= release <= (0, 19):
-        text += f": tested with {tested}; train with --loss-aggregation-audit"
+        text += f" is not tested; {tested} are. Train with {flags.FLAG}-audit."
         return Finding("WARN", name, text)
     return Finding("OK", name, text)
 
@@ -105,57 +103,65 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
     name = "megatron.training"
     if isinstance(training, ModuleNotFoundError) and training.name == name:
         text = (
-            "not in this megatron-core (its wheels include it from 0.17): for its scripts, put a "
-            "checkout on PYTHONPATH; other loops need none"
+            "not in this megatron-core, whose wheels include it from 0.17 on; loops of other "
+            "programs do not need it. For Megatron's own scripts, put a checkout on PYTHONPATH."
         )
         yield Finding("WARN", name, text)
     elif isinstance(training, Exception):
-        yield Finding("FAIL", name, f"{_one_line(training)}; install what is missing, or fix it")
-    elif (ours := _root(training)) != (theirs := _root(core)):
-        text = f"in {ours}, but megatron.core is in {theirs}; put the checkout on PYTHONPATH"
+        yield Finding("FAIL", name, f"{_one_line(training)}. Install what is missing, or fix it.")
+    elif _root(training) != _root(core):
+        text = (
+            f"in {_root(training)}, but megatron.core is in {_root(core)}. Put the checkout that "
+            "has both on PYTHONPATH."
+        )
         yield Finding("WARN", name, text)
 
 
-def _check_seams() -> Finding:
+def _check_replacements() -> Finding:
+    name = "launcher"
     try:
-        found = seams()
+        holders = [row.holder.__name__ for row in replacements()]
     except Exception as error:
-        return Finding("FAIL", "seams", _one_line(error))
-    parts = "schedules, optimizers" + (", megatron.training" if "setup" in found else "")
-    return Finding("OK", "seams", f"the launcher can wrap Megatron's {parts}")
+        return Finding("FAIL", name, _one_line(error))
+    text = "replaces functions of Megatron's schedules and optimizers"
+    if any(holder.startswith("megatron.training.") for holder in holders):
+        text += ", and of megatron.training"
+    return Finding("OK", name, text)
 
 
-def _check_flags(script_flags: Sequence[str], with_host: bool) -> Finding:
+def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
     """The first thing that a run with these flags, or those of the environment, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
-        text = f"{script} is not a file; expected a training script, or flags alone"
+        text = f"SCRIPT must be a file, got {script!r}. Give a training script, or flags alone."
         return Finding("FAIL", "flags", text)
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
     try:
-        if with_host:
-            parser = getattr(*seams()["add_arguments"][0])(parser)
-        given = GivenFlags(script_flags)
-        args, others = parser.parse_known_args(given.others)
-        vars(args).update(given.values)
+        if has_training:
+            from megatron.training.arguments import add_megatron_arguments
+
+            parser = add_megatron_arguments(parser)
+        values, script_arguments = flags.of_process(script_flags)
+        args, unknown = parser.parse_known_args(script_arguments)
+        vars(args).update(values)
         hook = hook_from_args(args, in_training_loop=True)
     except AggregationError as error:
         return Finding("FAIL", "flags", _one_line(error))
     if hook is None:
-        text = f"without {flags.FLAG} the plugin does nothing; add {flags.FLAG} MODE"
+        text = f"without {flags.FLAG} the plugin does nothing. Add {flags.FLAG} MODE."
         return Finding("WARN", "flags", text)
     formulas = [formula(term.aggregation) for term in hook.terms.values()]
-    mode = "; ".join([terms_in_words(hook.terms), *formulas])
-    if not with_host:
-        text = f"{mode}; Megatron's own flags not checked: no megatron.training"
+    loss = "; ".join([terms_in_words(hook.terms), *formulas])
+    if not has_training:
+        text = f"{loss}; without megatron.training, Megatron's own flags are not checked"
         return Finding("WARN", "flags", text)
-    unknown = ", ".join(flag for flag in others if flag.startswith("--") and flag != "--cpu")
+    unknown = [flag for flag in unknown if flag.startswith("--") and flag != "--cpu"]
     if unknown:
-        text = f"{mode}; Megatron has no {unknown}: valid only if the script adds them"
+        text = f"{loss}; Megatron has no {', '.join(unknown)}: right only if the script adds them"
         return Finding("WARN", "flags", text)
-    needs = " and ".join(f"{unit}_ids" for unit in sorted(units_by_id(hook.terms)))
-    read = f"; the batches must have {needs}" if needs else ""
-    return Finding("OK", "flags", f"{mode}; no other flag conflicts with it{read}")
+    ids = " and ".join(f"{unit}_ids" for unit in sorted(units_by_id(hook.terms)))
+    needs = f"; the batches must have {ids}" if ids else ""
+    return Finding("OK", "flags", f"{loss}; no other flag conflicts with it{needs}")
 
 
 def _imported(name: str) -> ModuleType | Exception:

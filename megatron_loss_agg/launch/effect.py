@@ -1,7 +1,7 @@
-"""The plugin's flags of this process, and whether they take effect; a run where they do not fails.
+"""Fail the run if ``--loss-aggregation`` was given but never took effect.
 
-A script can compute its loss without Megatron's schedule. Such a run would train on the stock loss
-without a word.
+A script can compute its loss without Megatron's schedule. It would then train on Megatron's own
+loss, and nothing would say so.
 """
 
 from __future__ import annotations
@@ -13,107 +13,111 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.errors import AggregationError, HostError
 from megatron_loss_agg.launch import flags
-from megatron_loss_agg.launch.once import refuse
-from megatron_loss_agg.mcore.hook import Hook
+from megatron_loss_agg.mcore import LossHook
+
+BAD_START = 2
+"""The exit code of a run with bad flags, or with flags that had no effect."""
 
 
-class GivenFlags:
-    """The plugin's flags of this process, and what became of them.
+class Effect:
+    """The plugin's flags of this process, and whether they have taken effect.
 
     Args:
-        argv: arguments of the script, among which they are, if the environment holds none.
+        argv: the arguments of the script, ours among them if the environment holds none.
 
     Attributes:
-        values: what was given, by the parser's names.
-        others: the other arguments, in their order.
+        values: the flags' values, by the parser's names.
+        other_arguments: the script's own arguments, in their order.
+        has_megatron_optimizer: whether this process has made an optimizer of Megatron's, which
+            steps torch's optimizers by itself, also to initialize their state.
+
+    Raises:
+        OptionError: a flag is bad.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.values, self.others = flags.taken_from(argv)
-        held = flags.in_environment()
-        if self.values and held:
-            raise OptionError(
-                f"{flags.VARIABLE} is set, and {flags.flag_of(next(iter(self.values)))} is on the "
-                "command line; expected flags in one of the two places"
-            )
-        self.values |= held
+        self.values, self.other_arguments = flags.of_process(argv)
+        self.has_megatron_optimizer = False
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
-        self._called = False
-        self._trains: Hook | None = None
+        self._schedule_was_called = False
+        self._trained_by: LossHook | None = None
 
     @property
-    def _asked(self) -> str | None:
-        """The aggregation, of our own flags or of a YAML file that Megatron has read."""
-        given = self.values.get("loss_aggregation")
-        return given or getattr(host_args(), "loss_aggregation", None)
+    def mode(self) -> str | None:
+        """The value of ``--loss-aggregation``, which a YAML file of Megatron may give, too."""
+        mode = self.values.get("loss_aggregation")
+        return mode or getattr(megatron_args(), "loss_aggregation", None)
 
     @property
-    def skips_step(self) -> bool:
-        """Whether the next optimizer's step is to be skipped, since it is empty."""
-        return self._trains is not None and self._trains.step_is_empty
+    def skips_optimizer(self) -> bool:
+        """Whether the next step of the optimizer is to be skipped, since no token is active."""
+        return self._trained_by is not None and self._trained_by.step_is_empty
 
-    def noting(self, hook: Hook, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """``schedule``, wrapped by a hook that was made from the flags, whose calls are noted."""
-        hooked = hook.wrap(schedule)
+    def noting(self, hook: LossHook, hooked: Callable[..., Any]) -> Callable[..., Any]:
+        """``hooked``, a schedule with the loss of ``hook``; its calls are noted."""
 
         @functools.wraps(hooked)
-        def noted(**arguments: Any) -> Any:
-            self._called = True
+        def schedule(**arguments: Any) -> Any:
+            self._schedule_was_called = True
             if not (arguments.get("forward_only") or arguments.get("collect_non_loss_data")):
                 self._note_training(hook)
             return hooked(**arguments)
 
-        return noted
+        return schedule
 
-    def _note_training(self, hook: Hook) -> None:
-        if hook.empty_step == "skip" and self._trains not in (None, hook):
+    def _note_training(self, hook: LossHook) -> None:
+        if hook.empty_step == "skip" and self._trained_by not in (None, hook):
             raise HostError(
-                "--loss-aggregation-empty-step skip, and several models train in this process; "
-                "expected one, since whose optimizer steps is unknown: choose error or step"
+                f"{flags.FLAG}-empty-step skip needs a single model that trains in this process, "
+                "to know whose optimizer to skip, got several. Choose "
+                f"{flags.FLAG}-empty-step error or train."
             )
-        self._trains = hook
+        self._trained_by = hook
 
     def check_before_step(self, optimizer: Any) -> None:
-        """Raise HostError if the flags should have taken effect by this optimizer's step."""
-        if self._trains is None and self._asked:
-            raise self._no_effect(
+        """Raise HostError if the flags should have taken effect before ``optimizer`` steps."""
+        if self._trained_by is None and self.mode:
+            raise self._had_no_effect(
                 f"{type(optimizer).__name__} is about to step, and no forward-backward call has "
                 "trained through the plugin"
             )
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
-        """As `check_before_step`, for an optimizer of torch, whose steps cannot be skipped."""
+        """As `check_before_step`, for an optimizer of torch, which cannot be skipped."""
+        if self.has_megatron_optimizer:
+            return
         self.check_before_step(optimizer)
-        if self.skips_step:
+        if self.skips_optimizer:
             raise HostError(
-                f"{type(optimizer).__name__} is about to step without any token; expected one of "
-                "Megatron's for --loss-aggregation-empty-step skip: choose error or step"
+                f"{flags.FLAG}-empty-step skip needs an optimizer of Megatron's, got "
+                f"{type(optimizer).__name__}, which is about to step without any token. Choose "
+                f"{flags.FLAG}-empty-step error or train."
             )
 
     def error_at_exit(self) -> HostError | None:
-        """The error of a script that ends now; None if the flags took effect, or had nothing to do.
+        """The error of a script that ends now without effect of its flags; None if all is well.
 
-        Megatron's own loop makes no step if its checkpoint is of the last iteration already. It
-        sets ``do_train`` in its flags.
+        A run that had nothing to do is well. Megatron's own loop makes no step if its checkpoint is
+        of the last iteration already; it sets ``do_train`` in its flags.
         """
-        idle = self._asks_for_help or hasattr(host_args(), "do_train")
-        if self._called or idle or not self._asked:
+        had_nothing_to_do = self._asks_for_help or hasattr(megatron_args(), "do_train")
+        if self._schedule_was_called or had_nothing_to_do or not self.mode:
             return None
-        return self._no_effect("the script made no step through the plugin")
+        return self._had_no_effect("the script trained nothing through the plugin")
 
-    def _no_effect(self, why: str) -> HostError:
+    def _had_no_effect(self, reason: str) -> HostError:
         return HostError(
-            f"{flags.FLAG} {self._asked} has no effect: {why}; expected a loop "
-            "that calls what Megatron-Core's get_forward_backward_func() returns, after install() "
-            "and without a LossHook of its own"
+            f"{flags.FLAG} {self.mode} has no effect: {reason}. Call what Megatron-Core's "
+            "get_forward_backward_func() returns, after install() and without a LossHook of the "
+            f"script's own, or remove {flags.FLAG}."
         )
 
     def fail_at_exit(self) -> None:
-        """End the process, at its exit, with code 2 if the flags have had no effect."""
-        failed = getattr(sys, "last_value", None) is not None
-        error = None if failed else self.error_at_exit()
+        """End the process, at its exit, with `BAD_START` if the flags have had no effect."""
+        ended_with_an_error = getattr(sys, "last_value", None) is not None
+        error = None if ended_with_an_error else self.error_at_exit()
         if error is not None:
             code = refuse(error)
             sys.stdout.flush()
@@ -121,10 +125,16 @@ class GivenFlags:
             os._exit(code)  # an exception in this place would not change the exit code
 
 
-def host_args() -> Any:
+def refuse(error: AggregationError) -> int:
+    """Print ``error`` as one line, and return the exit code."""
+    print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return BAD_START
+
+
+def megatron_args() -> Any:
     """Megatron's parsed flags; empty ones in a script that does not use its parser."""
-    host = sys.modules.get("megatron.training.global_vars")
+    global_vars = sys.modules.get("megatron.training.global_vars")
     try:
-        return argparse.Namespace() if host is None else host.get_args()
+        return argparse.Namespace() if global_vars is None else global_vars.get_args()
     except AssertionError:  # they are not initialized
         return argparse.Namespace()

@@ -1,4 +1,4 @@
-"""The command-line flags, and how to read them."""
+"""The command-line flags: which there are, where they stand, and the aggregation they ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import OptionError
@@ -16,74 +16,109 @@ from megatron_loss_agg.presets import SYSTEMS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
-"""The environment variable that holds flags where another program owns the command line."""
-_ALIKE = 0.85
-"""Of 1, how alike a misspelt flag is to one of ours; Megatron's own are below 0.7."""
+"""The environment variable that holds the flags where another program owns the command line."""
+_CUTOFF = 0.85
+"""Similarity (difflib ratio) from which an unknown flag is taken for a misspelt one of ours.
 
-_OPTIONS: dict[str, tuple[str | tuple[str, ...] | None, str]] = {
-    "divisor": ("D", "the D of 'constant' and 'sum', a number above 0"),
-    "levels": (
-        "UNIT,UNIT,...",
+Megatron's own flags score below 0.7.
+"""
+
+
+class _Option(NamedTuple):
+    """A further flag ``--loss-aggregation-NAME``; without a value and without words, a switch."""
+
+    help: str
+    value: str | None = None  # how the help shows a free value
+    words: tuple[str, ...] = ()  # the only values that are allowed
+    default: str | None = None  # one of the words
+
+
+_COUNT_OR_SKIP = ("count", "skip")
+_OPTIONS = {
+    "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D"),
+    "levels": _Option(
         "for 'nested_mean': its units from outside to inside, such as prompt,rollout,sample",
+        "UNIT,UNIT,...",
     ),
-    "empty": (
-        "{count,skip}",
+    "empty": _Option(
         "whether groups without active tokens count (default: count, or as the preset has it)",
+        words=_COUNT_OR_SKIP,
     ),
-    "rejected": (
-        "{count,skip}",
+    "rejected": _Option(
         "whether samples that the batch key 'rejected' marks count in the denominators",
+        words=_COUNT_OR_SKIP,
     ),
-    "sample_weights": (
-        "{count,skip}",
-        "whether the batch key 'sample_weights' counts in the denominators",
+    "sample_weights": _Option(
+        "whether the batch key 'sample_weights' counts in the denominators", words=_COUNT_OR_SKIP
     ),
-    "function": ("MODULE:NAME", "for 'custom': a function (plan, i) -> weights of microbatch i"),
-    "batch": (
-        "MODULE:NAME",
+    "function": _Option(
+        "for 'custom': a function (samples) -> coefficient of each sample", "MODULE:NAME"
+    ),
+    "batch": _Option(
         "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
+        "MODULE:NAME",
     ),
-    "factors": (
-        "KEY",
-        "the batch key of factors by token, which multiply weights and are in no denominator",
+    "split": _Option(
+        "how the tokens of a batch lie on context-parallel ranks: zigzag inside every sequence, "
+        "zigzag over the whole pack, or contiguous (default: zigzag; zigzag_pack with Megatron's "
+        "--dataloader-inter-document-masking)",
+        words=("zigzag", "zigzag_pack", "contiguous"),
     ),
-    "mask": (
-        ("batch", "model"),
-        "who makes the loss mask; the model does in pretrain_vlm.py (default: batch)",
+    "empty_step": _Option(
+        "what to do about a step without any token: train as Megatron does, end the run, or skip "
+        "the optimizer (default: train)",
+        words=("train", "error", "skip"),
+        default="train",
     ),
-    "empty_step": (
-        ("step", "error", "skip"),
-        "what a step without any token does: ends the run, or skips the optimizer (default: step)",
+    "evaluation": _Option(
+        "forward-only calls of the schedule: reported as Megatron averages them, or aggregated in the "
+        "same way as training (default: same in Megatron's own training loop, megatron in others)",
+        words=("megatron", "same"),
     ),
-    "report_datasets": (None, "report each data set of the step (batch key dataset_id)"),
-    "audit": (
-        None,
-        "measure Megatron's averaging for each new number of microbatches, and print it",
+    "report_datasets": _Option("report each data set of the step (batch key dataset_id)"),
+    "audit": _Option(
+        "measure Megatron's scaling for each new number of microbatches, and print it"
     ),
-    "unmeasured": (
-        ("refuse", "trust"),
-        "a model whose averaging cannot be measured; trust: it averages as DDP (default: refuse)",
+    "unmeasured": _Option(
+        "whether to refuse a model whose scaling cannot be measured, or trust it to be that of "
+        "Megatron's DDP (default: refuse)",
+        words=("refuse", "trust"),
+        default="refuse",
     ),
-    "mtp": (
-        ("host", "same"),
-        "losses of multi-token prediction: as Megatron averages them, or as the loss "
-        "(default: host)",
+    "mtp": _Option(
+        "losses of multi-token prediction: averaged as Megatron does, or aggregated in the same "
+        "way as the main loss (default: megatron)",
+        words=("megatron", "same"),
+        default="megatron",
     ),
-    "moe": (
-        ("host", "step"),
-        "auxiliary losses of routers: as Megatron weighs them, or over the step (default: host)",
+    "moe": _Option(
+        "auxiliary losses of routers: weighted as Megatron does, or over the whole step (default: "
+        "megatron)",
+        words=("megatron", "whole"),
+        default="megatron",
     ),
 }
-"""Value and help of each further flag. None: it takes no value; a tuple: one of these words."""
 _OF_AGGREGATION = ("divisor", "levels", "empty", "rejected", "sample_weights", "function")
-"""Those that say what is computed; the others are the hook's."""
+"""The flags that say what is computed; the others set up the hook."""
+
+_REMOVED = {
+    "mask": (
+        "a mask that the model makes during its forward pass is not known before the step",
+        "Compute the mask in the data, or run a forward pass before the step",
+    ),
+    "factors": (
+        "a factor of each token belongs into the losses of a TokenLoss",
+        "Multiply the losses by the factor in the script's TokenLoss",
+    ),
+}
+"""Flags of earlier versions: why they were removed, and what to do instead."""
 
 
 class Parser(argparse.ArgumentParser):
     """Raises OptionError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(message)
+        raise OptionError(f"{message}. Correct this flag on the command line.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -95,40 +130,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"mean over the whole optimizer step: {', '.join(MODES)}; or a preset such as "
         "verl/token-mean. Without it nothing changes.",
     )
-    for name, (value, text) in _OPTIONS.items():
-        shown = "{" + ",".join(value) + "}" if isinstance(value, tuple) else value
-        kind: dict[str, Any] = {"metavar": shown} if shown else {"action": "store_true"}
-        kind |= {"type": float} if name == "divisor" else {}
-        group.add_argument(_flag(name), help=text, **kind)
+    for name, option in _OPTIONS.items():
+        if not (option.value or option.words):
+            group.add_argument(_flag(name), action="store_true", help=option.help)
+            continue
+        group.add_argument(
+            _flag(name),
+            metavar=option.value or "{" + ",".join(option.words) + "}",
+            type=float if name == "divisor" else str,
+            help=option.help,
+        )
     return parser
 
 
-def flag_of(name: str) -> str:
-    """The flag that a parser stores as ``name``."""
-    return "--" + name.replace("_", "-")
+def _flag(name: str) -> str:
+    """The flag of the option ``name``."""
+    return f"{FLAG}-{name.replace('_', '-')}"
 
 
-def _flag(option: str) -> str:
-    return flag_of(f"loss_aggregation_{option}")
+def _as_flag(setting: str) -> str:
+    """The flag that a parser, or a YAML file, stores as ``setting``."""
+    return "--" + setting.replace("_", "-")
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of the further flags that are given, by the names of `_OPTIONS`."""
-    values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
-    return {name: x for name, x in values.items() if x is not None and x is not False}
-
-
-def word(args: argparse.Namespace, name: str) -> str:
-    """The value of the further flag ``name``, one of its words; by default the first.
+def chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """Values of the further flags that were given, by their names in `_OPTIONS`.
 
     Raises:
-        OptionError: it is none of them. A YAML file may say anything.
+        OptionError: a value is not one of the flag's words.
     """
-    words = _OPTIONS[name][0] or ()
-    value: str = given(args).get(name, words[0])
-    if value not in words:
-        raise OptionError(f"{_flag(name)} {value}; expected one of {', '.join(words)}")
-    return value
+    values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
+    # Not by equality: a divisor of 0 equals False, and is refused later.
+    values = {name: x for name, x in values.items() if x is not None and x is not False}
+    for name, value in values.items():
+        words = _OPTIONS[name].words
+        if words and value not in words:
+            raise OptionError(
+                f"{_flag(name)} must be one of {', '.join(words)}, got {value!r}. "
+                f"Change {_flag(name)}."
+            )
+    return values
+
+
+def hook_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Values of the flags that set up the hook; of those that were not given, the defaults."""
+    defaults = {name: x.default for name, x in _OPTIONS.items() if name not in _OF_AGGREGATION}
+    return defaults | {name: x for name, x in chosen(args).items() if name in defaults}
 
 
 def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
@@ -137,27 +184,45 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     Raises:
         AggregationError: a flag's value is bad, or conflicts with another flag.
     """
-    known = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)}
-    for name in vars(args):  # a YAML file may say anything
-        if name.replace("-", "_").startswith("loss_aggregation") and name not in known:
-            raise OptionError(f"unknown setting {name}; expected one of {', '.join(sorted(known))}")
-    mode, further = getattr(args, "loss_aggregation", None), given(args)
+    _check_settings_of_yaml(args)
+    mode, further = getattr(args, "loss_aggregation", None), chosen(args)
     if mode is None:
         if further:
             flag = _flag(next(iter(further)))
-            raise OptionError(f"{flag} without {FLAG}; give a mode, or drop it")
+            raise OptionError(f"{flag} needs {FLAG}, got none. Add {FLAG} MODE, or remove {flag}.")
         return None
-    options = {name: x for name, x in further.items() if name in _OF_AGGREGATION}
+    options = {name: value for name, value in further.items() if name in _OF_AGGREGATION}
     is_preset = "/" in mode or mode in SYSTEMS  # a system alone: the error lists its presets
+    for name, its_mode in {"function": "custom", "levels": "nested_mean"}.items():
+        if name in options and is_preset:
+            raise OptionError(
+                f"{_flag(name)} needs {FLAG} {its_mode}, got the preset {mode!r}. "
+                f"Remove {_flag(name)}, or choose {FLAG} {its_mode}."
+            )
     if "function" in options:
-        if is_preset:
-            raise OptionError(f"{FLAG}-function with the preset {mode!r}; expected 'custom'")
-        options["function"] = load(f"{FLAG}-function", options["function"])
-    if "levels" in options and is_preset:
-        raise OptionError(f"{FLAG}-levels with the preset {mode!r}; expected 'nested_mean'")
+        options["function"] = load(_flag("function"), options["function"])
     if is_preset:
         return LossAggregation.preset(mode, **options)
     return LossAggregation(mode=mode, **options)
+
+
+def _check_settings_of_yaml(args: argparse.Namespace) -> None:
+    """Refuse settings that no parser has checked, since they come from a YAML file."""
+    names = ["loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)]
+    for setting in vars(args):
+        if setting.replace("-", "_").startswith("loss_aggregation") and setting not in names:
+            _refuse_removed(_as_flag(setting))
+            raise OptionError(
+                f"{setting} is not a setting of megatron_loss_agg. Write one of "
+                f"{', '.join(names)} in the YAML file."
+            )
+
+
+def _refuse_removed(flag: str) -> None:
+    """Raise OptionError if an earlier version had this flag."""
+    for name, (reason, remedy) in _REMOVED.items():
+        if flag == _flag(name):
+            raise OptionError(f"{flag} was removed: {reason}. {remedy}, and remove {flag}.")
 
 
 def aggregation_from_environment() -> LossAggregation | None:
@@ -168,24 +233,39 @@ def aggregation_from_environment() -> LossAggregation | None:
     Raises:
         AggregationError: as `aggregation_from`, or the variable holds something else.
     """
-    held = in_environment()
-    of_hook = held.keys() - {f"loss_aggregation_{name}" for name in _OF_AGGREGATION}
-    if others := sorted(of_hook - {"loss_aggregation"}):
+    values = in_environment()
+    allowed = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OF_AGGREGATION)}
+    if without_effect := sorted(values.keys() - allowed):
         raise OptionError(
-            f"{VARIABLE} holds {' '.join(map(flag_of, others))}; expected {FLAG} MODE, and "
-            "flags of the aggregation only: this loop has no hook"
+            f"{VARIABLE} must hold {FLAG} MODE and flags of the aggregation only, since this loop "
+            f"has no hook, got {' '.join(map(_as_flag, without_effect))}. Remove them from "
+            f"{VARIABLE}."
         )
-    return aggregation_from(argparse.Namespace(**held))
+    return aggregation_from(argparse.Namespace(**values))
 
 
 def in_environment() -> dict[str, Any]:
-    """The flags in `VARIABLE`, as `taken_from` gives them; it may hold nothing else."""
-    held, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
+    """The flags in `VARIABLE`, as `taken_from` returns them; it may hold nothing else."""
+    values, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
     if others:
         raise OptionError(
-            f"{VARIABLE} holds {' '.join(others)}; expected {FLAG} MODE and {FLAG}-* only"
+            f"{VARIABLE} must hold {FLAG} MODE and flags {FLAG}-... only, got "
+            f"{' '.join(others)}. Remove it from {VARIABLE}."
         )
-    return held
+    return values
+
+
+def of_process(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Our flags among ``argv`` or in the environment, and the other arguments; as `taken_from`."""
+    values, others = taken_from(argv)
+    from_environment = in_environment()
+    if values and from_environment:
+        flag = _as_flag(next(iter(values)))
+        raise OptionError(
+            f"The flags must stand in {VARIABLE} or on the command line, got {flag} beside "
+            f"{VARIABLE}. Unset {VARIABLE}, or remove {flag}."
+        )
+    return values or from_environment, others
 
 
 def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -193,16 +273,21 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     parser = add_arguments(
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     )
-    found, others = parser.parse_known_args(argv)
-    names = [FLAG, *(_flag(name) for name in _OPTIONS)]
+    values, others = parser.parse_known_args(argv)
+    times = sum(argument.partition("=")[0] == FLAG for argument in argv)
+    if times > 1:
+        raise OptionError(f"{FLAG} must be given once, got {times}. Remove all {FLAG} but one.")
+    names = [FLAG, *map(_flag, _OPTIONS)]
     # A script that ignores unknown flags would train as without the plugin.
     for flag in (x.partition("=")[0] for x in others if x.startswith("--")):
-        least = 0.0 if flag.startswith(FLAG) else _ALIKE
-        if nearest := get_close_matches(flag, names, 1, least):
+        _refuse_removed(flag)
+        cutoff = 0.0 if flag.startswith(FLAG) else _CUTOFF
+        if nearest := get_close_matches(flag, names, 1, cutoff):
             raise OptionError(
-                f"unknown flag {flag}; expected {nearest[0]}, or another of {', '.join(names)}"
+                f"{flag} is not a flag of megatron_loss_agg. Write {nearest[0]}, or another of "
+                f"{', '.join(names)}."
             )
-    return vars(found), others
+    return vars(values), others
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:
@@ -212,7 +297,7 @@ def load(flag: str, path: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
         raise OptionError(
-            f"{flag} {path!r} cannot be loaded ({error}); expected module:name of a function, in a "
-            "module on PYTHONPATH or beside the script"
+            f"{flag} must be module:name of a function that can be imported, got {path!r} "
+            f"({error}). Put the module on PYTHONPATH or beside the script, or change {flag}."
         ) from error
     return function

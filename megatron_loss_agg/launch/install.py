@@ -1,4 +1,4 @@
-"""Installs the plugin in Megatron-Core and `megatron.training`, and uninstalls it."""
+"""Replaces functions of Megatron, so that every loop on its schedules uses the flags' hook."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import atexit
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_loss_agg.errors import AggregationError
+from megatron_loss_agg.errors import AggregationError, HostError
 from megatron_loss_agg.launch import flags
-from megatron_loss_agg.launch.effect import GivenFlags, host_args
-from megatron_loss_agg.launch.once import print_uncaught_once, refuse
-from megatron_loss_agg.launch.seams import seams
-from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.extensions.audit import Audit
-from megatron_loss_agg.mcore.extensions.datasets import DatasetReports
-from megatron_loss_agg.mcore.extensions.distillation import Distillation, terms_from
-from megatron_loss_agg.mcore.extensions.inexact import check_exact
-from megatron_loss_agg.mcore.extensions.mtp import MultiTokenPrediction
-from megatron_loss_agg.mcore.extensions.routers import RouterLosses
-from megatron_loss_agg.mcore.host import STOCK, Loop, chunks_of
-from megatron_loss_agg.mcore.reading.keys import ReadBatch, read_batch, with_factors
-from megatron_loss_agg.mcore.reading.late import check_possible, read_samples
+from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
+from megatron_loss_agg.mcore import (
+    DatasetReports,
+    LossHook,
+    aggregate_mtp,
+    aggregate_routers,
+    distillation_terms,
+    distilled,
+    read_batch,
+)
+from megatron_loss_agg.mcore.batches import ReadBatch
+from megatron_loss_agg.mcore.call import STOCK, model_chunks
+from megatron_loss_agg.mcore.checks.settings import check_settings
+from megatron_loss_agg.mcore.parts.distillation import KD
 
-_Function = Callable[..., Any]
+Schedule = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
 """(Megatron's parsed flags, whether Megatron's own training loop asks) -> its hook."""
 
@@ -52,51 +51,57 @@ def hook_from_args(
     aggregation = flags.aggregation_from(args)
     if aggregation is None:
         return None
-    check_exact(args, args)
-    given = flags.given(args)
-    terms = terms_from(args, aggregation)
-    loop = Loop(in_training_loop, in_training_loop and getattr(args, "sft", False))
-    log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
-    repeat, trust = "audit" in given, flags.word(args, "unmeasured") == "trust"
-    extensions: list[Extension] = [
-        *([MultiTokenPrediction()] if flags.word(args, "mtp") == "same" else []),
-        *([RouterLosses()] if flags.word(args, "moe") == "step" else []),
-        *([Distillation()] if terms is not aggregation else []),
-        *([DatasetReports(log_interval)] if "report_datasets" in given else []),
-        *([Audit(repeat=repeat, trust=trust)] if repeat or trust else []),
-    ]
-    late = flags.word(args, "mask") == "model"
-    if "batch" in given:
-        read_batch = flags.load(f"{flags.FLAG}-batch", given["batch"])
-    elif late:
-        read_batch = read_samples
-    if "factors" in given:
-        read_batch = with_factors(read_batch, given["factors"])
-    empty_step = flags.word(args, "empty_step")
-    hook = LossHook(
-        terms, read_batch=read_batch, extensions=extensions, empty_step=empty_step, loop=loop
+    check_settings(args, args)
+    options = flags.hook_options(args)
+    if options["batch"]:
+        read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
+    extensions, wrappers, settings = [], [], {}
+    if options["report_datasets"]:
+        log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
+        extensions.append(DatasetReports(log_interval))
+    if options["mtp"] == "same":
+        wrappers.append(aggregate_mtp)
+        settings["mtp"] = "same"
+    if options["moe"] == "whole":
+        wrappers.append(aggregate_routers)
+        settings["moe"] = "whole"
+    return LossHook(
+        distillation_terms(args, aggregation),
+        read_batch=read_batch,
+        split=options["split"] or _split_of_megatron(args),
+        extensions=extensions,
+        wrappers=wrappers,
+        empty_step=options["empty_step"],
+        evaluates=_evaluates(options["evaluation"], in_training_loop),
+        prefetches=in_training_loop,
+        audit=bool(options["audit"]),
+        trusts_unmeasured=options["unmeasured"] == "trust",
+        settings=settings,
     )
-    if late:
-        check_possible(
-            hook.terms,
-            needs={need for x in extensions for need in x.needs},
-            empty_step=empty_step,
-            averages_quotients=loop.averages_quotients,
-        )
-    return hook
+
+
+def _evaluates(evaluation: str | None, in_training_loop: bool) -> bool:
+    """Whether forward-only calls are aggregated; other loops may make them without a loss."""
+    return in_training_loop if evaluation is None else evaluation == "same"
+
+
+def _split_of_megatron(args: Any) -> str | None:
+    """The split that Megatron's flags tell, as its ``get_batch`` chooses it; None: the default."""
+    over_whole_pack = getattr(args, "dataloader_inter_document_masking", False)
+    return "zigzag_pack" if over_whole_pack and not getattr(args, "sft", False) else None
 
 
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
     make_hook: MakeHook = hook_from_args,
     watch_exit: bool = True,
-    launched: GivenFlags | None = None,
+    launcher: Effect | None = None,
 ) -> Callable[[], None]:
     """Hook the schedule and the optimizers of every loop on Megatron-Core in this process.
 
     Our flags are taken off the command line (``sys.argv``), or from the environment variable
     ``MEGATRON_LOSS_AGG_FLAGS``, and added to Megatron's parser, if the script uses it. Without
-    ``--loss-aggregation`` the host's behaviour does not change. With it, an optimizer that steps
+    ``--loss-aggregation`` Megatron's behaviour does not change. With it, an optimizer that steps
     before the hook has run raises HostError. Does nothing if already installed.
 
     Args:
@@ -104,110 +109,192 @@ def install(
         make_hook: called once for Megatron's own training loop, before the model is built, and
             once for each model of other loops.
         watch_exit: end the process with code 2 if the flags have had no effect when it exits.
-        launched: our flags, from the launcher. Flags that make no hook then end the script with one
-            line and exit code 2 in place of a traceback.
+        launcher: what the launcher knows of the flags. Flags that make no hook then end the script
+            with one line and exit code 2 in place of a traceback.
 
     Returns:
         ``uninstall``, which restores every function and the command line, but not in loops that
-        have kept one; a no-op if it was already installed.
+        have kept one; it does nothing if the plugin was installed before.
 
     Raises:
         AggregationError: bad flags; raised before Megatron is imported.
-        HostError: as `seams`.
+        HostError: as `replacements`.
     """
-    given = launched or GivenFlags(sys.argv[1:])
-    hook_from_args(argparse.Namespace(**given.values))
-    found = seams()
-    if hasattr(getattr(*found["schedule"][0]), STOCK):
+    effect = launcher or Effect(sys.argv[1:])
+    hook_from_args(argparse.Namespace(**effect.values))
+    table = replacements()
+    if any(hasattr(getattr(row.holder, row.name), STOCK) for row in table):
         return lambda: None
-    ours = _Ours(given, prepare_parser, make_hook, launched is not None)
+    plugin = Plugin(effect, prepare_parser, make_hook, exits=launcher is not None)
     undo = contextlib.ExitStack()
-    for name, places in found.items():
-        for holder, of_host in places:
-            undo.callback(setattr, holder, of_host, getattr(holder, of_host))
-            _put(holder, of_host, getattr(ours, name))
-    undo.callback(print_uncaught_once())
-    undo.callback(ours.torch_steps.remove)
+    for holder, name, ours in table:
+        megatrons = getattr(holder, name)
+        setattr(holder, name, _replacing(megatrons, functools.partial(ours, plugin)))
+        undo.callback(setattr, holder, name, megatrons)
+    undo.callback(register_optimizer_step_pre_hook(effect.check_before_torch_step).remove)
     undo.callback(setattr, sys, "argv", sys.argv)
-    sys.argv = [*sys.argv[:1], *given.others]
+    sys.argv = [*sys.argv[:1], *effect.other_arguments]
     if watch_exit:
-        atexit.register(given.fail_at_exit)
-        undo.callback(atexit.unregister, given.fail_at_exit)
+        atexit.register(effect.fail_at_exit)
+        undo.callback(atexit.unregister, effect.fail_at_exit)
     return undo.close
 
 
-def _put(holder: Any, name: str, ours: _Function) -> None:
-    """Put ``ours`` in the place of a function of the host, which it gets first."""
-    stock = getattr(holder, name)
+def _replacing(megatrons: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in place of ``megatrons`` that calls ``ours`` with it and its arguments."""
 
-    @functools.wraps(stock)
+    @functools.wraps(megatrons)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return ours(stock, *args, **kwargs)
+        return ours(megatrons, *args, **kwargs)
 
-    setattr(function, STOCK, (function, stock))
-    setattr(holder, name, function)
+    setattr(function, STOCK, (function, megatrons))
+    return function
 
 
-@dataclass
-class _Ours:
-    """What is put in place of the host's functions. See `install`."""
+class Plugin:
+    """The functions that replace Megatron's; each gets Megatron's function and its arguments.
 
-    given: GivenFlags
-    prepare_parser: Callable[[Any], Any]
-    make_hook: MakeHook
-    launched: bool
+    Args:
+        effect: notes what the flags do.
+        prepare_parser: see `install`.
+        make_hook: see `install`.
+        exits: whether flags that make no hook end the process with one line and exit code 2.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        effect: Effect,
+        prepare_parser: Callable[[Any], Any],
+        make_hook: MakeHook,
+        exits: bool,
+    ) -> None:
+        self._effect = effect
+        self._prepare_parser = prepare_parser
+        self._make_hook = make_hook
+        self._exits = exits
+        self._hooked_in_megatrons_loop: Callable[[Schedule], Schedule] | None = None
         # A hook checks and measures the first step of one model.
-        self._by_model: WeakKeyDictionary[Any, LossHook | None] = WeakKeyDictionary()
-        self.torch_steps = register_optimizer_step_pre_hook(self.given.check_before_torch_step)
+        self._hooked_by_model: WeakKeyDictionary[Any, Callable[[Schedule], Schedule]]
+        self._hooked_by_model = WeakKeyDictionary()
 
-    def _hook(self, in_training_loop: bool) -> LossHook | None:
-        args = host_args()
-        vars(args).update(self.given.values)  # a YAML file may have replaced the command line
+    def _new_hook(self, in_training_loop: bool) -> Callable[[Schedule], Schedule]:
+        """Make a hook from the flags; return a function that hooks a schedule, each schedule once.
+
+        Without ``--loss-aggregation`` it returns the schedule as it is.
+        """
+        args = megatron_args()
+        vars(args).update(self._effect.values)  # a YAML file may have replaced the command line
         try:
-            return self.make_hook(args, in_training_loop)
+            hook = self._make_hook(args, in_training_loop)
         except AggregationError as error:
-            if not self.launched:
+            if not self._exits:
                 raise
             sys.exit(refuse(error))
 
-    @functools.cached_property
-    def _of_training(self) -> LossHook | None:
-        return self._hook(in_training_loop=True)
+        @functools.cache
+        def hooked(schedule: Schedule) -> Schedule:
+            if hook is None:
+                return schedule
+            aggregated = hook.wrap(schedule)
+            if [*hook.terms][1:] == [KD]:
+                aggregated = distilled(hook, aggregated)
+            return self._effect.noting(hook, aggregated)
 
-    def schedule(self, stock: _Function, **arguments: Any) -> Any:
-        chunk = chunks_of(arguments["model"])[0]
-        if chunk not in self._by_model:
-            self._by_model[chunk] = self._hook(in_training_loop=False)
-        hook = self._by_model[chunk]
-        return (stock if hook is None else self.given.noting(hook, stock))(**arguments)
+        return hooked
 
-    def construct_optimizer(self, stock: _Function, *args: Any, **kwargs: Any) -> None:
-        # Megatron's optimizers step those of torch inside them, also to initialize their state.
-        self.torch_steps.remove()
-        stock(*args, **kwargs)
+    def run_schedule(self, schedule: Schedule, **arguments: Any) -> Any:
+        """Runs the schedule of a loop that is not Megatron's own, whose every model has a hook."""
+        first_chunk = model_chunks(arguments["model"])[0]
+        if first_chunk not in self._hooked_by_model:
+            self._hooked_by_model[first_chunk] = self._new_hook(in_training_loop=False)
+        return self._hooked_by_model[first_chunk](schedule)(**arguments)
 
-    def step(self, stock: _Function, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns for an empty step what Megatron's optimizers do on overflow."""
-        self.given.check_before_step(optimizer)
-        if self.given.skips_step:
+    def make_optimizer(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._effect.has_megatron_optimizer = True
+        init(*args, **kwargs)
+
+    def step_optimizer(
+        self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Returns for an empty step what Megatron's optimizers return on overflow."""
+        self._effect.check_before_step(optimizer)
+        if self._effect.skips_optimizer:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
-        return stock(optimizer, *args, **kwargs)
+        return step(optimizer, *args, **kwargs)
 
-    def add_arguments(self, stock: _Function, parser: Any) -> Any:
-        parser = self.prepare_parser(stock(parser))
-        parser.set_defaults(**self.given.values)
+    def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
+        parser = self._prepare_parser(add_megatron_arguments(parser))
+        parser.set_defaults(**self._effect.values)
         return parser
 
-    def get_schedule(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
-        schedule, hook = stock(*args, **kwargs), self._of_training
-        return schedule if hook is None else self.given.noting(hook, schedule)
-
-    def setup(self, stock: _Function, *args: Any, **kwargs: Any) -> Any:
-        """Makes the model's hook first, since the model takes long, and bad flags are refused.
+    def set_up_model(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Makes the hook before the model: bad flags should fail before the slow construction.
 
         Megatron makes another model in the same process after a fault (--inprocess-restart).
         """
-        self._of_training = self._hook(in_training_loop=True)
-        return stock(*args, **kwargs)
+        self._hooked_in_megatrons_loop = self._new_hook(in_training_loop=True)
+        return setup(*args, **kwargs)
+
+    def get_schedule(self, get: Callable[..., Schedule], *args: Any, **kwargs: Any) -> Schedule:
+        """Returns the schedule of Megatron's own loop, whose models all have one hook."""
+        if self._hooked_in_megatrons_loop is None:
+            self._hooked_in_megatrons_loop = self._new_hook(in_training_loop=True)
+        return self._hooked_in_megatrons_loop(get(*args, **kwargs))
+
+
+class Replacement(NamedTuple):
+    """A row of the table of `replacements`."""
+
+    holder: Any  # a module or class of Megatron
+    name: str  # of its public function
+    ours: Callable[..., Any]  # the method of `Plugin` in its place
+
+
+def replacements() -> list[Replacement]:
+    """The functions of Megatron that `install` replaces, and by which of ours.
+
+    Without `megatron.training`, whose scripts will say why they need it, there are fewer.
+
+    Raises:
+        HostError: Megatron lacks one of them.
+    """
+    from megatron.core import __version__
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    table = [
+        # What `get_forward_backward_func` returns, to whoever imported it.
+        Replacement(schedules, "forward_backward_no_pipelining", Plugin.run_schedule),
+        Replacement(
+            schedules, "forward_backward_pipelining_with_interleaving", Plugin.run_schedule
+        ),
+        Replacement(
+            schedules, "forward_backward_pipelining_without_interleaving", Plugin.run_schedule
+        ),
+        Replacement(MegatronOptimizer, "__init__", Plugin.make_optimizer),
+    ]
+    for cls in _subclasses(MegatronOptimizer):
+        if "step" in vars(cls):
+            table.append(Replacement(cls, "step", Plugin.step_optimizer))
+    with contextlib.suppress(ImportError):
+        from megatron.training import arguments, training
+
+        table += [
+            Replacement(arguments, "add_megatron_arguments", Plugin.add_arguments),
+            Replacement(training, "setup_model_and_optimizer", Plugin.set_up_model),
+            Replacement(training, "get_forward_backward_func", Plugin.get_schedule),
+        ]
+    for holder, name, _ in table:
+        if not hasattr(holder, name):
+            raise HostError(
+                f"{holder.__name__} of megatron-core {__version__} has no {name}. Install "
+                "Megatron-Core 0.14 to 0.19, or wrap the schedule with LossHook yourself and "
+                f"remove {flags.FLAG}."
+            )
+    return table
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

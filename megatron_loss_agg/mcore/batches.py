@@ -135,10 +135,12 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
             f"that the model makes in its forward pass, as LLaVA's, is not supported), or {HOW_TO_READ}."
         )
     whole_mask = batch["loss_mask"]
-    by_sample = {name: _vector(batch[name]) for name in BY_SAMPLE if batch.get(name) is not None}
+    by_sample: dict[str, Any] = {
+        name: _vector(batch[name]) for name in BY_SAMPLE if batch.get(name) is not None
+    }
     ids = {unit: _vector(_ids_of(batch, unit)) for unit in units}
     sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
-    offsets = pack_offsets(batch, whole_mask, sample_counts)
+    offsets: dict[str, Any] = pack_offsets(batch, whole_mask, sample_counts)
     if "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
         by_sample["dataset_ids"] = _dataset_ids(batch["dataset_id"], whole_mask, offsets)
     mask = whole_mask

@@ -19,7 +19,7 @@ from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.split import gathered, has_tokens, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import holds_integers
 from megatron_loss_agg.plan import StepPlan
-from megatron_loss_agg.tensors import at_least_fp32, described, detached, in_dtype, is_plain
+from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
 
 Losses = Tensor | Mapping[str, Tensor]
@@ -87,8 +87,9 @@ class TokenLoss:
         losses, report = losses_and_report(self.compute(output))
         check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
         assert isinstance(losses, Tensor)  # checked
-        losses, mask = (x.reshape(-1).to(at_least_fp32(x.dtype)) for x in (losses, self.loss_mask))
-        return weighted_sum(mask, losses), mask.sum().to(torch.int), report
+        mask = _constant(self.loss_mask).reshape(-1)
+        total = weighted_sum(mask, losses.reshape(-1).to(at_least_fp32(losses.dtype)))
+        return total, mask.sum().to(torch.int), report
 
 
 class SampleLoss:
@@ -159,6 +160,7 @@ class ScriptLosses:
     report: dict[str, Any]
     further_reports: Sequence[tuple[Report, Sequence[str]]]  # of losses and weights, of these terms
     returned: Sequence[Any] | None = None  # by a stock loss function
+    is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
 
 
 def script_losses(
@@ -186,6 +188,7 @@ def script_losses(
             terms={name: x for part in parts for name, x in part.terms.items()},
             report=functools.reduce(merged_reports, (part.report for part in parts), {}),
             further_reports=[x for part in parts for x in part.further_reports],
+            is_gathered=any(part.is_gathered for part in parts),
         )
     if isinstance(loss_function, TokenLoss):
         return _of_token_loss(call, plans, i, split, loss_function, output)
@@ -222,7 +225,7 @@ def _of_token_loss(
         check_one_loss_per_token(of_name, mask, "a TokenLoss")
         terms[name] = TermLosses(of_name, mask, is_whole)
     reports = [] if loss_function.report is None else [(loss_function.report, [*terms])]
-    return ScriptLosses(terms, report, reports)
+    return ScriptLosses(terms, report, reports, is_gathered=is_whole)
 
 
 def _of_sample_loss(
@@ -382,22 +385,10 @@ def name_of(loss_function: Any) -> str:
 
 
 class ModelCalls:
-    """Observes the calls of the model chunk that computes the loss."""
+    """Observes the calls of a model."""
 
-    def __init__(self, chunk: Any) -> None:
-        self._chunk = chunk
+    def __init__(self) -> None:
         self._last: tuple[list[Tensor] | None, Any] = (None, None)
-
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        model = self._chunk
-        while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
-            model = model.module
-        handle = model.register_forward_pre_hook(self._observe, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def take(self) -> tuple[list[Tensor] | None, Any]:
         """The integer tensors of the last call, and Megatron's ``packed_seq_params``; once.
@@ -407,10 +398,24 @@ class ModelCalls:
         last, self._last = self._last, (None, None)
         return last
 
-    def _observe(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def observe(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         arguments = [*args, *kwargs.values()]
         packing = next((x for x in arguments if hasattr(x, "qkv_format")), None)
         self._last = [x for x in arguments if holds_integers(x)], packing
+
+
+@contextlib.contextmanager
+def observed_calls(call: Call) -> Iterator[ModelCalls]:
+    """Observe the calls of the model chunk that computes the loss."""
+    model = call.chunks[-1]
+    while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
+        model = model.module
+    calls = ModelCalls()
+    handle = model.register_forward_pre_hook(calls.observe, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
 def check_packing(packing: Any, plan: StepPlan, i: int) -> None:
@@ -452,7 +457,7 @@ def _for_each_tensor(change: Callable[[Tensor], Tensor], values: Any) -> Any:
 def _constant(mask: Any) -> Tensor:
     if not isinstance(mask, Tensor):
         raise DataError(f"a loss mask must be a tensor, got a {type(mask).__name__}. Convert it.")
-    return in_dtype(detached(mask), at_least_fp32(mask.dtype))
+    return mask.detach().to(at_least_fp32(mask.dtype))
 
 
 def _mapping(report: Any) -> dict[str, Any]:

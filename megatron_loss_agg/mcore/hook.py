@@ -56,6 +56,7 @@ from megatron_loss_agg.mcore.forward_step import (
     check_has_gradient,
     check_packing,
     merged_reports,
+    observed_calls,
     script_losses,
 )
 from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
@@ -133,6 +134,7 @@ class LossHook:
     Attributes:
         terms: `Term` by name.
         split: the declared split.
+        reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
         step_is_empty: whether the last training step was empty, the same on every rank; always
             False unless ``empty_step`` is ``skip``.
@@ -160,7 +162,7 @@ class LossHook:
         _check_choice("empty_step", empty_step, ("train", "error", "skip"))
         if split is not None:
             _check_choice("split", split, SPLITS)
-        self._reports_total = not isinstance(aggregation, LossAggregation)
+        self.reports_total = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
@@ -270,12 +272,11 @@ class LossHook:
             self._check_scaling(call, is_first)
 
         # 2. and 3. Read the step's batches, count them, and give every rank its coefficients.
-        records = _Records(is_first)
-        if call.begins_step:
-            plans, iterator = self._plan(call, step, records)
+        records = _Records(is_first, call.data_iterator)
+        if step is None or call.begins_step:
+            plans = self._plan(call, step, records)
         else:
-            assert step is not None
-            plans, iterator, records.tokens = step.plans, call.data_iterator, step.tokens
+            plans, records.tokens = step.plans, step.tokens
         if step is not None:
             step.plans, step.tokens = plans, records.tokens
         self.call, self.plans = call, plans
@@ -290,20 +291,20 @@ class LossHook:
                 stack.enter_context(call.without_reduction())
             forward_step = call.arguments["forward_step_func"]
             if plans is not None:
-                calls = ModelCalls(call.chunks[-1])
-                if is_first:
-                    stack.enter_context(calls.observed())
-                forward_step = self._forward_step(call, plans, records, calls)
-            result = schedule(**call.arguments_with(forward_step, iterator))
+                model_calls = stack.enter_context(observed_calls(call)) if is_first else None
+                forward_step = self._forward_step(call, plans, records, model_calls)
+            result = schedule(**call.arguments_with(forward_step, records.iterator))
 
         # 7. The losses were those that were planned.
         if plans is not None:
-            self._check_call(call, plans, records, iterator)
-        is_empty = plans is not None and _is_empty(self.terms, plans)
-        if call.trains and self.empty_step == "skip":
-            self.step_is_empty = any_rank(is_empty, call.groups.pp)
-        if is_first and call.ends_step and not is_empty:
-            self._verified[call.chunks[0]].add(call.trains)
+            self._check_call(call, plans, records)
+        skips_empty = call.trains and self.empty_step == "skip"
+        if is_first or skips_empty:
+            is_empty = plans is not None and _is_empty(self.terms, plans)
+            is_empty = any_rank(is_empty, call.groups.pp)  # other stages have no plan
+            self.step_is_empty = is_empty and skips_empty
+            if call.ends_step and not is_empty:
+                self._verified[call.chunks[0]].add(call.trains)
         return result
 
     def _loss(
@@ -318,47 +319,58 @@ class LossHook:
         """What Megatron gets of microbatch ``i`` in place of what ``loss_function`` returns."""
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
-
-        # 5. The weights of this rank's tokens: mask times coefficient.
-        weights: dict[str, Tensor] = {}
-        for name, term in script.terms.items():
-            starts = starts_on_rank(plans[name], i, term, call, self.split)
-            weights[name] = weights_on_rank(plans[name], i, term, call, starts)
-            records.add_mask_sums(call, plans[name], i, name, term, weights[name], starts)
-
-        # 6. The weighted sums, and their reports.
         reports = script.report
-        parts = []
+        if script.is_gathered:
+            records.gathered.add(i)
+
+        weights: dict[str, Tensor] = {}
+        starts: dict[str, Tensor | None] = {}
+        parts: list[Tensor] = []
+        sums: list[MaskSum] = []
         for name, term in script.terms.items():
+            # 5. The weights of this rank's tokens: mask times coefficient.
+            plan = plans[name]
+            starts[name] = starts_on_rank(plan, i, term, call, self.split)
+            weights[name] = weights_on_rank(plan, i, term, call, starts[name])
+
+            # 6. The weighted sum, and its report.
             part = weighted_sum_unchecked(weights[name], term.losses)
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
-            pair = report_pair(call, plans[name], part, denominator_of(plans[name]))
+            pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
+
+            if records.is_first:  # the most telling ones first
+                sums += mask_sums_by_sample(call, plan, i, term, starts[name])
+            sums += mask_sums(call, plan, i, term, weights[name])
+        records.mask_sums[i] = sums
+
+        first = _first(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-        if self._reports_total and len(parts) == len(self.terms):
-            reports = merged_reports(reports, {"loss": report_pair(call, _first(plans), total)})
+        if self.reports_total and len(parts) == len(self.terms):
+            reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
         if script.returned is not None and "lm loss" in reports:
             (term,) = script.terms.values()
-            reports["lm loss"] = token_mean_pair(call, _first(plans), term)
+            reports["lm loss"] = token_mean_pair(call, first, term)
         for report, names in script.further_reports:
             reports = merged_reports(reports, _reported(report, names, script.terms, weights))
-        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, total, reports)
+
+        microbatch = MicrobatchLoss(call, plans, i, script.terms, weights, starts, total, reports)
         for extension in self.extensions:
             extension.on_loss(microbatch)
-
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
-        if function_of(loss_function) not in self._checked_functions:
-            records.add_masked_sum(call, loss_function, script)
+        if (call.trains, function_of(loss_function)) not in self._checked_functions:
+            masked_sum = compare_with_masked_sum(call, loss_function, script)
+            if masked_sum is not None:
+                records.masked_sums[i] = masked_sum
+
+        num_tokens = _tokens_of_rank(call, first, i)
         return call.scale.returned(
-            microbatch.total,
-            _tokens_of_rank(call, _first(plans), i),
-            _total_tokens(plans),
-            microbatch.reports,
+            microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
         )
 
     def _forward_step(
-        self, call: Call, plans: Plans, records: _Records, calls: ModelCalls
+        self, call: Call, plans: Plans, records: _Records, model_calls: ModelCalls | None
     ) -> Callable[..., Any]:
         """The script's forward step, whose loss function is replaced by `_loss`.
 
@@ -373,61 +385,50 @@ class LossHook:
                 return output, loss_function  # the schedule does not ask for this one's loss
             i = call.first_index + records.forward_steps
             records.forward_steps += 1
-            if records.is_first:
-                records.add_model_call(calls, _first(plans), i)
+            if model_calls is not None:
+                records.inputs[i], packing = model_calls.take()
+                check_packing(packing, _first(plans), i)
             return output, functools.partial(self._loss, call, plans, records, i, loss_function)
 
         return forward_step
 
-    def _plan(self, call: Call, step: _Step | None, records: _Records) -> tuple[Plans | None, Any]:
-        """The plan of a step, and the iterator that the schedule gets.
-
-        On stages without a loss the plan is None.
-        """
-        iterator: Any = call.data_iterator
-        groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
-
-        def read() -> list[MicrobatchOfTerms]:
-            nonlocal iterator
-            microbatches, iterator = self._read(call, step, records)
-            return microbatches
-
+    def _plan(self, call: Call, step: _Step | None, records: _Records) -> Plans | None:
+        """The plan of a step; None on stages without a loss."""
         plans: Plans | None = None
+        groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
         with contextlib.ExitStack() as stack:
-            if records.is_first or refuses_empty:
-                # Later, ranks would wait for each other without need.
+            if records.is_first or refuses_empty:  # later, ranks would wait without need
                 stack.enter_context(failing_together([groups.cp, groups.pp], _ANOTHER_RANK_FAILED))
             if groups.is_last_stage:
-                plans = _shared(lambda: plan_step(self.terms, read, groups.dp), call)
-            if refuses_empty and plans is not None and _is_empty(self.terms, plans):
-                raise DataError(
-                    "a step must have an active token, and every token is masked or rejected. Fix the "
-                    "data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
-                )
+                read = functools.partial(self._read, call, step, records)
+                make = functools.partial(plan_step, self.terms, read, groups.dp)
+                plans = broadcast_result(make, groups.tp, 0)
+                if refuses_empty and _is_empty(self.terms, plans):
+                    raise DataError(
+                        "a step must have an active token, and every token is masked or rejected. Fix "
+                        "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
+                    )
         if step is None and groups.is_last_stage:
             self._fetch_next(call)
-        return plans, iterator
+        return plans
 
-    def _read(
-        self, call: Call, step: _Step | None, records: _Records
-    ) -> tuple[list[MicrobatchOfTerms], Any]:
-        """The microbatches of a step, on a rank that reads data; and the schedule's iterator."""
-        number, iterator = call.scale.num_microbatches, call.data_iterator
-        tokens = FirstTokens()
+    def _read(self, call: Call, step: _Step | None, records: _Records) -> list[MicrobatchOfTerms]:
+        """The microbatches of a step, on a rank that reads data."""
+        number, tokens = call.scale.num_microbatches, FirstTokens()
         microbatches: list[MicrobatchOfTerms] = []
         if step is not None:
             microbatches = step.microbatches
         elif self._read_step is not None:
-            microbatches = listed(self._read_step(iterator, number))
+            microbatches = listed(self._read_step(call.data_iterator, number))
             if len(microbatches) != number:
                 raise DataError(
                     f"the function that reads a step must return {number} microbatches, one for each of "
                     f"the call, got {len(microbatches)}. Correct read_step."
                 )
         else:
-            iterator = DrawnBatches(iterator, number)
+            records.iterator = drawn = DrawnBatches(call.data_iterator, number)
             for _ in range(number):
-                batch = iterator.draw()
+                batch = drawn.draw()
                 microbatches.append(self._read_batch(batch))
                 if records.is_first:  # before the next one is drawn, maybe into the same memory
                     tokens.add(self._of_first_term(microbatches[-1]), batch)
@@ -437,7 +438,7 @@ class LossHook:
             records.tokens = tokens
         if not call.trains and "dataset" in units_by_id(self.terms):
             microbatches = [with_dataset_ids(x) for x in microbatches]
-        return microbatches, iterator
+        return microbatches
 
     def _of_first_term(self, microbatch: MicrobatchOfTerms) -> Microbatch:
         return of_term(next(iter(self.terms)), microbatch)
@@ -458,7 +459,7 @@ class LossHook:
             if self._audits and torch.distributed.get_rank() == 0:
                 print(f"loss aggregation audit: {measured_in_words(self._measured)} ({call.scale})")
 
-    def _check_call(self, call: Call, plans: Plans, records: _Records, iterator: Any) -> None:
+    def _check_call(self, call: Call, plans: Plans, records: _Records) -> None:
         expected, computed = call.scale.num_microbatches, len(records.mask_sums)
         if computed != expected:
             raise HostError(
@@ -466,12 +467,19 @@ class LossHook:
                 f"{computed}. Return a loss function from every forward step, and see that the schedule "
                 "takes num_microbatches as it is given."
             )
-        if isinstance(iterator, DrawnBatches):
-            iterator.check_taken()
+        if isinstance(records.iterator, DrawnBatches):
+            records.iterator.check_taken()
         if records.is_first:
-            check_tokens(call, records.tokens, records.inputs, self.split, self._split_is_declared)
-        check_mask_sums(call, records.all_mask_sums())
-        self._checked_functions |= check_masked_sums(records.masked_sums)
+            check_tokens(
+                call,
+                records.tokens,
+                records.inputs,
+                records.gathered,
+                self.split,
+                self._split_is_declared,
+            )
+        check_mask_sums(call, [x for xs in records.mask_sums.values() for x in xs])
+        self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
         if records.is_first and call.trains and call.ends_step and not self._has_spoken:
             self._speak(call, plans)
 
@@ -527,55 +535,13 @@ class _Records:
     """What the checks after a call compare; numbers stay on the device until then."""
 
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
+    iterator: Any  # that the schedule gets
     forward_steps: int = 0  # that have run
-    mask_sums: dict[int, dict[str, list[MaskSum]]] = field(default_factory=dict)  # by microbatch
-    masked_sums: list[MaskedSum] = field(default_factory=list)
+    mask_sums: dict[int, list[MaskSum]] = field(default_factory=dict)  # by microbatch
+    masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
+    gathered: set[int] = field(default_factory=set)  # microbatches with gathered losses
     tokens: FirstTokens | None = None
-    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)
-
-    def add_mask_sums(
-        self,
-        call: Call,
-        plan: StepPlan,
-        i: int,
-        name: str,
-        term: Any,
-        weights: Tensor,
-        starts: Tensor | None,
-    ) -> None:
-        # The most telling ones first.
-        by_sample = mask_sums_by_sample(call, plan, i, term, starts) if self.is_first else ()
-        sums = [*by_sample, *mask_sums(call, plan, i, term, weights)]
-        self.mask_sums.setdefault(i, {})[name] = sums
-
-    def all_mask_sums(self) -> list[MaskSum]:
-        return [x for by_term in self.mask_sums.values() for sums in by_term.values() for x in sums]
-
-    def add_masked_sum(self, call: Call, loss_function: Any, script: Any) -> None:
-        compared = compare_with_masked_sum(loss_function, script, call.groups.cp_size)
-        if compared is not None:
-            self.masked_sums.append(compared)
-
-    def add_model_call(self, calls: ModelCalls, plan: StepPlan, i: int) -> None:
-        self.inputs[i], packing = calls.take()
-        check_packing(packing, plan, i)
-
-
-def _shared(make: Callable[[], Plans], call: Call) -> Plans:
-    """The plans of tensor-parallel rank 0, on all ranks of its group.
-
-    They get no masks, and no other ranks' samples: a few numbers for each sample.
-    """
-    made: list[Plans] = []
-
-    def light() -> Plans:
-        made.append(make())
-        return {
-            name: replace(plan, microbatches=(), samples=None) for name, plan in made[0].items()
-        }
-
-    shared = broadcast_result(light, call.groups.tp, 0)
-    return made[0] if made else shared
+    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
 
 
 def _first(plans: Plans) -> StepPlan:
@@ -586,12 +552,6 @@ def _first(plans: Plans) -> StepPlan:
 def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:
     """Whether every token of the step is masked or rejected, in all terms that count."""
     return all(plan.is_empty for name, plan in plans.items() if terms[name].multiplier)
-
-
-def _total_tokens(plans: Plans) -> int:
-    """Of the step, as Megatron is told."""
-    counts = _first(plans).counts
-    return counts.active_tokens if counts.routed_tokens is None else counts.routed_tokens
 
 
 def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:

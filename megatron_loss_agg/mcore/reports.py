@@ -42,6 +42,7 @@ class MicrobatchLoss:
     i: int  # of the microbatch in its step
     terms: Mapping[str, TermLosses]
     weights: Mapping[str, Tensor]  # in the shape of the losses
+    starts: Mapping[str, Tensor | None]  # where each sample begins among them; None: rows
     total: Tensor  # the loss, to which an extension may add
     reports: dict[str, Any]
 

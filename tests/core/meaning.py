@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, StepTerms
-from megatron_loss_agg.errors import DataError
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch, StepPlan, weighted_sum
 from tests import oracle
 from tests.oracle import Sample
 
@@ -108,9 +107,10 @@ class Read:
     places: list[list[int]]  # of each sample's tokens in the flattened mask
     rejected: list[bool]  # of each sample
     shape: tuple[int, ...]  # of the mask
+    starts: list[int] | None  # of the samples in a pack, and its end
     values: list[float]  # of the flattened mask
-    factors: list[float]  # of its positions
     routed: int | None  # tokens, if it says them
+    units: set[str]  # that it has ids of
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Read:
@@ -125,18 +125,38 @@ class Read:
         by_sample += [_by_sample(given.get(f"{unit}_ids"), number, 0) for unit in UNITS]
         by_sample.append(_by_sample(given.get("sample_weights"), number, 1.0))
         samples = [Sample(*of_sample) for of_sample in zip(*by_sample, strict=True)]
-        weights = [s.weight for s in samples if any(s.mask)]
-        assert all(v == 0 or 1 / LARGEST <= v <= LARGEST for v in weights), "sample weights"
-        rejected = _by_sample(given.get("rejected"), number, False)
-        factors = listed(given.get("token_factors", [1.0] * len(values)))
-        shape = tuple(given["loss_mask"].shape)
-        routed = given.get("routed_tokens")
-        return cls(samples, places, rejected, shape, values, factors, routed)
+        assert all(0 <= s.weight < math.inf for s in samples), "sample weights"
+        starts = given.get("cu_seqlens")
+        if given.get("cu_seqlens_padded") is not None:
+            starts = given["cu_seqlens_padded"]
+        return cls(
+            samples,
+            places,
+            rejected=_by_sample(given.get("rejected"), number, False),
+            shape=tuple(given["loss_mask"].shape),
+            starts=None if starts is None else starts.tolist(),
+            values=values,
+            routed=given.get("routed_tokens"),
+            units={unit for unit in UNITS if given.get(f"{unit}_ids") is not None or not number},
+        )
 
     @property
     def sums(self) -> list[float]:
         """The mask sum of each sample."""
         return [sum(s.mask) for s in self.samples]
+
+    @property
+    def active(self) -> int:
+        """Positions with a nonzero mask."""
+        return sum(x != 0 for x in self.values)
+
+    @property
+    def model_tokens(self) -> int:
+        return self.active if self.routed is None else self.routed
+
+    @property
+    def positions(self) -> int:
+        return len(self.values) if self.routed is None else self.routed
 
     def counted(self, agg: LossAggregation) -> list[Sample]:
         """The samples that are in the denominators."""
@@ -151,9 +171,6 @@ class Read:
             for t, w in zip(places, of_sample, strict=False):
                 weights[t] = 0.0 if gone else w
         return weights
-
-    def factored(self, weights: list[float]) -> list[float]:
-        return [w * f for w, f in zip(weights, self.factors, strict=True)]
 
 
 def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
@@ -173,11 +190,10 @@ def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
 def _by_sample(given: Any, number: int, default: Any) -> list[Any]:
     if given is None:
         return [default] * number
-    if isinstance(given, str):  # the id of a lone sample
-        given = [given]
-    found = given.tolist() if isinstance(given, Tensor) else list(given)
-    assert len(found) == number, "not one for each sample"
-    return found
+    assert not isinstance(given, str), "no sequence"
+    values = given.tolist() if isinstance(given, Tensor) else list(given)
+    assert len(values) == number, "not one for each sample"
+    return values
 
 
 Step = Sequence[Sequence[Read]]  # by rank and microbatch
@@ -187,43 +203,61 @@ def counted_step(agg: LossAggregation, step: Step) -> oracle.Step:
     return [[m.counted(agg) for m in rank] for rank in step]
 
 
-def expected_weights(
-    agg: LossAggregation, step: Step, with_factors: bool = True
-) -> list[list[list[float]]]:
+def whole_step(step: Step) -> oracle.Step:
+    """With the samples that do not count."""
+    return [[m.samples for m in rank] for rank in step]
+
+
+def options_of(agg: LossAggregation) -> dict[str, Any]:
+    """Of the functions of `oracle`."""
+    return {
+        "levels": agg.levels or (),
+        "empty": agg.empty,
+        "count": agg.count,
+        "sample_weights": agg.sample_weights,
+    }
+
+
+def expected_weights(agg: LossAggregation, step: Step) -> list[list[list[float]]]:
     """The weight of every position of every mask, by rank and microbatch."""
-    found = oracle.step_weights(
-        agg.mode,
-        counted_step(agg, step),
-        levels=agg.levels or (),
-        divisor=None if agg.divisor is None else float(agg.divisor),
-        empty=agg.empty,
-        count=agg.count,
-        sample_weights=agg.sample_weights,
+    divisor = None if agg.divisor is None else float(agg.divisor)
+    of_samples = oracle.step_weights(
+        agg.mode, counted_step(agg, step), divisor=divisor, **options_of(agg)
     )
-    laid = [
+    return [
         [m.laid(agg, weights) for m, weights in zip(rank, of_rank, strict=True)]
-        for rank, of_rank in zip(step, found, strict=True)
+        for rank, of_rank in zip(step, of_samples, strict=True)
     ]
-    if not with_factors:
-        return laid
-    pairs = zip(step, laid, strict=True)
-    return [[m.factored(w) for m, w in zip(*pair, strict=True)] for pair in pairs]
 
 
-def assert_plans(plans: StepTerms, step: Step, rank: int = 0) -> None:
+def assert_plans(plans: Mapping[str, StepPlan], step: Step, rank: int = 0) -> None:
     """Everything that the plans of a step say to one rank is what the whole step means."""
+    units = {unit for plan in plans.values() for unit in plan.aggregation.by_id}
     for plan in plans.values():
         assert_counts(plan, step)
-        wanted = expected_weights(plan.aggregation, step, with_factors=False)[rank]
+        assert_samples(plan, step, units)
+        wanted = expected_weights(plan.aggregation, step)[rank]
+        assert [*plan.sizes] == [len(read.samples) for read in step[rank]]
+        assert [*plan.sequences] == [None] * len(step[rank])
         for i, (read, weights) in enumerate(zip(step[rank], wanted, strict=True)):
-            assert plan.active_tokens[i] == sum(x != 0 for x in read.values)
+            assert_tokens(plan, i, read)
             assert_same(plan.mask_sums(i), read.sums, 1e-13)
             by_sample = [sum(weights[t] for t in places) for places in read.places]
             assert_same(plan.coefficients(i) * plan.mask_sums(i), by_sample, 1e-13)
-            assert_group_sums(plan, step, rank, i)
-            assert_weights(plan, i, read.shape, read.factored(weights))
-    for i in range(len(step[rank])):
-        assert_loss(plans, step, rank, i)
+            assert_weights(plan, i, read.shape, weights)
+            assert_loss(plan, i, read.shape, weights)
+            for unit in plan.ids_S:
+                where = slice(*[sum(plan.sizes[:n]) for n in (i, i + 1)])
+                assert plan.ids(unit, i).tolist() == plan.ids_S[unit][where].tolist()
+
+
+def assert_tokens(plan: StepPlan, i: int, read: Read) -> None:
+    """Shape and numbers of tokens of a microbatch."""
+    shape = plan.shapes[i]
+    assert shape.mask == read.shape
+    assert (None if shape.starts is None else shape.starts.tolist()) == read.starts
+    assert plan.model_tokens[i] == read.model_tokens
+    assert plan.positions[i] == read.positions
 
 
 def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
@@ -235,62 +269,65 @@ def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[
     advantages = torch.linspace(-2, 2, len(wanted), dtype=F64)
     scaled = [a * x for a, x in zip(listed(advantages), wanted, strict=True)]
     advantages = advantages.masked_fill(torch.tensor(wanted) == 0, math.nan).view(shape)
-    if any(x < 0 for x in wanted):
-        with pytest.raises(DataError, match="negative token_factors flip"):
-            plan.scaled_advantages(i, advantages)
-    else:
-        assert_same(plan.scaled_advantages(i, advantages), scaled, 2e-14)
+    assert_same(plan.scaled_advantages(i, advantages), scaled, 2e-14)
 
 
-def assert_loss(plans: StepTerms, step: Step, rank: int, i: int) -> None:
-    """The sum of all terms, and its gradient: NaN is no loss where nothing counts."""
-    losses, gradients, parts = {}, {}, []
-    for name, term in plans.terms.items():
-        weights = expected_weights(term.aggregation, step)[rank][i]
-        gradients[name] = [term.coefficient * w for w in weights]
-        x = torch.linspace(1, 2, len(weights), dtype=F64)
-        parts += [g * a for g, a in zip(gradients[name], listed(x), strict=True)]
-        x = x.masked_fill(torch.tensor(gradients[name]) == 0, math.nan)
-        losses[name] = x.view(step[rank][i].shape).requires_grad_()
-    total = plans.weighted_sum(i, losses)
+def assert_loss(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
+    """The sum of a microbatch, and its gradient: NaN is no loss where nothing counts."""
+    x = torch.linspace(1, 2, len(wanted), dtype=F64)
+    parts = [w * a for w, a in zip(wanted, listed(x), strict=True)]
+    losses = x.masked_fill(torch.tensor(wanted) == 0, math.nan).view(shape).requires_grad_()
+    total = weighted_sum(plan.weights(i, F64), losses)
     total.backward()
-    for name, gradient in gradients.items():
-        assert_same(losses[name].grad, gradient, ROUNDING[F64], SMALLEST[F64])
+    assert_same(losses.grad, wanted, ROUNDING[F64], SMALLEST[F64])
     room = 1e-13 * sum(map(abs, parts)) + 1e-44
     assert total.item() == pytest.approx(sum(parts), rel=0, abs=room)
 
 
-def assert_group_sums(plan: StepPlan, step: Step, rank: int, i: int) -> None:
-    """Of the groups that the mode divides by; 0 where all samples of one are rejected."""
-    agg, microbatch = plan.aggregation, step[rank][i]
-    moved = any(microbatch.rejected) and agg.rejected == "skip" and agg.within == "sample"
-    if agg.within is not None and not moved:
-        sums = oracle.mask_sums(counted_step(agg, step), agg.within)
-        places = (((rank, i, s), sample) for s, sample in enumerate(microbatch.samples))
-        wanted = [sums.get(oracle.key_of(agg.within, *place), 0.0) for place in places]
-        assert_same(plan.group_sums(agg.within, i), wanted, 1e-13)
+def assert_samples(plan: StepPlan, step: Step, units: set[str]) -> None:
+    """The table of all ranks' samples, the same on every rank, with ids of ``units`` at least."""
+    table, reads = plan.samples, [m for of_rank in step for m in of_rank]
+    assert table is not None
+    assert_same(table.mask_sum, [x for m in reads for x in m.sums], 1e-13)
+    assert table.weight.tolist() == [s.weight for m in reads for s in m.samples]
+    assert table.rejected.tolist() == [x for m in reads for x in m.rejected]
+    assert table.microbatch.tolist() == [k for k, m in enumerate(reads) for _ in m.samples]
+    assert table.microbatches == len(reads)
+    assert table.active_tokens.tolist() == [m.active for m in reads]
+    assert table.model_tokens.tolist() == [m.model_tokens for m in reads]
+    assert table.positions.tolist() == [m.positions for m in reads]
+    with_ids = {unit for unit in UNITS if all(unit in m.units for m in reads)}
+    assert {*plan.ids_S} == {*table.ids} == with_ids | units
+    whole = whole_step(step)
+    for unit in ("all", "microbatch", "sample", *table.ids):
+        keys = [oracle.key_of(unit, *x) for x in oracle.samples_of(whole)]
+        groups, sums = table.groups(unit), oracle.mask_sums(whole, unit)
+        # One group for each key, and one key for each group.
+        pairs = {*zip(groups.group_S.tolist(), keys, strict=True)}
+        assert len(pairs) == len({*keys}) == len(groups.ids_G)
+        by_sample = groups.sums(table.mask_sum)[groups.group_S]
+        assert_same(by_sample, [sums[key] for key in keys], 1e-13)
+        if unit in table.ids and all(isinstance(key, int) for key in keys):  # and not hashed
+            assert table.ids[unit].tolist() == keys
 
 
 def assert_counts(plan: StepPlan, step: Step) -> None:
     """Counts are those of the whole step."""
     counts, agg = plan.counts, plan.aggregation
-    of_step, read = counted_step(agg, step), [m for of_rank in step for m in of_rank]
+    of_step, reads = counted_step(agg, step), [m for of_rank in step for m in of_rank]
+    of_all = [(s, gone) for m in reads for s, gone in zip(m.samples, m.rejected, strict=True)]
     assert_same(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()), 1e-13)
+    assert_same(counts.all_tokens, sum(sum(s.mask) for s, _ in of_all), 1e-13)
+    assert_same(counts.kept_tokens, sum(sum(s.mask) for s, gone in of_all if not gone), 1e-13)
+    assert plan.is_empty == (not any(any(s.mask) for s, gone in of_all if not gone))
     assert counts.samples == oracle.number_of(of_step, "sample")
-    assert counts.microbatches == len(read)
-    kept = [s for m in read for s, gone in zip(m.samples, m.rejected, strict=True) if not gone]
-    assert plan.is_empty == (not any(any(s.mask) for s in kept))
-    for unit in agg.by_id:
-        of_unit = oracle.mask_sums(of_step, unit)
-        ids, sums = plan.groups(unit)
-        assert ids.numel() == len(of_unit)
-        assert unit not in UNITS or getattr(counts, f"{unit}s") == len(of_unit)
-        if all(isinstance(x, int) for x in of_unit):  # and not hashed
-            assert ids.tolist() == sorted(of_unit)
-            assert_same(sums, [of_unit[x] for x in sorted(of_unit)], 1e-13)
-    assert counts.active_tokens == sum(x != 0 for m in read for x in m.values)
-    sizes = [[len(m.values) if m.routed is None else m.routed for m in rank] for rank in step]
-    assert counts.positions == sum(map(sum, sizes))
-    says_routed = any(m.routed is not None for m in read)
-    assert counts.routed_tokens == (counts.positions if says_routed else None)
-    assert counts.unequal == any(len({*of_rank}) > 1 for of_rank in sizes)
+    assert counts.microbatches == len(reads)
+    for unit in UNITS:
+        with_ids = all(unit in m.units for m in reads)
+        number = oracle.number_of(of_step, unit) if with_ids else None
+        assert getattr(counts, f"{unit}s") == number
+    _, units = oracle.shares_and_units(agg.mode, of_step, **options_of(agg))
+    assert_same(counts.across, units, 1e-13)
+    assert counts.active_tokens == sum(m.active for m in reads)
+    assert counts.model_tokens == sum(m.model_tokens for m in reads)
+    assert counts.positions == sum(m.positions for m in reads)

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests import device
 
-# The module: the package's attribute of this name is the function.
+# The module, whose name in the package is that of its function.
 weighted_sum = importlib.import_module("megatron_loss_agg.weighted_sum")
+
 WAITS = {f"aten::{name}" for name in device.WAITS}
 VIEWS = {f"aten::{name}" for name in ("detach", "slice", "split", "split_with_sizes", "view")}
 

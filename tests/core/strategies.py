@@ -37,7 +37,6 @@ masks = st.one_of(
 )
 ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
 sample_weights = st.sampled_from([0.0, 0.25, 1.0, 3.5])
-token_factors = st.sampled_from([2.0, 0.5, 1.0, 0.0, -1.5])
 EXTREMES = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1.7e308, 1e-40, 1.0)
 """What may lie where nothing counts."""
 ANYTHING = st.sampled_from(EXTREMES)
@@ -74,13 +73,10 @@ def microbatches(
     given = lay(drawn, draw(st.sampled_from(layouts)), multiple, weighted)
     mask = given["loss_mask"].clamp(max=100).to(draw(st.sampled_from(FLOATS + INTEGERS)))
     given["loss_mask"] = FORMS[draw(st.sampled_from([*FORMS]))](mask)
-    if draw(st.booleans()):
-        factors = [draw(token_factors) for _ in range(mask.numel())]
-        of_tokens = torch.tensor(factors, dtype=F64).view(mask.shape)
-        of_tokens = of_tokens.to(draw(st.sampled_from(FLOATS + INTEGERS)))
-        given["token_factors"] = FORMS[draw(st.sampled_from([*FORMS]))](of_tokens)
-    if draw(st.booleans()):
-        given |= {f"{unit}_ids": [f"p{x}" for x in given[f"{unit}_ids"]] for unit in UNITS}
+    how = draw(st.sampled_from(["a tensor", "a tensor", "ints", "strings"]))
+    if how != "a tensor":
+        of_unit = {f"{unit}_ids": given[f"{unit}_ids"].tolist() for unit in UNITS}
+        given |= of_unit if how == "ints" else {k: [f"p{x}" for x in v] for k, v in of_unit.items()}
     if draw(st.booleans()):
         flags = [draw(st.booleans()) for _ in drawn]
         given["rejected"] = torch.tensor(flags, dtype=torch.bool)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.__main__ import main
-from megatron_loss_agg.describe import formula  # as doctor says it, before a step is counted
+from megatron_loss_agg.describe import formula  # as doctor prints it, before a step is counted
 
 GUIDE = (Path(__file__).parents[2] / "docs/explain.md").read_text(encoding="utf-8")
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -105,68 +105,79 @@ def test_modes_without_their_input_are_left_out(capsys):
 
 
 ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
-NO_LENGTH = "OptionError: PATH:1: expected an object with either 'length' or 'loss_mask'"
-NO_NUMBERS = "OptionError: PATH:1: a bad length or loss_mask; expected a finite number >= 0, or a l"
-NO_STEP = "OptionError: no step with loss tokens; expected at least one of --global-batch"
-OWN = "after --; expected the run's own"
-# Arguments, and how what is said begins.
+EITHER = "OptionError: each sample must be an object with either 'length' or 'loss_mask', got "
+NUMBERS = "OptionError: a length must be a finite number >= 0, and a loss_mask a list of them, got "
+NO_STEP = "OptionError: the data must have a step of 1 rows with loss tokens, got none. "
+SIZES = (
+    "OptionError: --global-batch-size must be a multiple of --micro-batch-size, and both above 0, "
+)
+SEQUENCE = "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 1"
+NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
+# Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
-    "--lengths 1,x": "OptionError: --lengths: could not convert string to float: 'x'; expected",
-    "--lengths 1,-1": "OptionError: sample 1: a bad length or loss_mask; expected a finite number",
-    "--lengths 1,2 --prompts 0": "OptionError: lists of 2 (length), 1 (prompt) values; expected one",
-    "--lengths 1 --modes mean": "OptionError: unknown mode 'mean'; ",
-    "--lengths 1 --modes trl/mean": "OptionError: unknown preset 'trl/mean'",
-    "--lengths 1 --modes custom": "OptionError: function=None with mode 'custom'; expected a fun",
-    "--lengths 1 --modes prompt_mean": "OptionError: no mode to show: prompt_mean needs --prompts, ",
-    "--lengths 1 --modes nested_mean --levels session": "OptionError: no mode to show: nested_mean "
-    "needs ids of ['session'], and explain has those of prompt, rollout, dataset",
-    "--lengths 1 --divisor -1": "OptionError: divisor=-1.0; expected a finite number > 0",
-    "--jsonl no/such/file": "OptionError: --jsonl no/such/file: ",
-    "--jsonl no/such/file --prompts 1": "OptionError: --prompts with --jsonl; expected its values",
-    f"--data no/such/file {ONE_ROW}": "OptionError: --data no/such/file: ",
-    "--data x -- pretrain_gpt.py --micro-batch-size 2": (
-        f"OptionError: --micro-batch-size 2, --global-batch-size 0 {OWN}"
+    "--lengths 1,x": "OptionError: --lengths must be numbers with commas between, got '1,x'. ",
+    "--lengths 1,-1": f"{NUMBERS}[-1.0] in sample 1. ",
+    "--lengths 1,2 --prompts 0": (
+        "OptionError: each list must have one value for each sample, got 2 (length), 1 (prompt). "
     ),
-    "--data x -- --micro-batch-size 2 --global-batch-size 3": (
-        f"OptionError: --micro-batch-size 2, --global-batch-size 3 {OWN}"
+    "--lengths 1 --modes mean": "OptionError: unknown mode 'mean'. ",
+    "--lengths 1 --modes trl/mean": "OptionError: unknown preset 'trl/mean'. ",
+    "--lengths 1 --modes custom": "OptionError: mode 'custom' needs a function ",
+    "--lengths 1 --modes prompt_mean": f"{NO_INPUT}prompt_mean needs --prompts, ",
+    "--lengths 1 --modes nested_mean --levels session": (
+        f"{NO_INPUT}nested_mean needs ids of ['session'], and explain has those of prompt, "
+        "rollout, dataset. Give that input, or choose other modes (--modes)."
     ),
+    "--lengths 1 --divisor -1": "OptionError: divisor must be a finite number > 0, got -1.0. ",
+    "--lengths 1 --modes sum,mean": "OptionError: unknown mode 'mean'. ",
+    "--jsonl no/such/file": (
+        "OptionError: --jsonl must name a readable text file, got no/such/file "
+    ),
+    "--jsonl no/such/file --prompts 1": "OptionError: --jsonl takes no --prompts, got both. Put ",
+    f"--data no/such/file {ONE_ROW}": (
+        "OptionError: --data must name a readable text file, got no/such/file "
+    ),
+    "--data x -- pretrain_gpt.py --micro-batch-size 2": f"{SIZES}got 0 and 2. Give the run's own ",
+    "--data x -- --micro-batch-size 2 --global-batch-size 3": f"{SIZES}got 3 and 2. Give the run's",
     f"--data x --against=--global-batch-size=4 {ONE_ROW}": (
-        "OptionError: --against has another --global-batch-size; expected the same step"
+        "OptionError: --against must keep the step of 1 rows, got --global-batch-size 4. Drop "
     ),
     f"--data x {ONE_ROW} --rampup-batch-size 1 1 9": (
-        "OptionError: --rampup-batch-size, by which steps differ in size"
+        "OptionError: all steps must have the same size, got --rampup-batch-size. Drop it after --"
     ),
 }
-# The file at PATH of --jsonl, and of --data; and how what is said of it begins.
+# The file at PATH of --jsonl, and of --data; and the beginning of its error.
 BAD_STEPS = {
-    "{": "OptionError: PATH:1: Expecting property name",
-    "\n": "OptionError: --jsonl PATH: no line",
-    "[1]": NO_LENGTH,
-    '{"length": 1, "loss_mask": [1]}': NO_LENGTH,
-    '{"length": "1"}': NO_NUMBERS,
-    '{"loss_mask": 1}': NO_NUMBERS,
-    '{"loss_mask": [1, -1]}': NO_NUMBERS,
+    "{": "OptionError: every line must be a JSON value, got Expecting property name",
+    "\n": (
+        "OptionError: --jsonl must name a file with a JSON object for each sample, got no line in "
+        "PATH. Write one."
+    ),
+    "[1]": f"{EITHER}[1] in PATH:1. ",
+    '{"length": 1, "loss_mask": [1]}': EITHER,
+    '{"length": "1"}': f'{NUMBERS}["1"] in PATH:1. ',
+    '{"loss_mask": 1}': f"{NUMBERS}1 in PATH:1. ",
+    '{"loss_mask": [1, -1]}': f"{NUMBERS}[1, -1] in PATH:1. ",
     '{"length": 3}\n{"length": 1, "prompt": 0}': (
-        "DataError: --jsonl PATH: 1 of 2 lines have no 'prompt'; expect"
+        "DataError: 'prompt' must be on every line of PATH or on none, got 1 of 2 lines without it."
     ),
 }
 BAD_RUNS = {
-    '"x"': NO_LENGTH,
-    '{"loss_mask": [1], "cu_seqlens": [0, 2]}': "OptionError: PATH:1: microbatch 0 of 1 t",
-    '{"loss_mask": [1], "cu_seqlens": "x"}': "OptionError: PATH:1: ",
+    '"x"': f"{EITHER}x in PATH:1. ",
+    '{"loss_mask": [1], "cu_seqlens": [0, 2]}': "OptionError: PATH:1: offsets must start at 0",
+    '{"loss_mask": [1], "cu_seqlens": "x"}': (
+        "OptionError: cu_seqlens must be a list of ints, got x in PATH:1. Correct the line."
+    ),
+    '{"loss_mask": [1], "cu_seqlens": [0.5]}': "OptionError: PATH:1: cu_seqlens must be int32 or i",
     "0": NO_STEP,
     "": NO_STEP,
-    "\xff": "OptionError: --data PATH",
+    "\xff": "OptionError: --data must name a readable text file, got PATH ",
 }
 BAD = [
-    *((arguments, "", said) for arguments, said in BAD_ARGUMENTS.items()),
-    *(("--jsonl PATH", lines, said) for lines, said in BAD_STEPS.items()),
-    *((f"--data PATH {ONE_ROW}", lines, said) for lines, said in BAD_RUNS.items()),
-    (
-        f"--data PATH {ONE_ROW} --context-parallel-size 2",
-        "4",
-        "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 1",
-    ),
+    *((arguments, "", text) for arguments, text in BAD_ARGUMENTS.items()),
+    *(("--jsonl PATH", lines, text) for lines, text in BAD_STEPS.items()),
+    *((f"--data PATH {ONE_ROW}", lines, text) for lines, text in BAD_RUNS.items()),
+    (f"--data PATH {ONE_ROW} --context-parallel-size 2", "4", SEQUENCE),
 ]
 
 
@@ -174,8 +185,8 @@ BAD = [
 def test_bad_arguments_and_lines_are_named(capsys, tmp_path, arguments, lines, expected):
     path = tmp_path / "data"
     path.write_text(lines, encoding="latin-1")
-    said = refusal(capsys, *arguments.replace("PATH", str(path)).split())
-    assert said.startswith(expected.replace("PATH", str(path)))
+    error = refusal(capsys, *arguments.replace("PATH", str(path)).split())
+    assert error.startswith(expected.replace("PATH", str(path)))
 
 
 def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch):
@@ -187,12 +198,14 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch)
         assert f"drawn: {path}\n" == capsys.readouterr().err
     for name in ("out.docx", "no/such/folder/out.png"):
         path = tmp_path / name
-        assert f"OptionError: --plot {path}: " in refusal(capsys, *STEP, "--plot", str(path))
+        error = refusal(capsys, *STEP, "--plot", str(path))
+        assert error.startswith("OptionError: --plot must name a .png, .svg or .pdf ")
+        assert str(path) in error
     data = ["--data", write(tmp_path / "lengths.txt", *FOUR), "--plot", str(tmp_path / "a.png")]
     assert main(["explain", *data, *RUN]) == 0
     assert capsys.readouterr().err == f"drawn: {data[-1]}, of step 1\n"
     nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
-    assert "OptionError: --plot: no sample has loss tokens" in nothing
+    assert nothing.startswith("OptionError: --plot needs a sample with loss tokens, got none. ")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     error = refusal(capsys, *STEP, "--plot", str(tmp_path / "out.png"))
     assert error.startswith("OptionError: --plot needs matplotlib")
@@ -237,7 +250,7 @@ STOCK = {
     ),
     # 10 of 10 tokens, and 10 of 2 + 2 + 2 + 3 = 9.
     "--micro-batch-size 1 --calculate-per-token-loss": (
-        "M_step",
+        "M_all",
         ["0.25 1 1.11", "2 1 1.00", "4 1 1.11", "5.75 to 8 2 1.00 to 1.11"],
     ),
 }
@@ -293,9 +306,9 @@ def test_the_formula_without_numbers_is_that_of_the_docstring():
             "v_s * m_t / (M_sample * N_sample)"
         ),
         LossAggregation(mode="token_mean", sample_weights="count"): (
-            "v_s * m_t / (M_step * V_across)"
+            "v_s * m_t / (M_all * V_across)"
         ),
         LossAggregation(mode="sum"): "m_t",
-        LossAggregation(mode="custom", function=len): "function(plan, i)",
+        LossAggregation(mode="custom", function=len): "m_t * function(samples)",
     }.items():
         assert formula(agg) == f"w_t = {expected}"

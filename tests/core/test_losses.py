@@ -103,7 +103,7 @@ def reduced_on_every_rank() -> list[tuple[dict[str, float], int]]:
     return answers
 
 
-def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at_most():
+def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives():
     # loss: rank 0 has 1 + 1 tokens of 1, rank 1 has 1 + 1 + 2 of 4: (2 + 16) / 6 = 3. sum: 18 / 2.
     # pair: (0 + 0 + 1 + 1 + 1) / 25. max: 10 + 2. min: 0 + 1.
     expected = {"loss": 3.0, "sum": 9.0, "pair": 0.12, "never": 0.0, "max": 12.0, "min": 1.0}
@@ -111,7 +111,7 @@ def test_every_metric_is_reduced_by_its_own_kind_and_count_in_two_collectives_at
     for (answer, collectives), of_none in run_ranks(reduced_on_every_rank, 2):
         assert {name: answer.pop(name) for name in numbers} == numbers
         assert answer == pytest.approx(expected)
-        assert collectives == 2 and of_none == ({}, 1)
+        assert collectives == 2 and of_none == ({}, 2)
 
 
 # Without a hook, a `TokenLoss` is a stock loss function: losses, mask, and their sum and count.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, token_weights
+from megatron_loss_agg import Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg.counting import Samples
 from tests.core.meaning import (
     F64,
     MODES,
@@ -110,39 +111,68 @@ def test_coefficients_are_sent_without_the_rest_of_the_plan():
     assert len(pickle.dumps(plan.coefficients(0))) < 1000
 
 
-def custom(function: Callable[..., Any], **options: Any) -> LossAggregation:
-    return LossAggregation(mode="custom", function=function, **options)
+def test_a_custom_function_makes_coefficients_from_what_was_counted():
+    """Weights of samples are in them if the function says so; what it edits is undone."""
 
+    def mean_over_prompts(samples: Samples) -> torch.Tensor:
+        prompts = samples.groups("prompt")
+        divisor_S = prompts.sums(samples.mask_sum)[prompts.group_S] * len(prompts.ids_G)
+        samples.mask_sum.zero_()
+        return samples.weight / divisor_S
 
-def test_a_custom_function_makes_the_weights_from_what_the_plan_counted():
-    """Factors multiply them, and its edits of the mask are undone."""
-
-    def prompt_mean(plan, i):
-        microbatch = plan.microbatches[i]  # whose own weights the function applies itself
-        divisor_S = plan.group_sums("prompt", i) * plan.counts.prompts / microbatch.sample_weights
-        return microbatch.loss_mask.div_(divisor_S.unsqueeze(1))
-
-    factors = torch.tensor([[2.0, -1, 0], [0.5, 4, 1]])
-    of_both = {"sample_weights": torch.tensor([3.0, 0.25]), "token_factors": factors}
-    mask = torch.ones(2, 3, dtype=F64)
+    of_both = {"sample_weights": torch.tensor([3.0, 0.25]), "rejected": torch.tensor([False, True])}
+    mask = torch.tensor([[1.0, 1, 0], [0.5, 1, 1]], dtype=F64)
     step = [
         Microbatch(mask, prompt_ids=torch.tensor([5, 6]), **of_both),
         Microbatch(mask, prompt_ids=torch.tensor([6, 6]), **of_both),
     ]
-    skip = {"sample_weights": "skip"}
-    aggregations = custom(prompt_mean, **skip), aggregation("prompt_mean", **skip)
-    ours, ready = (StepPlan.build(agg, step) for agg in aggregations)
+    options = {"sample_weights": "skip", "rejected": "count"}
+    modes = {"custom": {"function": mean_over_prompts}, "prompt_mean": {}}
+    ours, ready = (
+        StepPlan.build(aggregation(mode, **more, **options), step) for mode, more in modes.items()
+    )
     for i in (0, 1, 0):
         assert_same(ours.weights(i, F64), ready.weights(i, F64), 1e-15)
-        assert torch.equal(ours.weights(i), ours.weights(i, F64).float())
+        assert torch.equal(ours.mask_sums(i), ready.mask_sums(i))
+        assert not ours.weights(i)[1].any()  # rejected
 
 
-def test_factors_of_tokens_multiply_weights_and_are_in_no_denominator():
-    mask = torch.tensor([[1.0, 1, 0], [1, 0.5, 0]], dtype=F64)
-    factors = torch.tensor([[2, -1, 7], [0, 3, 7]])
-    # M = 3.5, and not that of mask * factors, 2.5.
-    w = token_weights(aggregation("token_mean"), mask, token_factors=factors, dtype=F64)
-    assert_same(w, [2 / 3.5, -1 / 3.5, 0, 0, 1.5 / 3.5, 0], 1e-15)
+def test_masks_may_differ_between_terms_and_so_do_denominators():
+    policy = Microbatch(torch.tensor([[1.0, 1, 0], [1, 0, 0]]))
+    kl = Microbatch(torch.tensor([[1.0, 1, 1], [1, 1, 0]]))
+    step = [{"policy": policy, "kl": kl}, {"policy": kl, "kl": kl}]
+    terms = {"policy": aggregation("token_mean"), "kl": Term(aggregation("token_mean"), 0.5)}
+    plans = StepPlan.build_terms(terms, step)
+    # 3 tokens, and 5 in the other microbatch; and 5 in both. The multiplier is in no weight.
+    assert [plans[name].counts.tokens for name in terms] == [8, 10]
+    assert_same(plans["policy"].weights(0), policy.loss_mask / 8, 1e-7)
+    assert_same(plans["kl"].weights(0), kl.loss_mask / 10, 1e-7)
+
+
+def test_losses_by_sample_are_samples_of_one_token():
+    # Three pairs, of prompts a and b, of which one is rejected and counts; and one pair of c.
+    sequences = Microbatch(torch.ones(6, 4), prompt_ids=[0] * 6)
+    pairs = Microbatch.of_samples(
+        3,
+        sequences=sequences,
+        prompt_ids=["a", "b", "a"],
+        rejected=torch.tensor([False, False, True]),
+    )
+    assert (pairs.num_samples, pairs.routed_tokens) == (3, 24)
+    one = Microbatch.of_samples(1, prompt_ids=["c"], routed_tokens=7)
+    agg = aggregation("prompt_mean", rejected="count")
+    plan = StepPlan.build(agg, [pairs, one])
+    assert_same(plan.coefficients(0), [1 / 6, 1 / 3, 0], 1e-15)
+    assert_same(plan.weights(1), [1 / 3], 1e-7)
+    assert [*plan.model_tokens, *plan.positions] == [24, 7, 24, 7]
+    mean = StepPlan.build(aggregation("sample_mean", rejected="skip"), [pairs, one])
+    assert_same(mean.coefficients(0), [1 / 3, 1 / 3, 0], 1e-15)
+    # What the losses are computed from, copied.
+    of_pairs, of_one = plan.sequences
+    assert of_one is None and of_pairs.shape == ((6, 4), None)
+    assert of_pairs.mask_sum.tolist() == [4.0] * 6
+    sequences.loss_mask.zero_()
+    assert bool(plan.microbatches[0].sequences.loss_mask.all())
 
 
 SUMS = [2.0, 3.0, 1.5]
@@ -150,7 +180,7 @@ FORMS: list[Any] = [SUMS, (*SUMS,), torch.tensor(SUMS), torch.tensor(SUMS).numpy
 FORMS += [[torch.tensor(x) for x in SUMS]]
 
 
-@pytest.mark.parametrize("ids", [["p", "q", "p"], torch.tensor([0, 1, 0])])
+@pytest.mark.parametrize("ids", [["p", "q", "p"], torch.tensor([0, 1, 0]), [-7, 2**62, -7]])
 def test_mask_sums_and_their_ids_may_have_any_form(ids):
     agg = aggregation("prompt_mean")
     # Prompts p (3.5 tokens) and q (3 tokens): 1 / (2 * 3.5) and 1 / (2 * 3).
@@ -170,3 +200,18 @@ def test_strings_are_hashed_alike_everywhere():
     digests = [hashlib.blake2b(x.encode(), digest_size=8).digest() for x in ("uid-1", "übung")]
     expected = [int.from_bytes(x, "little", signed=True) for x in digests]
     assert microbatch.prompt_ids.tolist() == expected
+
+
+def test_lone_surrogates_are_characters_as_others_are():
+    names = ["answer-\udc80", "answer-\udc81", "answer-\udc80"]  # from bytes that are no UTF-8
+    ids = Microbatch(torch.ones(3, 1), prompt_ids=names).prompt_ids
+    assert ids[0] == ids[2] != ids[1]
+
+
+@pytest.mark.parametrize("ids", [[3, -1, 3], (3, -1, 3), np.array([3, -1, 3]), range(3, 6)])
+def test_ids_may_be_ints_in_any_sequence(ids):
+    microbatch = Microbatch(torch.ones(3, 2), prompt_ids=ids, ids={"turn": ids})
+    assert microbatch.prompt_ids.dtype == torch.int64
+    assert microbatch.prompt_ids.tolist() == microbatch.ids["turn"].tolist() == [*ids]
+    extremes = [-(2**63), 2**63 - 1, 2**53 + 1]
+    assert Microbatch(torch.ones(3, 2), rollout_ids=extremes).rollout_ids.tolist() == extremes

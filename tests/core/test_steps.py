@@ -19,23 +19,20 @@ from hypothesis import strategies as st
 
 from megatron_loss_agg import (
     AggregationError,
-    CPLayout,
     LossAggregation,
     Microbatch,
     StepPlan,
-    StepTerms,
     Term,
 )
+from megatron_loss_agg.counting import Samples
 from megatron_loss_agg.report import Max, Mean, reduce_reports
 from tests.core.meaning import (
     F64,
-    LAYOUTS,
     UNITS,
     Read,
     aggregation,
     assert_plans,
     assert_same,
-    cp_layout,
     lay,
     microbatch_of,
     names_of,
@@ -57,8 +54,8 @@ from tests.oracle import Sample
 PATIENCE = timedelta(seconds=30)
 """After which a rank that waits for another one gives up; a step takes milliseconds."""
 NUMBER = 80  # of steps over ranks
-TOPOLOGIES = [(3, 1), (2, 2)]  # data-parallel and context-parallel ranks
-Terms = dict[str, tuple[dict[str, Any], float]]  # arguments of aggregations, and coefficients
+TOPOLOGIES = [(3, 1), (2, 2)]  # data-parallel ranks, and ranks with the same data
+Terms = dict[str, tuple[dict[str, Any], float]]  # arguments of aggregations, and multipliers
 
 
 @dataclass(frozen=True)
@@ -69,67 +66,48 @@ class Drawn:
     given: list[list[dict[str, Any]]]
     where: int = 0
     changes: Changes = field(default_factory=dict)  # of inputs, of options or of "step"
+    masks_by_term: tuple[int, ...] = ()  # ranks that give a microbatch for each term
 
     def on(self, rank: int) -> list[dict[str, Any]]:
         """What a rank is given, with its changes."""
         how = self.changes if rank == self.where else {}
         return [with_changes(x, how) for x in self.given[rank]]
 
-    def run(self, rank: int, group: Any) -> StepTerms:
+    def run(self, rank: int, group: Any) -> dict[str, StepPlan]:
         """What a loop does on one rank."""
         how = self.changes if rank == self.where else {}
         try:
-            by_name = {
-                name: Term(LossAggregation(**with_changes(options, how)), coefficient)
-                for name, (options, coefficient) in self.terms.items()
+            terms = {
+                name: Term(LossAggregation(**with_changes(options, how)), multiplier)
+                for name, (options, multiplier) in self.terms.items()
             }
             step: Any = [microbatch_of(x) for x in self.on(rank)]
         except Exception:
             StepPlan.abandon(group)
             raise
+        if rank in self.masks_by_term:
+            step = [dict.fromkeys(terms, x) for x in step]
         step = changed(None, how["step"]) if "step" in how else step
-        return StepPlan.build_terms(by_name, step, group)
+        return StepPlan.build_terms(terms, step, group)
 
 
-coefficients = st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2])
+multipliers = st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2])
 
 
 @st.composite
-def drawn_steps(draw: st.DrawFn, dp: int, cp: int) -> Drawn:
-    layouts = LAYOUTS if cp == 1 else ("thd", "thd_row", "bshd")
+def drawn_steps(draw: st.DrawFn, dp: int) -> Drawn:
     weighted = draw(st.booleans())
-    of_rank = st.lists(microbatches(layouts, 2 * cp if cp > 1 else 1, weighted), max_size=3)
+    of_rank = st.lists(microbatches(weighted=weighted), max_size=3)
     given = [draw(of_rank) for _ in range(dp)]
     if draw(st.booleans()):
         for x in (x for of in given for x in of):
             x["routed_tokens"] = draw(st.integers(0, 9))
-    of_terms = st.lists(st.tuples(aggregations(weighted), coefficients), min_size=1, max_size=3)
+    of_terms = st.lists(st.tuples(aggregations(weighted), multipliers), min_size=1, max_size=3)
     terms = dict(zip("abc", draw(of_terms), strict=False))
     where = draw(st.integers(0, dp - 1))
-    if cp > 1:
-        return Drawn(terms, given, where)
-    return Drawn(terms, given, where, draw(changes([*INPUTS, "routed_tokens"], [*OPTIONS, "step"])))
-
-
-def sharded(given: dict[str, Any], layout: CPLayout) -> Microbatch:
-    """The microbatch as this rank sees it: local mask, local offsets, same samples."""
-    masks = {"loss_mask", "token_factors"} & given.keys()
-    local = given | {name: layout.shard(given[name]) for name in masks}
-    if "cu_seqlens" in given:
-        local["cu_seqlens"] = local.pop("cu_seqlens_padded", given["cu_seqlens"]) // layout.cp_size
-    return microbatch_of(local)
-
-
-def assert_sharded_alike(step: Drawn, plan: StepPlan, rank: int, cp_group: Any) -> None:
-    """A plan from parts of the masks has this rank's part of the weights, and the same counts."""
-    cp, given = dist.get_world_size(cp_group), step.given[rank]
-    layouts = [cp_layout(x, cp, dist.get_rank(cp_group)) for x in given]
-    parts = [sharded(x, layout) for x, layout in zip(given, layouts, strict=True)]
-    found = StepPlan.build(plan.aggregation, parts, dist.group.WORLD, sharded_over=cp_group)
-    for i, layout in enumerate(layouts):
-        assert_same(found.weights(i, F64), layout.shard(plan.weights(i, F64)), 1e-13)
-    of_parts, of_whole = ([float(n or 0) for n in x.counts] for x in (found, plan))
-    assert_same(of_parts, of_whole, 1e-13)
+    how = draw(changes([*INPUTS, "routed_tokens"], [*OPTIONS, "step"]))
+    by_term = tuple(rank for rank in range(dp) if draw(st.booleans()))
+    return Drawn(terms, given, where, how, by_term)
 
 
 def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> None:
@@ -139,7 +117,7 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
         x.get("rejected", torch.zeros(s.shape).bool()) for x, s in zip(given, sums, strict=True)
     ]
     weighted = plan.aggregation.sample_weights is not None
-    found = StepPlan.from_mask_sums(
+    of_sums = StepPlan.from_mask_sums(
         plan.aggregation,
         sums,
         **{f"{unit}_ids": [x[f"{unit}_ids"] for x in given] for unit in UNITS},
@@ -148,12 +126,15 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
         sample_weights=[x["sample_weights"] for x in given] if weighted else None,
         group=group,
     )
+    units = {*UNITS, *plan.aggregation.by_id}
     for i in range(len(sums)):
-        assert_same(found.coefficients(i), plan.coefficients(i), 1e-13)
-    unknown = {"active_tokens": None, "positions": None, "routed_tokens": None, "unequal": False}
-    assert found.counts == plan.counts._replace(**unknown)
-    for unit in plan.aggregation.by_id:
-        assert all(map(torch.equal, found.groups(unit), plan.groups(unit)))
+        assert_same(of_sums.coefficients(i), plan.coefficients(i), 1e-13)
+        assert all(torch.equal(of_sums.ids(unit, i), plan.ids(unit, i)) for unit in units)
+    table = of_sums.samples
+    active, samples = int(table.mask_sum.count_nonzero()), len(table.mask_sum)
+    tokens = {"active_tokens": active, "model_tokens": active, "positions": samples}
+    assert of_sums.counts == plan.counts._replace(**tokens)
+    assert [*of_sums.shapes, *of_sums.model_tokens, *of_sums.positions] == []
 
 
 def overwritten(step: Drawn, rank: int) -> None:
@@ -164,52 +145,59 @@ def overwritten(step: Drawn, rank: int) -> None:
                 x.data.fill_(3)  # which no version counter sees
 
 
-def outcome(step: Drawn, rank: int, group: Any = None, cp_group: Any = None) -> Any:
-    """The plans of a data-parallel rank, or the error that it raised."""
+def outcome(step: Drawn, rank: int, group: Any = None) -> Any:
+    """What a data-parallel rank has alike with all others, or the error that it raised.
+
+    Its plans are exact.
+    """
+    ours = pickle.loads(pickle.dumps(step))
     try:
         with Operations() as made:
-            plans = step.run(rank, group)
-        # 0 would mean that nothing was counted over ranks.
-        assert len(made.collectives) in ((0,) if group is None else (1, 2))
+            plans = ours.run(rank, group)
+        # Sizes, and then the samples; 0 would mean that nothing was counted over ranks.
+        assert len(made.collectives) == (0 if group is None else 2)
         if not step.changes:
-            assert_sums_alike(step, plans["a"], rank, group)
-            if cp_group is not None:
-                assert_sharded_alike(step, plans["a"], rank, cp_group)
-            overwritten(step, rank)
-        return plans
+            assert_sums_alike(ours, plans["a"], rank, group)
+            overwritten(ours, rank)
     except Exception as error:
         # Torch's or Python's own error is one of the rank that got the bad input.
         own = step.changes and rank == step.where
         if not isinstance(error, AggregationError) and not own:
             raise
         return error
-
-
-def told(plans: StepTerms) -> list[Any]:
-    """What must be the same on all ranks."""
-    terms = [(name, term.aggregation) for name, term in plans.terms.items()]
-    options = [(agg.empty, agg.rejected, agg.sample_weights) for _, agg in terms]
-    return [options, [(name, agg.mode, agg.path, agg.across, agg.scale) for name, agg in terms]]
-
-
-def judged(step: Drawn, found: list[Any], cp: int = 1) -> str:
-    """Whether it was exact or refused."""
-    errors = [x for x in found if isinstance(x, Exception)]
-    if errors:
-        assert step.changes, f"valid input was refused: {errors[0]!r}"
-        assert len(errors) == len(found), f"refused by some ranks alone: {found}"
-        # All say the same, or name the rank with the bad input.
-        own, peer = str(errors[step.where]), f"on rank(s) [{step.where}] of"
-        assert all(str(x) == own or peer in str(x) for x in errors), errors
-        return "refused"
     given = [step.on(rank) for rank in range(len(step.given))]
     if "step" in step.changes:
         given[step.where] = []
-    reads = [[Read.of(x) for x in of] for of in given]
-    for rank, plans in enumerate(found):
-        assert told(plans) == told(found[0])
-        assert_plans(plans, reads, rank // cp)
-    return "exact"
+    assert_plans(plans, [[Read.of(x) for x in of] for of in given], rank)
+    return told(plans)
+
+
+def told(plans: dict[str, StepPlan]) -> list[Any]:
+    """What must be the same on all ranks."""
+    aggregations = {name: plan.aggregation for name, plan in plans.items()}
+    means = [(x.mode, x.path, x.across, x.within, x.inverse_divisor) for x in aggregations.values()]
+    options = [(x.empty, x.rejected, x.sample_weights) for x in aggregations.values()]
+    return [*aggregations, means, options, [plan.counts for plan in plans.values()]]
+
+
+ABANDONED = "DataError: this rank could not read its step"
+
+
+def judged(step: Drawn, found: list[Any], copies: int = 1) -> str:
+    """Whether it was exact or refused; so many neighbours have the data of one rank."""
+    errors = [x for x in found if isinstance(x, Exception)]
+    if not errors:
+        assert all(x == found[0] for x in found)
+        return "exact"
+    assert step.changes, f"valid input was refused: {errors[0]!r}"
+    assert len(errors) == len(found), f"refused by some ranks alone: {found}"
+    # All say the same; or name the rank with the bad input, and its error.
+    own, peer = errors[copies * step.where], f"rank(s) [{step.where}] of the group failed while"
+    causes = f"{type(own).__name__}: {own}", ABANDONED
+    for error in map(str, errors):
+        names_cause = peer in error and any(cause in error for cause in causes)
+        assert error == str(own) or names_cause, errors
+    return "refused"
 
 
 MEAN = {"a": ({"mode": "sample_mean", "rejected": "skip", "sample_weights": "count"}, 1.0)}
@@ -218,7 +206,7 @@ PACK = lay([Sample((1.0, 0.5)), Sample((1.0,))], "thd")
 WEIGHTED = {**PACK, "sample_weights": torch.tensor([0.5, 1.0])}
 
 
-@given(drawn_steps(1, 1))
+@given(drawn_steps(1))
 @example(Drawn(MEAN, [[WEIGHTED, WEIGHTED]]))
 @example(Drawn(MEAN, [[WEIGHTED]], changes={"sample_weights": "sparse"}))
 @example(Drawn(OF_MICROBATCHES, [[PACK, lay([], "thd")]]))
@@ -226,25 +214,27 @@ WEIGHTED = {**PACK, "sample_weights": torch.tensor([0.5, 1.0])}
 def test_a_step_of_one_process_is_exact_or_refused(step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about prototypes
-        judged(step, [outcome(pickle.loads(pickle.dumps(step)), 0)])
+        judged(step, [outcome(step, 0)])
 
 
-def outcomes(steps: list[Drawn], cp: int) -> list[Any]:
+def outcomes(steps: list[Drawn], copies: int) -> list[Any]:
     """Of each step on this rank."""
     warnings.simplefilter("ignore")
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
-    # Context-parallel ranks are neighbours.
-    cp_group = [dist.new_group([*range(a, a + cp)]) for a in range(0, world, cp)][rank // cp]
-    dp_groups = [dist.new_group([*range(c, world, cp)], timeout=PATIENCE) for c in range(cp)]
+    # As context-parallel ranks, neighbours have the same data; the others' ranks are not 0, 1, ...
+    groups = [dist.new_group([*range(c, world, copies)], timeout=PATIENCE) for c in range(copies)]
     for step in steps:
-        cp_groups = {"cp_group": cp_group} if cp > 1 else {}
-        found.append(outcome(step, rank // cp, dp_groups[rank % cp], **cp_groups))
+        try:
+            found.append(outcome(step, rank // copies, groups[rank % copies]))
+        except AssertionError as error:
+            error.add_note(f"in the step {step}")
+            raise
         dist.barrier()  # so that a rank that left another one alone is found in this step
     return found
 
 
-@pytest.mark.parametrize(("dp", "cp"), TOPOLOGIES)
-def test_ranks_are_exact_in_two_collectives_or_all_of_them_refuse(dp, cp):
+@pytest.mark.parametrize(("dp", "copies"), TOPOLOGIES)
+def test_ranks_are_exact_in_two_collectives_or_all_of_them_refuse(dp, copies):
     steps: list[Drawn] = []
 
     @settings(
@@ -254,20 +244,72 @@ def test_ranks_are_exact_in_two_collectives_or_all_of_them_refuse(dp, cp):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn_steps(dp, cp))
+    @given(drawn_steps(dp))
     def collect(step: Drawn) -> None:
         steps.append(step)
 
     collect()
     verdicts = []
-    for step, *found in zip(steps, *run_ranks(outcomes, dp * cp, steps, cp), strict=True):
+    for step, *found in zip(steps, *run_ranks(outcomes, dp * copies, steps, copies), strict=True):
         try:
-            verdicts.append(judged(step, found, cp))
+            verdicts.append(judged(step, found, copies))
         except AssertionError as error:
             error.add_note(f"in the step {step}")
             raise
     assert verdicts.count("exact") > NUMBER / 50
-    assert cp > 1 or verdicts.count("refused") > NUMBER / 50
+    assert verdicts.count("refused") > NUMBER / 50
+
+
+SAMPLES = [Sample((1.0, 0.5), prompt=1), Sample((1.0,), prompt=2), Sample((1.0, 1.0), prompt=1)]
+# Two samples of rank 0, of prompts 1 and 2; and one of rank 1, of prompt 1 again. Of prompt 1 there
+# are 3.5 tokens, of prompt 2 one: 1 / (2 * 3.5) and 1 / (2 * 1).
+OF_RANKS = [[lay(SAMPLES[:1], "bshd"), lay(SAMPLES[1:2], "thd")], [lay(SAMPLES[2:], "bshd")]]
+BY_PROMPT = [[[1 / 7], [1 / 2]], [[1 / 7]]]
+
+
+def mean_over_prompts(samples: Samples) -> torch.Tensor:
+    """``prompt_mean`` as a user's function."""
+    prompts = samples.groups("prompt")
+    return 1 / (prompts.sums(samples.mask_sum)[prompts.group_S] * len(prompts.ids_G))
+
+
+def by_function(step: list[list[dict[str, Any]]]) -> list[list[float]]:
+    """The coefficients of this rank's samples by microbatch."""
+    agg = aggregation("custom", function=mean_over_prompts)
+    plan = StepPlan.build(agg, [Microbatch(**x) for x in step[dist.get_rank()]], dist.group.WORLD)
+    return [plan.coefficients(i).tolist() for i in range(len(plan.sizes))]
+
+
+def test_a_custom_function_has_the_samples_of_all_ranks():
+    assert run_ranks(by_function, 2, OF_RANKS) == BY_PROMPT
+
+
+def without_samples(steps: list[list[Any]]) -> list[list[list[float]]]:
+    """The weights under ``prompt_mean`` of rank 0; rank 1 has one of the steps after another."""
+    found = []
+    terms = {"a": aggregation("prompt_mean"), "b": aggregation("token_mean")}
+    masks = [Microbatch(**x) for x in OF_RANKS[0]]
+    by_term = [{"a": masks[0], "b": masks[1]}, dict.fromkeys("ab", masks[1])]
+    for step in steps:
+        mine = [masks, by_term] if dist.get_rank() == 0 else [step, step]
+        plans = [StepPlan.build_terms(terms, x, dist.group.WORLD) for x in mine]
+        found.append(
+            [plan.coefficients(i).tolist() for x in plans for plan in x.values() for i in range(2)]
+            if dist.get_rank() == 0
+            else [[plan.counts.tokens] for x in plans for plan in x.values()]
+        )
+    return found
+
+
+def test_a_rank_without_samples_changes_nothing_and_needs_no_ids():
+    padding = Microbatch(torch.zeros(0, 4))
+    pack = Microbatch(torch.zeros(4), torch.tensor([0]))
+    steps = [[], [padding], [pack, padding]]
+    first, second = run_ranks(without_samples, 2, steps)
+    # Two prompts of 1.5 and 1 tokens, M = 2.5; where b has the second mask twice, M = 2.
+    shared = [[1 / 3], [1 / 2], [1 / 2.5], [1 / 2.5]]
+    assert first == [[*shared, [1 / 3], [1 / 2], [1 / 2], [1 / 2]]] * len(steps)
+    assert second == [[[2.5], [2.5], [2.5], [2.0]]] * len(steps)
 
 
 IDS = {"prompt_ids": torch.tensor([1, 2])}
@@ -278,8 +320,8 @@ TERMS = {"a": PROMPT_MEAN, "b": SUM, "c": NESTED}
 Call = Callable[[Any, Any], Any]  # of all ranks, and of this rank alone
 
 
-def build(terms: Any = TERMS, *step: Any, **options: Any) -> Call:
-    return lambda world, alone: StepPlan.build_terms(terms, step or [GOOD], world, **options)
+def build(terms: Any = TERMS, *step: Any) -> Call:
+    return lambda world, alone: StepPlan.build_terms(terms, step or [GOOD], world)
 
 
 def counting_weights(choice: str) -> Call:
@@ -291,21 +333,19 @@ def of_sums(sum_of_one: float) -> Call:
     return lambda world, alone: StepPlan.from_mask_sums(SUM, [sum_of_one], group=world)
 
 
-def sharing(*step: Microbatch) -> Call:
-    return lambda world, alone: StepPlan.build(SUM, [*step], world, sharded_over=world)
-
-
-def sharded_alone(mask: float) -> Call:
-    """One sample, whose coefficient fp32 may not hold."""
-    step = [Microbatch(torch.tensor([[mask]], dtype=F64))]
-    agg = aggregation("sample_mean")
-    return lambda world, alone: StepPlan.build(agg, step, world, sharded_over=alone)
+def of_one_sample(mask: float) -> Call:
+    """Whose coefficient fp32 may not hold."""
+    step = Microbatch(torch.tensor([[mask]], dtype=F64))
+    return build({"": aggregation("sample_mean")}, step)
 
 
 def by_prompt(step: Microbatch) -> Call:
-    """Of a function that asks for groups, whose ids this rank may lack."""
-    agg = aggregation("custom", function=lambda plan, i: plan.group_sums("prompt", i))
-    return lambda world, alone: StepPlan.build(agg, [step], world).weights(0)
+    """Of a function that asks for groups, whose ids a rank may lack."""
+    return build({"": aggregation("custom", function=mean_over_prompts)}, step)
+
+
+def routed(tokens: int | None) -> Call:
+    return build({"": SUM}, replace(GOOD, routed_tokens=tokens))
 
 
 def two(name: str = "a", kind: Any = Mean) -> dict[str, Any]:
@@ -327,7 +367,7 @@ def loading(world: Any, alone: Any) -> None:
     reduce_reports(reports(), world)
 
 
-OTHERS = "^OptionError: ranks have different aggregations, or other terms or groups, or the same"
+OTHERS = "^OptionError: all ranks must have the same aggregations, got .* and .*. Give every rank"
 OTHER_CHOICES = {"count": "sample", "empty": "skip", "rejected": "skip"}
 OTHER_TERMS = {
     "fewer": {"a": PROMPT_MEAN, "b": SUM},
@@ -341,7 +381,7 @@ OTHER_TERMS = {
         for name, choice in OTHER_CHOICES.items()
     },
 }
-OTHER_METRICS = "^DataError: this rank reports .*, and another rank of the group other metrics;"
+OTHER_METRICS = "^DataError: all ranks must report the same metrics, got .* and .*. Report the same"
 OTHER_REPORTS = {
     "nothing": {},
     "of another name": two("b"),
@@ -353,29 +393,60 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "nothing": (build(), build(), "nothing"),
     **{f"terms {name}": (build(terms), build(), OTHERS) for name, terms in OTHER_TERMS.items()},
     "the weights of samples": (counting_weights("skip"), counting_weights("count"), OTHERS),
-    "groups": (build(group_by=("prompt",)), build(), OTHERS),
-    "sums": (of_sums(1.0), build({"": SUM}), OTHERS),
-    "sharded masks": (sharded_alone(1.0), build({"": aggregation("sample_mean")}), OTHERS),
-    "samples": (sharing(GOOD, GOOD), sharing(GOOD), "DataError: ranks that share samples have 2"),
+    "masks by term": (build(TERMS, dict.fromkeys(TERMS, GOOD)), build(), "nothing"),
+    "sums": (of_sums(1.0), build({"": SUM}), "nothing"),
     "ids": (
         by_prompt(GOOD),
         by_prompt(Microbatch(torch.ones(2, 3))),
-        "DataError: no sums by 'prompt' in thi",
+        "^DataError: samples need ids to be grouped by 'prompt', got those of .*. Give 'prompt_",
     ),
-    "extremes": (sharded_alone(1e-40), sharded_alone(1.0), "DataError: the coefficients of samp"),
+    "routed tokens": (
+        routed(6),
+        routed(None),
+        "^DataError: all microbatches of a step must have routed_tokens, or none, got 1 of 3. Give",
+    ),
+    "extremes": (
+        of_one_sample(1e-40),
+        of_one_sample(1.0),
+        "^DataError: coefficients of samples must be in the range of fp32, got .*. Give a loss_",
+    ),
     **{
         f"reports {name}": (reporting(reports), reporting(), OTHER_METRICS)
         for name, reports in OTHER_REPORTS.items()
     },
 }
-OF_RANK_1 = r"PeerError: .*rank\(s\) \[1\]"
-DEFECTS: dict[str, tuple[Call, Call, str]] = {
-    "bad sums": (of_sums(-1.0), build(), "DataError"),
-    "no mask of a term": (build(TERMS, {"a": GOOD}), build(), "DataError"),
-    "abandoned": (lambda world, alone: StepPlan.abandon(world), build(), "nothing"),
-    "other reports": (reporting(two(), {}), reporting(), "^DataError: .*in 1 of 2 microbatches"),
-    "no metric": (reporting({"a": 1.0}), reporting(), "^DataError: .*expected a Mean, Sum, Max"),
-    "no batch": (loading, reporting(), "^SystemExit: of the loader"),
+OF_RANK_1 = r"^PeerError: rank\(s\) \[1\] of the group failed while {}. Mend the error of rank 1 "
+OF_RANK_1 += "first: {}"
+PLANNING, REPORTING = "reading the step", "reading its reports"
+# What is wrong on rank 1, what the others do meanwhile, and the error that they are told of.
+DEFECTS: dict[str, tuple[Call, Call, str, str]] = {
+    "bad sums": (of_sums(-1.0), build(), PLANNING, "DataError: loss_mask must be finite, >= 0"),
+    "no mask of a term": (
+        build(TERMS, {"a": GOOD}),
+        build(),
+        PLANNING,
+        r"DataError: a microbatch must have a mask for each term, got \['a'\] without 'b'. Add",
+    ),
+    "bad sequences": (
+        build({"": SUM}, Microbatch.of_samples(1, sequences=Microbatch(-torch.ones(2, 3)))),
+        build({"": SUM}),
+        PLANNING,
+        "DataError: loss_mask must be finite, >= 0",
+    ),
+    "abandoned": (lambda world, alone: StepPlan.abandon(world), build(), PLANNING, ABANDONED),
+    "other reports": (
+        reporting(two(), {}),
+        reporting(),
+        REPORTING,
+        "DataError: metric 'a' must be of one kind and in every microbatch, got a Mean in 1 of 2",
+    ),
+    "no metric": (
+        reporting({"a": 1.0}),
+        reporting(),
+        REPORTING,
+        "DataError: metric 'a' must be a Mean, Sum, Max or Min of scalars, .*, got 1.0. Make it",
+    ),
+    "no batch": (loading, reporting(), REPORTING, "SystemExit: of the loader"),
 }
 
 
@@ -383,7 +454,7 @@ def heard_on_ranks() -> list[str]:
     """What this rank hears in each case, where rank 1 does what is wrong."""
     rank, world, heard = dist.get_rank(), dist.group.WORLD, []
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    for bad, good, _ in (*DIFFERENT.values(), *DEFECTS.values()):
+    for bad, good, *_ in (*DIFFERENT.values(), *DEFECTS.values()):
         try:
             (bad if rank == 1 else good)(world, alone)
             heard.append("nothing")
@@ -394,7 +465,9 @@ def heard_on_ranks() -> list[str]:
 
 def test_what_one_rank_does_otherwise_stops_every_rank_by_name():
     for rank, heard in enumerate(run_ranks(heard_on_ranks, 3, timeout=60.0)):
-        expected = [(name, said) for name, (_, _, said) in DIFFERENT.items()]
-        expected += [(name, own if rank == 1 else OF_RANK_1) for name, (*_, own) in DEFECTS.items()]
+        expected = [(name, text) for name, (*_, text) in DIFFERENT.items()]
+        for name, (*_, doing, cause) in DEFECTS.items():
+            own = "nothing" if cause is ABANDONED else f"^{cause}"
+            expected.append((name, own if rank == 1 else OF_RANK_1.format(doing, cause)))
         for (name, text), said in zip(expected, heard, strict=True):
             assert re.search(text, said), (rank, name, said)

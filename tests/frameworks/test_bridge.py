@@ -64,7 +64,9 @@ def on_ranks(arguments: list[str], modes: tuple[str, ...] = (STOCK, *MODES)) -> 
 
     seen = {}
     for mode in modes:
-        os.environ[VARIABLE] = "" if mode == STOCK else f"--loss-aggregation {mode}"
+        os.environ[VARIABLE] = (
+            "" if mode == STOCK else f"--loss-aggregation {mode} --loss-aggregation-evaluation same"
+        )
         uninstall = install(watch_exit=False)
         seen[mode] = bridge_recipe.main(arguments)
         uninstall()

@@ -23,7 +23,7 @@ STANDINS = (
     "scipy transformers"
 )
 PLACES, MODE = distillation.PLACES, distillation.MODE
-FLAGS = ("--loss-aggregation", MODE, "--export-kd-teacher-load", "teacher")
+FLAGS = ("--export-kd-teacher-load", "teacher")
 TOP_K = {"logit_kl_topk": 5}
 
 
@@ -94,9 +94,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
     "dp1": {
         "of ModelOpt a sum, not a mean, with skip_lm_loss on": {"skip_lm_loss": False},
         "a sum, not a mean, with skip_lm_loss on (Megatron-LM 0.15": {"means": True},
-        "computed 2 distillation losses; expected one": {
-            "intermediate_layer_pairs": [(FINAL, FINAL)]
-        },
+        "must compute one distillation loss, got 2": {"intermediate_layer_pairs": [(FINAL, FINAL)]},
     },
     "tp2": {"whose gather adds up their equal gradients": TOP_K},
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
@@ -242,7 +243,7 @@ def evaluate(
     keys = sorted({key for report in every for key in report})
     if averages_quotients:
         means = [reduced(reports, averages_quotients=True) for reports in of_calls]
-        return {key: sum(of[key] for of in means) / len(calls) for key in keys}
+        return {key: mean(of[key] for of in means if key in of) for key in keys}
     return {key: gpt.reported([x for x in every if key in x], key) for key in keys}
 
 
@@ -253,8 +254,8 @@ def reduced(reports: list[dict[str, Any]], averages_quotients: bool = False) -> 
     if not all(isinstance(x, Tensor) for report in reports for x in report.values()):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return reduce_reports(reports, group)
-    mean = mean_of_means if averages_quotients else gpt.reported
-    return {key: mean(reports, key) for key in sorted(reports[0] if reports else ())}
+    reduce = mean_of_means if averages_quotients else gpt.reported
+    return {key: reduce(reports, key) for key in sorted(reports[0] if reports else ())}
 
 
 def mean_of_means(reports: list[dict[str, Tensor]], key: str) -> float:

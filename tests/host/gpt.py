@@ -131,7 +131,7 @@ def build(
     spec = layer(transformer)
     mtp = None
     if transformer.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False)
+        mtp = get_gpt_mtp_block_spec(transformer, spec, False, vp_stage)
     place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = GPTModel(
         transformer,

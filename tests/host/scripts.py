@@ -37,6 +37,13 @@ def of_terms(iterator: Any, model: Any, names: Iterable[str], step: Any = None) 
     return losses, TokenLoss(lambda x: dict.fromkeys(names, x), *loss_func.args)
 
 
+def gathered(iterator: Any, model: Any, step: Any = None) -> Any:
+    """The losses of a forward step, gathered: every context-parallel rank has all of them."""
+    batch = gpt.received(iterator)
+    losses, _ = (step or gpt.forward_step)(iter([batch]), model)
+    return losses, TokenLoss(lambda x: x, batch["loss_mask"], lambda x: x)
+
+
 def by_sample(batch: dict[str, Any], of_mb: tuple[int, ...], **values: Any) -> dict[str, Any]:
     """The batch of the samples ``of_mb``, with more keys: of each sample, its value."""
     return batch | {key: torch.tensor([of[i] for i in of_mb]) for key, of in values.items()}

@@ -19,8 +19,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from megatron_loss_agg import Term
-from megatron_loss_agg.mcore import Distillation, LossHook
-from tests.host import gpt, gradients
+from megatron_loss_agg.mcore import LossHook, distillation_terms, distilled
+from megatron_loss_agg.mcore.checks.settings import check_settings
+from tests.host import gpt, gradients, pipeline_parallel
 from tests.host.cases import Expected, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
 from tests.host.reference import Gradient, Reference, gradient_of_sum, references, relative_error
@@ -115,23 +116,19 @@ def step(
     forward_step: Callable[..., Any] | None = None,
     **options: Any,
 ) -> list[dict[str, Tensor]]:
-    """One step of Megatron's own training loop under ``flags``; returns its reports."""
-    from megatron.training import training
+    """One step of the schedule as Megatron's flags ask; returns its reports."""
+    args = with_args(*flags)
+    check_settings(args, args)
+    if forward_step is None:
+        forward_step = script(args.logits_load_dir, args.logits_load_kd_loss_alpha)
+    hook = LossHook(distillation_terms(args, aggregation(MODE)), evaluates=True)
+    data, options["forward_step_func"] = data_of(places, layout), forward_step
+    with gpt.KeepDouble():
+        return gpt.run_step(None, chunks, data, len(places[0]), schedule=hooked_by(hook), **options)
 
-    from megatron_loss_agg.launch.install import install
 
-    uninstall = install(watch_exit=False)
-    try:
-        args = with_args(*flags)
-        if forward_step is None:
-            forward_step = script(args.logits_load_dir, args.logits_load_kd_loss_alpha)
-        options["schedule"] = training.get_forward_backward_func()
-        data = data_of(places, layout)
-        with gpt.KeepDouble():
-            options["forward_step_func"] = forward_step
-            return gpt.run_step(None, chunks, data, len(places[0]), **options)
-    finally:
-        uninstall()
+def hooked_by(hook: LossHook) -> Callable[..., Any]:
+    return distilled(hook, hook.wrap(pipeline_parallel.get_forward_backward_func()))
 
 
 def losses_of(model: Any, sequence: Sequence) -> dict[str, Tensor]:
@@ -196,8 +193,7 @@ def on_host(topology: Topology, folder: str, gradient: Gradient, numbers: dict[s
         where = f"{folder}/{layout}"
         if not per_token:
             save_teacher(topology, places, layout, where)
-        flags = ("--loss-aggregation", MODE, "--logits-load-dir", where)
-        flags += ("--logits-load-kd-loss-alpha", str(ALPHA))
+        flags = ("--logits-load-dir", where, "--logits-load-kd-loss-alpha", str(ALPHA))
         chunks, capture = student(topology, per_token)
         reports = reduced(step(chunks, places, layout, *flags))
         assert gradients.error(chunks, gradient) <= EXACT
@@ -212,16 +208,15 @@ def test_both_terms_are_exact_over_the_whole_step(name: str, tmp_path: Any) -> N
 
 
 REFUSED = {
-    "another alpha": "HostError: not the masked sum of 0.5 * sample_mean + 0.5 * kd; expected its "
-    "own",
-    "another kd, of a student that was its teacher": "HostError: not the masked sum of 0.6 *",
-    "no teacher": "HostError: computed 0 distillation losses ... --logits-load-dir ... "
+    "another alpha": "HostError: must return the masked sum of 0.5 * sample_mean + 0.5 * kd, got ... "
+    "its own multipliers",
+    "another kd, of a student that was its teacher": "HostError: the masked sum of 0.6 *",
+    "no teacher": "HostError: must compute one distillation loss, got 0 ... --logits-load-dir ... "
     "return a TokenLoss",
-    "ignored errors": "HostError: --logits-load-ignore-errors, with which ... change it, or drop "
-    "the hook",
-    "fp32": "HostError: fp32 logits, which Megatron's cross entropy has overwritten ... add --bf16",
-    "overwritten logits": "HostError: --cross-entropy-fusion-impl te, which overwrites ... native",
-    "no term of the teacher": f"OptionError: Distillation() with a loss of the terms ['{MODE}'];",
+    "ignored errors": "HostError: --logits-load-ignore-errors cannot go with",
+    "fp32": "HostError: got fp32 ones, which Megatron's cross entropy has overwritten ... (--bf16)",
+    "overwritten logits": "HostError: got --cross-entropy-fusion-impl te, which overwrites ... native",
+    "no term of the teacher": f"OptionError: a hook of two terms ... got ['{MODE}'].",
 }
 
 
@@ -230,16 +225,16 @@ def refusals(folder: str, numbers: dict[str, float]) -> None:
     topology, places, layout = TOPOLOGIES["dp1"], PLACES[1], "bshd"
     gpt.initialize()
     save_teacher(topology, places, layout, folder)
-    flags = ("--loss-aggregation", MODE, "--logits-load-dir", folder)
+    flags = ("--logits-load-dir", folder)
     half = (*flags, "--logits-load-kd-loss-alpha", "0.5")
     chunks, _ = student(topology, False)
     one_step = partial(step, chunks, places, layout)
-    hook = LossHook(aggregation(MODE), extensions=[Distillation()])
+    hook = LossHook(aggregation(MODE))
     errors = {
         "another alpha": error_of(one_step, *half, forward_step=script(folder, 0.4)),
         "no teacher": error_of(one_step, *flags, forward_step=gpt.forward_step),
         "ignored errors": error_of(one_step, *flags, "--logits-load-ignore-errors"),
-        "no term of the teacher": error_of(gpt.run_step, hook, chunks, iter([]), 1),
+        "no term of the teacher": error_of(distilled, hook, hook.wrap(print)),
     }
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     with (
@@ -248,12 +243,12 @@ def refusals(folder: str, numbers: dict[str, float]) -> None:
     ):
         errors["overwritten logits"] = error_of(one_step, *half)
     terms = {MODE: Term(aggregation(MODE), 0.6), "kd": Term(aggregation(MODE), 0.5)}
-    of_a_loop = LossHook(terms, extensions=[Distillation()])
+    schedule = hooked_by(LossHook(terms))
 
     def in_a_loop() -> None:
         with gpt.KeepDouble():
-            data, forward_step = data_of(places, layout), script(folder, 0.4)
-            gpt.run_step(of_a_loop, chunks, data, len(places[0]), forward_step_func=forward_step)
+            data, options = data_of(places, layout), {"forward_step_func": script(folder, 0.4)}
+            gpt.run_step(None, chunks, data, len(places[0]), schedule=schedule, **options)
 
     with torch.no_grad():
         own = [x.clone() for x in chunks[0].parameters()]
@@ -294,14 +289,14 @@ def custom_loops(folder: str) -> list[Gradient]:
         tokens, labels, mask, _ = gpt.local_batch(data_iterator)
         given = tokens, gpt.positions_like(tokens), None
         of_teacher = teacher_alone()(*given).detach()
-        return guide["distilled"](model(*given), of_teacher, labels, mask)
+        return guide["distillation_loss"](model(*given), of_teacher, labels, mask)
 
-    found = []
+    found, schedule = [], guide["forward_backward"]
     for forward_step in (script(folder, ALPHA), own_loss):
         with gpt.KeepDouble():
             data = data_of(places, layout)
             options = {"forward_step_func": forward_step}
-            gpt.run_step(guide["hook"], chunks, data, len(places[0]), **options)
+            gpt.run_step(None, chunks, data, len(places[0]), schedule=schedule, **options)
         found.append(gradients.of(chunks))
     return found
 

@@ -14,23 +14,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, Term
-from megatron_loss_agg.mcore import MultiTokenPrediction, read_batch
+from megatron_loss_agg import CPLayout, Microbatch, Term
+from megatron_loss_agg.mcore import aggregate_mtp, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
-from tests.host.harness import TOPOLOGIES
+from tests.host.harness import MODELS, TOPOLOGIES
 from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Refusal, assert_told
-from tests.host.scripts import of_terms, with_labels
+from tests.host.scripts import gathered, of_terms, with_labels
 from tests.host.steps import (
     N_MB,
     PLACES,
     Sequence,
     aggregation,
     batch_of,
-    factored,
     sequences,
-    with_factors,
 )
 
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
@@ -42,11 +40,9 @@ METHOD = "compute_language_model_loss"
 
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
-    hook = {"extensions": [MultiTokenPrediction()]}
-    given = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
-    if more.get("batch") is with_factors:
-        hook["read_batch"] = partial(read_batch, factors="factors")
-    return Case(mode, **{"step": with_labels, "hook": hook, **given, **more})
+    hook = {"wrappers": [aggregate_mtp]}
+    way = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
+    return Case(mode, **{"step": with_labels, "hook": hook, **way, **more})
 
 
 def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -71,9 +67,24 @@ def without_labels(iterator: Any, model: Any) -> Any:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
+def with_real_offsets(iterator: Any, model: Any) -> Any:
+    """Calls the model with the offsets of unpadded sequences, by which it shifts labels."""
+    batch = gpt.received(iterator)
+    tokens, labels, mask, packed = gpt.part_of(batch)
+    packed.cu_seqlens_q = batch["cu_seqlens"]
+    arguments = {"packed_seq_params": packed, "labels": labels, "loss_mask": mask}
+    losses = model(tokens, gpt.positions_like(tokens), None, **arguments)
+    return losses, partial(gpt.stock_loss_func, mask)
+
+
+def by_sequence(batch: Batch) -> Microbatch:
+    """A reader of losses by sample."""
+    return Microbatch.of_samples(len(batch["tokens"]), sequences=read_batch(batch))
+
+
+GATHERED = partial(gathered, step=with_labels)
 UNLABELLED = {"step": without_labels, "batch": whole_texts}
-FACTORED = {"batch": with_factors}
-QUARTER = {"token_mean": Term(aggregation("token_mean"), coefficient=0.25)}
+QUARTER = {"token_mean": Term(aggregation("token_mean"), multiplier=0.25)}
 CASES = {
     # With "single" masks most context-parallel ranks have no token of most depths.
     "cp2": [
@@ -82,12 +93,11 @@ CASES = {
         case("bshd", True, "token_mean", "fractional"),
         case("thd", False, "custom"),
         case("bshd", True, "custom", "fractional"),
-        case("thd", True, "prompt_mean", **FACTORED),
-        case("bshd", False, "prompt_mean", **FACTORED),
-        case("thd", False, "custom", **FACTORED),
         case("bshd", True, "prompt_mean", times=2),
         case("thd", False, "prompt_mean", **UNLABELLED),
         case("bshd", True, "token_mean", **UNLABELLED),
+        case("thd", True, "prompt_mean", step=GATHERED),
+        case("bshd", False, "prompt_mean", step=GATHERED),
     ],
     "dp2": [
         case("thd", True, "token_mean"),
@@ -98,6 +108,7 @@ CASES = {
         case("bshd", True, "prompt_mean", call={"forward_only": True}),
     ],
     "pp2": [case("thd", True, "prompt_mean"), case("bshd", False, "token_mean")],
+    "vpp2": [case("thd", True, "prompt_mean"), case("bshd", False, "token_mean")],
     "tp2": [case("thd", False, "prompt_mean"), case("bshd", True, "token_mean")],
 }
 
@@ -130,17 +141,17 @@ def logits_of(model: Any, sequence: Any) -> list[Tensor]:
 
 
 @functools.cache
-def of_depths() -> dict[str, Reference]:
-    return references(losses_of, **CONFIG)
+def of_depths(model: str) -> dict[str, Reference]:
+    return references(losses_of, **MODELS[model], **CONFIG)
 
 
-def expected(case: Case) -> Expected:
+def expected(case: Case, model: str) -> Expected:
     """Every depth has the weights that its targets have in the main loss."""
-    weights = factored(case.weights) if case.batch is with_factors else case.weights
-    coefficient = case.terms[case.mode].coefficient if case.terms else 1.0
+    weights = case.weights
+    multiplier = case.terms[case.mode].multiplier if case.terms else 1.0
     parts, reports, total = [], {}, 0.0
-    for depth, reference in of_depths().items():
-        factor = coefficient * (FACTOR / DEPTHS if depth else 1.0)
+    for depth, reference in of_depths(model).items():
+        factor = multiplier * (FACTOR / DEPTHS if depth else 1.0)
         parts.append((factor, reference, weights))
         loss = reference.loss(weights)
         total += factor * loss
@@ -160,7 +171,7 @@ def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
         for case in CASES[name]
         if (TAKES_PACKS or case.layout != "thd") and (MAKES_LABELS or case.step is with_labels)
     ]
-    assert_exact(topology, cases, expected)
+    assert_exact(topology, cases, partial(expected, model=topology.model))
 
 
 def once_more(labels: bool, iterator: Any, model: Any) -> Any:
@@ -182,50 +193,51 @@ def contiguous(iterator: Any, model: Any) -> Any:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
-def telling_nothing(batch: Batch, _: tuple[int, ...]) -> Batch:
-    """Tells no split from another, of which the same weights are at depth 0 alone."""
-    return {name: torch.ones_like(x) for name, x in batch.items()}
-
-
 def refused(step: Any, says: str = "", cp: bool = False, **more: Any) -> Refusal:
     places = (((0, 2) if cp else (0,),),)
-    of_step = case("bshd", False, "token_mean", places=places, step=step, **more)
+    way = {"layout": "bshd", "places": places, **more}
+    of_step = case(mode="token_mean", per_token=False, step=step, **way)
     return Refusal(says, of_step, "cp2" if cp else "dp1")
 
 
 UNMASKED = partial(with_labels, loss_mask=None)
-NOT_MOVED = "HostError: are not the loss mask moved by the depth ... (MultiTokenPrediction())"
+NOT_SHIFTED = (
+    "HostError: must shift the batch's loss mask by each depth of MTP ... loss_mask= ... padded "
+    "offsets as cu_seqlens_q ... (aggregate_mtp)"
+)
 ROWS = {
     "without layers": refused(
-        with_labels, "HostError: a model with mtp_num_layers=None", config={}
+        with_labels, "HostError: got mtp_num_layers=None ... Set --mtp-num-layers", config={}
     ),
     "without a factor": refused(
         with_labels,
-        "HostError: mtp_num_layers=2, mtp_loss_scaling_factor=None",
+        "HostError: got mtp_num_layers=2 and mtp_loss_scaling_factor=None",
         config={**CONFIG, "mtp_loss_scaling_factor": None},
     ),
-    "without a mask": refused(UNMASKED, NOT_MOVED),
-    "without labels": refused(partial(with_labels, labels=None), NOT_MOVED),
+    "without a mask": refused(UNMASKED, NOT_SHIFTED),
+    "without labels": refused(partial(with_labels, labels=None), NOT_SHIFTED),
     "of two calls": refused(
         partial(once_more, True),
-        "HostError: losses of [24, 24, 24, 24, 24, 24] tokens ... (MultiTokenPrediction())",
+        "HostError: got losses of [24, 24, 24, 24, 24, 24]. Call the model once ... (aggregate_mtp)",
     ),
     "besides a call without losses": refused(partial(once_more, False)),
-    "of contiguous parts": refused(contiguous, NOT_MOVED, cp=True),
-    "of unknown parts": refused(
-        with_labels,
-        "DataError: this rank's mask and tokens fit the splits",
-        cp=True,
-        batch=telling_nothing,
+    "of packs by real offsets": refused(
+        with_real_offsets, NOT_SHIFTED, layout="thd", places=(((1, 3, 0),),)
     ),
+    "of losses by sample": refused(
+        with_labels,
+        "HostError: needs masks of tokens, got microbatches with losses by sample",
+        hook={"wrappers": [aggregate_mtp], "read_batch": by_sequence},
+    ),
+    "of contiguous parts": refused(contiguous, NOT_SHIFTED, cp=True),
     "of a term that weighs nothing": refused(
         partial(of_terms, names="ab", step=with_labels),
-        "OptionError: with the coefficient 0 of 'a', by which it multiplies MTP's",
+        "OptionError: by which it multiplies MTP's losses, got 0 of 'a'. Change it",
         terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
     ),
     "of a term named as a depth": refused(
         partial(of_terms, names=("a", "mtp_1 a"), step=with_labels),
-        "DataError: two reports named 'mtp_1 a loss'",
+        "DataError: reports must have different names, got two of ['mtp_1 a loss']",
         terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
     ),
 }

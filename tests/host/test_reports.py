@@ -13,13 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from itertools import product
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import DatasetReports, Loop, RouterLosses, read_batch
+from megatron_loss_agg.mcore import DatasetReports, aggregate_routers
 from tests import oracle
 from tests.host import gpt
 from tests.host.cases import (
@@ -36,7 +37,7 @@ from tests.host.cases import (
 from tests.host.harness import EXACT, MODELS, TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.scripts import by_sample, of_terms, returning
+from tests.host.scripts import by_sample, gathered, of_terms, returning
 from tests.host.steps import (
     EMPTY,
     NO_TOKENS,
@@ -45,16 +46,11 @@ from tests.host.steps import (
     Places,
     aggregation,
     deal,
-    factored,
     sequences,
     weights_of,
     weights_with,
-    with_factors,
 )
 from tests.host.test_gradients import LOSSES
-
-BY_CALL = Loop(of_megatron=True, averages_quotients=True)  # under --sft
-BY_TOKENS = Loop(of_megatron=True)
 
 
 def with_another_key(losses: Tensor, mask: Tensor) -> Any:
@@ -67,12 +63,7 @@ def with_another_key(losses: Tensor, mask: Tensor) -> Any:
     return losses, partial(loss_func, mask)
 
 
-LOOPS = {
-    "training": {"hook": {"loop": Loop()}},
-    "training of --sft, up to 0.15": {"hook": {"loop": BY_CALL}},
-    "evaluation": {"hook": {"loop": Loop()}, "call": {"forward_only": True}},
-    "evaluation of --sft": {"hook": {"loop": BY_CALL}, "call": {"forward_only": True}},
-}
+LOOPS = {"training": {}, "evaluation": {"call": {"forward_only": True}}}
 STEPS = covering(2, LOSSES, (False, True), tuple(LOOPS))
 
 
@@ -140,9 +131,7 @@ DENOMINATORS: dict[str, Callable[[Places], float]] = {
 }
 
 
-def mean_of(
-    calls: list[Places], mode: str, dataset: int | None = None, has_factors: bool = False
-) -> float:
+def mean_of(calls: list[Places], mode: str, dataset: int | None = None) -> float:
     """Over the calls; of a data set a mean over its samples alone, or its part of a sum."""
     total, denominators = 0.0, 0.0
     for call in calls:
@@ -152,37 +141,33 @@ def mean_of(
         alone = of_dataset if mode in MEANS else call
         weights = weights_of(mode, alone, **MODES[mode])
         weights = [(i, w) for i, w in weights if i in samples(of_dataset)]
-        loss = reference().loss(factored(weights) if has_factors else weights)
-        total += DENOMINATORS[mode](alone) * loss
+        total += DENOMINATORS[mode](alone) * reference().loss(weights)
         denominators += DENOMINATORS[mode](alone)
     return total / (denominators or 1.0)
 
 
-def values(calls: list[Places], mode: str, has_factors: bool = False) -> dict[str, float]:
+def values(mode: str, calls: list[Places]) -> dict[str, float]:
     """By data set."""
     found = {}
     for d in sorted({DATASETS[i] for call in calls for i in active(call)}):
         found[f"lm loss of dataset {d}"] = mean_of(calls, "token_mean", d)
-        found[f"{mode} loss of dataset {d}"] = mean_of(calls, mode, d, has_factors)
+        found[f"{mode} loss of dataset {d}"] = mean_of(calls, mode, d)
     return found
 
 
 def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     key = "dataset_ids" if "cu_seqlens" in batch else "dataset_id"
-    return by_sample(with_factors(batch, of_mb), of_mb, **{key: DATASETS})
+    return by_sample(batch, of_mb, **{key: DATASETS})
 
 
-def by_dataset(mode: str, has_factors: bool = False, **more: Any) -> Case:
-    """With factors of tokens, which multiply losses and are in no denominator."""
-    read = partial(read_batch, factors="factors") if has_factors else read_batch
-    hook = {"extensions": [DatasetReports()], "read_batch": read, "loop": BY_TOKENS}
+def by_dataset(mode: str, **more: Any) -> Case:
+    hook = {"extensions": [DatasetReports()], "evaluates": True}
     return Case(mode, MODES[mode], batch=with_ids, **{"hook": hook, **more})
 
 
-OF_DATASETS = [(mode, False) for mode in MODES if mode != "microbatch_mean"]
-OF_DATASETS += [(mode, True) for mode in ("sample_mean", "token_mean", "custom")]
+OF_DATASETS = [mode for mode in MODES if mode != "microbatch_mean"]
 # Besides those of packs: a mean and a sum.
-WAYS: list[dict[str, Any]] = [{"layout": "bshd"}, {"calls": (1, 1)}]
+WAYS: list[dict[str, Any]] = [{"layout": "bshd"}, {"calls": (1, 1)}, {"step": gathered}]
 ROWS_AND_CALLS = [*product(("sample_mean", "sample_sum"), WAYS)]
 WHOLE: Places = (((1, 2, 3), (5, 0)), ((4, 7), (6, 8, 9)))  # 12 in both microbatches
 WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in (12, 0))
@@ -191,17 +176,16 @@ WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in
 def test_each_data_set_is_reduced_alone() -> None:
     """Data set 12 comes in the second step, and 0 is missing in the third."""
     wanted: dict[Case, dict[str, float]] = {}
-    rows = [(mode, has_factors, {}) for mode, has_factors in OF_DATASETS]
-    rows += [(mode, False, way) for mode, way in ROWS_AND_CALLS]
-    for mode, has_factors, way in rows:
-        step = by_dataset(mode, has_factors, places=WITHOUT_12, **way)
-        evaluation = by_dataset(mode, has_factors, after=step, call={"forward_only": True})
+    rows: list[tuple[str, dict[str, Any]]] = [(mode, {}) for mode in OF_DATASETS]
+    for mode, way in [*rows, *ROWS_AND_CALLS]:
+        step = by_dataset(mode, places=WITHOUT_12, **way)
+        evaluation = by_dataset(mode, after=step, call={"forward_only": True})
         evaluation = dataclasses.replace(evaluation, places=WHOLE)
         second, third = (
             dataclasses.replace(step, places=places, after=step) for places in (WHOLE, WITHOUT_0)
         )
         for case in (step, evaluation, second, third):
-            wanted[case] = values([case.places], mode, has_factors)
+            wanted[case] = values(mode, [case.places])
         of_mode = f"{mode} loss of dataset"
         wanted[second]["lm loss of dataset 12"] = math.nan  # the log has no mean of 12 before
         if mode in MEANS:
@@ -215,7 +199,7 @@ def test_each_data_set_is_reduced_alone() -> None:
 
 
 # Evaluations of several calls, of which one lacks a data set, and one has no tokens. Megatron adds
-# up the pairs of all calls, or averages the calls' values under ``--sft``.
+# up the pairs of all calls; under ``--sft`` it averages the quotients of each call, and the calls.
 CALLS: list[Places] = [
     (((0, 1), (2,)), ((3,), (4, 6))),
     NO_TOKENS,
@@ -228,37 +212,53 @@ COUNTED = {"sample_weights": "count"}
 TERMS = {"nll": aggregation("token_mean"), "rows": aggregation("sample_sum")}
 
 
-def evaluated(cases: list[Case]) -> list[tuple[dict[str, float], dict[str, float]]]:
+def evaluated(cases: list[Case], by_call: bool) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Every rank: of all calls; and of a second evaluation, which begins anew, without tokens."""
     topology, found = TOPOLOGIES["dp2"], []
     models = models_of(topology)
     for case in cases:
-        given = topology, models(case), case.new_hook()
-        found.append((evaluate(case, CALLS, *given), evaluate(case, [NO_TOKENS], *given)))
+        case = dataclasses.replace(case, hook={"evaluates": True, **case.hook})
+        way = topology, models(case), case.new_hook(), by_call
+        found.append((evaluate(case, CALLS, *way), evaluate(case, [NO_TOKENS], *way)))
     return found
 
 
-def assert_evaluated(wanted: dict[Case, dict[str, float]]) -> None:
-    for rank in run_host_ranks(evaluated, 2, [*wanted]):
+def assert_evaluated(wanted: dict[Case, dict[str, float]], by_call: bool = False) -> None:
+    for rank in run_host_ranks(evaluated, 2, [*wanted], by_call):
         for (case, numbers), (found, empty) in zip(wanted.items(), rank, strict=True):
             ours = {key: found[key] for key in numbers}
             assert ours == pytest.approx(numbers, rel=EXACT, abs=0), case
             assert case.terms or empty[f"{case.mode} loss"] == 0.0
 
 
+def over_calls(of: Callable[[list[Places]], dict[str, float]], by_call: bool) -> dict[str, float]:
+    """``of`` all calls; or each number's mean over the calls that have it."""
+    if not by_call:
+        return of(CALLS)
+    of_calls = [of([call]) for call in CALLS]
+    keys = {key for numbers in of_calls for key in numbers}
+    return {key: mean(x[key] for x in of_calls if key in x) for key in sorted(keys)}
+
+
+def lm_and_ours(mode: str, calls: list[Places]) -> dict[str, float]:
+    return {"lm loss": mean_of(calls, "token_mean"), f"{mode} loss": mean_of(calls, mode)}
+
+
 @pytest.mark.parametrize("by_call", [False, True])
-def test_a_call_weighs_as_much_as_its_denominator(by_call: bool) -> None:
+def test_a_call_weighs_as_much_as_its_denominator_where_megatron_adds_up_pairs(
+    by_call: bool,
+) -> None:
     wanted = {}
     for mode, options in MODES.items():
-        case = Case(mode, options, hook={"loop": BY_CALL if by_call else BY_TOKENS})
-        lm, ours = mean_of(CALLS, "token_mean"), mean_of(CALLS, mode)
-        wanted[case] = {"lm loss": lm, f"{mode} loss": ours}
+        case = Case(mode, options)
+        wanted[case] = over_calls(partial(lm_and_ours, mode), by_call)
         rejecting = {"options": {"rejected": "skip"}, "batch": REJECTING}
         if mode == "sample_mean":
-            wanted[dataclasses.replace(case, **rejecting)] = {"lm loss": lm}
-    for mode, has_factors in OF_DATASETS if not by_call else ():
-        wanted[by_dataset(mode, has_factors)] = values(CALLS, mode, has_factors)
-    assert_evaluated(wanted)
+            lm_loss = {"lm loss": wanted[case]["lm loss"]}
+            wanted[dataclasses.replace(case, **rejecting)] = lm_loss
+    for mode in OF_DATASETS:
+        wanted[by_dataset(mode)] = over_calls(partial(values, mode), by_call)
+    assert_evaluated(wanted, by_call)
 
 
 def test_sample_weights_that_count_weigh_calls() -> None:
@@ -283,13 +283,13 @@ def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls(
 
 RELEASE = version("megatron-core")
 UNKNOWN = (
-    f"HostError: --loss-aggregation-moe step (RouterLosses()) with Megatron-Core {RELEASE} ... "
-    "whose weights of these losses are not known; expected a release of 0.19"
+    f"HostError: (aggregate_routers) needs a release of Megatron-Core 0.19, got {RELEASE} ... "
+    "whose weights of routers' losses are not known. Drop the flag."
 )
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 ROWS = {
     "no data sets": Refusal(
-        "DataError: a report groups by dataset and a microbatch has",
+        "DataError: reports by data set need ids in every batch, got a microbatch without. Give",
         two_rows("sum", hook={"extensions": [DatasetReports()]}),
     ),
     "routers": Refusal(
@@ -299,7 +299,7 @@ ROWS = {
             places=PLACES[1],
             per_token=True,
             config={**MODELS["moe"], **BALANCED},
-            hook={"extensions": [RouterLosses()]},
+            hook={"wrappers": [aggregate_routers]},
         ),
         "dp1",
     ),

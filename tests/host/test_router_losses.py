@@ -1,4 +1,4 @@
-"""Losses of experts' routers by the formula, under `RouterLosses`: over the whole step.
+"""Losses of experts' routers by the formula, under `aggregate_routers`: over the whole step.
 
 One fp64 process has the formula of each loss; on any layout and on both routes the gradient is that
 of the aggregated loss and of these together.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import RouterLosses, read_batch
+from megatron_loss_agg.mcore import aggregate_routers, read_batch
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES, run_host_ranks
@@ -32,7 +32,7 @@ UNEQUAL = ((0, 1), (5,), (2, 3), (4, 6))
 EQUAL = ((0, 1), (5, 2), (3, 7), (4, 6))
 ONE, EQUAL_ONE = (UNEQUAL,), (EQUAL,)
 TWO, ONE_AND_THREE = (UNEQUAL[:2], UNEQUAL[2:]), (UNEQUAL[:1], UNEQUAL[1:])
-HOOK = {"extensions": [RouterLosses()]}
+HOOK = {"wrappers": [aggregate_routers]}
 
 
 def eightfold(loss: Tensor) -> Tensor:
@@ -217,35 +217,35 @@ def refused(
 
 ROWS = {
     "over all ranks": refused(
-        "HostError: global_aux_loss over 2 data-parallel ranks ... expected one, or aux_loss",
+        "HostError: needs aux_loss or seq_aux_loss, got global_aux_loss over 2 data-parallel ranks",
         config={**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
     ),
     "without experts": refused(
-        "HostError: with a model without experts; expected --num-experts: or drop it", config={}
+        "HostError: needs a model with experts, got one without. Set --num-experts", config={}
     ),
     # Who finds it says what it is; the other has heard of it.
     "of other tokens": refused(
         "PeerError: routers of another rank saw other tokens",
         reads=one_more_token,
-        on_rank={1: "HostError: routers saw microbatches of [ ... routed_tokens="},
+        on_rank={1: "HostError: routers must see microbatches of the planned [ ... routed_tokens="},
     ),
     "that are not asked for": refused(
-        "HostError: called config.moe_grad_scale_func 0 times in 2 forward passes; expected once",
+        "HostError: config.moe_grad_scale_func once in each of 2 forward passes ... got 0 calls",
         call={"schedule": without_the_function},
     ),
     "of unequal microbatches": refused(
-        "HostError: of different numbers of tokens over pipeline stages: [ ... on this data-par"
-        " ... expected --calculate-per-token-loss",
+        "HostError: over pipeline stages needs microbatches of one number of tokens ... got [ ... on"
+        " this data-parallel rank. Set --calculate-per-token-loss",
         topology="pp2-dp2-distributed-overlap",
     ),
     "of padding on parts": refused(
-        "HostError: saw microbatches of [-1] tokens ... needs one tensor- and context-parallel",
+        "HostError: tokens, got [-1]. Give ... needs one tensor- and context-parallel rank",
         topology="cp2",
         step=telling_padding,
     ),
     "of padding that counts": refused(
-        "HostError: routers saw microbatches of [4, 20] tokens ... planned are [24]; expected ..."
-        " Microbatch(routed_tokens=): without padding if the model gets a padding_mask",
+        "HostError: routers must see microbatches of the planned [24] tokens, got [4, 20]. Give ..."
+        " Microbatch(routed_tokens=) ... without padding if the model gets a padding_mask",
         topology="dp1",
         layout="bshd",
         places=PADDED[0].places,

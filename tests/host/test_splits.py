@@ -155,8 +155,8 @@ def labels_as_losses(
 
     Args:
         split: of `LAYOUTS`; rows are split contiguously, or by zigzag.
-        kind: of the losses: of ``tokens``; of all tokens, that it lets the hook ``gather``; or of
-            ``samples``.
+        kind: of the losses: of ``tokens``; of all tokens, that it lets the hook ``gather``, maybe
+            without a look at their order (``blind gather``); or of ``samples``.
         part: the context-parallel rank whose part a rank takes.
         tokens, mask: what is made of those of the part.
         pads: what is no token of a sample becomes 0 before the split.
@@ -187,6 +187,7 @@ def labels_as_losses(
     return output, {
         "tokens": TokenLoss(lambda _: losses, mask(own_mask)),
         "gather": TokenLoss(of_all, batch["loss_mask"], lambda _: losses),
+        "blind gather": TokenLoss(Tensor.clone, batch["loss_mask"], lambda _: losses),
         "samples": SampleLoss(of_samples, lambda _: losses, mask(own_mask)),
     }[kind]
 
@@ -368,11 +369,18 @@ def of_pack(split: str, says: str, batch: Batch = PACK, **options: Any) -> Refus
     return Refusal(f"DataError: {says}", steps(split, batch, **options), "cp2")
 
 
-def misdeclared(split: str, declared: str | None, batch: Batch = PACK, **options: Any) -> Refusal:
-    """Every rank hears the name of the split that fits."""
+def misdeclared(
+    split: str,
+    declared: str | None,
+    batch: Batch = PACK,
+    names: str | None = None,
+    **options: Any,
+) -> Refusal:
+    """Every rank hears the name of the split that fits, or several."""
     says = (
-        f"the packs of microbatch 0 must be split ... as declared, {declared or 'zigzag'!r}, got "
-        f"{split!r}. Give --loss-aggregation-split {split} (LossHook(split={split!r}))"
+        "microbatch 0 must be split over context-parallel ranks as declared, "
+        f"{declared or 'zigzag'!r}, got '{names or split}'. Give --loss-aggregation-split {split} "
+        f"(LossHook(split={split!r}))"
     )
     return of_pack(split, says, batch, declared=declared, **options)
 
@@ -422,9 +430,12 @@ def of_first_rank(rank: int) -> int:
     return 0
 
 
-UNVERIFIED = (
-    "the split of the packs of microbatch 0 must be verified ... --loss-aggregation-split {"
-)
+def read_rows(iterator: Any, number: int) -> list[Microbatch]:
+    return [Microbatch(rows()["loss_mask"])] * number
+
+
+BLIND = {"kind": "blind gather"}
+UNVERIFIED = "the split of microbatch 0 must be verified ... --loss-aggregation-split {"
 SAME = "every context-parallel rank must have its own part of the tokens of microbatch 0"
 MASK = "the loss function's mask must be this rank's part ... split it as declared"
 OF_PARTS = {
@@ -433,9 +444,17 @@ OF_PARTS = {
         f"{split} where {declared} is declared, {kind}": misdeclared(
             split, declared, script={"kind": kind}
         )
-        for split, declared, kind in product(SPLITS, SPLITS, ("tokens", "samples"))
+        for split, declared, kind in product(SPLITS, SPLITS, ("tokens", "samples", "blind gather"))
         if split != declared
     },
+    # Weights of rows are the same in every split, and the order of gathered tokens is not.
+    "gathered rows, contiguous by default": misdeclared("contiguous", None, rows(), script=BLIND),
+    "gathered rows, zigzag where contiguous is declared": misdeclared(
+        "zigzag", "contiguous", rows(), script=BLIND, names="zigzag or zigzag_pack"
+    ),
+    "gathered rows without tokens of the batch": of_pack(
+        "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows
+    ),
     "zigzag_pack by default": misdeclared("zigzag_pack", None),
     "contiguous by default, of token_mean": misdeclared("contiguous", None),
     **{

@@ -15,44 +15,79 @@ FLAG = "--loss-aggregation"
 # The launcher's arguments, as `answer` takes them, and what is said of them, as `assert_says` does.
 # SCRIPT is a script; what its flags say is refused before it starts.
 BAD_STARTS = {
-    "--gpu script.py": "OptionError: '--gpu' is not a file; expected [--cpu] SCRIPT",
-    "missing.py": "OptionError: 'missing.py' is not a file",
-    "SCRIPT @ bogus": "OptionError: unknown mode 'bogus' ... expected one of token_mean, ",
+    "--gpu script.py": "OptionError: SCRIPT must be a file, got '--gpu'. Write [--cpu] SCRIPT",
+    "missing.py": "OptionError: SCRIPT must be a file, got 'missing.py'. Write",
+    "SCRIPT @ bogus": "OptionError: unknown mode 'bogus' ... one of token_mean, ",
     "SCRIPT @=": "OptionError: unknown mode ''",
-    "SCRIPT @ verl": "OptionError: unknown preset 'verl'; expected one of verl/t",
-    "SCRIPT @-audit": "OptionError: @-audit without @; give a mode, or drop it",
-    "SCRIPT @ sum @-empty-step=": "OptionError: expected one of step, error, skip",
-    "SCRIPT @ sum @-factors key @-batch json:dumps": (
-        "OptionError: @-factors key and a function of its own ... token_factors=...)"
+    "SCRIPT @ verl": "OptionError: unknown preset 'verl'. Choose one of verl/t",
+    "SCRIPT @-audit": "OptionError: @-audit needs @, got none. Add @ MODE, or remove @-audit.",
+    "SCRIPT @-split contiguous": "OptionError: @-split needs @, got none. Add @ MODE, or",
+    "SCRIPT @ sum @ sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",
+    "SCRIPT @ sum @=sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",
+    "@ sum @ token_mean | SCRIPT": "OptionError: @ must be given once, got 2.",
+    "SCRIPT @ sum @-empty-step=": (
+        "OptionError: @-empty-step must be one of train, error, skip, got ''. Change @-empty-step."
     ),
-    "SCRIPT @ sum @-factors key @-mask model": (
-        "OptionError: @-factors key and a function of its own ... token_factors=...)"
+    # Words of earlier versions.
+    "SCRIPT @ sum @-empty-step step": (
+        "OptionError: @-empty-step must be one of train, error, skip, got 'step'. Change @-empty"
     ),
-    "SCRIPT @": "OptionError: argument @: expected one argument",
-    "SCRIPT @-emtpy skip": "OptionError: unknown flag @-emtpy; expected @-empty, ",
+    "SCRIPT @ sum @-mtp host": (
+        "OptionError: @-mtp must be one of megatron, same, got 'host'. Change @-mtp."
+    ),
+    "SCRIPT @ sum @-moe step": (
+        "OptionError: @-moe must be one of megatron, whole, got 'step'. Change @-moe."
+    ),
+    "SCRIPT @ sum @-split zigzag-pack": (
+        "OptionError: @-split must be one of zigzag, zigzag_pack, contiguous, got 'zigzag-pack'."
+    ),
+    # Flags of earlier versions.
+    "SCRIPT @ sum @-mask=model": (
+        "OptionError: @-mask was removed: a mask that the model makes during its forward pass is "
+        "not known before the step. Compute the mask in the data, or run a forward pass before "
+        "the step, and remove @-mask."
+    ),
+    "@ sum @-factors key | SCRIPT": (
+        "OptionError: @-factors was removed: a factor of each token belongs into the losses of a "
+        "TokenLoss. Multiply the losses by the factor in the script's TokenLoss, and remove"
+    ),
+    "SCRIPT @": "OptionError: argument @: expected one argument. Correct this flag",
+    "SCRIPT @ sum @-divisor x": (
+        "OptionError: argument @-divisor: invalid float value: 'x'. Correct this flag"
+    ),
+    "SCRIPT @-emtpy skip": "OptionError: @-emtpy is not a flag of megatron_loss_agg. Write @-empty",
     "SCRIPT --loss-agregation sum": (
-        "OptionError: unknown flag --loss-agregation; expected @, or another of"
+        "OptionError: --loss-agregation is not a flag of megatron_loss_agg. Write @, or another of"
     ),
     "SCRIPT --loss_aggregation=sum": (
-        "OptionError: unknown flag --loss_aggregation; expected @, or another of"
+        "OptionError: --loss_aggregation is not a flag of megatron_loss_agg. Write @, or another of"
     ),
     "@ sum | SCRIPT @ sum": (
-        f"OptionError: {VARIABLE} is set, and @ is on the command line ... one of the two"
+        f"OptionError: The flags must stand in {VARIABLE} or on the command line, got @ beside "
+        f"{VARIABLE}. Unset {VARIABLE}, or remove @."
     ),
-    "@ sum token_mean | SCRIPT": f"OptionError: {VARIABLE} holds token_mean; expected",
-    "SCRIPT @ custom @-function json": "OptionError: 'json' ... module:name",
+    "@ sum token_mean | SCRIPT": (
+        f"OptionError: {VARIABLE} must hold @ MODE and flags @-... only, got token_mean. Remove"
+    ),
+    "SCRIPT @ custom @-function json": (
+        "OptionError: @-function must be module:name of a function ... got 'json' ... Put the "
+    ),
     "SCRIPT @ custom @-function no_module:f": (
-        "OptionError: cannot be loaded ... No module named 'no_module' ... PYTHONPATH"
+        "OptionError: got 'no_module:f' (No module named 'no_module'). Put ... change @-function."
     ),
-    "SCRIPT @ trl/dapo @-function json:dumps": "OptionError: @-function with the preset",
-    "SCRIPT @ trl/dapo @-levels prompt": "OptionError: @-levels with the preset 'trl/dapo'",
+    "SCRIPT @ trl/dapo @-function json:dumps": (
+        "OptionError: @-function needs @ custom, got the preset 'trl/dapo'. Remove @-func"
+    ),
+    "SCRIPT @ trl/dapo @-levels prompt": (
+        "OptionError: @-levels needs @ nested_mean, got the preset 'trl/dapo'. Remove"
+    ),
     "SCRIPT @ nested_mean @-levels prompt,sample,turn": (
         "OptionError: 'turn' ... ids of another name ... sample last"
     ),
     "SCRIPT @ nested_mean @-levels position,sample": (
         "OptionError: ['position'] ... of tokens ... @-batch"
     ),
-    "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch 'no_module:f' cannot be loaded",
+    "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch must be module:name of a function",
 }
 USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
 
@@ -74,15 +109,15 @@ def test_a_start_without_a_script_shows_the_usage() -> None:
             assert f"{FLAG}{flag} " in found.said or f"{FLAG}{flag}]" in found.said
 
 
-MODE, LATE = "@ prompt_mean", "@-mask model @ token_mean"
+MODE = "@ prompt_mean"
 # Flags of a launch script, and what is found, as `assert_says` takes it.
 DOCTOR = {
     f"examples/pretrain_gpt.py --num-layers 2 {MODE}": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
         "the batches must have prompt_ids"
     ),
-    f"nosuch.py {MODE}": "FAIL: nosuch.py is not a file; expected a training script",
-    "--num-layers 2": "WARN: without @ the plugin does nothing",
+    f"nosuch.py {MODE}": "FAIL: SCRIPT must be a file, got 'nosuch.py'. Give a training script",
+    "--num-layers 2": "WARN: without @ the plugin does nothing. Add @ MODE.",
     f"--my-own-flag {MODE}": (
         "WARN: prompt_mean; w_t = m_t / (M_prompt * N_prompt); Megatron has no --my-own-flag"
     ),
@@ -90,9 +125,9 @@ DOCTOR = {
     "@ constant": "FAIL: OptionError: mode 'constant' needs a div",
     # A module that lies beside the script.
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
-    f"@-mod x {MODE}": "FAIL: OptionError: unknown flag @-mod",
-    LATE: "OK: token_mean; w_t = m_t / M_step; no other",
-    f"{LATE} --sft": "FAIL: OptionError: Loop(averages_quotients=True) (Meg",
+    f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @-m",
+    "@ token_mean @-moe host": "FAIL: OptionError: @-moe must be one of megatron, whole, got",
+    "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel",
 }
 
 
@@ -102,8 +137,8 @@ def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> N
     assert first.code == 0, checks
     assert {line.split()[0] for line in checks} <= {"OK", "WARN"}
     names = [line.split()[1] for line in checks]
-    assert names[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "seams"]
-    assert checks[4].endswith("wrap Megatron's schedules, optimizers, megatron.training")
+    assert names[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "launcher"]
+    assert checks[4].endswith("Megatron's schedules and optimizers, and of megatron.training")
     for found, says in zip(others, DOCTOR.values(), strict=True):
         report = json.loads(found.said)
         (last,) = (finding for finding in report["findings"] if finding["check"] == "flags")
@@ -115,9 +150,9 @@ def test_without_megatron_it_says_what_to_install() -> None:
     (found,) = answers(["doctor --json -- @ token_mean"], with_megatron=False)
     assert found.code == 1
     by_check = {finding["check"]: finding for finding in json.loads(found.said)["findings"]}
-    assert "seams" not in by_check
+    assert "launcher" not in by_check
     assert by_check["megatron-core"]["level"] == "FAIL"
-    assert "pip install megatron-core, or " in by_check["megatron-core"]["text"]
+    assert ". Run pip install megatron-core, or " in by_check["megatron-core"]["text"]
     assert by_check["flags"]["level"] == "WARN"
 
 
@@ -144,5 +179,6 @@ def test_the_checkout_of_a_script_is_examined(tmp_path: Path) -> None:
     (found,) = run_ranks(answer, 1, line, initialized=False)
     assert found.code == 1
     lines = {line.split()[1]: line for line in found.said.splitlines()}
-    assert f"0.12.3 in {tmp_path}: averages losses unlike 0.13" in lines["megatron-core"]
+    said = f"0.12.3 in {tmp_path} scales losses in another way than 0.13 and later. Install 0.14"
+    assert said in lines["megatron-core"]
     assert "No module named 'nowhere_to_be_found'" in lines["megatron.training"]

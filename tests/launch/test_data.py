@@ -114,13 +114,19 @@ def stock_loss(masks: list[list[float]]) -> list[list[float]]:
 
 
 def test_stock_weights_are_those_of_megatrons_own_schedule() -> None:
-    from megatron_loss_agg.explain.rows import Layout, Rows
+    from megatron_loss_agg.explain.stock import BatchFlags, LossTokens, stock_weights
     from megatron_loss_agg.microbatch import Microbatch
 
     masks = [[1.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 1.0]]  # tokens 2.5, counted as 2; and 1
     (weights,) = run_host_ranks(stock_loss, 1, masks, initialized=False)
-    rows = Rows.of([Microbatch(torch.tensor([mask])) for mask in masks], 2, [1])
-    multiples = rows.stock(Layout(1, 2, 1, False))[:, 0].tolist()
+    flags = BatchFlags(
+        micro_batch_size=1,
+        global_batch_size=2,
+        context_parallel_size=1,
+        calculate_per_token_loss=False,
+    )
+    tokens = LossTokens.of([Microbatch(torch.tensor([mask])) for mask in masks], flags, flags)
+    multiples = stock_weights(tokens, flags, tokens.rank_C)[:, 0].tolist()
     for own, mask, multiple in zip(weights, masks, multiples, strict=True):
         assert own == pytest.approx([m * multiple / 3.5 for m in mask])  # times token_mean's
 
@@ -154,7 +160,7 @@ def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
     def load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
         return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
-    # What the host uses to download, and to read JSON.
+    # Megatron uses these to download, and to read JSON.
     sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
     auto = SimpleNamespace(from_pretrained=lambda **_: Characters())
     sft_tokenizer.HAVE_TRANSFORMERS = True
@@ -195,18 +201,18 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
 
 UNREADABLE = "OptionError: Megatron cannot read the data "
 OF_SCRIPT = (
-    "OptionError: expected --seq-length and --data-path or --mock-data after --, without --fim"
+    "OptionError: explain --data needs --seq-length and either --data-path or --mock-data after --"
 )
 SAID = {
     "--mock-data": "",
-    "--data-path FOLDER/x --split 0,1,1": "OptionError: --split 0,1,1 has no training data; exp",
+    "--data-path FOLDER/x --split 0,1,1": "OptionError: --split must leave ... got 0,1,1. Change",
     "--data-path nowhere": f"{UNREADABLE}(AssertionError: One or both of the .idx and .bi",
     "--sft --data-path nowhere": f"{UNREADABLE}(ImportError: SFTDataset currently requires data",
     "": OF_SCRIPT,
     "--data-path FOLDER/x --fim-data": OF_SCRIPT,
-    "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: --dataloader-type cyclic reads",
+    "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: got cyclic. Change --dataloa",
     "--data-path FOLDER/x --dataloader-inter-document-masking --context-parallel-size 2": (
-        "OptionError: --dataloader-inter-document-masking with --context-parallel-size 2, under"
+        "OptionError: --dataloader-inter-document-masking needs --context-parallel-size 1 ... got 2"
     ),
     "--data-path FOLDER/x --seq-length x": "OptionError: argument --seq-length: invalid int value",
     "--data-path FOLDER/short": f"{UNREADABLE}(ValueError: ",  # its tokens are cut off

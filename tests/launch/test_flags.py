@@ -11,22 +11,23 @@ import pytest
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.launch import install
 from megatron_loss_agg.launch.flags import VARIABLE, add_arguments, aggregation_from_environment
 from megatron_loss_agg.launch.install import hook_from_args
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import DatasetReports, LossHook, aggregate_mtp, aggregate_routers
 
 FLAG = "--loss-aggregation"
 
 
-def parsed(arguments: str, **of_host: Any) -> argparse.Namespace:
-    """The flags, with @ for ``--loss-aggregation``, among those of the host."""
+def parsed(arguments: str, **of_megatron: Any) -> argparse.Namespace:
+    """The flags, with @ for ``--loss-aggregation``, among those of Megatron."""
     parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args = parser.parse_args(arguments.replace("@", FLAG).split())
-    return argparse.Namespace(**{**vars(args), **of_host})
+    return argparse.Namespace(**{**vars(args), **of_megatron})
 
 
-def hook(arguments: str, in_training_loop: bool = False, **of_host: Any) -> LossHook:
-    found = hook_from_args(parsed(arguments, **of_host), in_training_loop)
+def hook(arguments: str, in_training_loop: bool = False, **of_megatron: Any) -> LossHook:
+    found = hook_from_args(parsed(arguments, **of_megatron), in_training_loop)
     assert found is not None
     return found
 
@@ -35,7 +36,7 @@ def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
-    values += ["-mask", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels", "-factors"]
+    values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("audit", "report_datasets"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
@@ -79,67 +80,82 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     assert found is not None
     assert found.terms["constant"].aggregation.divisor == 7
     for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
-        with pytest.raises(OptionError, match=f"unknown setting {name}; expected one of "):
+        with pytest.raises(OptionError, match=f"^{name} is not a setting .*Write one of "):
             hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
+    with pytest.raises(OptionError, match=r"^--loss-aggregation-mask was removed: .*\. Compute"):
+        hook_from_args(argparse.Namespace(loss_aggregation="sum", loss_aggregation_mask="batch"))
 
 
-IN_LOOP = {"of_megatron": True}
-# Flags, the host's flags in its own training loop, or None elsewhere; and what of the hook's
-# settings, which it compares over all ranks, these change.
-SETTINGS: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
+LOOP = {"evaluates": True, "prefetches": True}
+DOCUMENTS = {"dataloader_inter_document_masking": True}
+# Our flags; Megatron's, in its own training loop, or None elsewhere; and what they change of the
+# arguments that the hook is made with.
+CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     # Defaults leave a run as it was.
-    ("@-empty-step step @-unmeasured refuse @-mask batch @-mtp host @-moe host", None, {}),
+    ("@-empty-step train @-unmeasured refuse @-mtp megatron @-moe megatron", None, {}),
     ("@-empty-step error", None, {"empty_step": "error"}),
     ("@-empty-step skip", None, {"empty_step": "skip"}),
-    ("@-mask model", None, {"mask": "model"}),
-    ("@-factors w", None, {"factors": "w"}),
-    ("@-mtp same", None, {"mtp": "same"}),
-    ("@-moe step", None, {"moe": "step"}),
+    ("@-split zigzag", None, {"split": "zigzag"}),
+    ("@-split contiguous", None, {"split": "contiguous"}),
+    ("@-batch json:dumps", None, {"read_batch": json.dumps}),
+    ("@-mtp same", None, {"wrappers": [aggregate_mtp], "settings": {"mtp": "same"}}),
+    ("@-moe whole", None, {"wrappers": [aggregate_routers], "settings": {"moe": "whole"}}),
     ("@-audit", None, {"audit": True}),
-    ("@-unmeasured trust", None, {"unmeasured": "trust"}),
-    ("@-audit @-unmeasured trust", None, {"audit": True, "unmeasured": "trust"}),
-    ("@-report-datasets", None, {"report_datasets": 1}),
-    # A reader of the user's own, if there is one.
-    ("@-mask model @-batch json:dumps", None, {}),
-    ("", {}, IN_LOOP),
-    ("", {"sft": True}, {**IN_LOOP, "averages_quotients": True}),
-    ("@-report-datasets", {"log_interval": 5}, {**IN_LOOP, "report_datasets": 5}),
+    ("@-unmeasured trust", None, {"trusts_unmeasured": True}),
+    ("@-evaluation same", None, {"evaluates": True}),
+    ("@-evaluation megatron", None, {}),
+    ("", {}, LOOP),
+    # How --sft averages its reports is no business of the hook.
+    ("", {"sft": True}, LOOP),
+    # Megatron lays rows of documents whole on context-parallel ranks, but packs of --sft.
+    ("", DOCUMENTS, {**LOOP, "split": "zigzag_pack"}),
+    ("", {**DOCUMENTS, "sft": True}, LOOP),
+    ("@-split zigzag", DOCUMENTS, {**LOOP, "split": "zigzag"}),
 ]
 
 
-@pytest.mark.parametrize("flags, of_host, changed", SETTINGS)
-def test_a_flag_changes_its_own_setting_and_no_other(
-    flags: str, of_host: dict[str, Any] | None, changed: dict[str, Any]
+def arguments_of_hook(
+    monkeypatch: pytest.MonkeyPatch, flags: str, of_megatron: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What the hook of these flags is made with."""
+    hooks = []
+
+    class Noting(LossHook):
+        def __init__(self, terms: Any, **arguments: Any) -> None:
+            super().__init__(terms, **arguments)
+            hooks.append(arguments)
+
+    monkeypatch.setattr(install, "LossHook", Noting)
+    hook(flags, of_megatron is not None, **(of_megatron or {}))
+    return dict(hooks.pop())
+
+
+@pytest.mark.parametrize("flags, of_megatron, changed", CHANGES)
+def test_a_flag_changes_its_own_argument_of_the_hook_and_no_other(
+    flags: str,
+    of_megatron: dict[str, Any] | None,
+    changed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stock = hook("@ sum")._settings
-    found = hook(f"@ sum {flags}", of_host is not None, **(of_host or {}))._settings
-    assert {name: x for name, x in found.items() if stock.get(name) != x} == changed
+    stock = arguments_of_hook(monkeypatch, "@ sum", None)
+    found = arguments_of_hook(monkeypatch, f"@ sum {flags}", of_megatron)
+    assert {name: x for name, x in found.items() if stock[name] != x} == changed
 
 
-def test_a_teacher_of_the_host_is_a_second_term() -> None:
+@pytest.mark.parametrize("of_megatron, interval", [(None, 1), ({"log_interval": 5}, 5)])
+def test_reports_by_data_set_average_as_megatrons_log_does(
+    of_megatron: dict[str, Any] | None, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = arguments_of_hook(monkeypatch, "@ sum @-report-datasets", of_megatron)
+    (extension,) = arguments["extensions"]
+    assert isinstance(extension, DatasetReports)
+    assert extension._log_interval == interval
+
+
+def test_a_teacher_of_megatron_is_a_second_term() -> None:
     teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.25}
     found = hook("@ token_mean", **teacher)
-    assert [term.coefficient for term in found.terms.values()] == [0.75, 0.25]
-
-
-# What needs the tokens of the whole step has them too late from a model.
-@pytest.mark.parametrize(
-    "flags, of_host, got",
-    [
-        ("sample_sum @-empty skip", {}, "empty='skip'"),
-        ("prompt_mean @-empty-step skip", {}, "'prompt_mean' and empty_step='skip'"),
-        ("sum @-report-datasets", {}, "an extension that needs 'dataset'"),
-        ("sum", {"sft": True}, "--sft"),
-        ("sum @-sample-weights count", {}, "sample_weights"),
-        # As soon as the teacher is known.
-        ("token_mean", {"logits_load_dir": "x", "logits_load_kd_loss_alpha": 0.2}, "'token_mean'"),
-    ],
-)
-def test_masks_of_a_model_are_refused_where_they_come_too_late(
-    flags: str, of_host: dict[str, Any], got: str
-) -> None:
-    with pytest.raises(OptionError, match=f"{got}.*with a mask that the model makes"):
-        hook(f"@ {flags} @-mask model", in_training_loop=True, **of_host)
+    assert [term.multiplier for term in found.terms.values()] == [0.75, 0.25]
 
 
 def test_a_loop_without_a_hook_reads_the_aggregation_from_the_environment(
@@ -151,5 +167,5 @@ def test_a_loop_without_a_hook_reads_the_aggregation_from_the_environment(
     assert aggregation_from_environment() == LossAggregation(mode="sum", divisor=4)
     for useless in (f"{FLAG}-audit", "token_mean", "--lr 1"):
         monkeypatch.setenv(VARIABLE, f"{FLAG} token_mean {useless}")
-        with pytest.raises(OptionError, match=f"{VARIABLE} holds {useless}.*expected {FLAG}"):
+        with pytest.raises(OptionError, match=rf"^{VARIABLE} must hold {FLAG}.*got {useless}\. Re"):
             aggregation_from_environment()

@@ -59,17 +59,18 @@ def install_on_rank() -> None:
     uninstall_again()
     assert changed() == [] and has_flags()
     uninstall()
-    # A host with other seams is left as it is. It adds its checkout's commit to its version.
+    # A Megatron that lacks a function is left as it is.
     before = _functions()
     get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
-    says = f"HostError: megatron-core {version('megatron-core')} ... training has no "
-    assert_says(error_of(install), says + "get_forward_backward_func; expected")
+    says = f"HostError: megatron.training.training of megatron-core {version('megatron-core')}"
+    says += " ... has no get_forward_backward_func. Install"  # after the commit of its checkout
+    assert_says(error_of(install), says)
     training.get_forward_backward_func = get_schedule
     assert changed() == [] and not has_flags()
 
 
-def test_what_is_wrapped_is_restored_and_a_host_with_other_seams_is_refused() -> None:
+def test_functions_are_restored_and_a_megatron_that_lacks_one_is_refused() -> None:
     run_host_ranks(install_on_rank, 1)
 
 
@@ -78,7 +79,7 @@ GRAPHS = "--cuda-graph-scope full_iteration"
 LOCAL = {"cuda_graph_impl": "local"}
 FUSED = {"cross_entropy_loss_fusion": True}
 # Megatron's parsed flags, and what is said of them.
-FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
+FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
     ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
     # A graph of the whole iteration, however it is spelled: today, in 0.14, and in 0.15 to 0.17,
@@ -96,8 +97,8 @@ FLAGS_OF_HOST: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("flags, refused", FLAGS_OF_HOST)
-def test_flags_of_the_host_that_cannot_be_exact_are_refused(
+@pytest.mark.parametrize("flags, refused", FLAGS_OF_MEGATRON)
+def test_flags_of_megatron_that_cannot_be_exact_are_refused(
     flags: dict[str, Any], refused: str | None
 ) -> None:
     args = argparse.Namespace(loss_aggregation="token_mean", **flags)
@@ -129,7 +130,7 @@ def squared(loss_mask: Any, output: Any) -> tuple[Any, Any, Any]:
     return loss, loss_mask.sum().to(int), {}
 
 
-OTHER_LOSS = "HostError: the loss function returned ... expected a masked sum"
+OTHER_LOSS = "HostError: a loss function must return the masked sum of the model's losses"
 
 
 def train_several_models() -> None:
@@ -140,12 +141,14 @@ def train_several_models() -> None:
     from megatron_loss_agg.launch.install import install
     from megatron_loss_agg.mcore import LossHook
     from tests.host import gpt
-    from tests.host.scripts import returning
     from tests.host.steps import NO_TOKENS, SHORT, batches
 
     gpt.initialize()
     first, second = gpt.ddp_model(), gpt.ddp_model()
-    squares = functools.partial(returning, lambda x, mask: (x, functools.partial(squared, mask)))
+
+    def squares(iterator: Any, model: Any) -> Any:
+        losses, loss_func = gpt.forward_step(iterator, model)
+        return losses, functools.partial(squared, *loss_func.args)
 
     def call(model: Any, schedule: Any = None, places: Any = SHORT, **options: Any) -> Any:
         data = batches(places[0], "bshd")
@@ -161,8 +164,7 @@ def train_several_models() -> None:
     hooked = LossHook(LossAggregation(mode="sample_mean")).wrap(get_forward_backward_func())
     call(first, hooked)
     says(OTHER_LOSS, first, hooked, forward_step_func=squares)
-    says("HostError: a LossHook trains a second model; expected a hook for each", second, hooked)
-    call(second, hooked, forward_only=True)
+    call(second, hooked)
 
     uninstall = installed()
     sgd = torch.optim.SGD(first.parameters(), lr=0.0)
@@ -181,11 +183,29 @@ def train_several_models() -> None:
 
     # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
     own = LossHook(LossAggregation(mode="token_mean")).wrap(counting)
-    says("HostError: has no mask; expected", first, own)
+    says(
+        "HostError: a forward step must return functools.partial(loss_func, loss_mask)", first, own
+    )
     assert wrapped == ["called"]
     uninstall()
     assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
     assert sys.argv[1:] == ["--loss-aggregation", "sum"]
+
+    wraps = []
+
+    class Counting(LossHook):
+        def wrap(self, schedule: Any) -> Any:
+            wraps.append(schedule)
+            return super().wrap(schedule)
+
+    def counting_hook(*_: Any) -> LossHook:
+        return Counting(LossAggregation(mode="sum"))
+
+    uninstall = install(make_hook=counting_hook, watch_exit=False)
+    for model in (first, second, first, first):
+        call(model)
+    assert wraps == [schedules.forward_backward_no_pipelining.__wrapped__] * 2
+    uninstall()
 
     # Flags that Megatron has read from a YAML file.
     from_yaml = argparse.Namespace(loss_aggregation="sum", loss_aggregation_empty_step="skip")
@@ -194,13 +214,22 @@ def train_several_models() -> None:
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", from_yaml):
         assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
         call(first)
-        says("HostError: skip, and several models train in this process", second)
+        says("HostError: skip needs a single model ... got several", second)
+    uninstall()
+
+    # Flags for a teacher make Megatron's loss function one of two terms.
+    teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.5}
+    sys.argv = ["script"]
+    uninstall = install(watch_exit=False)
+    with_teacher = argparse.Namespace(loss_aggregation="sum", **teacher)
+    with mock.patch.object(global_vars, "_GLOBAL_ARGS", with_teacher):
+        says("HostError: one distillation loss", first)
     uninstall()
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
     call(first, places=NO_TOKENS)
-    assert_says(error_of(sgd.step), "HostError: SGD is about to step without any token")
-    says("HostError: skip, and several models train in this process", second)
+    assert_says(error_of(sgd.step), "HostError: got SGD, which is about to step without any")
+    says("HostError: skip needs a single model ... got several", second)
     uninstall()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import ScriptLosses
 from megatron_loss_agg.tensors import described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
@@ -26,7 +27,7 @@ _ROUNDING = 16
 class MaskedSum(NamedTuple):
     """The result of a stock loss function, compared with the masked sum; on its device."""
 
-    function: object  # what functions that compute the same have in common
+    function: object  # (whether it trains, `function_of`): it may do more in one of them
     fits: Tensor  # bool
     shows_factors: Tensor  # bool: a wrong factor would not fit
     loss: Tensor
@@ -40,7 +41,7 @@ def function_of(loss_function: Any) -> object:
 
 
 def compare_with_masked_sum(
-    loss_function: Any, losses: ScriptLosses, cp_size: int
+    call: Call, loss_function: Any, losses: ScriptLosses
 ) -> MaskedSum | None:
     """Waits for no device. None for what is no stock loss function, or cannot be compared."""
     if losses.returned is None:
@@ -52,12 +53,12 @@ def compare_with_masked_sum(
             f"{described(returned)}. Change it, or return a TokenLoss."
         )
     is_sum = len(losses.returned) == 3
-    if not is_sum and cp_size > 1:
+    if not is_sum and call.groups.cp_size > 1:
         return None  # a mean over this rank's part of the tokens
     (term,) = losses.terms.values()
     loss = returned.detach().reshape(())
     fits, shows_factors = fits_masked_sum(loss, term.losses, term.mask, may_be_mean=not is_sum)
-    return MaskedSum(function_of(loss_function), fits, shows_factors, loss)
+    return MaskedSum((call.trains, function_of(loss_function)), fits, shows_factors, loss)
 
 
 def check_masked_sums(results: Sequence[MaskedSum]) -> set[object]:

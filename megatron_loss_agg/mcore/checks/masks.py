@@ -12,7 +12,7 @@ order of the microbatches. Padding is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class MaskSum(NamedTuple):
     i: int  # of the microbatch in its step
     on_rank: Tensor
     planned: Sequence[float]
+    sizes: Sequence[float]  # of the terms that add up to each, by which an error is measured
 
 
 def mask_sums(
@@ -47,17 +48,21 @@ def mask_sums(
 ) -> Iterator[MaskSum]:
     """The sums of one microbatch of one term; waits for no device."""
     mask_sum_S = plan.mask_sums(i)
-    weight_sum = float(plan.coefficients(i).dot(mask_sum_S))
+    c_S = plan.coefficients(i)
+    weight_sum, weight_size = (float(x.dot(mask_sum_S)) for x in (c_S, c_S.abs()))
     mask_sum = term.mask.sum()
     if term.is_whole:
         mask_sum = mask_sum / call.groups.cp_size
-    yield MaskSum("mask sum", i, mask_sum, [float(mask_sum_S.sum())])
-    yield MaskSum("sum of weights", i, weights.sum(), [weight_sum])
+    planned = [float(mask_sum_S.sum())]
+    yield MaskSum("mask sum", i, mask_sum, planned, planned)
+    yield MaskSum("sum of weights", i, weights.sum(), [weight_sum], [weight_size])
     if term.sequence_mask_sum is not None:
         sequences = plan.sequences[i]
         assert sequences is not None
         planned = [float(sequences.mask_sum.sum())]
-        yield MaskSum("mask sum of all sequences", i, term.sequence_mask_sum.sum(), planned)
+        yield MaskSum(
+            "mask sum of all sequences", i, term.sequence_mask_sum.sum(), planned, planned
+        )
 
 
 def mask_sums_by_sample(
@@ -67,12 +72,13 @@ def mask_sums_by_sample(
     sums = sums_of_samples(term.mask.double().reshape(-1), plan.shapes[i], starts)
     if term.is_whole:
         sums = sums / call.groups.cp_size
-    yield MaskSum("mask sum of a sample", i, sums, plan.mask_sums(i).tolist())
+    planned = plan.mask_sums(i).tolist()
+    yield MaskSum("mask sum of a sample", i, sums, planned, planned)
     if term.sequence_mask_sum is not None:
         sequences = plan.sequences[i]
         assert sequences is not None
         planned = sequences.mask_sum.tolist()
-        yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned)
+        yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned, planned)
 
 
 def check_mask_sums(call: Call, sums: Sequence[MaskSum]) -> None:
@@ -88,9 +94,9 @@ def check_mask_sums(call: Call, sums: Sequence[MaskSum]) -> None:
         dist.all_reduce(numbers, group=call.groups.cp)
     remaining = iter(numbers.tolist())
     for x in sums:
-        for planned in x.planned:
+        for planned, size in zip(x.planned, x.sizes, strict=True):
             found = next(remaining)
-            if not abs(found - planned) <= _TOLERANCE * abs(planned):  # NaN is not
+            if not abs(found - planned) <= _TOLERANCE * size:  # NaN is not
                 raise DataError(
                     "the loss function's mask must be this rank's part of the batch's 'loss_mask': in "
                     f"microbatch {x.i} its {x.what} must be {planned:g}, got {found:g}. Leave the mask "
@@ -142,6 +148,7 @@ def check_tokens(
     call: Call,
     tokens: FirstTokens | None,
     inputs: Mapping[int, Sequence[Tensor] | None],
+    gathered: Collection[int],
     split: str,
     is_declared: bool,
 ) -> None:
@@ -151,6 +158,7 @@ def check_tokens(
 
     Args:
         inputs: by microbatch, the integer tensors that the model was called with.
+        gathered: microbatches whose losses depend on the order in which tokens are gathered.
         is_declared: the user has said that the split is ``split``.
 
     Raises:
@@ -170,8 +178,8 @@ def check_tokens(
                 "masks. Split every batch by sequence, not by sample."
             )
         for i in inputs:
-            findings = [x.findings.get(i) for x in of_ranks]
-            _check_microbatch(call, tokens, i, findings, split, is_declared)
+            known = [x for of_rank in of_ranks if (x := of_rank.findings[i]) is not None]
+            _check_microbatch(call, tokens.shapes[i], i, known, i in gathered, split, is_declared)
         return True
 
     broadcast_result(compare, call.groups.tp, 0)
@@ -179,48 +187,47 @@ def check_tokens(
 
 def _check_microbatch(
     call: Call,
-    tokens: FirstTokens,
+    shape: MicrobatchShape,
     i: int,
-    findings: Sequence[SplitFinding | None],
+    findings: Sequence[SplitFinding],
+    is_gathered: bool,
     split: str,
     is_declared: bool,
 ) -> None:
-    starts, length = tokens.shapes[i].starts, tokens.shapes[i].mask[-1]
-    has_several_samples = has_padding = False
-    if starts is not None and call.groups.cp_size > 1:
-        has_several_samples = len(starts) > 2
-        has_padding = int(starts[-1]) < length
-    matters = has_several_samples or has_padding
+    """As `check_tokens`, from the findings of the ranks whose tokens tell anything."""
+    has_several_samples = shape.starts is not None and len(shape.starts) > 2
+    has_padding = shape.starts is not None and int(shape.starts[-1]) < shape.mask[-1]
+    is_split = call.groups.cp_size > 1
+    depends_on_split = is_split and (is_gathered or has_several_samples or has_padding)
     # The sum of the weights shows a wrong split of a lone sample with padding behind it.
-    must_be_verified = has_several_samples and not is_declared
-    known = [x for x in findings if x is not None]
-    common = set.intersection(*({*x.splits} for x in known)) if known else set()
-    if len(known) == len(findings) and common:
-        if matters and split not in common:
+    must_be_verified = is_split and (is_gathered or has_several_samples) and not is_declared
+    common = set.intersection(*({*x.splits} for x in findings)) if findings else set()
+    if common:
+        if depends_on_split and split not in common:
             raise DataError(
-                f"the packs of microbatch {i} must be split over context-parallel ranks as declared, "
-                f"{split!r}, got {' or '.join(sorted(common))!r}. Give --loss-aggregation-split "
-                f"{min(common)} (LossHook(split={min(common)!r}))."
+                f"microbatch {i} must be split over context-parallel ranks as declared, {split!r}, got "
+                f"{' or '.join(sorted(common))!r}. Give --loss-aggregation-split {min(common)} "
+                f"(LossHook(split={min(common)!r}))."
             )
         return
-    if len(known) == len(findings) and all(x.others and not x.splits for x in known):
+    if findings and all(x.others and not x.splits for x in findings):
         raise DataError(
             f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
-            f"those of {known[0].others[0]}. Give microbatches in the order of the forward steps "
+            f"those of {findings[0].others[0]}. Give microbatches in the order of the forward steps "
             "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
             "forward pass."
         )
-    if len(known) == len(findings) and any(x.splits for x in known):
+    if any(x.splits for x in findings):
         raise DataError(
             f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
-            f"parts of the splits {[[*x.splits] for x in known]} by rank. Split every sequence as one "
-            f"of {', '.join(SPLITS)} does (CPLayout)."
+            f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as "
+            f"one of {', '.join(SPLITS)} does (CPLayout)."
         )
     if must_be_verified:
         raise DataError(
-            f"the split of the packs of microbatch {i} must be verified, and the model is not called "
-            "with labels or tokens of the batch. Declare it: --loss-aggregation-split "
-            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
+            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
+            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
+            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -50,7 +50,7 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
     ranks_by_settings = {_text(settings): [dist.get_rank()]}
     # What a group has in common, each of its ranks passes on to its group along the next axis.
     for axis in ("tp", "cp", "dp", "pp"):
-        part = functools.partial(dict, ranks_by_settings)
+        part: Callable[[], dict[str, list[int]]] = functools.partial(dict, ranks_by_settings)
         of_ranks = gather_objects(part, getattr(call.groups, axis), "comparing settings")
         ranks_by_settings = {}
         for of_rank in of_ranks:

@@ -70,8 +70,8 @@ class GatheredAttention(DotProductAttention):
             )
         if getattr(self.scale_mask_softmax, "window_size", None) is not None:
             raise HostError(
-                "--window-size with context parallelism or packed sequences; expected at most one "
-                "of them on CPU: drop one"
+                "--window-size cannot go with context parallelism or packed sequences on a CPU. Drop "
+                "one of them."
             )
         if packed_seq_params is None:
             offsets = real = torch.tensor([0, query.size(0) * size])
@@ -84,8 +84,8 @@ class GatheredAttention(DotProductAttention):
         layout = CPLayout.thd(offsets, size, rank)
         if query.size(0) != layout.index.numel():
             raise DataError(
-                f"got {query.size(0)} tokens on context-parallel rank {rank} of {size}; expected "
-                f"{layout.index.numel()}: sequence offsets must cover every token, and padding"
+                f"context-parallel rank {rank} of {size} must have {layout.index.numel()} tokens, got "
+                f"{query.size(0)}. Let the sequence offsets cover every token, and padding."
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         mask = _forbidden(layout.index, offsets, None if causal else real.diff()).to(query.device)

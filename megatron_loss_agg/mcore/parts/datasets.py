@@ -3,119 +3,188 @@
 With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
 
 - ``sum_{t in d} w_t loss_t / sum_{t in d} w_t`` for means: the same mean over the tokens of ``d``
-  alone, without groups that have none; factors of tokens are left out below;
+  alone, without groups that have none;
 - ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
-  part of the loss; the parts of all data sets add up to it. In an evaluation, over the calls that
-  have tokens of ``d``.
+  part of the loss; the parts of all data sets add up to it.
+
+Both divisors, ``M_d`` and ``sum_{t in d} w_t``, are of the whole step and known before it, so each
+rank reports its part of a quotient by `report_pair`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch, denominator
-from megatron_loss_agg.mcore.host import Call
-from megatron_loss_agg.mcore.step import PlannedStep
+from megatron_loss_agg.collectives import broadcast_result, failing_together
+from megatron_loss_agg.counting import coefficients
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.extension import Extension
+from megatron_loss_agg.mcore.reports import MicrobatchLoss, denominator_of, report_pair
+from megatron_loss_agg.mcore.split import sums_of_samples
+from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
-from megatron_loss_agg.weighted_sum import where_weighted
+
+_ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Mend its error first."
+
+
+class DatasetSums(NamedTuple):
+    """Sums over the tokens of one data set in the whole step, of one term."""
+
+    mask_sum: float  # M_d, with rejected samples
+    weight_sum: float
 
 
 class DatasetReports(Extension):
     """Adds reports by data set: ``lm loss of dataset 3``, ``sample_mean loss of dataset 3``.
 
-    Without ids, as validation sets often are, there are none.
+        hook = LossHook(LossAggregation(mode="sample_mean"), extensions=[DatasetReports()])
+
+    Exact for each training step and each call of an evaluation. Over the calls of an evaluation
+    Megatron adds up pairs, so that a data set's mean is over its tokens, samples or groups of all
+    calls. Under ``--sft`` Megatron averages quotients: there each call with tokens of the data set
+    weighs the same, however many it has, as it does for every loss that Megatron reports.
 
     Args:
-        log_interval: over how many steps the host's log averages.
-    """
+        log_interval: over how many steps Megatron's log averages.
 
-    needs = frozenset({"dataset"})
+    Raises:
+        DataError: in a training step: a microbatch without ids of data sets. In an evaluation there
+            are then no reports.
+    """
 
     def __init__(self, log_interval: int = 1) -> None:
         self._log_interval = log_interval
-        self._since: dict[int, int] = {}  # by id, the training step that had it first
-        self._steps = 0
-        # Of this training step: the data sets that are reported, and those without a mean yet.
-        self._names: list[int] = []
-        self._new: set[int] = set()
+        self._steps = 0  # of training
+        self._first_step: dict[int, int] = {}  # by id: the training step that had it first
+        # Of this step: the data sets that are reported, and those whose means are NaN.
+        self._ids: list[int] = []
+        self._without_mean: set[int] = set()
+        self._sums: dict[str, dict[int, DatasetSums]] = {}  # by term and id
 
-    def settings(self) -> Mapping[str, object]:
-        return {"report_datasets": self._log_interval}
+    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
+        if call.trains and self._steps == 0:  # later, ranks would wait for each other without need
+            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED):
+                _check_ids(plans)
+        elif call.trains:
+            _check_ids(plans)
+        self._sums = {} if plans is None else _sums_of_step(call, plans)
+        present = {d for sums in self._sums.values() for d in sums}
+        if call.trains:
+            self._note(present)
+        else:
+            self._ids, self._without_mean = sorted(present), set()
 
-    @contextmanager
-    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
-        if call.loop.averages_quotients and not call.trains:
-            yield None  # averages of quotients: none by data set would be exact
-            return
-        if call.trains and plan is not None and call.begins_step:
-            self._note(_ids(plan))
-        yield functools.partial(self._report, call)
+    def _note(self, present: set[int]) -> None:
+        """Decide what a training step reports, whose tokens are of these data sets.
 
-    def _note(self, ids: list[int]) -> None:
-        """Decide what a newly planned training step reports.
-
-        Megatron's log averages a name over those of `log_interval` steps in which it is a number.
-        A data set's mean is 0/0, which the log leaves out, in a step without its tokens; and in the
-        first `log_interval` steps of a data set that the run's first step lacks.
+        Megatron's log averages a name over the steps of its interval, with 0 for those before its
+        first report, and leaves out NaN. So a data set's mean is NaN in a step without its tokens,
+        and in the first `log_interval` steps of a data set that the run's first step lacks.
         """
-        for d in ids:
-            self._since.setdefault(d, self._steps)
+        for d in present:
+            self._first_step.setdefault(d, self._steps)
         recent = max(0, self._steps - self._log_interval)
-        self._names = sorted(self._since)
-        self._new = {d for d in self._names if self._since[d] > recent}
+        self._ids = sorted(self._first_step)
+        self._without_mean = {
+            d for d in self._ids if self._first_step[d] > recent or d not in present
+        }
         self._steps += 1
 
     @torch.no_grad()
-    def _report(self, call: Call, x: MicrobatchLoss) -> None:
-        if "dataset" not in x.plan.first.ids:
+    def on_loss(self, microbatch: MicrobatchLoss) -> None:
+        if not self._ids:
             return
-        names, new = (self._names, self._new) if call.trains else (_ids(x.plan), set())
+        call, plans = microbatch.call, microbatch.plans
+        first = next(iter(plans))
+        if first in microbatch.terms:
+            term = microbatch.terms[first]
+            mask = term.mask / call.groups.cp_size if term.is_whole else term.mask
+            for d, part in self._parts(microbatch, first, mask).items():
+                mask_sum = self._sums_of(first, d).mask_sum
+                pair = self._mean(call, plans[first], d, part, mask_sum, mask_sum)
+                microbatch.report(f"lm loss of dataset {d}", pair)
+        for name, weights in microbatch.weights.items():
+            plan = plans[name]
+            for d, part in self._parts(microbatch, name, weights).items():
+                if plan.aggregation.within is None:
+                    pair = report_pair(call, plan, part, denominator_of(plan))
+                else:
+                    weight_sum = self._sums_of(name, d).weight_sum
+                    denominator = weight_sum * denominator_of(plan)
+                    pair = self._mean(call, plan, d, part, weight_sum, denominator)
+                microbatch.report(f"{name} loss of dataset {d}", pair)
 
-        def report_mean(what: str, name: str, w: Tensor, counted: Tensor) -> None:
-            pairs = _sums(x, name, names, (w, x.losses[name]), (counted, torch.ones_like(w)))
-            for d, pair in pairs.items():
-                x.report(f"{what} of dataset {d}", pair.new_zeros(2) if d in new else pair)
+    def _mean(
+        self,
+        call: Call,
+        plan: StepPlan,
+        d: int,
+        part: Tensor,
+        divisor: float,
+        denominator: float,
+    ) -> Tensor:
+        """[2]: this rank's part of the mean ``sum part / divisor`` of a data set."""
+        if d in self._without_mean:
+            return part.new_full((2,), math.nan)
+        return report_pair(call, plan, part / (divisor or 1.0), denominator)
 
-        mask = x.masks[x.first].reshape(-1).double()
-        report_mean("lm loss", x.first, mask, mask)
-        for name, w in x.weights.items():
-            aggregation = call.terms[name].aggregation
-            over = denominator(aggregation, x.plan.terms[name])
-            if aggregation.within is not None:  # an evaluation weighs its calls by denominators
-                weights, counted = (y.double() * over for y in (w, x.unfactored[name]))
-                report_mean(f"{name} loss", name, weights, counted)
-                continue
-            for d, (part,) in _sums(x, name, names, (w.double(), x.losses[name])).items():
-                key = f"{name} loss of dataset {d}"
-                x.report(key, x.sum_pair(key, part, over))
+    def _sums_of(self, name: str, d: int) -> DatasetSums:
+        """Zeros for a data set without tokens in the step."""
+        return self._sums[name].get(d, DatasetSums(0.0, 0.0))
+
+    def _parts(self, microbatch: MicrobatchLoss, name: str, weights: Tensor) -> dict[int, Tensor]:
+        """By data set: the sum of ``weight * loss`` over its tokens on this rank.
+
+        Summed in fp64. NaN or inf at a weight of 0 is ignored.
+        """
+        plan, i, losses = microbatch.plans[name], microbatch.i, microbatch.terms[name].losses
+        w_T = weights.reshape(-1).double()
+        products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
+        sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.starts[name])
+        ids, id_S = torch.tensor(self._ids), plan.ids("dataset", i)
+        # Data sets that have no token in the step are not among the ids.
+        index_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
+        sums = sums_S.new_zeros(len(ids) + 1)
+        sums.index_add_(0, moved(index_S, sums.device), sums_S)
+        return dict(zip(self._ids, sums[:-1].to(at_least_fp32(losses.dtype)), strict=True))
 
 
-def _ids(plan: PlannedStep) -> list[int]:
-    """Of the whole step, sorted; those with tokens in some term."""
-    found = set[int]()
-    for term in plan.terms.values():
-        if "dataset" in term.ids:
-            ids, sums = term.groups("dataset")
-            found.update(ids[sums > 0].tolist())
-    return sorted(found)
+def _check_ids(plans: Mapping[str, StepPlan] | None) -> None:
+    for plan in (plans or {}).values():
+        if "dataset" not in plan.ids_S:
+            raise DataError(
+                "reports by data set need ids in every batch, got a microbatch without. Give the batch "
+                "key 'dataset_ids' (or Megatron's 'dataset_id'), or drop DatasetReports "
+                "(--loss-aggregation-report-datasets)."
+            )
 
 
-def _sums(
-    x: MicrobatchLoss, name: str, names: list[int], *pairs: tuple[Tensor, Tensor]
-) -> dict[int, Tensor]:
-    """By data set: the sum of ``w * v`` over its tokens with ``w != 0``, for each pair of them.
+def _sums_of_step(call: Call, plans: Mapping[str, StepPlan]) -> dict[str, dict[int, DatasetSums]]:
+    """By term and data set, on every tensor-parallel rank; empty where a microbatch has no ids."""
+    if any("dataset" not in plan.ids_S for plan in plans.values()):
+        return {}
 
-    Summed in fp64; in the dtype of the first ``v``, the losses, but at least fp32.
-    """
-    local, id_S = x.local[name], x.plan.terms[name].ids["dataset"][x.i]
-    sums_S = torch.stack([local.sums(where_weighted(w, v.to(w)) * w) for w, v in pairs], dim=1)
-    ids = torch.tensor(names, dtype=torch.int64)
-    place_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(names))
-    sums = sums_S.new_zeros(len(names) + 1, len(pairs))
-    sums.index_add_(0, moved(place_S, sums.device), sums_S)
-    return dict(zip(names, sums[:-1].to(at_least_fp32(pairs[0][1].dtype)), strict=True))
+    def of_terms() -> dict[str, dict[int, DatasetSums]]:
+        return {name: _sums_by_dataset(plan) for name, plan in plans.items()}
+
+    return broadcast_result(of_terms, call.groups.tp, 0)
+
+
+def _sums_by_dataset(plan: StepPlan) -> dict[int, DatasetSums]:
+    """Of the data sets with tokens in the step, from the samples of all ranks."""
+    samples = plan.samples
+    assert samples is not None  # of this rank, which reads data
+    groups = samples.groups("dataset")
+    mask_sums = groups.sums(samples.mask_sum)
+    weight_sums = torch.zeros_like(mask_sums)
+    if plan.aggregation.within is not None:  # only means divide by them
+        coefficient_S, _ = coefficients(plan.aggregation, samples)
+        weight_sums = groups.sums(coefficient_S * samples.mask_sum)
+    rows = zip(groups.ids_G.tolist(), mask_sums.tolist(), weight_sums.tolist(), strict=True)
+    return {d: DatasetSums(*sums) for d, *sums in rows if sums[0] > 0}

@@ -1,16 +1,16 @@
 """Losses of multi-token prediction (MTP), aggregated as the language model's loss is.
 
 At depth ``d``, position ``t`` predicts the target of position ``t + d``. Its loss gets the weight
-that this target has in the main loss, so that a step's loss is extended by::
+that this target has in the main loss, so that the loss of a step is extended by
 
     f / D * sum_d sum_t w_t^(d) * l_t^(d)
 
     w_t^(d) = w_{t+d} = m_{t+d} * c_[sample of t] if t + d is in the sequence of t, else 0
 
-where a sequence is a row, or one of a pack, with Megatron's scaling factor ``f`` and its number of
-MTP layers ``D``. The host computes these losses in the model's forward pass, and attaches them to
-the graph with one scale for all tokens of a microbatch. Here they are kept from it, and added to
-the loss of the same microbatch.
+where a sequence is a row, or one of a pack; ``f`` is Megatron's scaling factor, and ``D`` its number
+of MTP layers. Megatron computes these losses in the model's forward pass, and attaches them to the
+graph with one scale for all tokens of a microbatch. Here they are withheld from it, and added to the
+loss of the same microbatch.
 
 Suffix: ``_T`` this rank's tokens of a microbatch.
 """
@@ -18,84 +18,126 @@ Suffix: ``_T`` this rank's tokens of a microbatch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.collectives import broadcast_result
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.masks import shifted
-from megatron_loss_agg.mcore.extension import Extension, MicrobatchLoss, Watch
-from megatron_loss_agg.mcore.host import Call, replaced
-from megatron_loss_agg.mcore.step import PlannedStep
-from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.masks import brought_to_cpu, shifted
+from megatron_loss_agg.mcore.call import Call, replaced
+from megatron_loss_agg.mcore.forward_step import merged_reports
+from megatron_loss_agg.mcore.reports import report_pair
+from megatron_loss_agg.mcore.split import layout_of, local_starts
+from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
-from megatron_loss_agg.weighted_sum import times_factors, weighted_sum
+from megatron_loss_agg.weighted_sum import weighted_sum, weights_of_tokens
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.mcore.hook import LossHook
 
 _METHOD = "compute_language_model_loss"
-_FLAG = "--loss-aggregation-mtp same (MultiTokenPrediction())"
+_FLAG = "--loss-aggregation-mtp same (aggregate_mtp)"
 
 
-class MultiTokenPrediction(Extension):
-    """Adds MTP's losses in training, with the weights of the first term of the loss."""
+def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """A schedule that adds MTP's losses in training, with the weights of the hook's first term.
 
-    needs = frozenset({"masks"})
+        hook = LossHook(LossAggregation(mode="prompt_mean"), wrappers=[aggregate_mtp])
 
-    def settings(self) -> Mapping[str, object]:
-        return {"mtp": "same"}
+    Reports get ``"mtp_1 <first term> loss"`` and so on: the weighted sum of each depth, without
+    ``f / D``. ``"loss"``, of a hook of several terms, includes MTP's part.
 
-    def words(self) -> str:
-        return "mtp: same"
+    Raises:
+        HostError: when called: a model without MTP layers, or one that shifts other masks.
+        OptionError: when called: the first term has multiplier 0.
+    """
 
-    def start(self, call: Call) -> None:
-        if not call.trains:
-            return
-        number_of_depths(call.config)
-        name, term = next(iter(call.terms.items()))
-        if term.coefficient == 0:
-            raise OptionError(
-                f"{_FLAG} with the coefficient 0 of {name!r}, by which it multiplies MTP's losses; "
-                "expected another one (--logits-load-kd-loss-alpha below 1): or drop the flag"
-            )
-
-    @contextmanager
-    def around(self, call: Call, plan: PlannedStep | None) -> Iterator[Watch | None]:
-        if not (call.trains and call.groups.last_stage):
-            yield None
-            return
+    @functools.wraps(schedule)
+    def aggregated(**arguments: Any) -> Any:
+        call = hook.call
+        if call is None or not call.trains:
+            return schedule(**arguments)
+        name, term = next(iter(hook.terms.items()))
         depths = number_of_depths(call.config)
+        _check_multiplier(name, term)
+        if hook.plans is None:
+            return schedule(**arguments)
+        plan = hook.plans[name]
+        masks = _masks_on_rank(call, plan, hook.split, depths)
         losses = MTPLosses(depths)
+        hooked_step, forward_steps = arguments["forward_step_func"], 0
+
+        def loss(i: int, loss_function: Callable[..., Any], output: Any) -> tuple[Any, ...]:
+            """What the hook's loss function returns of microbatch ``i``, with MTP's part."""
+            scaled, *number_of_tokens, report = loss_function(output)
+            masks_of_depths = [moved(x, scaled.device) for x in masks[i]]
+            sums = []
+            for mask_T, losses_T in zip(
+                masks_of_depths[1:], losses.take(masks_of_depths), strict=True
+            ):
+                w_T = _weights(call, plan, i, hook.split, mask_T, at_least_fp32(losses_T.dtype))
+                sums.append(weighted_sum(w_T.view(-1), losses_T))
+            factor = term.multiplier * call.config.mtp_loss_scaling_factor / depths
+            part = factor * torch.stack(sums).sum()
+            pairs = {
+                f"mtp_{depth} {name} loss": report_pair(call, plan, x)
+                for depth, x in enumerate(sums, start=1)
+            }
+            report = merged_reports(report, pairs)
+            if hook.reports_total:
+                total, count = report["loss"]
+                report["loss"] = torch.stack([total + report_pair(call, plan, part)[0], count])
+            scaled = scaled + part * call.scale.inverse(plan.counts.model_tokens)
+            return scaled, *number_of_tokens, report
+
+        def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            nonlocal forward_steps
+            output, loss_function = hooked_step(*args, **kwargs)
+            model = args[1] if len(args) > 1 else kwargs.get("model")
+            if len(call.chunks) > 1 and model is not call.chunks[-1]:
+                return output, loss_function
+            i = call.first_index + forward_steps
+            forward_steps += 1
+            return output, functools.partial(loss, i, loss_function)
+
         with losses.kept(call.chunks[-1]):
-            yield functools.partial(_add, losses, depths)
+            result = schedule(**{**arguments, "forward_step_func": forward_step})
         losses.check_masks()
+        return result
+
+    return aggregated
 
 
 def number_of_depths(config: Any) -> int:
     """The model's MTP layers; HostError if it does not train them."""
-    depths, factor = (
-        getattr(config, name, None) for name in ("mtp_num_layers", "mtp_loss_scaling_factor")
-    )
+    depths = getattr(config, "mtp_num_layers", None)
+    factor = getattr(config, "mtp_loss_scaling_factor", None)
     if not depths or not factor:
         raise HostError(
-            f"{_FLAG} and a model with mtp_num_layers={depths}, mtp_loss_scaling_factor={factor}; "
-            "expected both: set --mtp-num-layers and --mtp-loss-scaling-factor, or drop the flag"
+            f"{_FLAG} needs a model that trains MTP layers, got mtp_num_layers={depths} and "
+            f"mtp_loss_scaling_factor={factor}. Set --mtp-num-layers and --mtp-loss-scaling-factor, or "
+            "drop the flag."
         )
     return int(depths)
 
 
 class MTPLosses:
-    """MTP's losses of one step, kept from the host; for loops that apply coefficients themselves.
+    """MTP's losses of one step, withheld from Megatron; for loops that weigh them themselves.
 
-    ``compute_language_model_loss`` of the host makes MTP's losses, and with labels the main one.
-    MTP's are replaced by leaves of the same values. The leaves' gradients are multiples of the
-    masks that the host moved, which say whether it moves labels as the weights are moved.
+    Megatron's ``compute_language_model_loss`` makes MTP's losses, and with labels the main one. It
+    gets leaves of the same values in place of MTP's. The gradients of these leaves are proportional
+    to Megatron's own shifted masks, so they show whether Megatron shifts labels as the weights are
+    shifted.
 
         losses = MTPLosses(config.mtp_num_layers)
         with losses.kept(model):  # in the forward step
             logits = model(tokens, ..., loss_mask=mask_of_tokens)
-        of_depths = losses.take(masks)  # in the loss function, to be weighted and added
+        losses_by_depth = losses.take(masks)  # in the loss function, to be weighted and added
         losses.check_masks()  # after the step
     """
 
@@ -104,11 +146,11 @@ class MTPLosses:
         self._losses: list[Tensor] = []  # of this microbatch
         self._leaves: list[Tensor] = []
         self._expected = 0  # comparisons
-        self._differ: list[Tensor] = []  # bool, of every microbatch and depth
+        self._differences: list[Tensor] = []  # bool, of every microbatch and depth
 
     @contextmanager
     def kept(self, model: torch.nn.Module) -> Iterator[None]:
-        """Keep what ``model`` computes in forward passes with gradients."""
+        """Withhold the losses that ``model`` computes in forward passes with gradients."""
         with ExitStack() as stack:
             for module in model.modules():
                 if hasattr(module, _METHOD):
@@ -117,7 +159,7 @@ class MTPLosses:
             yield
 
     def _keep(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What the host gets instead of the losses that it computes."""
+        """The main loss, or a leaf in place of a loss of MTP."""
         losses = compute(*args, **kwargs)
         if not torch.is_grad_enabled():
             return losses
@@ -140,76 +182,85 @@ class MTPLosses:
         tokens = [mask.numel() for mask in masks]
         if len(tokens) != self._depths + 1 or len({*tokens}) > 1:
             raise DataError(
-                f"masks of {tokens} tokens for {self._depths} depths of MTP; expected one for each "
-                "depth from 0 on, of as many tokens"
+                f"masks of MTP must be one for each depth from 0 to {self._depths}, of as many tokens "
+                f"each, got {tokens} tokens. Shift the loss mask by each depth."
             )
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
-        sizes = [of_call.numel() for of_call in losses]
+        sizes = [x.numel() for x in losses]
         # Some models compute the main loss in another way.
         if sizes not in (tokens[1:], tokens):
             raise HostError(
-                f"the model computed losses of {sizes} tokens by {_METHOD}, with a loss mask of "
-                f"{tokens[0]}; expected {self._depths} of MTP and the main one, of as many: "
-                "call the model once, with this rank's labels, without TokenLoss(whole=...); or "
-                f"drop {_FLAG}"
+                f"the model must compute {self._depths} losses of MTP and the main one by {_METHOD}, of "
+                f"{tokens[0]} tokens as the loss mask has, got losses of {sizes}. Call the model once, "
+                f"with this rank's labels or none, without SampleLoss; or drop {_FLAG}."
             )
         has_tokens = masks[0].any()
         for leaf, mask_T in zip(leaves, masks[1:], strict=True):
             planned_T = mask_T.reshape(-1) != 0
             leaf.register_hook(functools.partial(self._compare, has_tokens, planned_T))
         self._expected += self._depths
-        return [of_depth.reshape(-1) for of_depth in losses[: self._depths]]
+        return [x.reshape(-1) for x in losses[: self._depths]]
 
     def _compare(self, has_tokens: Tensor, planned_T: Tensor, gradient: Tensor) -> None:
-        """Compare the host's mask, of which ``gradient`` is a multiple, with the planned one.
+        """Compare Megatron's mask, of which ``gradient`` is a multiple, with the planned one.
 
         NaN is a mask of 0 times a division by 0. Under calculate_per_token_loss the multiple is
-        this rank's number of tokens before the move, which may be 0.
+        this rank's number of tokens before the shift, which may be 0.
         """
         active_T = ((gradient != 0) & ~gradient.isnan()).reshape(-1)
-        self._differ.append((active_T != planned_T).any() & (has_tokens | active_T.any()))
+        self._differences.append((active_T != planned_T).any() & (has_tokens | active_T.any()))
 
     def check_masks(self) -> None:
-        """Raise HostError unless the host moved its masks as the weights, after backward passes."""
-        differ = torch.stack(self._differ).tolist() if self._differ else []
-        if len(differ) != self._expected or any(differ):
+        """Raise HostError unless Megatron shifted its masks as planned; after backward passes.
+
+        Waits for the device.
+        """
+        differs = torch.stack(self._differences).tolist() if self._differences else []
+        if len(differs) != self._expected or any(differs):
             raise HostError(
-                "the model's masks of MTP are not the loss mask moved by the depth; expected the "
-                "loss function's mask to be that of the batch (compare them first), and a "
-                "model called with this rank's labels= and loss_mask=, and for packs Megatron-Core "
-                "0.16 or later, which moves labels inside each; or without labels, which the host "
-                "then takes from the tokens, and with loss_mask= by token (the loss mask of "
-                f"position t at position t + 1): otherwise drop {_FLAG}"
+                "the model must shift the batch's loss mask by each depth of MTP, inside each sequence, "
+                "got another mask. Call it with this rank's labels= and loss_mask= (without labels: the "
+                "mask by token, which has the loss mask of position t at t + 1), and for packs with the "
+                "padded offsets as cu_seqlens_q of its packed_seq_params, by which Megatron-Core 0.16 "
+                f"and later shift; or drop {_FLAG}."
             )
 
 
-def _add(losses: MTPLosses, depths: int, x: MicrobatchLoss) -> None:
-    """Add MTP's losses to those of their microbatch."""
-    masks, weights = zip(*(_at_depth(x, depth) for depth in range(1, depths + 1)), strict=True)
-    coefficient = x.call.terms[x.first].coefficient
-    factor = x.call.config.mtp_loss_scaling_factor / depths * coefficient
-    parts = []
-    of_depths = losses.take([x.masks[x.first], *masks])
-    for depth, (w_T, losses_T) in enumerate(zip(weights, of_depths, strict=True), start=1):
-        part, key = weighted_sum(w_T, losses_T), f"mtp_{depth} {x.first} loss"
-        parts.append(factor * part)
-        x.report(key, x.sum_pair(key, part))
-    x.total = x.total + torch.stack(parts).sum()
+def _check_multiplier(name: str, term: Term) -> None:
+    if term.multiplier == 0:
+        raise OptionError(
+            f"{_FLAG} needs a first term with a multiplier, by which it multiplies MTP's losses, got 0 "
+            f"of {name!r}. Change it (--logits-load-kd-loss-alpha below 1), or drop the flag."
+        )
 
 
-def _at_depth(x: MicrobatchLoss, depth: int) -> tuple[Tensor, Tensor]:
-    """The mask and the weights at ``depth``, [T], on the device of the losses."""
-    losses, term, local = x.losses[x.first], x.plan.terms[x.first], x.local[x.first]
-    dtype = at_least_fp32(losses.dtype)
-    assert term.masks is not None
-    whole = Microbatch(term.masks[x.i], term.shapes[x.i].starts)
+def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[int, list[Tensor]]:
+    """By microbatch of the call: this rank's part of the mask, shifted by 0 and by each depth."""
+    indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
+    if any(plan.sequences[i] is not None for i in indices):
+        raise HostError(
+            f"{_FLAG} needs masks of tokens, got microbatches with losses by sample "
+            "(Microbatch.of_samples, SampleLoss). Use losses by token for the first term, or drop the "
+            "flag."
+        )
 
-    def of_rank(values: Tensor) -> Tensor:
-        return moved(local.part_of_rank(shifted(values, whole, depth)), losses.device).reshape(-1)
+    def of_plan() -> list[Tensor]:
+        """At hand on tensor-parallel rank 0 alone."""
+        microbatches = brought_to_cpu([plan.microbatches[i] for i in indices])
+        return [m.loss_mask for m in microbatches]
 
-    mask_T = of_rank(whole.loss_mask)
-    if local.custom is not None:
-        return mask_T, of_rank(local.custom).to(dtype)
-    w_T = local.unfactored(mask_T, dtype)
-    return mask_T, w_T if local.factors is None else times_factors(w_T, of_rank(local.factors))
+    masks = {}  # copies: the forward steps may write into the batch's own
+    for i, mask in zip(indices, broadcast_result(of_plan, call.groups.tp, 0), strict=True):
+        shape, groups = plan.shapes[i], call.groups
+        layout = layout_of(shape, split, groups.cp_size, groups.cp_rank)
+        masks[i] = [layout.shard(shifted(mask, shape.starts, d)) for d in range(depths + 1)]
+    return masks
+
+
+def _weights(
+    call: Call, plan: StepPlan, i: int, split: str, mask_T: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Mask times the samples' coefficients, in the shape of ``mask_T``."""
+    starts = local_starts(plan.shapes[i], split, call.groups.cp_size, call.groups.cp_rank)
+    return weights_of_tokens(plan.coefficients(i), mask_T, starts, dtype)
